@@ -1,0 +1,61 @@
+"""Number formats as rows of data: adding a format is adding a row, and the tests follow the table.
+
+A code is laid out as sign, exponent, mantissa from the top bit down and has the value
+``(-1)^sign * 2^(max(exponent, 1) - bias) * (mantissa / 2^mantissa_bits + (exponent > 0))``, save for the special codes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Format:
+    """One element format.
+
+    ``max`` is the largest finite magnitude. ``specials`` says which codes are no numbers: ``"none"`` (all are
+    finite), ``"nan"`` (the all-ones magnitude alone is NaN, as in E4M3 FN) or ``"ieee"`` (the top exponent holds Inf
+    and NaN).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    specials: Literal["none", "nan", "ieee"]
+    source: str
+
+    @property
+    def bits(self) -> int:
+        """Width of a code, sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of ``max``; "emax" in the OCP specification: 8 for E4M3, 2 for E2M1."""
+        return (1 << self.exponent_bits) - 1 - self.bias - (self.specials == "ieee")
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number; subnormals share it."""
+        return 1 - self.bias
+
+
+_OCP_MX = "OCP Microscaling Formats v1.0, section 5.3"
+_OCP_FP8 = "OCP 8-bit Floating Point v1.0; arXiv 2209.05433"
+
+FORMATS: dict[str, Format] = {
+    row.name: row
+    for row in (
+        Format("e4m3", 4, 3, bias=7, max=448.0, specials="nan", source=_OCP_FP8),
+        Format("e5m2", 5, 2, bias=15, max=57344.0, specials="ieee", source=_OCP_FP8),
+        Format("e2m3", 2, 3, bias=1, max=7.5, specials="none", source=_OCP_MX),
+        Format("e3m2", 3, 2, bias=3, max=28.0, specials="none", source=_OCP_MX),
+        Format("e2m1", 2, 1, bias=1, max=6.0, specials="none", source=_OCP_MX),
+    )
+}
+
+E8M0_BIAS = 127
+"""A scale byte b of OCP's E8M0 means 2^(b - 127), for b in 0..254."""
+E8M0_NAN = 255
+"""The scale byte of a block that holds a NaN or an Inf: all of the block is NaN."""

@@ -1,0 +1,5 @@
+"""One folder an op: ``reference.py`` is its meaning in plain torch, on any device; other implementations give the
+same bits.
+
+Kernels know no recipe: they take tensors, sizes, a format row and names of rules.
+"""

@@ -1,0 +1,82 @@
+"""Counter-based random numbers: Philox4x32 (Salmon et al., SC 2011, section 3.3), the same on every device.
+
+The layout of the stream is fixed: every stochastic bit of every recipe hangs on it. Entry (row, column) of an
+    operand, indices
+in the unsharded tensor with the contracted dimension last, takes 16 bits from the call with counter
+
+    (column // 8, row, step, microbatch)
+
+under the tensor's 64-bit key: of its four words, word ``(column % 8) // 2``, low half for even columns, high half for
+odd.
+"""
+
+import torch
+
+ROUNDS = 7
+"""Fewest rounds that the authors found to pass BigCrush (their table 2); their default of 10 is a margin."""
+
+VALUES_PER_CALL = 8
+
+_MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox(counter: Words, key: tuple[int, int], rounds: int = ROUNDS) -> Words:
+    """Four random 32-bit words for each counter.
+
+    Args:
+        counter: four int64 tensors that broadcast against each other, values in [0, 2^32).
+        key: two 32-bit words.
+        rounds: 7 here; 10 gives the published known-answer vectors.
+
+    Returns:
+        four int64 tensors, values in [0, 2^32), of the broadcast shape.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # int64 products wrap beyond 2^63, but their 64 bits are right: the mask takes the sign extension off the high
+        # half
+        product0, product1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
+        c0 = ((product1 >> 32) & _MASK) ^ c1 ^ k0
+        c1 = product1 & _MASK
+        c2 = ((product0 >> 32) & _MASK) ^ c3 ^ k1
+        c3 = product0 & _MASK
+        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
+    return c0, c1, c2, c3
+
+
+def draw_bits(
+    key: tuple[int, int],
+    moment: tuple[int, int],
+    rows: int,
+    columns: int,
+    *,
+    row_offset: int = 0,
+    column_offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """16 random bits for each entry of a [rows, columns] part of an operand.
+
+    Args:
+        key: the tensor's key.
+        moment: (step, microbatch).
+        rows, columns: shape of the part.
+        row_offset, column_offset: where the part begins in the unsharded tensor; ``column_offset`` a multiple of 8.
+
+    Returns:
+        int64 [rows, columns], values in [0, 2^16).
+    """
+    if column_offset % VALUES_PER_CALL:
+        raise ValueError(f"a shard must begin at a multiple of {VALUES_PER_CALL} columns, got {column_offset}")
+    calls = -(-columns // VALUES_PER_CALL)
+    first_call = column_offset // VALUES_PER_CALL
+    group = torch.arange(first_call, first_call + calls, device=device).view(1, calls)
+    row = torch.arange(row_offset, row_offset + rows, device=device).view(rows, 1)
+    step, microbatch = (torch.full((1, 1), value, dtype=torch.int64, device=device) for value in moment)
+    words = torch.stack(torch.broadcast_tensors(*philox((group, row, step, microbatch), key)), dim=-1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    return halves.view(rows, calls * VALUES_PER_CALL)[:, :columns]

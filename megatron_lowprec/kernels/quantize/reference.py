@@ -1,0 +1,236 @@
+"""Scales and rounding in plain torch: the meaning of every quantized bit in the project.
+
+Everything runs in fp32 with single IEEE operations, so the codes and scales are the same on every device. Operands are
+[R, K] with the contracted dimension last; a tile is (rows, columns), and partial tiles at the edges are scaled by
+what they hold.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_lowprec.formats import E8M0_NAN, Format
+from megatron_lowprec.kernels.chunks import row_chunks
+from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+
+_EXPONENT_FIELD = 0x7F800000
+_MANTISSA_FIELD = 0x007FFFFF
+_HALF_OF_MIN_NORMAL = 0x00400000  # the bits of 2^-127, subnormal in fp32 but a valid E8M0 scale
+_NAN = 0x7FC00000
+_FP32_MAX = torch.finfo(torch.float32).max
+
+Uniform = Callable[[slice], torch.Tensor]
+"""Row slice of the operand -> fp32 draws u of stochastic rounding for these rows, [rows, K], inside [0, 1)."""
+
+
+# ---- elements
+def round_to_format(v: torch.Tensor, fmt: Format, rounding: str, uniform: torch.Tensor | None = None) -> torch.Tensor:
+    """Round to the grid of ``fmt``, saturating at its maximum; NaN stays NaN, Inf saturates, zeros keep their sign.
+
+    ``nearest_even`` and ``half_away`` differ at ties. ``stochastic`` rounds the magnitude up where its fraction f of
+    a step reaches 1 - u, which is to say floor(f + u): with u uniform the result is unbiased. Each step is exact in
+    fp32.
+
+    Args:
+        v: fp32, any shape.
+        uniform: u of the stochastic rounding, fp32 in [0, 1), the shape of ``v``.
+
+    Returns:
+        fp32 values of ``fmt``, the shape of ``v``.
+    """
+    v = v.clamp(-fmt.max, fmt.max)
+    exponent = (v.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=(fmt.min_exponent + 127) << 23)
+    # the step at |v| is 2^(exponent - mantissa_bits); both it and its reciprocal are built from the exponent field
+    steps = v.abs().mul_((((254 + fmt.mantissa_bits) << 23) - exponent).view(torch.float32))
+    if rounding == "nearest_even":
+        rounded = steps.round_()
+    else:
+        rounded = steps.floor()
+        threshold = 0.5 if rounding == "half_away" else 1.0 - _required(uniform)
+        rounded += steps.sub_(rounded) >= threshold
+    return rounded.mul_((exponent - (fmt.mantissa_bits << 23)).view(torch.float32)).copysign_(v)
+
+
+def _required(uniform: torch.Tensor | None) -> torch.Tensor:
+    if uniform is None:
+        raise ValueError("stochastic rounding needs its uniform draws")
+    return uniform
+
+
+def uniform_from_bits(bits: torch.Tensor, random_bits: int) -> torch.Tensor:
+    """The top ``random_bits`` of 16-bit draws as u = (r + 1/2) / 2^random_bits, fp32.
+
+    The half makes the rounding of a fraction f up happen for round(f 2^random_bits) of the 2^random_bits draws: exact
+    for multiples of 2^-random_bits, off by at most half of that otherwise, and on average not at all.
+    """
+    return ((bits >> (16 - random_bits)).to(torch.float32) + 0.5) * 2.0**-random_bits
+
+
+def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Values on the grid of ``fmt`` -> uint8 codes in the low bits; NaN gives its NaN, or zero where it has none."""
+    v = values.to(torch.float32)
+    bits = v.view(torch.int32)
+    exponent = ((bits & _EXPONENT_FIELD) >> 23) - 127
+    normal = ((exponent + fmt.bias) << fmt.mantissa_bits) | ((bits & _MANTISSA_FIELD) >> (23 - fmt.mantissa_bits))
+    subnormal = (v.nan_to_num().abs() * 2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
+    magnitude = torch.where(exponent < fmt.min_exponent, subnormal, normal)
+    nan_code = 0 if fmt.specials == "none" else (1 << (fmt.bits - 1)) - 1
+    magnitude = torch.where(v.isnan(), nan_code, magnitude)
+    return (magnitude | (torch.signbit(v).to(torch.int32) << (fmt.bits - 1))).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """uint8 codes -> fp32 values, special codes included."""
+    c = codes.to(torch.int32)
+    exponent = (c >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+    mantissa = c & ((1 << fmt.mantissa_bits) - 1)
+    fraction = mantissa.to(torch.float32) * 2.0**-fmt.mantissa_bits + (exponent > 0)
+    value = torch.ldexp(fraction, exponent.clamp(min=1) - fmt.bias)
+    top = exponent == (1 << fmt.exponent_bits) - 1
+    if fmt.specials == "ieee":
+        value = torch.where(top, torch.where(mantissa == 0, torch.inf, torch.nan), value)
+    elif fmt.specials == "nan":
+        value = torch.where(top & (mantissa == (1 << fmt.mantissa_bits) - 1), torch.nan, value)
+    return torch.where((c >> (fmt.bits - 1)) > 0, -value, value)
+
+
+# ---- scales
+def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude in each tile: fp32 [ceil(R / rows), ceil(K / columns)]; a NaN in the tile gives NaN."""
+    rows, columns = tile
+    magnitude = pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    down, across = magnitude.shape[0] // rows, magnitude.shape[1] // columns
+    return magnitude.reshape(down, rows, across, columns).amax(dim=(1, 3)).to(torch.float32)
+
+
+def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
+    """Scale byte of each tile from its amax, by one of the rules that ``recipe.schema.QuantSpec`` tabulates.
+
+    Zero gives byte 0 (2^-127); NaN and Inf give ``E8M0_NAN``; the exponent saturates to [-127, 127]. floor(log2) is
+    read off the exponent field: a floating log2 errs just below powers of two.
+
+    Args:
+        amax: fp32, any shape, not negative.
+
+    Returns:
+        uint8, the shape of ``amax``.
+    """
+    number = amax
+    if rule == "round_up":
+        number = amax / torch.full_like(amax, fmt.max)
+    elif rule == "even":
+        number = (amax.view(torch.int32) + (1 << (22 - fmt.mantissa_bits))).view(torch.float32)
+    bits = number.view(torch.int32)
+    byte = bits >> 23
+    if rule in ("round_up", "ceil"):
+        # a subnormal number is at most 2^-127, byte 0, or else at most 2^-126, byte 1
+        at_most_power = torch.where(byte == 0, _HALF_OF_MIN_NORMAL, 0)
+        byte = byte + ((bits & _MANTISSA_FIELD) > at_most_power)
+    if rule != "round_up":
+        byte = byte - fmt.max_exponent
+    byte = byte.clamp_(0, E8M0_NAN - 1)
+    return torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)
+
+
+def e8m0_decode_scale(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes -> the fp32 number to multiply a decoded element by: 2^(byte - 127), NaN for 255."""
+    b = byte.to(torch.int32)
+    bits = torch.where(b == 0, _HALF_OF_MIN_NORMAL, b << 23)
+    return torch.where(b == E8M0_NAN, _NAN, bits).view(torch.float32)
+
+
+def e8m0_encode_scale(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes -> the fp32 number to multiply an entry by before rounding: 2^(127 - byte), NaN for 255."""
+    b = byte.to(torch.int32)
+    bits = torch.where(b == E8M0_NAN - 1, _HALF_OF_MIN_NORMAL, (E8M0_NAN - 1 - b) << 23)
+    return torch.where(b == E8M0_NAN, _NAN, bits).view(torch.float32)
+
+
+def fp32_encode_scale(
+    amax: torch.Tensor, fmt: Format, rule: str, amax_floor: float = 0.0, margin: int = 0
+) -> torch.Tensor:
+    """fp32 number to multiply a tile by before rounding: s = fl(M / amax) / 2^margin; the decode scale is fl(1 / s).
+
+    ``amax_pow2`` keeps only the exponent of s. amax 0 gives 1; a quotient beyond fp32 gives its maximum; NaN and Inf give
+    NaN, so that what they touch is seen.
+
+    Args:
+        amax: fp32, any shape, not negative.
+
+    Returns:
+        fp32, the shape of ``amax``.
+    """
+    # fp64 holds amax_floor unrounded, and is wide enough that its quotient rounds to the correctly rounded fp32 one
+    quotient = torch.full_like(amax, fmt.max, dtype=torch.float64) / amax.double().clamp(min=amax_floor)
+    scale = quotient.float().clamp_(max=_FP32_MAX) * 2.0**-margin
+    scale = torch.where((amax == 0) & (amax_floor == 0.0), torch.ones_like(scale), scale)
+    if rule == "amax_pow2":
+        scale = (scale.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+# ---- operands
+def quantize_operand(
+    x: torch.Tensor,
+    fmt: Format,
+    tile: tuple[int, int],
+    *,
+    scale_format: str,
+    scale_rule: str,
+    rounding: str = "nearest_even",
+    headroom: float = 1.0,
+    amax_floor: float = 0.0,
+    encode_scale: torch.Tensor | None = None,
+    signs: torch.Tensor | None = None,
+    uniform: Uniform | None = None,
+    dequantize: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transform, scale and round an operand.
+
+    Args:
+        x: [R, K] bf16, fp16 or fp32, any strides; K a multiple of len(signs) where these are given.
+        tile: (rows, columns) that share a scale.
+        scale_format, scale_rule, rounding, headroom, amax_floor: as in ``recipe.schema.QuantSpec``.
+        encode_scale: fp32, one entry a tile, where the scale is known already (a delayed one, or one that ranks share).
+        signs: [g], applies the Hadamard transform first.
+        uniform: draws of stochastic rounding.
+        dequantize: multiply the elements by their decode scale, exact where that is a power of two in bf16's range.
+
+    Returns:
+        elements: [R, K] in the dtype of x, values on the grid of ``fmt`` (exact in bf16), or these times their scale.
+        scale: E8M0 bytes (uint8) or fp32 decode scales, [ceil(R / rows), ceil(K / columns)].
+    """
+    elements = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    scales = []
+    for chunk in row_chunks(*x.shape, x.device, multiple_of=1 if encode_scale is not None else tile[0]):
+        part = x[chunk].to(torch.float32) if signs is None else hadamard_transform(x[chunk], signs)
+        if encode_scale is not None:
+            encoder = encode_scale[chunk] if encode_scale.shape[0] > 1 else encode_scale
+            scale = decoder = torch.ones_like(encoder) / encoder
+        elif scale_format == "e8m0":
+            scale = e8m0_scale(tile_amax(part, tile), fmt, scale_rule)
+            encoder, decoder = e8m0_encode_scale(scale), e8m0_decode_scale(scale)
+        else:
+            encoder = fp32_encode_scale(tile_amax(part, tile), fmt, scale_rule, amax_floor)
+            scale = decoder = torch.ones_like(encoder) / encoder
+        scales.append(scale)
+        scaled = scale_tiles(part, encoder, tile)
+        if headroom != 1.0:
+            scaled = scaled * headroom
+        draws = uniform(chunk) if uniform is not None and rounding == "stochastic" else None
+        rounded = round_to_format(scaled, fmt, rounding, draws)
+        elements[chunk] = scale_tiles(rounded, decoder, tile) if dequantize else rounded
+    shared = encode_scale is not None and encode_scale.shape[0] == 1
+    return elements, scales[0] if shared else torch.cat(scales)
+
+
+def scale_tiles(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+    """x [R, K] times the scale of each entry's tile; a scale of one row or column holds for all of that dimension."""
+    rows, columns = x.shape
+    if tile[0] == 1 and scale.shape[1] > 1 and columns % tile[1] == 0:
+        return (x.reshape(rows, -1, tile[1]) * scale.unsqueeze(-1)).reshape(rows, columns)
+    for dim in (0, 1):
+        if scale.shape[dim] > 1 and tile[dim] > 1:
+            scale = scale.repeat_interleave(tile[dim], dim).narrow(dim, 0, x.shape[dim])
+    return x * scale

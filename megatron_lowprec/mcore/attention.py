@@ -1,0 +1,74 @@
+"""Causal self-attention by torch's scaled_dot_product_attention, in place of Megatron-core's unfused one."""
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_lowprec.errors import UserError
+
+
+class SdpaAttention(MegatronModule):
+    """Core attention: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b, heads * d], never quantized.
+
+    Takes the arguments of Megatron-core's ``DotProductAttention``. Dropout draws from the tensor-parallel RNG state
+    as it does.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise UserError(
+                f"--context-parallel-size {config.context_parallel_size} needs TransformerEngine's attention; use 1"
+            )
+        if config.window_size is not None or config.softmax_type != "vanilla":
+            raise UserError("windowed attention and learnable softmax offsets need --attention-backend local")
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.attn_mask_type = attn_mask_type
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attention over the whole sequence; the mask is causal by construction and ``attention_mask`` is not read."""
+        if (attn_mask_type or self.attn_mask_type) != AttnMaskType.causal or packed_seq_params is not None:
+            raise UserError("this attention is causal and unpacked; use --attention-backend local for other masks")
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        draws = contextlib.nullcontext()
+        if dropout > 0.0 and not self.config.sequence_parallel:
+            draws = tensor_parallel.get_cuda_rng_tracker().fork()
+        with draws:
+            out = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                dropout_p=dropout,
+                is_causal=True,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

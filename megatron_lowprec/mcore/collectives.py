@@ -1,0 +1,29 @@
+"""Tensor-parallel collectives of the linear layers, under whichever name this torch has them."""
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed both and warns about the old names, which 2.11 has alone
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Work = dist.Work | None
+
+
+def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> tuple[torch.Tensor, Work]:
+    """[s / ranks, ...] of each rank -> [s, ...], and the handle to wait for where ``async_op``."""
+    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    return out, _all_gather(out, x.contiguous(), group=group, async_op=async_op)
+
+
+def scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Work]:
+    """[s, ...] summed over the ranks -> this rank's [s / ranks, ...], and the handle to wait for."""
+    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    return out, _reduce_scatter(out, x.contiguous(), group=group, async_op=True)
+
+
+def max_over(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Elementwise maximum over the group's ranks, a new tensor. NaN becomes Inf, which no backend's maximum loses."""
+    amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax

@@ -1,0 +1,137 @@
+"""A recipe at work in a model: gives every linear layer its numerics, and follows steps and microbatches."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_lowprec.linear import LinearNumerics, LinearPlace
+from megatron_lowprec.mcore.collectives import max_over
+from megatron_lowprec.mcore.moment import current_moment, set_moment
+from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.resolve import execution, kept_in_bf16
+from megatron_lowprec.recipe.schema import HistoryRule, Recipe
+
+_EXPERT = re.compile(r"\.local_experts\.(\d+)")
+
+
+class RecipeRuntime:
+    """What a training loop tells a recipe: when a step and a microbatch begin, and when a step has ended."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        self.kept: list[str] = []
+        self._histories: dict[tuple[int, HistoryRule, bool], AmaxHistory] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Before the first forward of a training step; ``step`` counts the iterations completed."""
+        set_moment(Moment(step, 0))
+
+    def begin_microbatch(self, index: int) -> None:
+        """Before a microbatch's forward; ``index`` from 0 within the step, for each model chunk."""
+        set_moment(current_moment()._replace(microbatch=index))
+
+    def end_step(self) -> None:
+        """After the optimizer's step, skipped or not: amax histories move on, reduced over the tensors' ranks."""
+        for (_, _, expert), history in self._histories.items():
+            history.update(partial(_reduce_over_holders, expert=expert))
+
+    def history(self, length: int, rule: HistoryRule, expert: bool = False) -> AmaxHistory:
+        """The history that all tensors of a kind share."""
+        return self._histories.setdefault((length, rule, expert), AmaxHistory(length, rule, self.device))
+
+    def header(self) -> list[str]:
+        """Lines that say how the recipe runs here."""
+        lines = [f"recipe {self.recipe.name}: {self.recipe.summary}"]
+        runs = {name: execution(gemm, self.device.type) for name, gemm in self.recipe.gemms.items()}
+        emulated = [name for name, how in runs.items() if how == "emulated"]
+        if emulated:
+            lines.append(f"{', '.join(emulated)} emulated on {self.device.type}: the format's numerics, not its speed")
+        if self.kept:
+            lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
+        return lines
+
+
+def bind_recipe(
+    model_chunks: Sequence[nn.Module],
+    recipe: Recipe,
+    *,
+    num_layers: int,
+    seed: int,
+    accumulate_wgrad: bool = True,
+    same_noise_on_data_parallel: bool = False,
+) -> RecipeRuntime:
+    """Give every linear layer built by ``LowPrecSpecProvider`` its numerics, by global layer number.
+
+    Call it once on each rank, after ``parallel_state`` is initialized and the model is built.
+
+    Args:
+        model_chunks: this rank's parts of the model.
+        recipe: what to run.
+        num_layers: transformer layers over all pipeline stages.
+        seed: the run's seed, the base of all random streams.
+        accumulate_wgrad: add weight gradients to an fp32 ``main_grad`` in fp32, not rounded to the compute dtype first.
+        same_noise_on_data_parallel: draw the same rounding noise on every data-parallel rank (to study just that).
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    runtime = RecipeRuntime(recipe, device)
+    plain = get_recipe("bf16")
+    for layer_number, name, expert, module in _linears(model_chunks):
+        kept = kept_in_bf16(recipe, layer_number, name, num_layers)
+        if kept and recipe.quantized:
+            runtime.kept.append(f"layers.{layer_number}.{name}")
+        split, group = ("O" if isinstance(module, LowPrecColumnParallelLinear) else "I"), module.tp_group
+        shared = group.size() > 1
+        place = LinearPlace(
+            layer_number,
+            name,
+            expert,
+            0 if same_noise_on_data_parallel else _data_parallel_rank(expert >= 0),
+            offsets={split: group.rank() * module.weight.shape[0 if split == "O" else 1]},
+            split=split if shared else "",
+        )
+        history_of: Callable[[int, HistoryRule], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
+        reduce_amax = partial(max_over, group=group) if shared else None
+        module.numerics = LinearNumerics(plain if kept else recipe, place, seed, history_of, reduce_amax)
+        module.accumulates_in_fp32 = accumulate_wgrad
+    return runtime
+
+
+def _linears(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, int, LowPrecLinearMixin]]:
+    """(global layer number, name within the layer, global expert or -1, module) of every layer that takes a recipe."""
+    for chunk in model_chunks:
+        for layer in chunk.modules():
+            if not isinstance(layer, TransformerLayer):
+                continue
+            experts_here = sum(
+                bool(_EXPERT.search(name)) and name.endswith("linear_fc1") for name, _ in layer.named_modules()
+            )
+            for name, module in layer.named_modules():
+                if isinstance(module, LowPrecLinearMixin):
+                    local = _EXPERT.search(name)
+                    expert = (
+                        parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[1]) if local else -1
+                    )
+                    yield layer.layer_number, _EXPERT.sub("", name), expert, module
+
+
+def _data_parallel_rank(expert: bool) -> int:
+    """This rank among those that hold other data for the same weights."""
+    if expert:
+        return parallel_state.get_expert_data_parallel_rank()
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+
+
+def _reduce_over_holders(amax: torch.Tensor, expert: bool) -> torch.Tensor:
+    """Maximum over the ranks that hold parts (tensor-parallel) or copies (data-parallel) of the tensors."""
+    if not expert:
+        return max_over(amax, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    amax = max_over(amax, parallel_state.get_expert_tensor_parallel_group())
+    return max_over(amax, parallel_state.get_expert_data_parallel_group())

@@ -1,0 +1,64 @@
+"""Delayed scaling's memory, the only state of any recipe: the amax of the last steps of many tensors.
+
+As TransformerEngine's update: at the end of a step its amax enters the window; the window's maximum (or the newest
+entry) is in effect from the next step on, unless it is 0, Inf or NaN, when the one before stays. The scale itself is
+a pure function of the amax in effect, so that one history serves every format a tensor is cast to.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_lowprec.recipe.schema import HistoryRule
+
+
+class AmaxHistory:
+    """Windows of ``length`` steps for any number of tensors, updated all at once.
+
+    Attributes:
+        newest: fp32 [N], largest amax seen in this step's microbatches.
+        window: fp32 [length, N], newest step first; zeros before there were steps.
+        in_effect: fp32 [N], 0 before the first valid update.
+    """
+
+    def __init__(self, length: int, rule: HistoryRule, device: torch.device | str = "cpu") -> None:
+        self.length, self.rule = length, rule
+        self.newest = torch.zeros(0, device=device)
+        self.window = torch.zeros(length, 0, device=device)
+        self.in_effect = torch.zeros(0, device=device)
+
+    def add_tensor(self) -> int:
+        """Make room for one more tensor; returns its slot."""
+        slot = self.newest.numel()
+        self.newest = torch.cat((self.newest, self.newest.new_zeros(1)))
+        self.window = torch.cat((self.window, self.window.new_zeros(self.length, 1)), dim=1)
+        self.in_effect = torch.cat((self.in_effect, self.in_effect.new_zeros(1)))
+        return slot
+
+    def observe(self, slot: int, amax: torch.Tensor) -> None:
+        """Note a tensor's amax in the running step. NaN counts as Inf, which a maximum over ranks cannot lose."""
+        amax = amax.view(()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        self.newest[slot] = torch.maximum(self.newest[slot], amax)
+
+    def update(self, reduce_max: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """End a step.
+
+        Args:
+            reduce_max: takes ``newest`` to its maximum over the ranks that hold parts or copies of the tensors.
+        """
+        newest = self.newest if reduce_max is None else reduce_max(self.newest)
+        self.window = torch.cat((newest.unsqueeze(0), self.window[:-1]))
+        found = self.window.amax(dim=0) if self.rule == "max" else newest
+        self.in_effect = torch.where((found > 0) & found.isfinite(), found, self.in_effect)
+        self.newest = torch.zeros_like(self.newest)
+
+    def state(self, slot: int) -> torch.Tensor:
+        """fp32 [length + 1] of one tensor: the amax in effect, then its window."""
+        return torch.cat((self.in_effect[slot : slot + 1], self.window[:, slot]))
+
+    def load_state(self, slot: int, state: torch.Tensor) -> None:
+        """Take over what ``state`` gave; a window of another length keeps its newest entries."""
+        kept = min(self.length, state.numel() - 1)
+        self.in_effect[slot] = state[0]
+        self.window[:, slot] = 0
+        self.window[:kept, slot] = state[1 : 1 + kept].to(self.window.device)

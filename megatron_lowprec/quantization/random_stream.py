@@ -1,0 +1,89 @@
+"""Keys of the random stream: which tensor, drawn by whom; the counter then says when and which entry.
+
+A tensor's 64-bit key is a hash of what stays the same through a run. Step and microbatch are words of the counter
+instead (``kernels/philox/reference.py``): what changes from call to call is then two integers, the same for all
+layers, which a captured CUDA graph can read from memory.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from megatron_lowprec.kernels.philox.reference import draw_bits
+from megatron_lowprec.kernels.quantize.reference import uniform_from_bits
+
+
+class Moment(NamedTuple):
+    """When a draw is made: optimizer steps completed, and the microbatch within the step."""
+
+    step: int
+    microbatch: int
+
+
+def stream_key(
+    seed: int,
+    purpose: Literal["sign", "rounding"],
+    *,
+    layer: int,
+    linear: str,
+    gemm: str,
+    operand: str = "",
+    expert: int = -1,
+    data_parallel_rank: int = 0,
+) -> tuple[int, int]:
+    """Philox key of one stream, as two 32-bit words.
+
+    Args:
+        seed: the run's seed.
+        purpose: signs of a Hadamard transform (shared by the GEMM's operands: leave ``operand`` empty) or rounding.
+        layer: global layer number.
+        linear: the linear layer's name within it.
+        gemm, operand: which product, which of its tensors.
+        expert: global expert number, -1 outside of experts.
+        data_parallel_rank: rank among those that hold different data.
+    """
+    name = f"{seed}/{purpose}/{layer}/{linear}/{expert}/{gemm}/{operand}/{data_parallel_rank}"
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+@dataclass(frozen=True)
+class RandomStream:
+    """The draws of one tensor at one moment; pure: the same stream gives the same bits each time it is asked.
+
+    ``row_offset`` and ``column_offset`` place a shard in the unsharded tensor, contracted dimension last.
+    """
+
+    key: tuple[int, int]
+    moment: Moment = Moment(0, 0)
+    row_offset: int = 0
+    column_offset: int = 0
+
+    def at(self, moment: Moment) -> "RandomStream":
+        """The same tensor's stream at another moment."""
+        return replace(self, moment=moment)
+
+    def uniform(self, columns: int, random_bits: int, device: torch.device) -> Callable[[slice], torch.Tensor]:
+        """row slice -> fp32 [rows, columns] of draws in (0, 1) with ``random_bits`` bits each."""
+
+        def draw(rows: slice) -> torch.Tensor:
+            bits = draw_bits(
+                self.key,
+                self.moment,
+                rows.stop - rows.start,
+                columns,
+                row_offset=self.row_offset + rows.start,
+                column_offset=self.column_offset,
+                device=device,
+            )
+            return uniform_from_bits(bits, random_bits)
+
+        return draw
+
+    def signs(self, count: int, device: torch.device) -> torch.Tensor:
+        """fp32 [count] of +1 and -1, from the top bit of each draw."""
+        bits = draw_bits(self.key, self.moment, 1, count, device=device).view(count)
+        return 1.0 - 2.0 * (bits >> 15).to(torch.float32)

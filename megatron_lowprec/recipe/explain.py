@@ -1,0 +1,71 @@
+"""What a recipe will run in every linear layer of a model, as text: the answer of ``--explain-recipe``."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from megatron_lowprec.recipe.resolve import LinearSite, execution, kept_in_bf16
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
+
+_CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
+
+
+def describe_operand(quant: QuantSpec | None) -> str:
+    """One operand's numerics in a few words."""
+    if quant is None:
+        return "compute dtype"
+    parts = [quant.format.upper(), f"tile {quant.tile}", f"{quant.scale_format} scale {quant.scale_rule}"]
+    if quant.scaling == "delayed":
+        parts.append(f"delayed: {quant.history_rule} of {quant.history}, margin {quant.margin}")
+    parts.append(
+        quant.rounding.replace("_", " ") + (f", {quant.random_bits} bits" if quant.rounding == "stochastic" else "")
+    )
+    if quant.headroom != 1.0:
+        parts.append(f"headroom {quant.headroom:g}")
+    return ", ".join(parts)
+
+
+def describe_gemm(name: str, gemm: GemmSpec, device: str) -> list[str]:
+    """Lines for one GEMM: how it runs, its transform, and a line an operand."""
+    if not gemm.quantized:
+        return [f"{name}  native, compute dtype"]
+    transform = "no transform"
+    if gemm.hadamard is not None:
+        transform = f"Hadamard {gemm.hadamard.block} ({gemm.hadamard.signs} signs) on both operands"
+    first, second = GEMM_OPERANDS[name]
+    alpha = 1.0
+    for quant in (getattr(gemm, first), getattr(gemm, second)):
+        alpha /= quant.headroom if quant is not None else 1.0
+    scaled = f", accumulator x {alpha:.6g}" if alpha != 1.0 else ""
+    lines = [
+        f"{name}  {execution(gemm, device)}, contracts {_CONTRACTED[name]}, {transform}, fp32 accumulation{scaled}"
+    ]
+    return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
+
+
+def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, device: str) -> str:
+    """Every linear layer, its three GEMMs, and each operand's format, scales, rounding and transform.
+
+    Layers that run alike are shown once, with the range of their numbers.
+
+    Args:
+        sites: the model's linear layers, in order.
+        num_layers: transformer layers over all pipeline stages.
+        device: "cpu" or "cuda", which decides between emulated and native.
+    """
+    lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
+
+    def runs_as(site: LinearSite) -> tuple[str, int, int, bool]:
+        kept = not recipe.quantized or kept_in_bf16(recipe, site.layer_number, site.name, num_layers)
+        return site.name, site.in_features, site.out_features, kept
+
+    by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
+    for (name, in_features, out_features, kept), group in groupby(by_name, key=runs_as):
+        numbers = [site.layer_number for site in group]
+        which = f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}"
+        lines.append(
+            f"{which}: {name} [{in_features} -> {out_features}]" + ("  kept in the compute dtype" if kept else "")
+        )
+        for gemm_name in GEMM_OPERANDS if not kept else ():
+            lines += ["  " + line for line in describe_gemm(gemm_name, getattr(recipe, gemm_name), device)]
+    lines += ["", "never quantized: embeddings, norms, softmax, attention products, router, output layer"]
+    return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

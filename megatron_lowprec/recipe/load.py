@@ -1,0 +1,168 @@
+"""Recipes from names, YAML files and ``key=value`` overrides, and back to plain dicts for dumps and checkpoints.
+
+A recipe file is a base and what differs::
+
+    base: mxfp4_rht_sr
+    name: mxfp4_rht128_sr
+    dgrad: {hadamard: {block: 128}}
+    wgrad: {hadamard: {block: 128}}
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.schema import Recipe
+
+
+def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of that name or YAML file, with overrides such as ``dgrad.hadamard.block=128`` applied in order.
+
+    A value is read as YAML (``null`` removes an operand or a transform). Overrides are appended to the recipe's name,
+    so that no log shows a published name for something else.
+
+    Raises:
+        UserError: unknown recipe, file or field, each with the nearest names; a value of the wrong type or out of its
+            choices.
+    """
+    recipe = _from_file(Path(name_or_file)) if name_or_file.endswith((".yaml", ".yml")) else get_recipe(name_or_file)
+    if not overrides:
+        return recipe
+    data = recipe_to_dict(recipe)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(
+                f"--recipe-set {override!r} has no value: write FIELD=VALUE, such as dgrad.hadamard.block=128"
+            )
+        value = _yaml(text, f"--recipe-set {override}")
+        for key in reversed(path.strip().split(".")):
+            value = {key: value}
+        _merge(Recipe, data, value, "")
+    if not any(override.startswith("name=") for override in overrides):
+        data["name"] = "+".join([data["name"], *overrides])
+    return recipe_from_dict(data)
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Nested dicts, lists, strings and numbers, complete with defaults; ``recipe_from_dict`` gives an equal recipe."""
+    return _plain(dataclasses.asdict(recipe))
+
+
+def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
+    """The recipe that such a dict describes; UserError for unknown fields and wrong types."""
+    recipe = _build(Recipe, data, "")
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def _from_file(path: Path) -> Recipe:
+    if not path.is_file():
+        raise UserError(f"recipe file {path} does not exist; give a file that does, or a name from --list-recipes")
+    data = _yaml(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(data, dict):
+        raise UserError(
+            f"{path} holds {type(data).__name__}, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'"
+        )
+    base = data.pop("base", None)
+    if base is None:
+        return recipe_from_dict({"name": path.stem, "summary": f"from {path.name}", **data})
+    merged = recipe_to_dict(get_recipe(base))
+    _merge(Recipe, merged, {"name": path.stem, **data}, "")
+    return recipe_from_dict(merged)
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is no valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _fields(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _check_key(cls: type, key: str, where: str) -> None:
+    known = list(_fields(cls))
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+        raise UserError(f"{where + ' has' if where else 'a recipe has'} no field {key!r}: {hint}")
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """The dataclass in ``hint`` or in ``hint | None``."""
+    options = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
+    return next((option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type)), None)
+
+
+def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
+    for key, value in changes.items():
+        _check_key(cls, key, where)
+        inner = _dataclass_in(_fields(cls)[key])
+        if inner is not None and isinstance(value, Mapping):
+            if data.get(key) is None:
+                data[key] = {}
+            _merge(inner, data[key], value, f"{where}.{key}".lstrip("."))
+        else:
+            data[key] = value
+
+
+def _build(cls: type, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where or 'the recipe'} is {data!r}, but must be a mapping of fields")
+    hints = _fields(cls)
+    values = {}
+    for key, value in data.items():
+        _check_key(cls, key, where)
+        values[key] = _value(hints[key], value, f"{where}.{key}".lstrip("."))
+    missing = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and field.name not in values
+    ]
+    if missing:
+        raise UserError(f"{where or 'the recipe'} lacks {' and '.join(missing)}: give them a value")
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    inner = _dataclass_in(hint)
+    if inner is not None:
+        return None if value is None and hint is not inner else _build(inner, value, where)
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        hint = str  # the dataclass itself checks the choice and names all
+    elif origin is tuple:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise UserError(f"{where} is {value!r}, but must be a list such as ['layers.1.*']")
+        return tuple(_value(typing.get_args(hint)[0], item, where) for item in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        note = ""
+        if hint is float and isinstance(value, str):
+            note = "; YAML reads a number without a point, such as 3e-4, as text: write 3.0e-4"
+        raise UserError(f"{where} is {value!r} ({type(value).__name__}), but must be {hint.__name__}{note}")
+    return value

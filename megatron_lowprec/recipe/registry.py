@@ -1,0 +1,168 @@
+"""Name -> Recipe: the published recipes, one entry each, composed of named operand rows.
+
+Others add theirs with ``register_recipe`` or through the entry-point group ``megatron_lowprec.recipes``, whose
+entries name a ``Recipe`` or a function that returns one.
+"""
+
+import difflib
+from dataclasses import replace
+from importlib.metadata import entry_points
+from typing import TypedDict
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe
+
+ENTRY_POINT_GROUP = "megatron_lowprec.recipes"
+
+_RECIPES: dict[str, Recipe] = {}
+_entry_points_loaded = False
+
+
+def register_recipe(recipe: Recipe) -> Recipe:
+    """Add ``recipe`` under its name and return it; UserError where the name is taken by another."""
+    if _RECIPES.setdefault(recipe.name, recipe) != recipe:
+        raise UserError(f"a recipe named {recipe.name!r} is registered already; give the new one another name")
+    return recipe
+
+
+def _load_entry_points() -> None:
+    global _entry_points_loaded
+    if not _entry_points_loaded:
+        _entry_points_loaded = True
+        for entry in entry_points(group=ENTRY_POINT_GROUP):
+            found = entry.load()
+            register_recipe(found if isinstance(found, Recipe) else found())
+
+
+def recipes() -> tuple[str, ...]:
+    """Names of all registered recipes, in the order of registration."""
+    _load_entry_points()
+    return tuple(_RECIPES)
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of that name; UserError with the nearest names where there is none."""
+    known = recipes()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else "--list-recipes prints them all"
+        raise UserError(f"there is no recipe {name!r}: {hint}")
+    return _RECIPES[name]
+
+
+def list_table() -> str:
+    """One line a recipe: name, summary, source."""
+    rows = [get_recipe(name) for name in recipes()]
+    width = max(len(row.name) for row in rows)
+    return "\n".join(f"{row.name:<{width}}  {row.summary}{f' [{row.source}]' if row.source else ''}" for row in rows)
+
+
+# ---- operands
+FP8_CURRENT = QuantSpec("e4m3", tile="tensor")
+FP8_CURRENT_E5M2 = QuantSpec("e5m2", tile="tensor")
+FP8_DELAYED = QuantSpec("e4m3", tile="tensor", scaling="delayed")
+FP8_DELAYED_E5M2 = QuantSpec("e5m2", tile="tensor", scaling="delayed")
+FP8_ROW = QuantSpec("e4m3", tile="row", scale_rule="amax_pow2", amax_floor=1e-12)
+FP8_TENSOR_POW2 = QuantSpec("e4m3", tile="tensor", scale_rule="amax_pow2", amax_floor=1e-12)
+FP8_1X128 = QuantSpec("e4m3", tile="1x128")
+FP8_128X128 = QuantSpec("e4m3", tile="128x128")
+MXFP8 = QuantSpec("e4m3", tile="1x32", scale_format="e8m0", scale_rule="round_up")
+MXFP8_E5M2 = replace(MXFP8, format="e5m2")
+MXFP8_OCP = replace(MXFP8, scale_rule="floor")
+MXFP4 = QuantSpec("e2m1", tile="1x32", scale_format="e8m0", scale_rule="floor")
+MXFP4_SR = replace(MXFP4, rounding="stochastic", headroom=0.75)
+
+_TE = "arXiv 2209.05433; TransformerEngine"
+_TORCHAO = "torchao float8"
+_DEEPSEEK = "arXiv 2412.19437"
+_MXFP8 = "arXiv 2506.08027"
+_MXFP4 = "arXiv 2502.20586"
+
+
+class _Backward(TypedDict):
+    dgrad: GemmSpec
+    wgrad: GemmSpec
+
+
+class _AllGemms(_Backward):
+    fprop: GemmSpec
+
+
+def _backward(operand: QuantSpec, hadamard: HadamardSpec | None = None) -> _Backward:
+    """dgrad and wgrad with all four operands alike."""
+    return {
+        "dgrad": GemmSpec(grad_output=operand, weight=operand, hadamard=hadamard),
+        "wgrad": GemmSpec(grad_output=operand, input=operand, hadamard=hadamard),
+    }
+
+
+def _gemms(x: QuantSpec, w: QuantSpec, dy: QuantSpec, fast_fprop: bool = False) -> _AllGemms:
+    """All three GEMMs, each tensor quantized alike wherever it takes part."""
+    return {
+        "fprop": GemmSpec(input=x, weight=w, fast_accumulation=fast_fprop),
+        "dgrad": GemmSpec(grad_output=dy, weight=w),
+        "wgrad": GemmSpec(grad_output=dy, input=x),
+    }
+
+
+_FP8_DELAYED_FPROP = GemmSpec(input=FP8_DELAYED, weight=FP8_DELAYED, fast_accumulation=True)
+_CURRENT_GEMMS = _gemms(FP8_CURRENT, FP8_CURRENT, FP8_CURRENT_E5M2, fast_fprop=True)
+
+for _recipe in (
+    Recipe("bf16", "no quantization: the compute dtype in all three GEMMs"),
+    Recipe(
+        "fp8_delayed",
+        "FP8 E4M3, gradients E5M2; one fp32 scale a tensor from the amax of earlier steps",
+        _TE,
+        **_gemms(FP8_DELAYED, FP8_DELAYED, FP8_DELAYED_E5M2, fast_fprop=True),
+    ),
+    Recipe("fp8_current", "FP8 E4M3, gradients E5M2; one fp32 scale a tensor, from itself", _TE, **_CURRENT_GEMMS),
+    Recipe(
+        "fp8_current_bf16_ends",
+        "fp8_current with the first and the last transformer block in bf16",
+        _MXFP8,
+        **_CURRENT_GEMMS,
+        keep_bf16=KeepBf16(first_layers=1, last_layers=1),
+    ),
+    Recipe(
+        "fp8_rowwise",
+        "FP8 E4M3, power-of-two scale a row",
+        _TORCHAO,
+        **_gemms(FP8_ROW, FP8_ROW, FP8_ROW, fast_fprop=True),
+    ),
+    Recipe(
+        "fp8_rowwise_gw_hp",
+        "fp8_rowwise with dgrad's weight scaled per tensor and wgrad in bf16",
+        _TORCHAO,
+        fprop=GemmSpec(input=FP8_ROW, weight=FP8_ROW, fast_accumulation=True),
+        dgrad=GemmSpec(grad_output=FP8_ROW, weight=FP8_TENSOR_POW2),
+    ),
+    Recipe(
+        "fp8_blockwise",
+        "FP8 E4M3; fp32 scales of 1x128 (activations, gradients) and 128x128 (weights)",
+        _DEEPSEEK,
+        **_gemms(FP8_1X128, FP8_128X128, FP8_1X128),
+    ),
+    Recipe("mxfp8", "MXFP8 E4M3, scales rounded up", _MXFP8, **_gemms(MXFP8, MXFP8, MXFP8)),
+    Recipe("mxfp8_ocp", "MXFP8 E4M3, scales by the OCP floor rule", _MXFP8, **_gemms(MXFP8_OCP, MXFP8_OCP, MXFP8_OCP)),
+    Recipe("mxfp8_e5m2_grad", "mxfp8 with gradients in E5M2", _MXFP8, **_gemms(MXFP8, MXFP8, MXFP8_E5M2)),
+    Recipe("mxfp8_e5m2_weight", "mxfp8 with weights in E5M2", _MXFP8, **_gemms(MXFP8, MXFP8_E5M2, MXFP8)),
+    Recipe("mxfp8_e5m2_act", "mxfp8 with activations in E5M2", _MXFP8, **_gemms(MXFP8_E5M2, MXFP8, MXFP8)),
+    Recipe("mxfp4", "MXFP4 backward, nearest rounding (Algorithm 1); forward bf16", _MXFP4, **_backward(MXFP4)),
+    Recipe("mxfp4_rht", "mxfp4 after a random Hadamard transform", _MXFP4, **_backward(MXFP4, HadamardSpec())),
+    Recipe("mxfp4_sr", "MXFP4 backward, unbiased stochastic rounding (Algorithm 2)", _MXFP4, **_backward(MXFP4_SR)),
+    Recipe(
+        "mxfp4_rht_sr",
+        "MXFP4 backward: random Hadamard transform and stochastic rounding (Algorithm 3)",
+        _MXFP4,
+        **_backward(MXFP4_SR, HadamardSpec()),
+    ),
+    Recipe(
+        "fp8_mxfp4_rht_sr",
+        "mxfp4_rht_sr backward with an FP8 forward (E4M3, delayed scaling)",
+        _MXFP4,
+        fprop=_FP8_DELAYED_FPROP,
+        **_backward(MXFP4_SR, HadamardSpec()),
+    ),
+):
+    register_recipe(_recipe)

@@ -1,0 +1,115 @@
+"""Which linear layers a recipe reaches, whether their sizes allow it, and how their GEMMs run: pure functions of the
+config.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, Recipe
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A linear layer of the model, by its place and its unsharded sizes.
+
+    ``layer_number`` is global and 1-based, as Megatron-core's ``TransformerLayer.layer_number``; ``split`` is the
+    dimension
+    that tensor parallelism cuts: ``"column"`` the output features, ``"row"`` the input features.
+    """
+
+    layer_number: int
+    name: str
+    in_features: int
+    out_features: int
+    split: Literal["column", "row"]
+
+    @property
+    def path(self) -> str:
+        """What the globs of ``keep_bf16.names`` are matched with."""
+        return site_path(self.layer_number, self.name)
+
+
+def site_path(layer_number: int, name: str) -> str:
+    """``layers.3.mlp.linear_fc1``."""
+    return f"layers.{layer_number}.{name}"
+
+
+def kept_in_bf16(recipe: Recipe, layer_number: int, name: str, num_layers: int) -> bool:
+    """Whether the recipe leaves that linear layer alone."""
+    keep = recipe.keep_bf16
+    if layer_number <= keep.first_layers or layer_number > num_layers - keep.last_layers:
+        return True
+    return any(fnmatchcase(site_path(layer_number, name), pattern) for pattern in keep.names)
+
+
+def unmatched_names(recipe: Recipe, sites: Iterable[LinearSite]) -> list[str]:
+    """Globs of ``keep_bf16.names`` that match no linear layer: a rule without effect is most likely a typing error."""
+    paths = [site.path for site in sites]
+    return [glob for glob in recipe.keep_bf16.names if not any(fnmatchcase(path, glob) for path in paths)]
+
+
+def execution(gemm: GemmSpec, device: str) -> Literal["native", "emulated"]:
+    """How a GEMM runs on ``device`` ("cpu" or "cuda"): so far a quantized one is emulated in the compute dtype."""
+    return "emulated" if gemm.quantized else "native"
+
+
+def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, tensor_parallel: int) -> None:
+    """Refuse sizes that a recipe's blocks do not divide, on each rank of a tensor-parallel group.
+
+    Tokens (what wgrad contracts) are padded inside and may be any number.
+
+    Raises:
+        UserError: names the layer, the GEMM, the size found and the multiple asked; or a glob that matches nothing.
+    """
+    if not recipe.quantized:
+        return
+    for glob in unmatched_names(recipe, sites):
+        raise UserError(
+            f"keep_bf16.names has {glob!r}, which matches no linear layer; layers are named like {sites[0].path}"
+        )
+    for site in sites:
+        if kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
+            continue
+        sizes = _local_sizes(site, tensor_parallel)
+        for gemm_name, gemm in recipe.gemms.items():
+            contracted = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}[gemm_name]
+            wants: dict[tuple[str, int], str] = {}
+            if gemm.hadamard is not None:
+                wants[contracted, gemm.hadamard.block] = f"hadamard block {gemm.hadamard.block}"
+            for operand in GEMM_OPERANDS[gemm_name]:
+                quant = getattr(gemm, operand)
+                if quant is not None and quant.block is not None:
+                    rows, columns = quant.block
+                    wants[contracted, columns] = wants[_other(gemm_name, operand), rows] = (
+                        f"{operand} tile {quant.tile}"
+                    )
+            for (dimension, multiple), why in wants.items():
+                if dimension != "tokens" and sizes[dimension] % multiple:
+                    a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
+                    raise UserError(
+                        f"recipe {recipe.name}: {gemm_name} of {site.path} has {why}, but {sizes[dimension]} "
+                        f"{dimension} features{a_rank} are no multiple of {multiple}: change that size, or keep the layer in bf16 with "
+                        f"--recipe-set 'keep_bf16.names=[\"{site.path}\"]'"
+                    )
+
+
+def _other(gemm: str, operand: str) -> str:
+    """The dimension of an operand that its GEMM does not contract."""
+    if operand == "weight":
+        return {"fprop": "output", "dgrad": "input"}[gemm]
+    return {"fprop": "tokens", "dgrad": "tokens", "wgrad": "input" if operand == "input" else "output"}[gemm]
+
+
+def _local_sizes(site: LinearSite, tensor_parallel: int) -> dict[str, int]:
+    sizes = {"input": site.in_features, "output": site.out_features}
+    cut = "output" if site.split == "column" else "input"
+    if sizes[cut] % tensor_parallel:
+        raise UserError(
+            f"{site.path} has {sizes[cut]} {cut} features, which --tensor-model-parallel-size {tensor_parallel} "
+            "does not divide; choose one that does"
+        )
+    sizes[cut] //= tensor_parallel
+    return sizes

@@ -1,0 +1,242 @@
+"""What a recipe says: frozen data that names, for each of a linear layer's three GEMMs, both operands' numerics.
+
+Shapes, with T tokens, I input features, O output features::
+
+    fprop  y_TO  = x_TI  @ w_OI.T     contracts I    operands input, weight
+    dgrad  dx_TI = dy_TO @ w_OI       contracts O    operands grad_output, weight
+    wgrad  dw_OI = dy_TO.T @ x_TI     contracts T    operands grad_output, input
+
+Scales run along the contracted dimension, always; a recipe cannot say otherwise. An operand that is ``None`` stays in
+the model's compute dtype (bf16, or fp32 in an fp32 run). dgrad and wgrad quantize from the original tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.formats import FORMATS
+
+Rounding = Literal["nearest_even", "half_away", "stochastic"]
+ScaleFormat = Literal["fp32", "e8m0"]
+ScaleRule = Literal["amax", "amax_pow2", "floor", "round_up", "ceil", "even"]
+Scaling = Literal["current", "delayed"]
+HistoryRule = Literal["max", "most_recent"]
+Signs = Literal["random", "none"]
+
+SCALE_RULES: dict[str, tuple[str, ...]] = {
+    "fp32": ("amax", "amax_pow2"),
+    "e8m0": ("floor", "round_up", "ceil", "even"),
+}
+HADAMARD_BLOCKS = (32, 64, 128, 256)
+GEMM_OPERANDS: dict[str, tuple[str, str]] = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+_TILE = re.compile(r"tensor|row|[1-9][0-9]*x[1-9][0-9]*")
+
+
+def _choice(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{owner}.{name} is {value!r}, but must be one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How one operand of one GEMM is quantized.
+
+    Attributes:
+        format: element format, a key of ``formats.FORMATS``.
+        tile: the entries that share a scale: ``"tensor"``, ``"row"`` (all of the contracted dimension for one index
+            of the other), or ``"RxC"``: R indices of the other dimension by C of the contracted one (MX ``1x32``,
+            DeepSeek ``1x128`` and ``128x128``).
+        scale_format: ``"fp32"`` or ``"e8m0"`` (OCP's power-of-two byte).
+        scale_rule: with A the tile's largest magnitude, M the format's maximum and emax its exponent, a decode scale of
+
+            ========= ========= ===============================================================================
+            fp32      amax      1 / fl(M / A)
+            fp32      amax_pow2 the same, M / A rounded down to a power of two
+            e8m0      floor     2^(floor(log2 A) - emax); OCP MX v1.0, section 6.3: values above M saturate
+            e8m0      round_up  2^ceil(log2(A / M)); arXiv 2506.08027: nothing saturates
+            e8m0      ceil      2^(ceil(log2 A) - emax) (torchao)
+            e8m0      even      floor, after A was rounded to the element's mantissa (torchao)
+            ========= ========= ===============================================================================
+        rounding: ``"nearest_even"``, ``"half_away"`` (microxcaling's default) or ``"stochastic"``.
+        random_bits: bits of each draw of stochastic rounding, 1 to 16.
+        headroom: factor on the scaled value before rounding. Algorithm 2 of arXiv 2502.20586 takes 3/4, so that nothing
+            saturates under the floor rule; the GEMM's accumulator is multiplied by the reciprocal of both operands'
+            product.
+        amax_floor: smallest A (torchao 1e-12, DeepGEMM 1e-4); 0 for none.
+        scaling: ``"current"`` takes A from the tensor itself, ``"delayed"`` from the ``history`` of earlier steps'
+            (TE).
+        history: steps that delayed scaling remembers.
+        history_rule: ``"max"`` over the window, or its ``"most_recent"`` entry.
+        margin: delayed scaling divides M / A by 2^margin.
+    """
+
+    format: str
+    tile: str
+    scale_format: ScaleFormat = "fp32"
+    scale_rule: ScaleRule = "amax"
+    rounding: Rounding = "nearest_even"
+    random_bits: int = 16
+    headroom: float = 1.0
+    amax_floor: float = 0.0
+    scaling: Scaling = "current"
+    history: int = 1024
+    history_rule: HistoryRule = "max"
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        _choice("QuantSpec", "format", self.format, tuple(FORMATS))
+        _choice("QuantSpec", "scale_format", self.scale_format, get_args(ScaleFormat))
+        _choice("QuantSpec", "rounding", self.rounding, get_args(Rounding))
+        _choice("QuantSpec", "scaling", self.scaling, get_args(Scaling))
+        _choice("QuantSpec", "history_rule", self.history_rule, get_args(HistoryRule))
+        if not _TILE.fullmatch(self.tile):
+            raise UserError(f"QuantSpec.tile is {self.tile!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32")
+        if self.scale_rule not in SCALE_RULES[self.scale_format]:
+            raise UserError(
+                f"QuantSpec.scale_rule {self.scale_rule!r} does not belong to scale_format {self.scale_format!r}, "
+                f"which has {', '.join(SCALE_RULES[self.scale_format])}"
+            )
+        if not 1 <= self.random_bits <= 16:
+            raise UserError(f"QuantSpec.random_bits is {self.random_bits}, but a draw has 1 to 16 bits")
+        if not 0.0 < self.headroom <= 1.0:
+            raise UserError(f"QuantSpec.headroom is {self.headroom}, but must lie above 0 and not above 1")
+        if self.amax_floor < 0.0:
+            raise UserError(f"QuantSpec.amax_floor is {self.amax_floor}, but cannot be negative")
+        if self.scaling == "delayed" and (self.tile, self.scale_format) != ("tensor", "fp32"):
+            raise UserError(
+                f"QuantSpec.scaling delayed was asked with tile {self.tile} and {self.scale_format} scales; "
+                "a history is kept for tile tensor with fp32 scales only: use scaling current"
+            )
+        if self.history < 1:
+            raise UserError(f"QuantSpec.history is {self.history}, but must be at least 1 step")
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """(rows, columns) of a tile, columns along the contracted dimension; None for ``tensor`` and ``row``."""
+        if self.tile in ("tensor", "row"):
+            return None
+        rows, columns = self.tile.split("x")
+        return int(rows), int(columns)
+
+    @property
+    def power_of_two_scale(self) -> bool:
+        """Whether every decode scale is a power of two, so that a dequantized operand is exact in bf16."""
+        return self.scale_format == "e8m0" or self.scale_rule == "amax_pow2"
+
+
+@dataclass(frozen=True)
+class HadamardSpec:
+    """Random Hadamard transform of both operands of a GEMM along the contracted dimension, before their scales.
+
+    ``x -> (x * sign) H / sqrt(block)`` on contiguous groups of ``block``, with H Sylvester's matrix and one sign
+    vector of ``block`` entries, drawn anew for each GEMM of each microbatch and shared by its operands (arXiv
+    2502.20586, Algorithm 3), or all ones with ``signs="none"``.
+    """
+
+    block: int = 64
+    signs: Signs = "random"
+
+    def __post_init__(self) -> None:
+        if self.block not in HADAMARD_BLOCKS:
+            raise UserError(f"HadamardSpec.block is {self.block!r}, but must be one of 32, 64, 128, 256")
+        _choice("HadamardSpec", "signs", self.signs, get_args(Signs))
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """One GEMM: its two operands (the third stays None, see ``GEMM_OPERANDS``), their transform, and its accumulation.
+
+    ``fast_accumulation`` lets a native FP8 product keep partial sums in the tensor core's own narrower accumulator, as
+    TransformerEngine does in fprop; an emulated product always sums in fp32 and ignores it.
+    """
+
+    input: QuantSpec | None = None
+    weight: QuantSpec | None = None
+    grad_output: QuantSpec | None = None
+    hadamard: HadamardSpec | None = None
+    fast_accumulation: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        """Whether anything but a plain product in the compute dtype is asked."""
+        return any((self.input, self.weight, self.grad_output, self.hadamard))
+
+
+@dataclass(frozen=True)
+class KeepBf16:
+    """Linear layers that stay in the compute dtype, by global layer number (1-based, over all pipeline stages).
+
+    ``names`` are globs over ``layers.<number>.<linear>``, such as ``layers.3.*`` or ``*.linear_proj``.
+    """
+
+    first_layers: int = 0
+    last_layers: int = 0
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.first_layers < 0 or self.last_layers < 0:
+            raise UserError(f"keep_bf16 counts layers, but got first {self.first_layers} and last {self.last_layers}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named set of numerics for every linear layer of a transformer.
+
+    Embeddings, output layer, router, norms, softmax and attention products are never quantized.
+    """
+
+    name: str
+    summary: str
+    source: str = ""
+    fprop: GemmSpec = field(default_factory=GemmSpec)
+    dgrad: GemmSpec = field(default_factory=GemmSpec)
+    wgrad: GemmSpec = field(default_factory=GemmSpec)
+    keep_bf16: KeepBf16 = field(default_factory=KeepBf16)
+
+    def __post_init__(self) -> None:
+        for gemm, operands in GEMM_OPERANDS.items():
+            spec: GemmSpec = getattr(self, gemm)
+            for operand in {"input", "weight", "grad_output"} - set(operands):
+                if getattr(spec, operand) is not None:
+                    raise UserError(f"{gemm} multiplies {' and '.join(operands)}; {gemm}.{operand} must be left out")
+            for operand in operands:
+                quant: QuantSpec | None = getattr(spec, operand)
+                if quant is not None and quant.scaling == "delayed" and spec.hadamard is not None:
+                    raise UserError(
+                        f"{gemm}.{operand} asks delayed scaling under a Hadamard transform, but no history holds its amax: "
+                        f"set {gemm}.{operand}.scaling=current or {gemm}.hadamard=null"
+                    )
+        self.delayed_operands()  # raises where one tensor is asked to keep two histories
+
+    @property
+    def gemms(self) -> dict[str, GemmSpec]:
+        """The three GEMMs by name."""
+        return {gemm: getattr(self, gemm) for gemm in GEMM_OPERANDS}
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any GEMM is quantized or transformed."""
+        return any(gemm.quantized for gemm in self.gemms.values())
+
+    def delayed_operands(self) -> dict[str, tuple[int, HistoryRule]]:
+        """operand -> (history length, rule) of the tensors under delayed scaling; one tensor keeps one history."""
+        found: dict[str, tuple[int, HistoryRule]] = {}
+        for gemm, operands in GEMM_OPERANDS.items():
+            for operand in operands:
+                quant: QuantSpec | None = getattr(getattr(self, gemm), operand)
+                if quant is None or quant.scaling != "delayed":
+                    continue
+                asked = (quant.history, quant.history_rule)
+                if found.setdefault(operand, asked) != asked:
+                    raise UserError(
+                        f"{operand} is asked to keep two amax histories, {found[operand]} and, in {gemm}, {asked}; "
+                        "give both GEMMs the same history and history_rule"
+                    )
+        return found

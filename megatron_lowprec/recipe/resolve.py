@@ -91,8 +91,8 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
                     a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
                     raise UserError(
                         f"recipe {recipe.name}: {gemm_name} of {site.path} has {why}, but {sizes[dimension]} "
-                        f"{dimension} features{a_rank} are no multiple of {multiple}: change that size, or keep the layer in bf16 with "
-                        f"--recipe-set 'keep_bf16.names=[\"{site.path}\"]'"
+                        f"{dimension} features{a_rank} are no multiple of {multiple}: change that size, "
+                        f"or keep the layer in bf16 with --recipe-set 'keep_bf16.names=[\"{site.path}\"]'"
                     )
 
 

@@ -210,8 +210,8 @@ class Recipe:
                 quant: QuantSpec | None = getattr(spec, operand)
                 if quant is not None and quant.scaling == "delayed" and spec.hadamard is not None:
                     raise UserError(
-                        f"{gemm}.{operand} asks delayed scaling under a Hadamard transform, but no history holds its amax: "
-                        f"set {gemm}.{operand}.scaling=current or {gemm}.hadamard=null"
+                        f"{gemm}.{operand} asks delayed scaling under a Hadamard transform, but no history "
+                        f"holds its amax: set {gemm}.{operand}.scaling=current or {gemm}.hadamard=null"
                     )
         self.delayed_operands()  # raises where one tensor is asked to keep two histories
 

@@ -10,7 +10,7 @@ import torch
 def hadamard_transform(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """``y = (x * signs) H / sqrt(g)`` on contiguous groups of g = len(signs), H Sylvester's matrix in natural order.
 
-    Butterflies of stride 1, 2, ..., g/2 in fp32, then one product with fl32(1/sqrt(g)). A matrix product would be
+    Butterflies of stride g/2, ..., 2, 1 in fp32, then one product with fl32(1/sqrt(g)). A matrix product would be
     free to sum in another order, and a code at a rounding boundary would depend on the device.
 
     Args:
@@ -26,11 +26,11 @@ def hadamard_transform(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{columns} columns are no multiple of the Hadamard block {g}")
     # [g, groups]: each butterfly then reads and writes long contiguous rows
     y = (x.to(torch.float32).reshape(-1, g) * signs).t().contiguous()
-    stride = 1
-    while stride < g:
-        pairs = y.view(g // (2 * stride), 2, stride, -1)
+    stride = g // 2
+    while stride > 0:
+        pairs = y.reshape(g // (2 * stride), 2, stride, -1)
         even, odd = pairs[:, 0], pairs[:, 1]
         y = torch.stack((even + odd, even - odd), dim=1)
-        stride *= 2
+        stride //= 2
     y = y.reshape(g, -1) * (1.0 / math.sqrt(g))
     return y.t().reshape(rows, columns)

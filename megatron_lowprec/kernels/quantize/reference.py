@@ -29,8 +29,9 @@ def round_to_format(v: torch.Tensor, fmt: Format, rounding: str, uniform: torch.
     """Round to the grid of ``fmt``, saturating at its maximum; NaN stays NaN, Inf saturates, zeros keep their sign.
 
     ``nearest_even`` and ``half_away`` differ at ties. ``stochastic`` rounds the magnitude up where its fraction f of
-    a step reaches 1 - u, which is to say floor(f + u): with u uniform the result is unbiased. Each step is exact in
-    fp32.
+    a step reaches 1 - u, which is to say floor(f + u): with u uniform the result is unbiased. Each step is exact in fp32, save
+    that a magnitude below the smallest normal is first rounded to 2^-23 of it: a kernel can then take its fraction
+    from the bits of one sum.
 
     Args:
         v: fp32, any shape.
@@ -42,7 +43,11 @@ def round_to_format(v: torch.Tensor, fmt: Format, rounding: str, uniform: torch.
     v = v.clamp(-fmt.max, fmt.max)
     exponent = (v.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=(fmt.min_exponent + 127) << 23)
     # the step at |v| is 2^(exponent - mantissa_bits); both it and its reciprocal are built from the exponent field
-    steps = v.abs().mul_((((254 + fmt.mantissa_bits) << 23) - exponent).view(torch.float32))
+    magnitude = v.abs()
+    if rounding == "stochastic":
+        smallest = 2.0**fmt.min_exponent
+        magnitude = torch.where(magnitude < smallest, (magnitude + smallest) - smallest, magnitude)
+    steps = magnitude.mul_((((254 + fmt.mantissa_bits) << 23) - exponent).view(torch.float32))
     if rounding == "nearest_even":
         rounded = steps.round_()
     else:
@@ -152,8 +157,8 @@ def fp32_encode_scale(
 ) -> torch.Tensor:
     """fp32 number to multiply a tile by before rounding: s = fl(M / amax) / 2^margin; the decode scale is fl(1 / s).
 
-    ``amax_pow2`` keeps only the exponent of s. amax 0 gives 1; a quotient beyond fp32 gives its maximum; NaN and Inf give
-    NaN, so that what they touch is seen.
+    ``amax_pow2`` keeps only the exponent of s. amax 0 gives 1; a quotient beyond fp32 gives its maximum; NaN and Inf
+    give NaN, so that what they touch is seen.
 
     Args:
         amax: fp32, any shape, not negative.

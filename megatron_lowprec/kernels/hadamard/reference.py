@@ -8,10 +8,10 @@ import torch
 
 
 def hadamard_transform(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """``y = (x * signs) H / sqrt(g)`` on contiguous groups of g = len(signs), H Sylvester's matrix in natural order.
+    """``y = x diag(signs / sqrt(g)) H`` on contiguous groups of g = len(signs), H Sylvester's matrix in natural order.
 
-    Butterflies of stride g/2, ..., 2, 1 in fp32, then one product with fl32(1/sqrt(g)). A matrix product would be
-    free to sum in another order, and a code at a rounding boundary would depend on the device.
+    Each entry is multiplied by fl32(1/sqrt(g)) and its sign, then come butterflies of stride g/2, ..., 2, 1 in fp32. A
+    matrix product would be free to sum in another order, and a code at a rounding boundary would depend on the device.
 
     Args:
         x: [R, K], K a multiple of g.
@@ -25,12 +25,11 @@ def hadamard_transform(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     if columns % g:
         raise ValueError(f"{columns} columns are no multiple of the Hadamard block {g}")
     # [g, groups]: each butterfly then reads and writes long contiguous rows
-    y = (x.to(torch.float32).reshape(-1, g) * signs).t().contiguous()
+    y = (x.to(torch.float32).reshape(-1, g) * (signs * (1.0 / math.sqrt(g)))).t().contiguous()
     stride = g // 2
     while stride > 0:
         pairs = y.reshape(g // (2 * stride), 2, stride, -1)
         even, odd = pairs[:, 0], pairs[:, 1]
         y = torch.stack((even + odd, even - odd), dim=1)
         stride //= 2
-    y = y.reshape(g, -1) * (1.0 / math.sqrt(g))
-    return y.t().reshape(rows, columns)
+    return y.reshape(g, -1).t().reshape(rows, columns)

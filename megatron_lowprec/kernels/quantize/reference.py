@@ -29,9 +29,9 @@ def round_to_format(v: torch.Tensor, fmt: Format, rounding: str, uniform: torch.
     """Round to the grid of ``fmt``, saturating at its maximum; NaN stays NaN, Inf saturates, zeros keep their sign.
 
     ``nearest_even`` and ``half_away`` differ at ties. ``stochastic`` rounds the magnitude up where its fraction f of
-    a step reaches 1 - u, which is to say floor(f + u): with u uniform the result is unbiased. Each step is exact in fp32, save
-    that a magnitude below the smallest normal is first rounded to 2^-23 of it: a kernel can then take its fraction
-    from the bits of one sum.
+    a step reaches 1 - u, which is to say floor(f + u): with u uniform the result is unbiased. All of it is exact in
+    fp32, save that a magnitude below the smallest normal is first rounded to 2^-23 of it: a kernel can then take its
+    fraction from the bits of one sum.
 
     Args:
         v: fp32, any shape.

@@ -1,0 +1,67 @@
+# Each target prepares what it needs: on a fresh machine `make train` or `make test` is all there is to type.
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.txt
+INSTALLED := $(VENV)/.installed
+
+RECIPE ?= mxfp4_rht_sr
+RUN := runs/gpt_tiny-$(RECIPE)
+ARGS ?=
+TEST_WORKERS ?= 2
+TESTS ?= tests
+
+# Names are tried by running them: a name on the PATH may be a shim without an interpreter behind it.
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
+	"$$name" -c '$(SUPPORTED)' 2>/dev/null && echo "$$name" && break; done)
+
+# Threads for each of $(1) processes. torchrun would set 1, and print a banner about it.
+threads = cores=$$(getconf _NPROCESSORS_ONLN); \
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
+
+.PHONY: help setup train test lint types format clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z]*\):.*## */  make \1: /p' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED)  ## make .venv: locked versions, and this package as editable
+
+$(INSTALLED): $(LOCK) setup.py | $(BIN)/python
+	@echo "installing $(LOCK) into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(BIN)/python:
+	@"$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null || { \
+		echo "make: PYTHON='$(PYTHON)' is not Python 3.11 or 3.12 with venv, which $(LOCK) needs;" \
+			"install one (python3-venv too, on Debian) or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+train: setup  ## train gpt_tiny with RECIPE on every GPU, or as 2 processes on a CPU; more flags in ARGS
+	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	processes=$$((gpus > 0 ? gpus : 2)); $(call threads,processes); \
+	$(BIN)/torchrun --standalone --nproc-per-node "$$processes" pretrain_gpt.py --recipe $(RECIPE) $(ARGS)
+	@$(BIN)/python tools/plot_loss.py $(RUN)
+
+test: setup lint types  ## lint, types and all tests; those marked gpu where there is one
+	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")'); \
+	$(call threads,$(TEST_WORKERS)); \
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "$$gpu" $(TESTS)
+
+lint: setup  ## ruff: rules and layout
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: setup  ## mypy
+	@$(BIN)/mypy
+
+format: setup  ## let ruff mend what it can
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+clean:  ## remove .venv, caches and prepared data; runs/ stays
+	rm -rf $(VENV) build *.egg-info data/cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

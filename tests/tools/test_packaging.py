@@ -1,0 +1,104 @@
+"""The lock works anywhere, agrees with setup.py, and the shipped files are the ones their README describes."""
+
+import ast
+import hashlib
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LOCK = REPOSITORY / "requirements" / "cpu.txt"
+
+
+def locked() -> dict[str, Requirement]:
+    lines = (line.split("#")[0].strip() for line in LOCK.read_text().splitlines())
+    requirements = [Requirement(line) for line in lines if line]
+    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+
+
+def declared() -> dict[str, list[Requirement]]:
+    """What setup.py asks for, by extra; the runtime's under the empty name."""
+    tree = ast.parse((REPOSITORY / "setup.py").read_text())
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup")
+    values = {k.arg: k.value for k in call.keywords if k.arg in ("install_requires", "extras_require")}
+    groups = {"": ast.literal_eval(values["install_requires"]), **ast.literal_eval(values["extras_require"])}
+    return {name: [Requirement(line) for line in lines] for name, lines in groups.items()}
+
+
+def test_every_locked_line_is_one_exact_public_version() -> None:
+    for name, requirement in locked().items():
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", name
+        assert re.fullmatch(r"[0-9][0-9a-z.]*", specifier.version), f"{name}: a local version or a wildcard"
+        assert requirement.url is None, name
+        assert requirement.marker is None or name == "triton", name
+
+
+def test_no_line_names_a_host_a_hash_or_a_cuda_package() -> None:
+    text = LOCK.read_text()
+    assert "://" not in text
+    assert "--" not in text
+    assert "+" not in text
+    assert not [name for name in locked() if name.startswith(("nvidia-", "cuda-"))]
+
+
+def test_the_pins_that_cpu_and_gpu_share() -> None:
+    pins = {name: str(requirement.specifier) for name, requirement in locked().items()}
+    assert pins["torch"] == "==2.13.0"
+    assert pins["triton"] == "==3.7.1"  # what that torch's CUDA build asks for
+    assert pins["megatron-core"] == "==0.16.1"
+
+
+@pytest.mark.parametrize("group", ["", "dev"])
+def test_the_lock_holds_what_setup_asks_for(group: str) -> None:
+    lock = locked()
+    for requirement in declared()[group]:
+        (pin,) = lock[canonicalize_name(requirement.name)].specifier
+        assert requirement.specifier.contains(pin.version), f"{requirement} but {pin}"
+
+
+def test_runtime_and_extras_are_the_published_ones() -> None:
+    groups = {name: {requirement.name for requirement in group} for name, group in declared().items()}
+    assert groups[""] == {
+        *("torch", "megatron-core", "numpy", "pyyaml", "psutil"),
+        *("tokenizers", "safetensors", "tensorboard", "matplotlib", "rich"),
+    }
+    assert set(groups) == {"", "wandb", "datasets", "te", "zstd", "dev"}
+
+
+def test_shipped_data_has_the_checksums_of_its_readme() -> None:
+    data = REPOSITORY / "data"
+    lines = re.findall(r"^([0-9a-f]{64})  (\S+)$", (data / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for _, name in lines} == {
+        *("enwiki-valid.jsonl.xz", "enwiki-test.jsonl.xz"),
+        *(f"{folder}/{name}" for folder in ("gpt2", "tiny_bpe") for name in ("vocab.json", "merges.txt")),
+    }
+    for checksum, name in lines:
+        assert hashlib.sha256((data / name).read_bytes()).hexdigest() == checksum, name
+
+
+def test_make_without_a_usable_python_says_what_to_do(tmp_path: Path) -> None:
+    command = ["make", "setup", "PYTHON=/nowhere/python3", f"VENV={tmp_path / 'venv'}"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "is not Python 3.11 or 3.12" in result.stderr
+    assert "make PYTHON=/path/to/python3.11" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    shown = subprocess.run(["make", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"make (\w+)", shown) == targets.split()
+
+
+def test_ci_calls_make_test() -> None:
+    script = REPOSITORY / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().splitlines()[-1] == "make test"

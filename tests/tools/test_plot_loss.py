@@ -1,0 +1,133 @@
+"""The curve is read as it was written, and the summary's numbers are its numbers."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_lowprec.errors import UserError
+from tools import plot_loss
+
+DATA = plot_loss.REPOSITORY / "data"
+
+
+def write_run(folder: Path, offset: float = 0.0, iterations: int = 60) -> Path:
+    folder.mkdir(parents=True)
+    rows: list[dict[str, float]] = []
+    for i in range(1, iterations + 1):
+        rows.append({"iteration": i, "consumed samples": 4 * i, "lm loss": 4.0 + offset + 4.0 / i})
+        if i % 20 == 0:
+            rows.append({"iteration": i, "lm loss validation": 4.5 + offset})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = write_run(tmp_path / "gpt_none-mxfp4_rht_sr")
+    options = {
+        "recipe": "some/file.yaml",
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_file": "data/tiny_bpe/vocab.json",
+        "merge_file": "data/tiny_bpe/merges.txt",
+        "valid_data_path": [str(tmp_path / "valid.jsonl")],
+        "data_cache_path": str(tmp_path / "cache"),
+    }
+    config = {"options": options, "recipe": {"name": "mxfp4_rht_sr"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "valid.jsonl").write_text(json.dumps({"text": "!\"#$%&'"}) + "\n")  # 7 different ids and eod
+    (folder / "checkpoints").mkdir()
+    return folder
+
+
+def test_a_run_gives_a_picture_and_its_numbers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = write_run(tmp_path / "reference", offset=-0.25)
+    assert plot_loss.main([str(run), "--reference", str(reference / "metrics.jsonl")]) == 0
+    said = capsys.readouterr().out
+    last = np.mean([4.0 + 4.0 / i for i in range(41, 61)])
+    assert f"training loss      {last:.4f}, mean of the last 20 iterations" in said
+    assert "validation loss    4.5000 (bf16 run: 4.2500)" in said
+    assert f"perplexity         {math.exp(4.5):.2f}" in said
+    assert "unigram entropy    2.0794; validation loss is 2.4206 nats above" in said
+    assert f"checkpoint         {run / 'checkpoints'}" in said
+    assert "TensorBoard files  none" in said
+    assert plot_loss._title(run, plot_loss._config(run)) == "gpt_none, recipe mxfp4_rht_sr"
+    picture = (run / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+
+
+def test_what_is_missing_is_said_and_left_out(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "valid.jsonl").unlink()
+    assert plot_loss.main([str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "no bf16 curve to draw beside it (docs/results/gpt_none_bf16.metrics.jsonl is not there)" in said
+    assert "no unigram entropy: " in said
+    assert "validation loss    4.5000\n" in said
+
+
+def test_a_run_without_validation_or_configuration_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "short"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\n')
+    assert plot_loss.main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "short: 1 iterations" in said
+    assert "validation loss" not in said
+    assert (folder / "loss.png").exists()
+
+
+def test_a_continued_run_counts_once_and_a_cut_last_line_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"iteration": 1, "lm loss": 9}\n{"iteration": 2, "lm loss": 8}\n{"iteration": 2, "lm loss": 7}\n'
+        '{"iteration": 2, "lm loss validation": 6.5}\n{"iteration": 3, "lm lo'
+    )
+    curve = plot_loss.read_curve(path)
+    assert [list(series) for series in curve.train] == [[1, 2], [9.0, 7.0]]
+    assert [list(series) for series in curve.validation] == [[2], [6.5]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file; name the folder of a run"),
+        ("", "holds no loss yet"),
+        ('{"iteration": 1}\n', "holds no loss yet"),
+        ('nonsense\n{"iteration": 1, "lm loss": 1}\n', "line 1: not a row of metrics"),
+        ('{"lm loss": 2}\n{"iteration": 1, "lm loss": 1}\n', "line 1: not a row of metrics"),
+    ],
+)
+def test_metrics_that_are_none_are_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        plot_loss.read_curve(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [None, "[", "recipe: bf16", "3"])
+def test_a_fault_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None
+) -> None:
+    if config is not None:  # else the metrics are missing
+        write_run(tmp_path / "run")
+        (tmp_path / "run" / "config.yaml").write_text(config)
+    assert plot_loss.main([str(tmp_path / "run"), "--reference", str(tmp_path / "run" / "metrics.jsonl")]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("plot_loss.py: ")
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+def test_smoothing_keeps_constants_lines_and_ends() -> None:
+    line = np.arange(11.0)
+    assert plot_loss.smooth(line, 3) == pytest.approx(line)
+    assert plot_loss.smooth(np.full(5, 2.5), 9) == pytest.approx(np.full(5, 2.5))
+    spike = np.zeros(7)
+    spike[3] = 5.0
+    assert plot_loss.smooth(spike, 2) == pytest.approx([0, 0, 1, 1, 1, 0, 0])
+    assert plot_loss.smooth(np.array([7.0]), 0).tolist() == [7.0]

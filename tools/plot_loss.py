@@ -1,0 +1,267 @@
+"""Draw a run's loss curve beside the shipped bf16 run's, and say in numbers how the run ended.
+
+    python tools/plot_loss.py runs/gpt_tiny-mxfp4_rht_sr
+
+reads metrics.jsonl and config.yaml in that folder and writes loss.png there. The validation tokens' unigram entropy
+(the lowest loss of a model that ignores the context) is computed from the prepared data that config.yaml names, or
+from --valid-prefix.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import corpus
+from megatron_lowprec.training.jsonl import is_text_file
+from megatron_lowprec.training.tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "docs" / "results"
+TRAIN, VALIDATION = "lm loss", "lm loss validation"
+LAST = 20  # iterations that the final training loss is the mean of
+
+_RUN, _REFERENCE, _ENTROPY, _TEXT = "#1f5fa8", "#8a8a8a", "#b3541e", "#333333"
+
+Series = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Training and validation losses in nats a token, each with the iterations at which they were taken."""
+
+    train: Series
+    validation: Series
+
+    @property
+    def final_train(self) -> float:
+        """Mean over the last iterations; NaN without any."""
+        losses = self.train[1][-LAST:]
+        return float(losses.mean()) if len(losses) else math.nan
+
+    @property
+    def final_validation(self) -> float:
+        """The last one; NaN without any."""
+        losses = self.validation[1]
+        return float(losses[-1]) if len(losses) else math.nan
+
+
+def read_curve(path: Path) -> Curve:
+    """Read a metrics.jsonl. Of an iteration that a continued run repeated, the later values count.
+
+    Raises:
+        UserError: no such file, a line that is no JSON object (but the last, which may be cut), or no loss in any.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; name the folder of a run that has trained") from None
+    losses: dict[str, dict[int, float]] = {TRAIN: {}, VALIDATION: {}}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            for key, values in losses.items():
+                if key in row:
+                    values[int(row["iteration"])] = float(row[key])
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}, line {number}: not a row of metrics ({error}); mend or remove it") from None
+    if not losses[TRAIN] and not losses[VALIDATION]:
+        raise UserError(f"{path} holds no loss yet; train for an iteration at least")
+    return Curve(_series(losses[TRAIN]), _series(losses[VALIDATION]))
+
+
+def smooth(values: npt.NDArray[np.float64], reach: int) -> npt.NDArray[np.float64]:
+    """Mean over ``reach`` values on either side; fewer at the ends, as many on the one side as on the other."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    side = np.minimum(reach, np.minimum(at, at[::-1]))
+    means: npt.NDArray[np.float64] = (sums[at + side + 1] - sums[at - side]) / (2 * side + 1)
+    return means
+
+
+def validation_entropy(config: dict[str, Any]) -> float:
+    """Unigram entropy, in nats, of the validation data that a run's configuration names.
+
+    Raises:
+        UserError: the configuration names none, several, or none that can be read.
+    """
+    paths = config.get("valid_data_path") or []
+    if len(paths) != 1:
+        raise UserError(f"config.yaml names {len(paths)} validation files; name a prefix by --valid-prefix")
+    tokenizer = build_tokenizer(
+        config["tokenizer_type"],
+        vocab_file=_found(config.get("vocab_file")),
+        merge_file=_found(config.get("merge_file")),
+        tokenizer_model=_found(config.get("tokenizer_model")),
+        vocab_size=config.get("vocab_size"),
+    )
+    path, cache = str(_found(paths[0])), config.get("data_cache_path") or str(REPOSITORY / "data" / "cache")
+    prefix = corpus.prepare(path, tokenizer, cache, workers=1) if is_text_file(path) else path
+    return corpus.unigram_entropy(prefix)
+
+
+def draw(path: Path, title: str, curve: Curve, reference: Curve | None, entropy: float | None) -> None:
+    """Write the PNG."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8.0, 4.8), dpi=160, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    axes = figure.subplots()
+    if entropy is not None:
+        label = f"unigram entropy of the validation tokens ({entropy:.3f})"
+        axes.axhline(entropy, color=_ENTROPY, linewidth=1.2, linestyle=(0, (1, 2)), label=label)
+    if reference is not None:
+        _draw_curve(axes, reference, _REFERENCE, "bf16 run", raw=False)
+    _draw_curve(axes, curve, _RUN, "this run", raw=True)
+    axes.set_title(title, loc="left", fontsize=12, color=_TEXT, pad=10)
+    axes.set_xlabel("iteration", color=_TEXT)
+    axes.set_ylabel("loss, nats a token", color=_TEXT)
+    axes.margins(x=0.015)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color="#e3e3e3", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b0b0b0")
+    axes.tick_params(colors=_TEXT, labelsize=9, color="#b0b0b0")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=9, labelcolor=_TEXT, loc="upper right", edgecolor="none")
+    figure.savefig(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit code, 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder with metrics.jsonl and config.yaml")
+    parser.add_argument("--reference", type=Path, metavar="FILE", help="metrics.jsonl of a bf16 run (default: shipped)")
+    parser.add_argument("--valid-prefix", metavar="PREFIX", help="prepared validation data, if config.yaml names none")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="default: loss.png in the run's folder")
+    args = parser.parse_args(arguments)
+    output = args.output or args.run / "loss.png"
+    try:
+        curve = read_curve(args.run / "metrics.jsonl")
+        reference = _reference(args.reference, args.run)
+        config = _config(args.run)
+        entropy = _entropy(config, args.valid_prefix)
+        draw(output, _title(args.run, config), curve, reference, entropy)
+    except (UserError, OSError) as error:
+        print(f"plot_loss.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(_summary(args.run, config, curve, reference, entropy, output)))
+    return 0
+
+
+def _draw_curve(axes: "Axes", curve: Curve, color: str, label: str, *, raw: bool) -> None:
+    iterations, losses = curve.train
+    if raw:
+        axes.plot(iterations, losses, color=color, linewidth=0.8, alpha=0.25)
+    if len(losses):
+        line = smooth(losses, len(losses) // 50)
+        style = "-" if raw else "--"
+        axes.plot(iterations, line, style, color=color, linewidth=1.6, label=f"{label}, training (smoothed)")
+    iterations, losses = curve.validation
+    if len(losses):
+        face = color if raw else "white"
+        label = f"{label}, validation (last: {curve.final_validation:.3f})"
+        (points,) = axes.plot(iterations, losses, "o", color=color, label=label, zorder=3)
+        points.set(markersize=5.5, markerfacecolor=face)
+
+
+def _summary(
+    run: Path, config: dict[str, Any], curve: Curve, reference: Curve | None, entropy: float | None, output: Path
+) -> list[str]:
+    iterations = max(max(series[0], default=0) for series in (curve.train, curve.validation))
+    lines = [f"{run.name}: {iterations} iterations"]
+
+    def row(name: str, value: str) -> None:
+        lines.append(f"  {name:<18} {value}")
+
+    def beside(value: float) -> str:
+        return "" if math.isnan(value) else f" (bf16 run: {value:.4f})"
+
+    if not math.isnan(curve.final_train):
+        count = min(LAST, len(curve.train[1]))
+        row("training loss", f"{curve.final_train:.4f}, mean of the last {count} iterations")
+    final = curve.final_validation
+    if not math.isnan(final):
+        row("validation loss", f"{final:.4f}" + beside(reference.final_validation if reference else math.nan))
+        row("perplexity", f"{math.exp(final):.2f}")
+    if entropy is not None:
+        side = "below" if final <= entropy else "above"
+        margin = "" if math.isnan(final) else f"; validation loss is {abs(entropy - final):.4f} nats {side}"
+        row("unigram entropy", f"{entropy:.4f}{margin}")
+    folders = {"checkpoint": ("save", "checkpoints"), "TensorBoard files": ("tensorboard_dir", "tensorboard")}
+    for name, (key, default) in folders.items():
+        folder = Path(config.get(key) or run / default)
+        row(name, str(folder) if folder.is_dir() else "none")
+    row("loss curve", str(output))
+    return lines
+
+
+def _title(run: Path, config: dict[str, Any]) -> str:
+    recipe = config.get("recipe")
+    return f"{run.name.removesuffix(f'-{recipe}')}, recipe {recipe}" if recipe else run.name
+
+
+def _reference(path: Path | None, run: Path) -> Curve | None:
+    if path is not None:
+        return read_curve(path)
+    shipped = RESULTS / f"{run.name.partition('-')[0]}_bf16.metrics.jsonl"
+    if not shipped.is_file():
+        print(f"no bf16 curve to draw beside it ({shipped.relative_to(REPOSITORY)} is not there)")
+        return None
+    return read_curve(shipped)
+
+
+def _config(run: Path) -> dict[str, Any]:
+    """The options of the run's config.yaml, the recipe by its name; empty if there is none."""
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{run / 'config.yaml'}: not YAML: {' '.join(str(error).split())}") from None
+    try:
+        return {**config["options"], "recipe": config["recipe"]["name"]}
+    except (KeyError, TypeError):
+        raise UserError(f"{run / 'config.yaml'} has no options and recipe; name the folder of a run") from None
+
+
+def _entropy(config: dict[str, Any], prefix: str | None) -> float | None:
+    if prefix is not None:
+        return corpus.unigram_entropy(prefix)
+    if not config:
+        return None
+    try:
+        return validation_entropy(config)
+    except UserError as error:
+        print(f"no unigram entropy: {error}")
+        return None
+
+
+def _found(path: str | None) -> str | None:
+    """Paths of a configuration count from the current folder or else from the repository."""
+    return str(REPOSITORY / path) if path and not Path(path).exists() and (REPOSITORY / path).exists() else path
+
+
+def _series(values: dict[int, float]) -> Series:
+    iterations = sorted(values)
+    return np.array(iterations, np.int64), np.array([values[i] for i in iterations], np.float64)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """Megatron-core on a machine without CUDA: gloo and CPU tensors, by the same Megatron-core code.
 
 Megatron-core names the device in three ways: ``torch.cuda.*`` calls, the literal ``device="cuda"``, and
-``Tensor.cuda()`` / ``Tensor.type()``. The first two are answered by a stand-in for the module-global name ``torch`` that
-only modules under ``megatron.core`` see; torch itself stays as it is for everyone else. The third has no other handle than
-two methods of ``torch.Tensor``. A TorchFunctionMode cannot do it: it is off while autograd runs backward.
+``Tensor.cuda()`` / ``Tensor.type()``. The first two are answered by a stand-in for the module-global name ``torch``
+that only modules under ``megatron.core`` see; torch itself stays as it is for everyone else. The third has no other
+handle than two methods of ``torch.Tensor``. A TorchFunctionMode cannot do it: it is off while autograd runs backward.
 
 Nothing but ``install()`` changes anything, and where CUDA is there it changes one missing name only.
 """
@@ -53,12 +53,12 @@ def _is_ours(module_name: str) -> bool:
 
 
 def _hand_over(module: types.ModuleType, stand_in: types.ModuleType) -> None:
-    if getattr(module, "torch", None) is torch:
-        setattr(module, "torch", stand_in)
+    if module.__dict__.get("torch") is torch:
+        module.__dict__["torch"] = stand_in
 
 
 def _bind_te_general_gemm() -> None:
-    """moe_utils names te_general_gemm in the router's GEMM but binds it only where TE is there: NameError, with CUDA too."""
+    """moe_utils names te_general_gemm in the router's GEMM but binds it only with TE: NameError, CUDA or not."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     moe_utils.__dict__.setdefault("te_general_gemm", None)
 

@@ -41,20 +41,21 @@ def round_to_format(v: torch.Tensor, fmt: Format, rounding: str, uniform: torch.
         fp32 values of ``fmt``, the shape of ``v``.
     """
     v = v.clamp(-fmt.max, fmt.max)
-    exponent = (v.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=(fmt.min_exponent + 127) << 23)
-    # the step at |v| is 2^(exponent - mantissa_bits); both it and its reciprocal are built from the exponent field
+    # the step at |v|, 2^(exponent - mantissa_bits), and its reciprocal are built from the exponent field
+    binade = (v.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=(fmt.min_exponent + 127) << 23)
+    step = binade - (fmt.mantissa_bits << 23)
     magnitude = v.abs()
     if rounding == "stochastic":
         smallest = 2.0**fmt.min_exponent
         magnitude = torch.where(magnitude < smallest, (magnitude + smallest) - smallest, magnitude)
-    steps = magnitude.mul_((((254 + fmt.mantissa_bits) << 23) - exponent).view(torch.float32))
+    steps = magnitude.mul_(((254 << 23) - step).view(torch.float32))
     if rounding == "nearest_even":
         rounded = steps.round_()
     else:
         rounded = steps.floor()
         threshold = 0.5 if rounding == "half_away" else 1.0 - _required(uniform)
         rounded += steps.sub_(rounded) >= threshold
-    return rounded.mul_((exponent - (fmt.mantissa_bits << 23)).view(torch.float32)).copysign_(v)
+    return rounded.mul_(step.view(torch.float32)).copysign_(v)
 
 
 def _required(uniform: torch.Tensor | None) -> torch.Tensor:

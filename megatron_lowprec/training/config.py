@@ -1,0 +1,252 @@
+"""What a run is: every option as a typed field, named as Megatron names its flag.
+
+A field ``num_layers`` is the flag ``--num-layers`` and the YAML key ``num-layers`` (or ``num_layers``). Defaults are
+Megatron's unless the help says otherwise. The options come in groups, one class each, whose docstring is the group's
+title.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def arg(default: Any, help: str) -> Any:
+    """A field with its help text; lists get a fresh copy a configuration."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """low precision (ours)"""
+
+    recipe: str = arg("bf16", "a named recipe (--list-recipes) or a YAML file with one")
+    recipe_set: list[str] = arg([], "change one field of the recipe, as in dgrad.hadamard.block=128; may be repeated")
+    list_recipes: bool = arg(False, "print the named recipes and stop")
+    explain_recipe: bool = arg(False, "print what every GEMM of every linear layer of this model runs in, and stop")
+    stock_linears: bool = arg(
+        False, "keep Megatron-core's own linear layers (for comparisons; the recipe must be bf16)"
+    )
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """model"""
+
+    num_layers: int | None = arg(None, "transformer layers")
+    hidden_size: int | None = arg(None, "width of the residual stream")
+    ffn_hidden_size: int | None = arg(
+        None, "width of the MLP; default 4 x hidden, with --swiglu 2/3 of it in multiples of 64"
+    )
+    num_attention_heads: int | None = arg(None, "attention heads")
+    kv_channels: int | None = arg(None, "channels of a head; default hidden / heads")
+    group_query_attention: bool = arg(False, "let groups of heads share keys and values")
+    num_query_groups: int = arg(1, "groups of --group-query-attention")
+    seq_length: int | None = arg(None, "tokens of a sample")
+    max_position_embeddings: int | None = arg(None, "length of the learned position table; default --seq-length")
+    position_embedding_type: Literal["learned_absolute", "rope"] = arg("learned_absolute", "kind of position embedding")
+    rotary_base: int = arg(10000, "base period of rope")
+    rotary_percent: float = arg(1.0, "share of a head's channels that rope turns")
+    normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", "kind of norm")
+    norm_epsilon: float = arg(1e-5, "epsilon of the norms")
+    swiglu: bool = arg(False, "gated SiLU in the MLP instead of GELU")
+    squared_relu: bool = arg(False, "squared ReLU in the MLP instead of GELU")
+    disable_bias_linear: bool = arg(False, "no bias in the linear layers")
+    add_qkv_bias: bool = arg(False, "a bias in the QKV projection even with --disable-bias-linear")
+    untie_embeddings_and_output_weights: bool = arg(
+        False, "an output layer of its own instead of the embedding's weight"
+    )
+    hidden_dropout: float = arg(0.1, "dropout of the residual branches")
+    attention_dropout: float = arg(0.1, "dropout of the attention weights")
+    init_method_std: float = arg(
+        0.02, "standard deviation of the initial weights (output projections: / sqrt(2 layers))"
+    )
+    attention_backend: Literal["auto", "local"] = arg(
+        "auto", "auto: SDPA or TE; local: Megatron-core's unfused attention"
+    )
+    use_cpu_initialization: bool = arg(
+        False, "draw the initial weights on the CPU: the same for every tensor-parallel size"
+    )
+
+
+@dataclass(frozen=True)
+class MoeOptions:
+    """mixture of experts"""
+
+    num_experts: int | None = arg(None, "experts of a layer; default: a dense MLP")
+    moe_ffn_hidden_size: int | None = arg(None, "width of one expert; default --ffn-hidden-size")
+    moe_router_topk: int = arg(2, "experts that a token goes to")
+    moe_router_load_balancing_type: Literal["aux_loss", "sinkhorn", "none"] = arg(
+        "aux_loss", "how the load is balanced"
+    )
+    moe_aux_loss_coeff: float = arg(0.0, "weight of the load-balancing loss; 1e-2 is a good start")
+    moe_z_loss_coeff: float | None = arg(None, "weight of the router's z-loss")
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = arg("alltoall", "how tokens reach their experts")
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """training"""
+
+    micro_batch_size: int | None = arg(None, "samples of one forward pass on one rank; default: all of its share")
+    global_batch_size: int | None = arg(None, "samples of one iteration; default micro-batch x data-parallel size")
+    rampup_batch_size: list[int] | None = arg(
+        None, "START INCREMENT SAMPLES: grow the global batch over the first SAMPLES"
+    )
+    train_iters: int | None = arg(None, "iterations of the whole run")
+    train_samples: int | None = arg(None, "samples of the whole run, instead of --train-iters")
+    bf16: bool = arg(False, "bf16 weights and activations, fp32 main weights")
+    seed: int = arg(1234, "of weights, dropout, data order and stochastic rounding")
+    deterministic_mode: bool = arg(False, "choose deterministic algorithms where there is a choice")
+    no_gradient_accumulation_fusion: bool = arg(
+        False, "round a weight gradient to bf16 before it is added to main_grad"
+    )
+    recompute_granularity: Literal["full", "selective"] | None = arg(None, "recompute activations in the backward pass")
+    recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
+    recompute_num_layers: int | None = arg(
+        None, "layers of one recomputed chunk (uniform) or recomputed layers (block)"
+    )
+    exit_interval: int | None = arg(None, "save and stop at every iteration that this divides")
+    exit_duration_in_mins: float | None = arg(None, "save and stop after so many minutes")
+    exit_signal_handler: bool = arg(False, "save and stop at SIGTERM")
+    profile: bool = arg(False, "write a trace of torch's profiler into the run's folder")
+    profile_step_start: int = arg(10, "first profiled iteration")
+    profile_step_end: int = arg(12, "iteration at which profiling ends")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """optimizer and schedule"""
+
+    optimizer: Literal["adam"] = arg("adam", "AdamW")
+    lr: float | None = arg(None, "peak learning rate")
+    min_lr: float = arg(0.0, "learning rate at the end of the decay")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
+        "linear", "shape of the decay"
+    )
+    lr_decay_iters: int | None = arg(None, "horizon of the schedules; default --train-iters")
+    lr_decay_samples: int | None = arg(None, "the same in samples; default --train-samples")
+    lr_warmup_fraction: float | None = arg(None, "warm-up as a share of the horizon")
+    lr_warmup_iters: int = arg(0, "warm-up in iterations")
+    lr_warmup_samples: int = arg(0, "warm-up in samples")
+    lr_warmup_init: float = arg(0.0, "learning rate that the warm-up starts from")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
+        "exponential", "WSD's last phase"
+    )
+    lr_wsd_decay_iters: int | None = arg(None, "length of WSD's last phase")
+    weight_decay: float = arg(0.01, "decoupled weight decay")
+    start_weight_decay: float | None = arg(None, "weight decay at the start of --weight-decay-incr-style")
+    end_weight_decay: float | None = arg(None, "weight decay at the end of it")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg("constant", "how weight decay grows")
+    clip_grad: float = arg(1.0, "largest gradient norm; 0 for no clipping")
+    adam_beta1: float = arg(0.9, "decay of the first moment")
+    adam_beta2: float = arg(0.999, "decay of the second moment")
+    adam_eps: float = arg(1e-8, "added to the root of the second moment")
+    override_opt_param_scheduler: bool = arg(
+        False, "take the whole schedule from these options, not from the checkpoint"
+    )
+    use_checkpoint_opt_param_scheduler: bool = arg(
+        False, "take the whole schedule from the checkpoint, flags notwithstanding"
+    )
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """parallelism"""
+
+    tensor_model_parallel_size: int = arg(1, "ranks that share every layer")
+    pipeline_model_parallel_size: int = arg(1, "stages that the layers are cut into")
+    num_layers_per_virtual_pipeline_stage: int | None = arg(None, "interleave: layers of one chunk of a stage")
+    num_virtual_stages_per_pipeline_rank: int | None = arg(None, "interleave: chunks of a stage")
+    context_parallel_size: int = arg(1, "ranks that share a sequence (needs TransformerEngine)")
+    expert_model_parallel_size: int = arg(1, "ranks that share the experts")
+    sequence_parallel: bool = arg(False, "cut norms and dropout along the sequence, too")
+    use_distributed_optimizer: bool = arg(False, "cut optimizer state over the data-parallel ranks")
+    overlap_grad_reduce: bool = arg(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = arg(False, "gather weights during the forward pass")
+    grad_reduce_in_bf16: bool = arg(False, "keep and reduce gradients in bf16 instead of fp32")
+    distributed_backend: Literal["nccl", "gloo"] | None = arg(None, "default nccl with GPUs, else gloo")
+    distributed_timeout_minutes: int = arg(10, "after which a collective fails")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """data and tokenizer"""
+
+    data_path: list[str] | None = arg(
+        None, "prefixes of .bin/.idx or .jsonl files, each with a weight before it if you wish"
+    )
+    train_data_path: list[str] | None = arg(None, "the same for training alone")
+    valid_data_path: list[str] | None = arg(None, "the same for validation alone")
+    test_data_path: list[str] | None = arg(None, "the same for the test alone")
+    mock_data: bool = arg(False, "random tokens of a fixed seed instead of data")
+    split: str = arg("969,30,1", "how --data-path's documents are cut into train, validation and test")
+    data_cache_path: str | None = arg(
+        None, "where tokenized text and indices are kept; default data/cache in the repository"
+    )
+    num_workers: int = arg(0, "processes that load data; 0 loads in this one (Megatron's default is 2)")
+    tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = arg(
+        "GPT2BPETokenizer", "kind of tokenizer"
+    )
+    tokenizer_model: str | None = arg(None, "tokenizer.json, or a folder that holds one, for HuggingFaceTokenizer")
+    vocab_file: str | None = arg(None, "vocab.json for GPT2BPETokenizer")
+    merge_file: str | None = arg(None, "merges.txt for GPT2BPETokenizer")
+    vocab_size: int | None = arg(None, "entries of NullTokenizer")
+    make_vocab_size_divisible_by: int = arg(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """checkpoints"""
+
+    save: str | None = arg(None, "folder for checkpoints; default runs/CONFIG-RECIPE/checkpoints")
+    no_save: bool = arg(False, "write no checkpoint (ours)")
+    save_interval: int | None = arg(None, "iterations between checkpoints; the last one is always saved")
+    load: str | None = arg(None, "folder to continue from; may be --save's, empty or not")
+    finetune: bool = arg(False, "take the weights alone and start at iteration 0")
+    no_load_optim: bool = arg(False, "do not load the optimizer and the schedule's position")
+    no_load_rng: bool = arg(False, "do not load the random state")
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """evaluation"""
+
+    eval_interval: int = arg(1000, "iterations between validations")
+    eval_iters: int = arg(100, "iterations of one validation or test; 0 for none anywhere")
+
+
+@dataclass(frozen=True)
+class LoggingOptions:
+    """logging"""
+
+    log_interval: int = arg(100, "iterations between log lines")
+    log_params_norm: bool = arg(False, "log the norm of the weights")
+    log_num_zeros_in_grad: bool = arg(False, "log how many gradient values are zero")
+    tensorboard_dir: str | None = arg(None, "default: tensorboard in the run's folder")
+    wandb_project: str | None = arg(None, "log to Weights & Biases, too")
+    wandb_exp_name: str | None = arg(None, "name of the W&B run; default the run's folder")
+    wandb_save_dir: str | None = arg(None, "W&B's own files; default the run's folder")
+
+
+@dataclass(frozen=True)
+class Config(
+    LoggingOptions,
+    EvaluationOptions,
+    CheckpointOptions,
+    DataOptions,
+    ParallelOptions,
+    OptimizerOptions,
+    TrainingOptions,
+    MoeOptions,
+    ModelOptions,
+    RecipeOptions,
+):
+    """One run. ``arguments.parse`` makes it; ``resolve.resolve`` fills what depends on other fields."""
+
+    config: str | None = arg(None, "YAML file with any of these options; the command line wins over it")
+
+
+GROUPS: tuple[type, ...] = tuple(reversed(Config.__bases__))

@@ -1,0 +1,212 @@
+"""Data paths -> endless, resumable batches on this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import corpus
+from megatron_lowprec.training.blend import all_paths, data_paths, parse_blend
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.order import Blend, Epochs, Positions, Samples
+from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.tokenizer import Tokenizer
+
+_FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
+_SPLITS = (Split.train, Split.valid, Split.test)
+_MOCK_SAMPLES = 4096
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SplitData:
+    """One of train, validation and test: samples by position, and how large one epoch of it is."""
+
+    samples: Blend
+    epoch_samples: int
+    epoch_tokens: int
+
+
+Data = Mapping[str, SplitData | None]
+
+
+def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int) -> Data:
+    """The three splits; None where there is no data for one. Every rank calls it.
+
+    Raises:
+        UserError: on every rank, when it happens on one: paths, vocabularies, a split without a whole sample.
+    """
+    if config.mock_data:
+        mocks = {s.name: MockSamples(config, tokenizer.vocab_size, s.value) for s in _SPLITS}
+        return {name: _split_data([mock], [1.0], config) for name, mock in mocks.items()}
+    prefixes = _prepare_texts(config, tokenizer, local_rank)
+    cached = GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=sized(config.seq_length),
+        # Datasets are built one by one below; Megatron-core's config wants a blend or it assumes mock data.
+        blend=([""], None),
+        split="1",
+        path_to_cache=config.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    # The first rank writes the indices that the others read.
+    return in_turn(world_rank == 0, lambda: {s.name: _build_split(config, cached, prefixes, s) for s in _SPLITS})
+
+
+def _prepare_texts(config: Config, tokenizer: Tokenizer, local_rank: int) -> dict[str, str]:
+    """Data path -> prefix of its .bin/.idx; text is tokenized once, by the first rank of each node."""
+    paths = all_paths(config)
+    assert config.data_cache_path is not None
+    cache = config.data_cache_path
+
+    def prepare() -> dict[str, str]:
+        return {path: corpus.prepare(path, tokenizer, cache, workers=max(1, torch.get_num_threads())) for path in paths}
+
+    return in_turn(local_rank == 0, prepare)
+
+
+def _build_split(
+    config: Config, cached: GPTDatasetConfig, prefixes: Mapping[str, str], split: Split
+) -> SplitData | None:
+    paths = data_paths(config, split.name)
+    if not paths:
+        return None
+    share: tuple[float, float] | None = (0.0, 1.0)
+    if config.data_path is not None:
+        share = convert_split_vector_to_split_matrix(parse_and_normalize_split(config.split))[split.value]
+    if share is None:
+        return None
+    blend = parse_blend(paths)
+    datasets = [_build_dataset(cached, prefixes[path], share, split, path) for path, _ in blend]
+    weights = [float(len(d)) if weight is None else weight for d, (_, weight) in zip(datasets, blend, strict=True)]
+    return _split_data(datasets, weights, config)
+
+
+def _build_dataset(
+    cached: GPTDatasetConfig, prefix: str, share: tuple[float, float], split: Split, path: str
+) -> GPTDataset:
+    """One epoch of the documents in ``share`` of one prefix."""
+    indexed = GPTDataset.build_low_level_dataset(prefix, cached)
+    documents = len(indexed)
+    first, last = (round(documents * end) for end in share)
+    tokens = int(indexed.sequence_lengths[first:last].sum())
+    if tokens <= cached.sequence_length:
+        raise UserError(
+            f"{path}: its {split.name} part has {tokens} tokens in {last - first} documents, less than one sample of "
+            f"{cached.sequence_length} + 1; give more data, a shorter --seq-length or another --split"
+        )
+    return GPTDataset(indexed, prefix, np.arange(first, last, dtype=np.int32), None, split, cached)
+
+
+def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: Config) -> SplitData:
+    samples = sum(len(d) for d in datasets)
+    return SplitData(
+        Blend([Epochs(d, config.seed) for d in datasets], weights), samples, samples * sized(config.seq_length)
+    )
+
+
+class MockSamples:
+    """Samples that need no data and can be learned: arithmetic sequences modulo the vocabulary."""
+
+    def __init__(self, config: Config, vocab_size: int, stream: int) -> None:
+        self._length, self._vocab_size, self._seed = sized(config.seq_length), vocab_size, [config.seed, stream]
+
+    def __len__(self) -> int:
+        return _MOCK_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start, step = np.random.default_rng([*self._seed, index]).integers(1, self._vocab_size, size=2)
+        text = torch.from_numpy((start + (step % 7 + 1) * np.arange(self._length + 1)) % self._vocab_size)
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "position_ids": torch.arange(self._length),
+            "loss_mask": torch.ones(self._length),
+        }
+
+
+class Batches:
+    """Microbatches of this rank from position ``start`` on, as a dict of (micro-batch, sequence) tensors on ``device``.
+
+    Tensor-parallel rank 0 loads and broadcasts. A pipeline stage between the first and the last gets no data.
+    """
+
+    def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
+        self._device = device
+        self._shape = (len(_FIELDS), sized(config.micro_batch_size), sized(config.seq_length))
+        self._needed = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        self._loader: Iterator[torch.Tensor] | None = None
+        if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
+            positions = Positions(
+                start, sized(config.micro_batch_size), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            )
+            loader: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
+                split.samples,  # type: ignore[arg-type]
+                batch_sampler=positions,
+                collate_fn=_pack,
+                num_workers=config.num_workers,
+                pin_memory=device.type == "cuda",
+                # It draws a seed whenever it starts, which must not come out of dropout's random state.
+                generator=torch.Generator(),
+            )
+            self._loader = iter(loader)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor | None]:
+        if not self._needed:
+            return dict.fromkeys(_FIELDS)
+        if self._loader is not None:
+            packed = next(self._loader).to(self._device, non_blocking=True)
+        else:
+            packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
+        if mpu.get_tensor_model_parallel_world_size() > 1:
+            # One broadcast a microbatch: a mask of ones and zeros is exact as integers.
+            dist.broadcast(packed, mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group())
+        fields: dict[str, torch.Tensor | None] = dict(zip(_FIELDS, packed.unbind(0), strict=True))
+        fields["loss_mask"] = packed[-1].float()
+        return fields
+
+
+def _pack(samples: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """(field, sample, sequence) integers: one tensor to pin, copy and broadcast."""
+    return torch.stack([torch.stack([sample[name].to(torch.int64) for sample in samples]) for name in _FIELDS])
+
+
+def in_turn(first: bool, work: Callable[[], T]) -> T:
+    """``work()`` on the ranks that are ``first``, then on the others; a UserError on one rank is raised on all."""
+    result: T | None = None
+    for turn in (True, False):
+        message: str | None = None
+        if first == turn:
+            try:
+                result = work()
+            except UserError as error:
+                message = str(error)
+        messages: list[Any] = [message]
+        if dist.is_initialized():
+            messages = [None] * dist.get_world_size()
+            dist.all_gather_object(messages, message)
+        for found in messages:
+            if found is not None:
+                raise UserError(found)
+    assert result is not None
+    return result

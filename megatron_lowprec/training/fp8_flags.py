@@ -1,0 +1,81 @@
+"""Megatron's FP8 flags: those that keep layers in bf16 are translated, the rest point at the recipe's field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+
+# Name -> whether it is a switch. Kept out of Config: a run is described by its recipe alone.
+FP8_FLAGS: dict[str, bool] = {
+    "fp8_format": False,
+    "fp8": False,
+    "fp8_recipe": False,
+    "fp8_margin": False,
+    "fp8_interval": False,
+    "fp8_amax_history_len": False,
+    "fp8_amax_compute_algo": False,
+    "fp8_wgrad": True,
+    "no_fp8_wgrad": True,
+    "fp8_param_gather": True,
+    "fp4_format": False,
+    "fp4_recipe": False,
+    "first_last_layers_bf16": True,
+    "num_layers_at_start_in_bf16": False,
+    "num_layers_at_end_in_bf16": False,
+}
+
+_RECIPES = {
+    "delayed": "fp8_delayed",
+    "tensorwise": "fp8_current",
+    "blockwise": "fp8_blockwise",
+    "mxfp8": "mxfp8",
+}
+_INSTEAD = {
+    "fp8_format": "the operand formats belong to the recipe: --recipe fp8_delayed is Megatron's hybrid; "
+    "--recipe-set dgrad.grad_output.format=e4m3 (and wgrad's) makes it e4m3",
+    "fp8_margin": "use --recipe-set fprop.input.margin=N for each operand of the recipe",
+    "fp8_interval": "scales are computed at every step; leave it out",
+    "fp8_amax_history_len": "use --recipe-set fprop.input.history=N for each operand of --recipe fp8_delayed",
+    "fp8_amax_compute_algo": "use --recipe-set fprop.input.history_rule=max (or most_recent) for each operand of "
+    "--recipe fp8_delayed",
+    "fp8_wgrad": "wgrad's precision belongs to the recipe: leave it out",
+    "no_fp8_wgrad": "use --recipe-set wgrad.input=null --recipe-set wgrad.grad_output=null",
+    "fp8_param_gather": "weights are gathered in bf16; leave it out",
+    "fp4_recipe": "use --recipe mxfp4_rht_sr or one of its relatives (--list-recipes)",
+}
+_INSTEAD["fp8"] = _INSTEAD["fp8_format"]
+_INSTEAD["fp4_format"] = _INSTEAD["fp4_recipe"]
+
+
+def translate_fp8_flags(given: Mapping[str, Any]) -> list[str]:
+    """Recipe overrides that mean what the given flags mean in Megatron.
+
+    Raises:
+        UserError: a flag without a meaning beside the recipe; the message names the recipe or field which does it.
+    """
+    layers = {"num_layers_at_start_in_bf16": "first_layers", "num_layers_at_end_in_bf16": "last_layers"}
+    for name, value in given.items():
+        if name in layers or name == "first_last_layers_bf16" or value is False:
+            continue
+        shown = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+        if name == "fp8_recipe":
+            recipe = _RECIPES.get(str(value), "")
+            raise UserError(
+                f"{shown}: use --recipe {recipe}" if recipe else f"{shown}: use --recipe NAME (--list-recipes)"
+            )
+        raise UserError(f"{shown}: {_INSTEAD[name]}")
+    if not given.get("first_last_layers_bf16"):
+        for name in layers:
+            if name in given:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {given[name]} does nothing without --first-last-layers-bf16; add it"
+                )
+        return []
+    # Megatron keeps one layer at each end unless told otherwise.
+    counts = {name: str(given.get(name, 1)) for name in layers}
+    for name, count in counts.items():
+        if not count.isdecimal():
+            raise UserError(f"--{name.replace('_', '-')} {count}: wants a whole number of layers")
+    return [f"keep_bf16.{layers[name]}={count}" for name, count in counts.items()]

@@ -1,0 +1,84 @@
+"""In which order samples are seen: a function of seed and position alone, never of a run's length.
+
+Megatron-core's GPTDataset shuffles all epochs that a run will need together, so that one more epoch changes the order
+from the first sample on. Here a dataset is always one epoch, and each epoch gets a permutation of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from megatron.core.datasets import helpers_cpp
+
+
+class Samples(Protocol):
+    """One epoch of samples."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class Epochs:
+    """One dataset without end: epoch e is a permutation seeded by (seed, e)."""
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self.samples = samples
+        self._seed = seed
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
+
+    def index(self, position: int) -> int:
+        """Which of the dataset's samples stands at ``position`` of the endless order."""
+        epoch, place = divmod(position, len(self.samples))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._permutation = np.random.default_rng([self._seed, epoch]).permutation(len(self.samples))
+        return int(self._permutation[place])
+
+    def __getitem__(self, position: int) -> Any:
+        return self.samples[self.index(position)]
+
+
+class Blend:
+    """Several endless datasets, mixed so that after any number of samples each has its share, rounded.
+
+    The next sample comes from the dataset that is furthest behind its weight (Megatron-core's own rule and code), so
+    that a longer run begins as a shorter one.
+    """
+
+    def __init__(self, parts: Sequence[Epochs], weights: Sequence[float]) -> None:
+        self._parts = list(parts)
+        self._weights = np.asarray(weights, dtype=np.float64) / sum(weights)
+        self._part = np.empty(0, dtype=np.int16)
+        self._place = np.empty(0, dtype=np.int64)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """(dataset, position within it) of a position of the blend."""
+        if position >= len(self._part):
+            size = max(1024, 1 << int(position + 1).bit_length())
+            self._part, self._place = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+            helpers_cpp.build_blending_indices(self._part, self._place, self._weights, len(self._parts), size, False)
+        return int(self._part[position]), int(self._place[position])
+
+    def __getitem__(self, position: int) -> Any:
+        part, place = self.locate(position)
+        return self._parts[part][place]
+
+
+class Positions:
+    """Positions of one rank's microbatches without end, dealt as Megatron deals them.
+
+    From ``start`` on, each run of micro-batch x data-parallel size positions is one microbatch, cut in rank order.
+    """
+
+    def __init__(self, start: int, micro_batch: int, rank: int, size: int) -> None:
+        self._start, self._micro_batch, self._rank, self._size = start, micro_batch, rank, size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._start + self._rank * self._micro_batch
+        while True:
+            yield list(range(first, first + self._micro_batch))
+            first += self._micro_batch * self._size

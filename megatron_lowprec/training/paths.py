@@ -1,0 +1,65 @@
+"""Where a run's files go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_lowprec.training.config import Config
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """One folder a run: metrics.jsonl, config.yaml, tensorboard/ and, unless --save says otherwise, checkpoints/."""
+
+    run: Path
+    tensorboard: Path
+    checkpoints: Path | None
+
+    @property
+    def metrics(self) -> Path:
+        return self.run / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.run / "config.yaml"
+
+    def lines(self) -> list[str]:
+        """For the end of a run."""
+        rows = [("metrics", self.metrics), ("TensorBoard", self.tensorboard), ("configuration", self.config)]
+        if self.checkpoints is not None:
+            rows.insert(0, ("checkpoints", self.checkpoints))
+        return [f"{what + ':':<15}{path}" for what, path in rows]
+
+
+def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
+    """The run's folder: --save's, else the one that holds --tensorboard-dir, else runs/CONFIG-RECIPE right here."""
+    name = f"{Path(config.config).stem if config.config else 'gpt'}-{recipe_name}"
+    if config.save is not None:
+        run = Path(config.save)
+    elif config.tensorboard_dir is not None:
+        run = Path(config.tensorboard_dir).resolve().parent
+    else:
+        run = Path("runs") / name.replace("/", "_").replace(" ", "_")
+    save = None if config.no_save else config.save or str(run / "checkpoints")
+    tensorboard = Path(config.tensorboard_dir) if config.tensorboard_dir is not None else run / "tensorboard"
+    return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None)
+
+
+def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
+    """Move the files of an older run aside where a new one would write over them, and say so.
+
+    A run that continues (--load) goes on in the same files. Checkpoints in a --save folder are never moved: a new run
+    replaces those of the same iteration, as Megatron does.
+    """
+    if config.load is not None or not paths.metrics.exists():
+        return []
+    in_default_folder = paths.run.parent == Path("runs")
+    old = paths.run if in_default_folder else paths.metrics
+    number = 1
+    while (
+        aside := old.with_name(f"{old.stem}.{number}{old.suffix}" if old.is_file() else f"{old.name}.{number}")
+    ).exists():
+        number += 1
+    old.rename(aside)
+    return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside}"]

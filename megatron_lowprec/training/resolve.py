@@ -1,0 +1,256 @@
+"""Fill what follows from other options, and refuse what cannot run before a process group, data or GPU is touched."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.arguments import REPOSITORY, find, flag
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.shapes import check_divisible, sized
+
+
+def resolve_model(config: Config) -> Config:
+    """Megatron's defaults for sizes that follow from others; what one person could get wrong about them is refused."""
+    _required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    hidden, heads = sized(config.hidden_size), sized(config.num_attention_heads)
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        _positive(config, name)
+    if config.kv_channels is None:
+        check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
+    if config.swiglu and config.squared_relu:
+        raise UserError("--swiglu and --squared-relu are two activations; leave one out")
+    ffn = config.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if config.swiglu else 4 * hidden)
+    if config.group_query_attention:
+        check_divisible("--num-attention-heads", heads, "--num-query-groups", config.num_query_groups)
+    config = replace(
+        config,
+        ffn_hidden_size=ffn,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size or (ffn if config.num_experts else None),
+        kv_channels=config.kv_channels or hidden // heads,
+        num_query_groups=config.num_query_groups if config.group_query_attention else heads,
+        max_position_embeddings=config.max_position_embeddings or config.seq_length,
+    )
+    if sized(config.seq_length) > sized(config.max_position_embeddings):
+        raise UserError(
+            f"--seq-length {config.seq_length} is longer than --max-position-embeddings "
+            f"{config.max_position_embeddings}; raise the latter"
+        )
+    if config.stock_linears and config.recipe != "bf16":
+        raise UserError(
+            f"--stock-linears keeps Megatron-core's layers, which know no recipe {config.recipe}; use --recipe bf16"
+        )
+    return config
+
+
+def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
+    """The whole run on ``world_size`` processes, on top of ``resolve_model``."""
+    _required(config, "lr")
+    _check_parallelism(config, world_size)
+    data_parallel = data_parallel_size(config, world_size)
+    if config.micro_batch_size is None:
+        _required(config, "global_batch_size")
+        check_divisible("--global-batch-size", sized(config.global_batch_size), "the data-parallel size", data_parallel)
+        config = replace(config, micro_batch_size=sized(config.global_batch_size) // data_parallel)
+    _positive(config, "micro_batch_size")
+    step = sized(config.micro_batch_size) * data_parallel
+    batch = config.global_batch_size or step
+    if batch % step:
+        raise UserError(
+            f"--global-batch-size {batch} is not divisible by --micro-batch-size {config.micro_batch_size} x "
+            f"data-parallel size {data_parallel} = {step}; "
+            f"use {max(1, round(batch / step)) * step} or another micro-batch"
+        )
+    if config.lr is not None and config.min_lr > config.lr:
+        raise UserError(f"--min-lr {config.min_lr} is above --lr {config.lr}")
+    if (config.train_iters is None) == (config.train_samples is None):
+        raise UserError("the length of the run is missing: give --train-iters or --train-samples")
+    _positive(config, "train_iters" if config.train_iters is not None else "train_samples")
+    for name in ("eval_interval", "log_interval", "save_interval", "exit_interval"):
+        if getattr(config, name) is not None:
+            _positive(config, name)
+    config = replace(config, global_batch_size=batch)
+    _check_rampup(config, step)
+    if config.train_iters is None:
+        config = replace(config, train_iters=_iterations(config, step))
+    _check_features(config, gpus)
+    return _resolve_data(config)
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Ranks that hold the same weights and see different samples."""
+    return world_size // (
+        config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
+    )
+
+
+def virtual_stages(config: Config) -> int | None:
+    """Chunks of a pipeline stage, or None without interleaving."""
+    if config.num_virtual_stages_per_pipeline_rank is not None:
+        return config.num_virtual_stages_per_pipeline_rank if config.num_virtual_stages_per_pipeline_rank > 1 else None
+    if config.num_layers_per_virtual_pipeline_stage is not None:
+        return (
+            sized(config.num_layers)
+            // config.pipeline_model_parallel_size
+            // config.num_layers_per_virtual_pipeline_stage
+        )
+    return None
+
+
+def total_samples(config: Config) -> int:
+    """Samples of the whole run."""
+    return config.train_samples or sized(config.train_iters) * sized(config.global_batch_size)
+
+
+def _required(config: Config, *names: str) -> None:
+    missing = [flag(name) for name in names if getattr(config, name) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'} or --config FILE.yaml"
+        )
+
+
+def _positive(config: Config, name: str) -> None:
+    if getattr(config, name) < 1:
+        raise UserError(f"{flag(name)} {getattr(config, name)}: wants at least 1")
+
+
+def _check_parallelism(config: Config, world_size: int) -> None:
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    context, expert = config.context_parallel_size, config.expert_model_parallel_size
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    ):
+        _positive(config, name)
+    if context > 1 and importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            f"--context-parallel-size {context} needs TransformerEngine's attention, which is not installed; "
+            "install the extra 'te' or leave the flag out"
+        )
+    model = tensor * pipeline * context
+    if world_size % model:
+        raise UserError(
+            f"{world_size} processes are not divisible by tensor {tensor} x pipeline {pipeline} x context {context} = "
+            f"{model}; change --nproc-per-node or the parallel sizes"
+        )
+    check_divisible("--num-attention-heads", sized(config.num_attention_heads), "--tensor-model-parallel-size", tensor)
+    check_divisible("--num-query-groups", config.num_query_groups, "--tensor-model-parallel-size", tensor)
+    check_divisible("--hidden-size", sized(config.hidden_size), "--tensor-model-parallel-size", tensor)
+    check_divisible("--ffn-hidden-size", sized(config.ffn_hidden_size), "--tensor-model-parallel-size", tensor)
+    check_divisible("--num-layers", sized(config.num_layers), "--pipeline-model-parallel-size", pipeline)
+    if config.sequence_parallel:
+        if tensor == 1:
+            raise UserError(
+                "--sequence-parallel does nothing at --tensor-model-parallel-size 1; leave it out or raise the size"
+            )
+        check_divisible("--seq-length", sized(config.seq_length), "--tensor-model-parallel-size", tensor)
+    if config.num_experts:
+        check_divisible("--num-experts", config.num_experts, "--expert-model-parallel-size", expert)
+        check_divisible("the data-parallel size", world_size // model, "--expert-model-parallel-size", expert)
+        if tensor > 1 and not config.sequence_parallel:
+            raise UserError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
+        if expert > 1 and config.use_cpu_initialization:
+            raise UserError(
+                "--use-cpu-initialization would give every expert-parallel rank the same experts; leave it out"
+            )
+    elif expert > 1:
+        raise UserError(f"--expert-model-parallel-size {expert} needs --num-experts")
+    virtual = virtual_stages(config)
+    if virtual is not None:
+        if pipeline == 1:
+            raise UserError("interleaving needs --pipeline-model-parallel-size of at least 2")
+        check_divisible(
+            "layers of a pipeline stage,", sized(config.num_layers) // pipeline, "chunks of a stage,", virtual
+        )
+
+
+def _check_features(config: Config, gpus: bool) -> None:
+    if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
+        raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+    if config.recompute_granularity == "full" and (
+        config.recompute_method is None or config.recompute_num_layers is None
+    ):
+        raise UserError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    if config.distributed_backend == "nccl" and not gpus:
+        raise UserError("--distributed-backend nccl needs GPUs, and torch sees none; leave the flag out")
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "--wandb-project needs the package wandb: pip install 'megatron_lowprec[wandb]', or leave the flag out"
+        )
+
+
+def _check_rampup(config: Config, step: int) -> None:
+    ramp = config.rampup_batch_size
+    if ramp is None:
+        return
+    if len(ramp) != 3 or min(ramp) < 1:
+        raise UserError(f"--rampup-batch-size wants START INCREMENT SAMPLES, found {' '.join(map(str, ramp))}")
+    start, increment, _ = ramp
+    check_divisible("--rampup-batch-size's START", start, "micro-batch x data-parallel size", step)
+    check_divisible("--rampup-batch-size's INCREMENT", increment, "micro-batch x data-parallel size", step)
+    if sized(config.global_batch_size) <= start:
+        raise UserError(
+            f"--rampup-batch-size starts at {start}, not below --global-batch-size {config.global_batch_size}"
+        )
+    check_divisible("--global-batch-size less START", sized(config.global_batch_size) - start, "INCREMENT", increment)
+
+
+def _iterations(config: Config, step: int) -> int:
+    """Whole iterations within --train-samples, the ramp's smaller ones first (Megatron's count)."""
+    samples, batch = sized(config.train_samples), sized(config.global_batch_size)
+    iterations = consumed = 0
+    if config.rampup_batch_size is not None:
+        start, increment, ramp_samples = config.rampup_batch_size
+        per_increment = ramp_samples / ((batch - start) // increment)
+        while consumed <= min(ramp_samples, samples):
+            size = min(start + int(consumed / per_increment) * increment, batch)
+            if consumed + size > samples:
+                break
+            consumed += size
+            iterations += 1
+    iterations += (samples - consumed) // batch
+    if iterations < 1:
+        raise UserError(f"--train-samples {samples} is less than one global batch of {batch}")
+    return iterations
+
+
+def _resolve_data(config: Config) -> Config:
+    separate = (config.train_data_path, config.valid_data_path, config.test_data_path)
+    if not config.mock_data and config.data_path is None and config.train_data_path is None:
+        raise UserError("no data: give --data-path, --train-data-path or --mock-data")
+    if any(separate) and config.data_path is not None:
+        raise UserError("--data-path and --train-data-path exclude each other; leave one out")
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        _required(config, "vocab_file", "merge_file")
+    elif config.tokenizer_type == "HuggingFaceTokenizer":
+        _required(config, "tokenizer_model")
+    else:
+        _required(config, "vocab_size")
+    files = {}
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        value = getattr(config, name)
+        if value is not None:
+            files[name] = str(find(value))
+            if not Path(files[name]).exists():
+                raise UserError(f"{flag(name)} {value}: no such file")
+    paths = {
+        name: [str(find_data(item)) for item in value] if (value := getattr(config, name)) else None
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    }
+    found: dict[str, Any] = {**files, **paths}
+    return replace(config, data_cache_path=config.data_cache_path or str(REPOSITORY / "data" / "cache"), **found)
+
+
+def find_data(item: str) -> str:
+    """A data path, found relative to the current folder or the repository; a weight stays as it is."""
+    for name in (item, item + ".idx"):
+        if Path(name).exists() or not (REPOSITORY / name).exists():
+            continue
+        return str(REPOSITORY / item)
+    return item

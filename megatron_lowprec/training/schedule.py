@@ -1,0 +1,116 @@
+"""Learning rate and weight decay over a run, counted in samples as Megatron's scheduler does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.shapes import sized
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All that decides the learning rate and the weight decay at a number of consumed samples."""
+
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    warmup_samples: int
+    decay_samples: int
+    decay_style: str
+    wsd_decay_samples: int | None
+    wsd_decay_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_incr_style: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Schedule:
+        return Schedule(**{f.name: values[f.name] for f in fields(Schedule)})
+
+
+def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
+    """The schedule that the options ask for, and a line where the warm-up had to be shortened.
+
+    The horizon is --lr-decay-iters or --lr-decay-samples, by default the whole run; weight decay grows over the same
+    horizon. A warm-up that does not fit is cut to half of it.
+    """
+    assert config.lr is not None, "resolve() has not run"
+    batch = sized(config.global_batch_size)
+    decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * batch or total_samples
+    if config.lr_warmup_fraction is not None:
+        warmup = int(config.lr_warmup_fraction * decay)
+    else:
+        warmup = config.lr_warmup_samples or config.lr_warmup_iters * batch
+    notes = []
+    if warmup >= decay:
+        shorter = decay // batch // 2 * batch
+        notes.append(
+            f"the warm-up of {warmup} samples does not fit into the schedule's {decay}: shortened to {shorter} samples"
+        )
+        warmup = shorter
+    if config.weight_decay_incr_style != "constant" and None in (config.start_weight_decay, config.end_weight_decay):
+        raise UserError(
+            f"--weight-decay-incr-style {config.weight_decay_incr_style} needs both ends: "
+            "give --start-weight-decay and --end-weight-decay"
+        )
+    wsd = None
+    if config.lr_decay_style == "WSD":
+        if config.lr_wsd_decay_iters is None:
+            raise UserError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its last phase")
+        wsd = min(config.lr_wsd_decay_iters * batch, decay)
+    constant = config.weight_decay_incr_style == "constant"
+    schedule = Schedule(
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        init_lr=config.lr_warmup_init,
+        warmup_samples=warmup,
+        decay_samples=decay,
+        decay_style=config.lr_decay_style,
+        wsd_decay_samples=wsd,
+        wsd_decay_style=config.lr_wsd_decay_style,
+        start_weight_decay=config.weight_decay if constant else config.start_weight_decay or 0.0,
+        end_weight_decay=config.weight_decay if constant else config.end_weight_decay or 0.0,
+        weight_decay_incr_style=config.weight_decay_incr_style,
+    )
+    return schedule, notes
+
+
+def continued(planned: Schedule, saved: Schedule, config: Config, given: Collection[str]) -> tuple[Schedule, list[str]]:
+    """The schedule of a run that continues a checkpoint, and a line where the two differ.
+
+    Options win where they are given. A horizon that nobody gave, because it is only --train-iters by default, stays the
+    checkpoint's: a run continued with more iterations must not bend the schedule that it has already followed.
+    """
+    if planned == saved or config.override_opt_param_scheduler:
+        return planned, []
+    if config.use_checkpoint_opt_param_scheduler:
+        return saved, ["schedule: the checkpoint's, as --use-checkpoint-opt-param-scheduler asks"]
+    if {"lr_decay_iters", "lr_decay_samples"} & set(given):
+        chosen = planned
+    else:
+        chosen = replace(planned, decay_samples=saved.decay_samples)
+        if planned.warmup_samples != saved.warmup_samples and not {"lr_warmup_iters", "lr_warmup_samples"} & set(given):
+            chosen = replace(chosen, warmup_samples=saved.warmup_samples)
+        chosen = replace(chosen, warmup_samples=min(chosen.warmup_samples, chosen.decay_samples - 1))
+    changed = [
+        f"{f.name} {getattr(chosen, f.name)} (checkpoint: {getattr(saved, f.name)})"
+        for f in fields(Schedule)
+        if getattr(chosen, f.name) != getattr(saved, f.name)
+    ]
+    notes = []
+    if planned.decay_samples != saved.decay_samples:
+        whose = "these options'" if chosen is planned else "the checkpoint's (give --lr-decay-iters to change it)"
+        notes.append(
+            f"schedule: the horizon is {chosen.decay_samples} samples, {whose}; "
+            f"options {planned.decay_samples}, checkpoint {saved.decay_samples}"
+        )
+    if changed:
+        notes.append("schedule: these options change " + ", ".join(changed))
+    return chosen, notes

@@ -1,0 +1,182 @@
+"""What a process does before it computes: environment, warnings, threads, process groups, seeds.
+
+``prepare_environment`` comes before torch and megatron are imported; some of what it sets is read at their import.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_lowprec.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_lowprec.training.config import Config
+
+# Each message of an upstream library that says nothing about this run, by its beginning.
+_KNOWN_WARNINGS = (
+    r"Transformer Engine and Apex are not installed",
+    r"transformer_engine is not installed",
+    r"apex is not installed",
+    r"Apex is not installed",
+    r"Fused .* not available",
+    r"The fused .* kernel is not available",
+    r"Unable to import torch_memory_saver",
+    r"full scope is deprecated",
+    # Its distributed optimizer in fp32 looks at the gradients of views.
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    # Megatron-core's own use of torch's distributed checkpoint.
+    r"`load_state_dict` is deprecated and will be removed",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    # Deprecated names of torch 2.13 that Megatron-core 0.16.1 calls.
+    r".*reduce_scatter_tensor",
+    r".*all_gather_into_tensor",
+    r".*_all_gather_base",
+    r".*_reduce_scatter_base",
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def prepare_environment() -> Ranks:
+    """Environment and warning filters; under plain ``python`` this becomes a world of one process."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    # Megatron-core's overlap of communication relies on kernels of one queue running in order.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for message in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
+    # torchrun sets 1 where nobody chose a number of threads.
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+    return ranks
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def initialize(config: Config, ranks: Ranks) -> torch.device:
+    """Device, process groups, random seeds and microbatches; the same on CPU (gloo) and GPU (NCCL)."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    from megatron_lowprec.mcore import cpu_stand_in
+    from megatron_lowprec.training.resolve import virtual_stages
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    device = _device(ranks)
+    if device.type == "cpu":
+        import torch._dynamo
+
+        # Megatron-core compiles its small fusions, which takes minutes on a CPU and gains nothing.
+        torch._dynamo.config.disable = True
+    if config.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    cpu_stand_in.install()
+    dist.init_process_group(
+        config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
+        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        device_id=device if device.type == "cuda" else None,
+    )
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages(config),
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=1 if config.expert_model_parallel_size > 1 else None,
+        distributed_timeout_minutes=config.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    _seed(config.seed + 100 * mpu.get_pipeline_model_parallel_rank())
+    init_num_microbatches_calculator(
+        # Any rank but 0 keeps it quiet; the header says the same.
+        1,
+        config.rampup_batch_size,
+        config.global_batch_size,
+        config.micro_batch_size,
+        mpu.get_data_parallel_world_size(),
+    )
+    return device
+
+
+def _device(ranks: Ranks) -> torch.device:
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"{ranks.local_world_size} processes were started on a machine with {torch.cuda.device_count()} GPUs; "
+            f"use --nproc-per-node {torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
+
+
+def _seed(seed: int) -> None:
+    """As Megatron-LM: pipeline stages differ, data-parallel ranks do not, tensor-parallel ones by their tracker."""
+    import random
+
+    import numpy as np
+    import torch
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - what Megatron-core draws from
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def finalize() -> None:
+    """Take down what ``initialize`` has set up."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+
+    if dist.is_initialized():
+        dist.barrier()
+        destroy_num_microbatches_calculator()
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def versions() -> Mapping[str, str]:
+    """What runs here, for the header."""
+    import importlib.metadata
+
+    import torch
+
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "megatron-core": importlib.metadata.version("megatron-core"),
+    }

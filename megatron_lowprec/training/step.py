@@ -1,0 +1,125 @@
+"""One training step: forwards and backwards of all microbatches, then the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_lowprec.mcore.runtime import RecipeRuntime
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.data import Batches
+from megatron_lowprec.training.model import Trainer, gathered, optimizer_step
+
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step tells the log: the same on every rank."""
+
+    loss: float
+    updated: bool
+    grad_norm: float | None
+    num_zeros: int | None
+    params_norm: float | None
+
+
+def train_step(
+    trainer: Trainer, batches: list[Batches], config: Config, iteration: int, device: torch.device
+) -> StepResult:
+    """One iteration over the current global batch; ``iteration`` counts those completed before."""
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    trainer.runtime.begin_step(iteration)
+    loss = run_microbatches(trainer, batches, get_num_microbatches(), config, device, runtime=trainer.runtime)
+    updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer)
+    trainer.runtime.end_step()
+    norm = None
+    if config.log_params_norm:
+        with gathered(trainer, config):
+            norm = params_norm(trainer)
+    return StepResult(loss, updated, grad_norm, num_zeros, norm)
+
+
+def run_microbatches(
+    trainer: Trainer,
+    batches: list[Batches],
+    count: int,
+    config: Config,
+    device: torch.device,
+    runtime: RecipeRuntime | None = None,
+) -> float:
+    """Mean loss in nats a token over ``count`` microbatches of all data-parallel ranks; ``runtime``: backwards, too."""
+    several = len(trainer.chunks) > 1
+    outputs = get_forward_backward_func()(
+        forward_step_func=ForwardStep(runtime),
+        data_iterator=batches if several else batches[0],
+        model=trainer.chunks if several else trainer.chunks[0],
+        num_microbatches=count,
+        seq_length=config.seq_length,
+        micro_batch_size=config.micro_batch_size,
+        forward_only=runtime is None,
+    )
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    if mpu.is_pipeline_last_stage():
+        total = torch.stack([output["lm loss"] for output in outputs]).sum(0)
+        dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(total, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group())
+    summed, tokens = total.tolist()
+    return summed / tokens if tokens else float("nan")
+
+
+class ForwardStep:
+    """Megatron-core's forward_step_func; it numbers the microbatches of each chunk for the recipe's random streams."""
+
+    def __init__(self, runtime: RecipeRuntime | None) -> None:
+        self._runtime = runtime
+        self._next: dict[int, int] = {}
+
+    def __call__(self, batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
+        if self._runtime is not None:
+            index = self._next.get(id(model), 0)
+            self._next[id(model)] = index + 1
+            self._runtime.begin_microbatch(index)
+        batch = next(batches)
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        mask = batch["loss_mask"]
+        # A stage in the middle of a pipeline has no data, and nobody asks it for a loss.
+        return output, partial(_masked_loss, mask if mask is not None else torch.empty(0))
+
+
+def _masked_loss(mask: torch.Tensor, losses: torch.Tensor) -> Loss:
+    """(sum to differentiate, tokens, [sum, tokens] for the log) of one microbatch's per-token losses."""
+    mask = mask.view(-1)
+    total = (losses.float().view(-1) * mask).sum()
+    tokens = mask.sum()
+    return total, tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), tokens]).double()}
+
+
+@torch.no_grad()
+def params_norm(trainer: Trainer) -> float:
+    """L2 norm of all weights of the model, each counted once."""
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    squares: dict[bool, Any] = {True: 0.0, False: 0.0}
+    for chunk in trainer.chunks:
+        for weight in chunk.parameters():
+            if param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight):
+                squares[getattr(weight, "allreduce", True)] += weight.float().square().sum()
+    device = next(trainer.chunks[0].parameters()).device
+    dense, expert = (torch.as_tensor(squares[kind], device=device, dtype=torch.float64) for kind in (True, False))
+    dist.all_reduce(dense, group=mpu.get_model_parallel_group())
+    if trainer.config.num_moe_experts:
+        dist.all_reduce(expert, group=mpu.get_expert_tensor_model_pipeline_parallel_group())
+    return float((dense + expert).sqrt())

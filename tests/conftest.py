@@ -1,0 +1,17 @@
+"""What all tests share."""
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    # several workers share few cores (make test); a test of seconds gains nothing from more threads
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Seeded afresh for each test: its data depend on no other test and no order."""
+    return torch.Generator().manual_seed(1234)

@@ -1,0 +1,65 @@
+"""Small runs of the driver: in this process, or by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Two layers, random tokens: what a test leaves out.
+TINY: dict[str, Any] = {
+    "num-layers": 2,
+    "hidden-size": 64,
+    "num-attention-heads": 2,
+    "seq-length": 32,
+    "micro-batch-size": 2,
+    "global-batch-size": 4,
+    "lr": 1e-3,
+    "train-iters": 2,
+    "eval-iters": 0,
+    "log-interval": 1,
+    "mock-data": True,
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": 255,
+}
+
+
+def argv(**changes: Any) -> list[str]:
+    """Command line of TINY with changes: ``name=True`` is a switch, ``name=None`` leaves a flag out."""
+    options = {**TINY, **{name.replace("_", "-"): value for name, value in changes.items()}}
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is not None:
+            arguments += [f"--{name}", *([str(v) for v in value] if isinstance(value, list) else [str(value)])]
+    return arguments
+
+
+def torchrun(processes: int, arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The driver on that many processes of this machine, its output captured."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [*command, str(REPOSITORY / "pretrain_gpt.py"), *arguments],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """All of a run's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[str]:
+    """Training losses of a run, exact."""
+    return [row["lm loss hex"] for row in rows(folder) if "lm loss hex" in row]

@@ -1,0 +1,189 @@
+"""Whole runs of the driver in one process."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.registry import recipes
+from megatron_lowprec.training import loop
+from tests.training.helpers import argv, losses, rows
+
+Drive = Callable[[list[str]], None]
+
+LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "group_query_attention": True,
+    "num_query_groups": 1,
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
+}
+
+
+def test_a_run_learns_logs_evaluates_and_saves(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="out", train_iters=30, eval_iters=1, eval_interval=15, lr_decay_style="constant"))
+    row = rows(Path("out"))
+    train = [r["lm loss"] for r in row if "lm loss" in r]
+    assert len(train) == 30
+    # Arithmetic sequences modulo 256: about log(256) at first.
+    assert train[0] == pytest.approx(math.log(256), abs=0.1)
+    assert train[-1] < train[0] - 0.2
+    assert [r["iteration"] for r in row if "lm loss validation" in r] == [15, 30]
+    assert [r["iteration"] for r in row if "lm loss test" in r] == [30]
+    assert Path("out/latest_checkpointed_iteration.txt").read_text().strip() == "30"
+    assert Path("out/iter_0000030/.metadata").exists()
+    content = yaml.safe_load(Path("out/config.yaml").read_text())
+    assert content["options"]["hidden_size"] == 64
+    assert content["recipe"]["name"] == "bf16"
+    printed = capsys.readouterr().out
+    assert "emulated" not in printed
+    assert "64" in next(line for line in printed.splitlines() if line.startswith("model:"))
+
+
+def test_no_evaluation_anywhere_at_eval_iters_0(drive: Drive) -> None:
+    drive(argv(save="out", eval_iters=0, eval_interval=1, no_save=True))
+    assert not [r for r in rows(Path("out")) if "lm loss validation" in r or "lm loss test" in r]
+
+
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("recipe", recipes())
+def test_every_recipe_resumes_bit_for_bit(drive: Drive, recipe: str, shape: dict[str, Any]) -> None:
+    # Dropout is on, and an evaluation comes between: neither may leave a trace.
+    common = {**shape, "recipe": recipe, "bf16": True, "hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 64}
+    common |= {"train_iters": 4, "save_interval": 2, "eval_interval": 2, "eval_iters": 1}
+    drive(argv(save="whole", **common))
+    shutil.copytree("whole/iter_0000002", "half/iter_0000002")
+    Path("half/latest_checkpointed_iteration.txt").write_text("2\n")
+    drive(argv(save="rest", load="half", **common))
+    assert losses(Path("rest")) == losses(Path("whole"))[2:]
+
+
+def test_a_longer_run_is_the_shorter_one_and_more(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="long", train_iters=5, lr_decay_iters=8, no_save=True))
+    drive(argv(save="out", load="out", train_iters=3, lr_decay_iters=8))
+    drive(argv(save="out", load="out", train_iters=5, lr_decay_iters=8))
+    assert losses(Path("out")) == losses(Path("long"))
+    capsys.readouterr()
+    # Without a horizon of its own the run stays on the checkpoint's, and says so.
+    drive(argv(save="out", load="out", train_iters=6))
+    assert "the horizon is 32 samples, the checkpoint's" in capsys.readouterr().out
+    assert len(losses(Path("out"))) == 6
+
+
+def test_a_finished_run_has_nothing_to_train(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="out"))
+    drive(argv(save="out", load="out"))
+    assert "nothing to train" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_shape_is_refused(drive: Drive) -> None:
+    drive(argv(save="out", train_iters=1))
+    with pytest.raises(UserError) as error:
+        drive(argv(save="new", load="out", hidden_size=128, normalization="RMSNorm"))
+    message = str(error.value)
+    for words in ("--hidden-size 128 (checkpoint: 64)", "--normalization RMSNorm (checkpoint: LayerNorm)"):
+        assert words in message
+    assert not Path("new").exists()
+
+
+def test_load_without_a_checkpoint_is_refused_unless_it_is_save(drive: Drive) -> None:
+    with pytest.raises(UserError, match="no checkpoint there"):
+        drive(argv(save="out", load="elsewhere"))
+    drive(argv(save="out", load="out", train_iters=1, no_save=None))
+    assert Path("out/iter_0000001").is_dir()
+
+
+def test_another_recipe_continues_and_says_so(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="out", train_iters=1, recipe="bf16"))
+    drive(argv(save="out", load="out", train_iters=2, recipe="mxfp8"))
+    assert "trained with bf16" in capsys.readouterr().out
+
+
+def test_finetune_takes_weights_alone(drive: Drive) -> None:
+    drive(argv(save="out", train_iters=2))
+    drive(argv(save="new", load="out", finetune=True, train_iters=1))
+    assert [r["iteration"] for r in rows(Path("new"))] == [1]
+    assert losses(Path("new"))[0] != losses(Path("out"))[0]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.optimizer import ChainedOptimizer
+
+    norms = iter([1.0, math.nan, 1.0])
+    monkeypatch.setattr(ChainedOptimizer, "get_grad_norm", lambda self: next(norms))
+    drive(argv(save="out", train_iters=3, hidden_dropout=0, attention_dropout=0, log_params_norm=True))
+    row = rows(Path("out"))
+    assert [r["skipped iterations"] for r in row] == [0, 1, 1]
+    assert row[1]["params-norm"] == row[0]["params-norm"] != row[2]["params-norm"]
+
+
+def test_exit_interval_saves_and_stops(drive: Drive) -> None:
+    drive(argv(save="out", train_iters=5, exit_interval=2, eval_iters=1))
+    assert Path("out/latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert not [r for r in rows(Path("out")) if "lm loss test" in r]
+
+
+def test_sigterm_saves_and_stops(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    step = loop.train_step
+
+    def step_and_signal(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args)
+
+    monkeypatch.setattr(loop, "train_step", step_and_signal)
+    try:
+        drive(argv(save="out", train_iters=5, exit_signal_handler=True))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert Path("out/latest_checkpointed_iteration.txt").read_text().strip() == "1"
+
+
+def test_profile_writes_a_trace(drive: Drive) -> None:
+    drive(argv(save="out", profile=True, profile_step_start=1, profile_step_end=2, no_save=True))
+    assert Path("out/profile/rank0.json").stat().st_size > 1000
+
+
+def test_too_little_data_is_said_in_one_line(drive: Drive, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "1 2 3"}\n' * 3)
+    with pytest.raises(UserError) as error:
+        drive(argv(mock_data=None, data_path=["text.jsonl"], split="1", data_cache_path="cache"))
+    assert "12 tokens in 3 documents" in str(error.value)
+    assert "32 + 1" in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["nowhere.jsonl", "nowhere_text_document"])
+def test_missing_data_is_said_before_anything_starts(drive: Drive, path: str) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        drive(argv(mock_data=None, data_path=[path]))
+    assert not torch.distributed.is_initialized()
+
+
+def test_real_data_does_not_depend_on_the_length_of_the_run(drive: Drive, tmp_path: Path) -> None:
+    text = " ".join(str(i % 127) for i in range(400))
+    (tmp_path / "text.jsonl").write_text(f'{{"text": "{text}"}}\n' * 2)
+    data = {"mock_data": None, "train_data_path": ["text.jsonl"], "data_cache_path": "cache", "lr_decay_iters": 30}
+    drive(argv(save="short", train_iters=3, no_save=True, **data))
+    # 24 samples an epoch: the longer run goes over the data more than once.
+    drive(argv(save="long", train_iters=10, no_save=True, **data))
+    assert losses(Path("long"))[:3] == losses(Path("short"))
+
+
+def test_list_and_explain_start_nothing(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(["--list-recipes"])
+    assert "mxfp4_rht_sr" in capsys.readouterr().out
+    drive(["--explain-recipe", "--recipe", "mxfp4_rht_sr"])
+    assert "linear_qkv" in capsys.readouterr().out
+    assert not Path("runs").exists()

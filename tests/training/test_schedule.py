@@ -1,0 +1,89 @@
+"""Schedules fit any length of run, and a continued run keeps the one that it has followed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.resolve import resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.schedule import Schedule, continued, plan
+from tests.training.helpers import argv
+
+
+def planned(**changes: Any) -> tuple[Schedule, list[str]]:
+    config = resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=False)
+    return plan(config, total_samples(config))
+
+
+def test_horizon_defaults_to_the_run_and_is_counted_in_samples() -> None:
+    assert planned(train_iters=10)[0].decay_samples == 40
+    assert planned(train_iters=10, lr_decay_iters=25)[0].decay_samples == 100
+    assert planned(train_iters=10, lr_decay_samples=33)[0].decay_samples == 33
+    assert planned(train_iters=None, train_samples=41)[0].decay_samples == 41
+
+
+@pytest.mark.parametrize(
+    ("changes", "warmup", "shortened"),
+    [
+        ({"train_iters": 100, "lr_warmup_fraction": 0.1}, 40, False),
+        ({"train_iters": 100, "lr_warmup_iters": 10}, 40, False),
+        ({"train_iters": 100, "lr_warmup_samples": 30}, 30, False),
+        ({"train_iters": 10, "lr_warmup_iters": 10}, 20, True),
+        ({"train_iters": 1, "lr_warmup_iters": 10}, 0, True),
+        ({"train_iters": 1, "lr_warmup_fraction": 0.02}, 0, False),
+        ({"train_iters": 3, "lr_warmup_samples": 10**9}, 4, True),
+    ],
+)
+def test_warm_up_fits(changes: dict[str, Any], warmup: int, shortened: bool) -> None:
+    schedule, notes = planned(**changes)
+    assert schedule.warmup_samples == warmup < schedule.decay_samples
+    assert len(notes) == shortened
+
+
+def test_weight_decay_that_grows_needs_both_ends() -> None:
+    with pytest.raises(UserError, match="--end-weight-decay"):
+        planned(weight_decay_incr_style="cosine", start_weight_decay=0.1)
+
+
+def test_a_longer_run_keeps_the_checkpoint_s_horizon_and_says_so() -> None:
+    saved, longer = planned(train_iters=10)[0], argv(train_iters=20)
+    config, given, _ = parse(longer)
+    config = resolve_run(resolve_model(config), 1, gpus=False)
+    fresh = plan(config, total_samples(config))[0]
+    schedule, notes = continued(fresh, saved, config, given)
+    assert schedule == saved
+    assert len(notes) == 1
+    assert "40" in notes[0]
+    assert "80" in notes[0]
+    schedule, notes = continued(fresh, saved, replace(config, override_opt_param_scheduler=True), given)
+    assert (schedule, notes) == (fresh, [])
+
+
+def test_a_given_horizon_wins() -> None:
+    saved = planned(train_iters=10)[0]
+    config, given, _ = parse(argv(train_iters=20, lr_decay_iters=15))
+    config = resolve_run(resolve_model(config), 1, gpus=False)
+    fresh = plan(config, total_samples(config))[0]
+    schedule, notes = continued(fresh, saved, config, given)
+    assert schedule.decay_samples == 60
+    assert notes
+    schedule, _ = continued(fresh, saved, replace(config, use_checkpoint_opt_param_scheduler=True), given)
+    assert schedule == saved
+
+
+def test_a_changed_learning_rate_is_taken_and_said() -> None:
+    saved = planned(train_iters=10)[0]
+    config, given, _ = parse(argv(train_iters=10, lr=5e-4))
+    config = resolve_run(resolve_model(config), 1, gpus=False)
+    schedule, notes = continued(plan(config, total_samples(config))[0], saved, config, given)
+    assert schedule.max_lr == 5e-4
+    assert "max_lr" in notes[0]
+
+
+def test_survives_a_dump() -> None:
+    schedule = planned(train_iters=10, lr_decay_style="WSD", lr_wsd_decay_iters=3)[0]
+    assert Schedule.from_dict(schedule.to_dict()) == schedule

@@ -5,16 +5,21 @@ collectives.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from megatron_lowprec.kernels.contract.reference import Operand, contract
-from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import tile_amax
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.quantizer import Reduce, delayed_encode_scale, quantize_for_gemm
+from megatron_lowprec.quantization.quantizer import (
+    Reduce,
+    Transform,
+    delayed_encode_scale,
+    quantize_both_ways,
+    quantize_for_gemm,
+)
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
 from megatron_lowprec.quantization.tensor import tile_sizes
 from megatron_lowprec.recipe.registry import get_recipe
@@ -60,6 +65,8 @@ class LinearNumerics:
         seed: the run's seed.
         history_of: (length, rule) -> the history that tensors of that kind share; asked once per delayed operand.
         reduce_amax: maximum over the ranks that share ``place.split``; None without such ranks.
+        cache_weights: keep a quantized weight, where it is the same for all microbatches of a step, until
+            ``forget_weights``; costs a copy of the weight for each such GEMM.
     """
 
     def __init__(
@@ -69,8 +76,11 @@ class LinearNumerics:
         seed: int,
         history_of: Callable[[int, HistoryRule], AmaxHistory],
         reduce_amax: Reduce | None = None,
+        cache_weights: bool = False,
     ) -> None:
         self.recipe, self.place = recipe, place
+        self._cache_weights = cache_weights
+        self._weights: dict[str, Operand] = {}
         self._reduce_amax = reduce_amax
         self.histories: dict[str, tuple[AmaxHistory, int]] = {}
         for operand, (length, rule) in recipe.delayed_operands().items():
@@ -103,15 +113,49 @@ class LinearNumerics:
         """``y_TO = x_TI @ w_OI.T`` in the dtype of x; ``observe=False`` keeps an evaluation out of amax histories."""
         return self._gemm("fprop", x_TI, w_OI, moment, observe)
 
-    def dgrad(self, dy_TO: torch.Tensor, w_OI: torch.Tensor, moment: Moment) -> torch.Tensor:
+    def grad_output(self, dy_TO: torch.Tensor, moment: Moment) -> "GradOutput":
+        """dy for ``dgrad`` and ``wgrad``, quantized for both from one read where their specs and a kernel allow it."""
+        dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
+        spec = dgrad.grad_output
+        operands: dict[str, Operand] = {}
+        if spec is not None and spec == wgrad.grad_output:
+            both = quantize_both_ways(
+                dy_TO,
+                spec,
+                (self._stream("dgrad", "grad_output", moment), self._stream("wgrad", "grad_output", moment)),
+                (self._transform("dgrad", moment), self._transform("wgrad", moment)),
+            )
+            if both is not None:
+                operands = {"dgrad": Operand(both[0]), "wgrad": Operand(both[1])}
+        return GradOutput(dy_TO, operands)
+
+    def dgrad(self, dy: "torch.Tensor | GradOutput", w_OI: torch.Tensor, moment: Moment) -> torch.Tensor:
         """``dx_TI = dy_TO @ w_OI`` in the dtype of dy."""
-        return self._gemm("dgrad", dy_TO, w_OI.t(), moment)
+        dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
+        return self._gemm("dgrad", dy.matrix, w_OI.t(), moment, first=dy.operands.get("dgrad"))
 
     def wgrad(
-        self, dy_TO: torch.Tensor, x_TI: torch.Tensor, moment: Moment, accumulate_into: torch.Tensor | None = None
+        self,
+        dy: "torch.Tensor | GradOutput",
+        x_TI: torch.Tensor,
+        moment: Moment,
+        accumulate_into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``dw_OI = dy_TO.T @ x_TI`` in the dtype of dy, or added in fp32 to ``accumulate_into``, which is returned."""
-        return self._gemm("wgrad", dy_TO.t(), x_TI.t(), moment, accumulate_into=accumulate_into)
+        dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
+        first = dy.operands.get("wgrad")
+        return self._gemm("wgrad", dy.matrix.t(), x_TI.t(), moment, first=first, accumulate_into=accumulate_into)
+
+    def load_histories(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take ``{prefix}amax.<operand>`` out of a state dict, where they are, into the amax histories."""
+        for operand, (history, slot) in self.histories.items():
+            state = state_dict.pop(f"{prefix}amax.{operand}", None)
+            if state is not None:
+                history.load_state(slot, state)
+
+    def forget_weights(self) -> None:
+        """Drop quantized weights that were kept: the weight has changed."""
+        self._weights.clear()
 
     def _gemm(
         self,
@@ -120,42 +164,35 @@ class LinearNumerics:
         b: torch.Tensor,
         moment: Moment,
         observe: bool = True,
+        first: Operand | None = None,
         accumulate_into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         gemm: GemmSpec = getattr(self.recipe, name)
-        signs, dtype = None, a.dtype
-        if gemm.hadamard is not None:
-            block = gemm.hadamard.block
-            signs = torch.ones(block, device=a.device)
-            if gemm.hadamard.signs == "random":
-                signs = self._sign[name].at(moment).signs(block, a.device)
-            if (
-                a.shape[1] % block
-            ):  # tokens alone: sizes of features were checked; zeros change neither amax nor product
-                a, b = (pad(operand, (0, -operand.shape[1] % block)) for operand in (a, b))
-        first, second = GEMM_OPERANDS[name]
-        specs: tuple[QuantSpec | None, QuantSpec | None] = (getattr(gemm, first), getattr(gemm, second))
-        alpha = 1.0 / math.prod(spec.headroom for spec in specs if spec is not None)
+        names = GEMM_OPERANDS[name]
+        specs: list[QuantSpec | None] = [getattr(gemm, operand) for operand in names]
         return contract(
-            self._operand(name, first, a, specs[0], moment, signs, observe),
-            self._operand(name, second, b, specs[1], moment, signs, observe),
-            alpha=alpha,
-            out_dtype=dtype,
+            first or self._operand(name, names[0], a, specs[0], moment, observe),
+            self._operand(name, names[1], b, specs[1], moment, observe),
+            alpha=1.0 / math.prod(spec.headroom for spec in specs if spec is not None),
+            out_dtype=a.dtype,
             accumulate_into=accumulate_into,
         )
 
     def _operand(
-        self,
-        gemm: str,
-        operand: str,
-        matrix: torch.Tensor,
-        spec: QuantSpec | None,
-        moment: Moment,
-        signs: torch.Tensor | None,
-        observe: bool,
+        self, gemm: str, operand: str, matrix: torch.Tensor, spec: QuantSpec | None, moment: Moment, observe: bool
     ) -> Operand:
+        if operand == "weight" and observe and self._keeps_weight(gemm, spec):
+            if gemm not in self._weights:
+                self._weights[gemm] = self._quantized(gemm, operand, matrix, spec, moment, observe)
+            return self._weights[gemm]
+        return self._quantized(gemm, operand, matrix, spec, moment, observe)
+
+    def _quantized(
+        self, gemm: str, operand: str, matrix: torch.Tensor, spec: QuantSpec | None, moment: Moment, observe: bool
+    ) -> Operand:
+        transform = self._transform(gemm, moment)
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
-            return Operand(matrix if signs is None else hadamard_transform(matrix, signs).to(matrix.dtype))
+            return Operand(matrix if transform is None else transform.apply(matrix).to(matrix.dtype))
         encode_scale = None
         if spec.scaling == "delayed":
             history, slot = self.histories[operand]
@@ -165,18 +202,41 @@ class LinearNumerics:
         elements, scale = quantize_for_gemm(
             matrix,
             spec,
-            random=self._rounding[gemm, operand].at(moment),
-            signs=signs,
+            random=self._stream(gemm, operand, moment),
+            transform=transform,
             encode_scale=encode_scale,
             reduce_amax=self._reduce_amax if self._shares_scale(gemm, operand, spec) else None,
         )
         return Operand(elements, scale, tile_sizes(spec, matrix))
+
+    def _stream(self, gemm: str, operand: str, moment: Moment) -> RandomStream:
+        return self._rounding[gemm, operand].at(moment)
+
+    def _transform(self, gemm: str, moment: Moment) -> Transform | None:
+        hadamard = getattr(self.recipe, gemm).hadamard
+        if hadamard is None:
+            return None
+        return Transform(hadamard.block, self._sign[gemm].at(moment) if hadamard.signs == "random" else None)
+
+    def _keeps_weight(self, gemm: str, spec: QuantSpec | None) -> bool:
+        """Whether a step's microbatches all multiply with the same quantized weight, and it is to be kept for them."""
+        hadamard = getattr(self.recipe, gemm).hadamard
+        drawn = hadamard is not None and hadamard.signs == "random"
+        return self._cache_weights and spec is not None and spec.rounding != "stochastic" and not drawn
 
     def _shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
         """Whether a tile of this operand reaches over the ranks that share ``place.split``."""
         dims = _DIMS[gemm, operand]
         reach = {"tensor": dims, "row": dims[1]}.get(spec.tile, "")
         return bool(self.place.split) and self.place.split in reach
+
+
+@dataclass(frozen=True)
+class GradOutput:
+    """dy_TO of a layer, and the operands that were made of it already, by GEMM."""
+
+    matrix: torch.Tensor
+    operands: Mapping[str, Operand]
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -189,6 +249,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
+        dy = ctx.numerics.grad_output(dy, ctx.moment)
         dx = ctx.numerics.dgrad(dy, weight, ctx.moment) if ctx.needs_input_grad[0] else None
         dw = ctx.numerics.wgrad(dy, x, ctx.moment) if ctx.needs_input_grad[1] else None
         return dx, dw, None, None, None
@@ -197,7 +258,9 @@ class _LinearFunction(torch.autograd.Function):
 class LowPrecLinear(nn.Linear):
     """``torch.nn.Linear`` whose three GEMMs follow a recipe, for use outside Megatron.
 
-    Call ``end_step(model)`` after each optimizer step: it moves the random streams on and updates delayed scales.
+    Call ``end_step(model)`` after each optimizer step: it moves the random streams on and updates delayed scales. The
+    ``state_dict`` is ``torch.nn.Linear``'s, and the amax histories of delayed scaling; a run that resumes at another
+    step sets ``moment``. ``keep_bf16`` of a recipe speaks of a transformer's layers and is not applied here.
 
     Args:
         in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
@@ -230,7 +293,7 @@ class LowPrecLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias``; x [..., in_features] in the dtype of the weight."""
-        training = torch.is_grad_enabled() and self.weight.requires_grad
+        training = torch.is_grad_enabled() and (self.weight.requires_grad or x.requires_grad)
         flat = x.reshape(-1, x.shape[-1])
         y = _LinearFunction.apply(flat, self.weight, self.numerics, self.moment, training)
         if training:
@@ -243,6 +306,21 @@ class LowPrecLinear(nn.Linear):
         self.moment = Moment(self.moment.step + 1, 0)
         for history in self._histories.values():
             history.update()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for operand, (history, slot) in self.numerics.histories.items():
+            destination[f"{prefix}amax.{operand}"] = history.state(slot)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.numerics.load_histories(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LowPrecLinear":
+        super()._apply(fn, recurse)
+        for history in self._histories.values():
+            history.to(self.weight.device)
+        return self
 
     def _history(self, length: int, rule: HistoryRule) -> AmaxHistory:
         return self._histories.setdefault((length, rule), AmaxHistory(length, rule, self.weight.device))

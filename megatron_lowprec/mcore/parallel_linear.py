@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_lowprec.linear import LinearNumerics
+from megatron_lowprec.linear import GradOutput, LinearNumerics
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.moment import current_moment
+from megatron_lowprec.quantization.random_stream import Moment
 
 
 class _ParallelLinearFunction(torch.autograd.Function):
@@ -37,25 +38,24 @@ class _ParallelLinearFunction(torch.autograd.Function):
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
         total = gather_sequence(x, tp_group)[0] if sequence_parallel else x
         y = layer.bound_numerics.fprop(total.reshape(-1, total.shape[-1]), weight, ctx.moment, observe)
-        y = y.view(*total.shape[:-1], -1)
         return y if bias is None else y + bias
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         numerics: LinearNumerics = ctx.layer.bound_numerics
         total, gathering, reducing = x, None, None
         if ctx.sequence_parallel:
             total, gathering = gather_sequence(x, ctx.tp_group, async_op=True)
-        dy_TO = dy.reshape(-1, dy.shape[-1])
-        dx = numerics.dgrad(dy_TO, weight, ctx.moment).view(*dy.shape[:-1], -1)
+        dy = numerics.grad_output(dy_TO, ctx.moment)
+        dx = numerics.dgrad(dy, weight, ctx.moment).view(-1, *x.shape[1:])
         if gathering is not None:
             gathering.wait()
         if ctx.allreduce_dgrad:
             reducing = dist.all_reduce(dx, group=ctx.tp_group, async_op=True)
         elif ctx.sequence_parallel:
             dx, reducing = scatter_sequence(dx, ctx.tp_group)
-        dw = ctx.layer.accumulate_wgrad(numerics, dy_TO, total.reshape(-1, total.shape[-1]), weight, ctx.moment)
+        dw = ctx.layer.accumulate_wgrad(numerics, dy, total.reshape(-1, total.shape[-1]), weight, ctx.moment)
         db = dy_TO.sum(dim=0) if ctx.use_bias else None
         if reducing is not None:
             reducing.wait()
@@ -80,13 +80,13 @@ class LowPrecLinearMixin:
         return self.numerics
 
     def accumulate_wgrad(
-        self, numerics: LinearNumerics, dy_TO: torch.Tensor, x_TI: torch.Tensor, weight: torch.Tensor, moment: Any
+        self, numerics: LinearNumerics, dy: GradOutput, x_TI: torch.Tensor, weight: torch.Tensor, moment: Moment
     ) -> torch.Tensor:
         """The weight gradient, or, added to an fp32 ``main_grad`` already, a dummy that DDP's hook drops."""
         main_grad = getattr(weight, "main_grad", None)
         if not self.accumulates_in_fp32 or main_grad is None or main_grad.dtype != torch.float32:
-            return numerics.wgrad(dy_TO, x_TI, moment)
-        numerics.wgrad(dy_TO, x_TI, moment, accumulate_into=main_grad)
+            return numerics.wgrad(dy, x_TI, moment)
+        numerics.wgrad(dy, x_TI, moment, accumulate_into=main_grad)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.empty_like(weight)
 
@@ -94,7 +94,7 @@ class LowPrecLinearMixin:
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
         training = torch.is_grad_enabled() and weight.requires_grad
-        return _ParallelLinearFunction.apply(
+        y = _ParallelLinearFunction.apply(
             input,
             weight,
             bias,
@@ -104,6 +104,8 @@ class LowPrecLinearMixin:
             options["sequence_parallel"],
             options["tp_group"],
         )
+        # outside of the function: Megatron-core adds experts' biases in place, which a view from inside would forbid
+        return y.view(-1, *input.shape[1:-1], y.shape[-1])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
@@ -124,11 +126,8 @@ class LowPrecLinearMixin:
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        histories = self.numerics.histories if self.numerics is not None else {}
-        for operand, (history, slot) in histories.items():
-            state = state_dict.pop(f"{prefix}amax.{operand}", None)
-            if state is not None:
-                history.load_state(slot, state)
+        if self.numerics is not None:
+            self.numerics.load_histories(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 

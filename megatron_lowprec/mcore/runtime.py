@@ -28,6 +28,7 @@ class RecipeRuntime:
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         self.kept: list[str] = []
+        self.layers: list[LinearNumerics] = []
         self._histories: dict[tuple[int, HistoryRule, bool], AmaxHistory] = {}
 
     def begin_step(self, step: int) -> None:
@@ -42,6 +43,8 @@ class RecipeRuntime:
         """After the optimizer's step, skipped or not: amax histories move on, reduced over the tensors' ranks."""
         for (_, _, expert), history in self._histories.items():
             history.update(partial(_reduce_over_holders, expert=expert))
+        for numerics in self.layers:
+            numerics.forget_weights()
 
     def history(self, length: int, rule: HistoryRule, expert: bool = False) -> AmaxHistory:
         """The history that all tensors of a kind share."""
@@ -67,6 +70,7 @@ def bind_recipe(
     seed: int,
     accumulate_wgrad: bool = True,
     same_noise_on_data_parallel: bool = False,
+    cache_weights: bool = False,
 ) -> RecipeRuntime:
     """Give every linear layer built by ``LowPrecSpecProvider`` its numerics, by global layer number.
 
@@ -78,6 +82,7 @@ def bind_recipe(
         num_layers: transformer layers over all pipeline stages.
         seed: the run's seed, the base of all random streams.
         accumulate_wgrad: add weight gradients to an fp32 ``main_grad`` in fp32, not rounded to the compute dtype first.
+        cache_weights: keep quantized weights for the microbatches of a step, where all multiply with the same.
         same_noise_on_data_parallel: draw the same rounding noise on every data-parallel rank (to study just that).
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -99,7 +104,10 @@ def bind_recipe(
         )
         history_of: Callable[[int, HistoryRule], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
         reduce_amax = partial(max_over, group=group) if shared else None
-        module.numerics = LinearNumerics(plain if kept else recipe, place, seed, history_of, reduce_amax)
+        module.numerics = LinearNumerics(
+            plain if kept else recipe, place, seed, history_of, reduce_amax, cache_weights=cache_weights
+        )
+        runtime.layers.append(module.numerics)
         module.accumulates_in_fp32 = accumulate_wgrad
     return runtime
 

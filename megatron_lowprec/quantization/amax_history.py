@@ -35,6 +35,12 @@ class AmaxHistory:
         self.in_effect = torch.cat((self.in_effect, self.in_effect.new_zeros(1)))
         return slot
 
+    def to(self, device: torch.device) -> None:
+        """Move to another device."""
+        self.newest, self.window, self.in_effect = (
+            tensor.to(device) for tensor in (self.newest, self.window, self.in_effect)
+        )
+
     def observe(self, slot: int, amax: torch.Tensor) -> None:
         """Note a tensor's amax in the running step. NaN counts as Inf, which a maximum over ranks cannot lose."""
         amax = amax.view(()).nan_to_num(nan=torch.inf, posinf=torch.inf)

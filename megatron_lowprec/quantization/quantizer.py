@@ -1,26 +1,47 @@
 """From a spec to a quantized tensor: the one place where a recipe's fields become a kernel's plain arguments."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.dispatch import fuses_mx
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import Uniform, fp32_encode_scale, quantize_operand, tile_amax
 from megatron_lowprec.quantization.random_stream import RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
 
+
+@dataclass(frozen=True)
+class Transform:
+    """A GEMM's Hadamard transform at one moment: its block, and the stream of its signs; None for no signs."""
+
+    block: int
+    stream: RandomStream | None
+
+    def signs(self, device: torch.device) -> torch.Tensor:
+        """fp32 [block] of +1 and -1."""
+        return torch.ones(self.block, device=device) if self.stream is None else self.stream.signs(self.block, device)
+
+    def apply(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Transform [R, K] along K in fp32, padded with zeros to whole blocks: neither scale nor product sees them."""
+        return hadamard_transform(_padded(matrix, self.block), self.signs(matrix.device))
+
+
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Elementwise maximum of an amax over the ranks that hold parts of the tensor."""
 
 
+@torch.no_grad()
 def quantize(
     x: torch.Tensor, spec: QuantSpec, *, axis: int = -1, random: RandomStream | torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """Quantize a tensor with scales along ``axis``.
+    """Quantize a tensor with scales along ``axis``; no gradient flows through it.
 
     Args:
         x: fp32, bf16 or fp16, one or more dimensions; computed in fp32.
@@ -33,8 +54,10 @@ def quantize(
         codes, decode scales and ``dequantize``; its layout is the source's.
 
     Raises:
-        UserError: stochastic rounding without ``random``.
+        UserError: stochastic rounding without ``random``, or x of whole numbers.
     """
+    if not x.is_floating_point():
+        raise UserError(f"quantize takes floating-point tensors, got {x.dtype}: convert it first")
     last = x.movedim(axis, -1)
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
@@ -49,7 +72,7 @@ def quantize_for_gemm(
     spec: QuantSpec,
     *,
     random: RandomStream | None = None,
-    signs: torch.Tensor | None = None,
+    transform: Transform | None = None,
     encode_scale: torch.Tensor | None = None,
     reduce_amax: Reduce | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -57,25 +80,98 @@ def quantize_for_gemm(
 
     Args:
         matrix: [R, K] in the compute dtype, contracted dimension last, any strides.
-        signs: [g] of the Hadamard transform, applied first.
-        encode_scale: a delayed scale, fp32 of one entry.
+        transform: applied first; K is then padded to whole blocks.
+        encode_scale: a delayed scale, fp32 [1, 1].
         reduce_amax: for tiles ``tensor`` and ``row`` that ranks share.
 
     Returns:
         ``(dequantized operand, None)`` for power-of-two scales, else ``(elements, fp32 decode scales)``; in the dtype
         of ``matrix``, where both are exact. Headroom is left in: the product's alpha takes it out.
     """
+    if fuses_mx(matrix, spec.block, spec.scale_format, transform.block if transform else 1):
+        if matrix.stride(1) == 1:
+            return _given(_fused(matrix, spec, random, None, transform, None)[0]), None
+        return _given(_fused(matrix.t(), spec, None, random, None, transform)[1]).t(), None
     dtype = matrix.dtype
     if spec.block is None and encode_scale is None:
-        if signs is not None:
-            matrix, signs = hadamard_transform(matrix, signs), None
+        if transform is not None:
+            matrix, transform = transform.apply(matrix), None
         encode_scale = current_encode_scale(matrix, spec, reduce_amax)
+    signs = None
+    if transform is not None:
+        matrix, signs = _padded(matrix, transform.block), transform.signs(matrix.device)
     dequantize = spec.power_of_two_scale
     arguments = kernel_arguments(matrix, spec, random)
     elements, scale = quantize_operand(
         matrix, **arguments, encode_scale=encode_scale, signs=signs, dequantize=dequantize
     )
     return elements.to(dtype), None if dequantize else scale
+
+
+def quantize_both_ways(
+    matrix: torch.Tensor,
+    spec: QuantSpec,
+    random: tuple[RandomStream, RandomStream],
+    transforms: tuple[Transform | None, Transform | None],
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """``quantize_for_gemm`` of a matrix and of its transpose from one read, where one kernel can do so, else None.
+
+    Args:
+        matrix: [M, N], row-major.
+        spec: of both operands.
+        random, transforms: of the matrix and of its transpose.
+    """
+    blocks = {transform.block if transform else 1 for transform in transforms}
+    if matrix.stride(1) != 1 or len(blocks) > 1 or not fuses_mx(matrix, spec.block, spec.scale_format, blocks.pop()):
+        return None
+    rows, columns = _fused(matrix, spec, *random, *transforms)
+    return _given(rows), _given(columns).t()
+
+
+def _fused(
+    matrix: torch.Tensor,
+    spec: QuantSpec,
+    row_random: RandomStream | None,
+    column_random: RandomStream | None,
+    row_transform: Transform | None,
+    column_transform: Transform | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The Triton kernel along the rows and columns of [M, N] for which a stream is given."""
+    from megatron_lowprec.kernels.quantize.triton import Direction, quantize_mx, scaled_signs
+
+    def direction(random: RandomStream | None, transform: Transform | None) -> Direction | None:
+        if random is None or transform is None:
+            return None if random is None else Direction(random.key)
+        if transform.stream is None:
+            signs = torch.full((transform.block,), transform.block**-0.5, device=matrix.device)
+        else:
+            signs = scaled_signs(transform.stream.key, transform.stream.moment, transform.block, matrix.device)
+        return Direction(random.key, signs)
+
+    stream = row_random or _given(column_random)
+    offset = (stream.row_offset, stream.column_offset)
+    return quantize_mx(
+        matrix,
+        FORMATS[spec.format],
+        rows=direction(row_random, row_transform),
+        columns=direction(column_random, column_transform),
+        scale_rule=spec.scale_rule,
+        rounding=spec.rounding,
+        random_bits=spec.random_bits,
+        headroom=spec.headroom,
+        moment=stream.moment,
+        offset=offset if row_random is not None else (offset[1], offset[0]),
+    )
+
+
+def _padded(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = -matrix.shape[1] % multiple
+    return pad(matrix, (0, missing)) if missing else matrix
+
+
+def _given(value: Any) -> Any:
+    assert value is not None
+    return value
 
 
 def current_encode_scale(matrix: torch.Tensor, spec: QuantSpec, reduce_amax: Reduce | None = None) -> torch.Tensor:

@@ -81,4 +81,4 @@ class QuantizedTensor:
 def tile_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:
     """(rows, columns) of a tile of ``matrix`` [R, K], contracted dimension last."""
     rows, columns = matrix.shape
-    return spec.block or ((rows, columns) if spec.tile == "tensor" else (1, columns))
+    return spec.block or (max(1, rows) if spec.tile == "tensor" else 1, max(1, columns))

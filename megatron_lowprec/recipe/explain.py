@@ -14,6 +14,8 @@ def describe_operand(quant: QuantSpec | None) -> str:
     if quant is None:
         return "compute dtype"
     parts = [quant.format.upper(), f"tile {quant.tile}", f"{quant.scale_format} scale {quant.scale_rule}"]
+    if quant.amax_floor:
+        parts.append(f"amax at least {quant.amax_floor:g}")
     if quant.scaling == "delayed":
         parts.append(f"delayed: {quant.history_rule} of {quant.history}, margin {quant.margin}")
     parts.append(
@@ -42,6 +44,18 @@ def describe_gemm(name: str, gemm: GemmSpec, device: str) -> list[str]:
     return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
 
 
+def _ranges(numbers: Sequence[int]) -> str:
+    """[1, 2, 3, 5] -> "layers 1-3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    named = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"layer{'s' if len(numbers) > 1 else ''} {named}"
+
+
 def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, device: str) -> str:
     """Every linear layer, its three GEMMs, and each operand's format, scales, rounding and transform.
 
@@ -60,8 +74,7 @@ def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, device
 
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
     for (name, in_features, out_features, kept), group in groupby(by_name, key=runs_as):
-        numbers = [site.layer_number for site in group]
-        which = f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}"
+        which = _ranges([site.layer_number for site in group])
         lines.append(
             f"{which}: {name} [{in_features} -> {out_features}]" + ("  kept in the compute dtype" if kept else "")
         )

@@ -67,12 +67,18 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
 def _from_file(path: Path) -> Recipe:
     if not path.is_file():
         raise UserError(f"recipe file {path} does not exist; give a file that does, or a name from --list-recipes")
-    data = _yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no UTF-8 text; a recipe file is YAML such as 'base: mxfp4_rht_sr'") from None
+    data = _yaml(text, str(path))
     if not isinstance(data, dict):
         raise UserError(
             f"{path} holds {type(data).__name__}, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'"
         )
     base = data.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise UserError(f"{path}: base is {base!r}, but must be the name of a recipe; --list-recipes prints them")
     if base is None:
         return recipe_from_dict({"name": path.stem, "summary": f"from {path.name}", **data})
     merged = recipe_to_dict(get_recipe(base))
@@ -97,10 +103,10 @@ def _fields(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _check_key(cls: type, key: str, where: str) -> None:
+def _check_key(cls: type, key: object, where: str) -> None:
     known = list(_fields(cls))
     if key not in known:
-        near = difflib.get_close_matches(key, known, n=2, cutoff=0.4)
+        near = difflib.get_close_matches(str(key), known, n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
         raise UserError(f"{where + ' has' if where else 'a recipe has'} no field {key!r}: {hint}")
 
@@ -122,6 +128,11 @@ def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: s
         if inner is not None and isinstance(value, Mapping):
             if data.get(key) is None:
                 data[key] = {}
+            if not isinstance(data[key], dict):
+                path = f"{where}.{key}".lstrip(".")
+                raise UserError(
+                    f"{path} is set to {data[key]!r}, which has no fields: set {path}.{next(iter(value))} alone"
+                )
             _merge(inner, data[key], value, f"{where}.{key}".lstrip("."))
         else:
             data[key] = value

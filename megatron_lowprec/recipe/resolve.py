@@ -10,6 +10,9 @@ from typing import Literal
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, Recipe
 
+VALUES_PER_DRAW = 8
+"""Entries along the contracted dimension that one call of the random stream serves: shards begin at a multiple."""
+
 
 @dataclass(frozen=True)
 class LinearSite:
@@ -81,6 +84,10 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
                 wants[contracted, gemm.hadamard.block] = f"hadamard block {gemm.hadamard.block}"
             for operand in GEMM_OPERANDS[gemm_name]:
                 quant = getattr(gemm, operand)
+                if quant is not None and quant.rounding == "stochastic":
+                    wants[contracted, VALUES_PER_DRAW] = (
+                        f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
+                    )
                 if quant is not None and quant.block is not None:
                     rows, columns = quant.block
                     wants[contracted, columns] = wants[_other(gemm_name, operand), rows] = (

@@ -107,8 +107,19 @@ class QuantSpec:
             raise UserError(f"QuantSpec.random_bits is {self.random_bits}, but a draw has 1 to 16 bits")
         if not 0.0 < self.headroom <= 1.0:
             raise UserError(f"QuantSpec.headroom is {self.headroom}, but must lie above 0 and not above 1")
-        if self.amax_floor < 0.0:
-            raise UserError(f"QuantSpec.amax_floor is {self.amax_floor}, but cannot be negative")
+        if not 0.0 <= self.amax_floor < float("inf"):
+            raise UserError(f"QuantSpec.amax_floor is {self.amax_floor}, but must be 0 or a positive number")
+        if self.scale_format == "e8m0" and self.block is None:
+            raise UserError(
+                f"QuantSpec.tile {self.tile} was asked with e8m0 scales, which belong to tiles such as 1x32; "
+                "power-of-two scales of whole rows or tensors are scale_format fp32 with scale_rule amax_pow2"
+            )
+        if self.scale_format == "e8m0" and self.amax_floor:
+            raise UserError(f"QuantSpec.amax_floor {self.amax_floor} has no effect on e8m0 scales; leave it at 0")
+        if self.margin < 0 or (self.margin and self.scaling != "delayed"):
+            raise UserError(
+                f"QuantSpec.margin {self.margin} was asked; it is a number from 0 up, for scaling delayed alone"
+            )
         if self.scaling == "delayed" and (self.tile, self.scale_format) != ("tensor", "fp32"):
             raise UserError(
                 f"QuantSpec.scaling delayed was asked with tile {self.tile} and {self.scale_format} scales; "

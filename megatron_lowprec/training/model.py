@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -50,6 +51,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         num_layers=sized(config.num_layers),
         seed=config.seed,
         accumulate_wgrad=not config.no_gradient_accumulation_fusion,
+        cache_weights=get_num_microbatches() > 1,
     )
     chunks = _data_parallel(config, transformer, bare)
     optimizer = _optimizer(config, chunks)

@@ -83,6 +83,8 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     magnitude = torch.where(exponent < fmt.min_exponent, subnormal, normal)
     nan_code = 0 if fmt.specials == "none" else (1 << (fmt.bits - 1)) - 1
     magnitude = torch.where(v.isnan(), nan_code, magnitude)
+    if fmt.specials == "ieee":
+        magnitude = torch.where(v.isinf(), ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits, magnitude)
     return (magnitude | (torch.signbit(v).to(torch.int32) << (fmt.bits - 1))).to(torch.uint8)
 
 
@@ -208,11 +210,14 @@ def quantize_operand(
         scale: E8M0 bytes (uint8) or fp32 decode scales, [ceil(R / rows), ceil(K / columns)].
     """
     elements = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    scales = []
-    for chunk in row_chunks(*x.shape, x.device, multiple_of=1 if encode_scale is not None else tile[0]):
+    scales = [torch.empty(0, -(-x.shape[1] // tile[1]), dtype=torch.uint8 if scale_format == "e8m0" else torch.float32)]
+    shared = encode_scale is not None and encode_scale.shape[0] == 1
+    scale_rows = 1 if shared else tile[0]
+    for chunk in row_chunks(x.shape[0], x.shape[1], x.device, multiple_of=scale_rows):
         part = x[chunk].to(torch.float32) if signs is None else hadamard_transform(x[chunk], signs)
         if encode_scale is not None:
-            encoder = encode_scale[chunk] if encode_scale.shape[0] > 1 else encode_scale
+            rows = slice(chunk.start // scale_rows, -(-chunk.stop // scale_rows))
+            encoder = encode_scale if shared else encode_scale[rows]
             scale = decoder = torch.ones_like(encoder) / encoder
         elif scale_format == "e8m0":
             scale = e8m0_scale(tile_amax(part, tile), fmt, scale_rule)
@@ -227,15 +232,14 @@ def quantize_operand(
         draws = uniform(chunk) if uniform is not None and rounding == "stochastic" else None
         rounded = round_to_format(scaled, fmt, rounding, draws)
         elements[chunk] = scale_tiles(rounded, decoder, tile) if dequantize else rounded
-    shared = encode_scale is not None and encode_scale.shape[0] == 1
-    return elements, scales[0] if shared else torch.cat(scales)
+    return elements, scales[-1] if shared or len(scales) == 1 else torch.cat(scales[1:])
 
 
 def scale_tiles(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """x [R, K] times the scale of each entry's tile; a scale of one row or column holds for all of that dimension."""
     rows, columns = x.shape
     if tile[0] == 1 and scale.shape[1] > 1 and columns % tile[1] == 0:
-        return (x.reshape(rows, -1, tile[1]) * scale.unsqueeze(-1)).reshape(rows, columns)
+        return (x.reshape(rows, columns // tile[1], tile[1]) * scale.unsqueeze(-1)).reshape(rows, columns)
     for dim in (0, 1):
         if scale.shape[dim] > 1 and tile[dim] > 1:
             scale = scale.repeat_interleave(tile[dim], dim).narrow(dim, 0, x.shape[dim])

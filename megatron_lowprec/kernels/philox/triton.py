@@ -1,0 +1,44 @@
+"""The random stream of ``reference.py`` inside Triton kernels: the same words for the same counters and keys."""
+
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.philox import reference
+
+_ROUNDS = tl.constexpr(reference.ROUNDS)
+_MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Four uint32 words of each counter; the counter's words may differ in shape where they broadcast."""
+    for _ in tl.static_range(_ROUNDS):
+        product0 = c0.to(tl.uint64) * _MULTIPLIER_0
+        product1 = c2.to(tl.uint64) * _MULTIPLIER_1
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product1.to(tl.uint32)
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product0.to(tl.uint32)
+        k0 += _WEYL_0
+        k1 += _WEYL_1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def draw_bits(row, first_call, k0, k1, step, microbatch, GROUP: tl.constexpr):
+    """16 random bits for ``GROUP`` consecutive columns of each row, as uint32 [GROUP, P].
+
+    Args:
+        row: uint32 [P], the entries' rows in the unsharded tensor.
+        first_call: uint32 [P], the first column divided by 8.
+    """
+    P: tl.constexpr = row.shape[0]
+    CALLS: tl.constexpr = GROUP // 8
+    call = first_call[None, :] + tl.arange(0, CALLS).to(tl.uint32)[:, None]
+    moment = tl.zeros([1, 1], tl.uint32)
+    w0, w1, w2, w3 = philox(call, row[None, :], moment + step, moment + microbatch, k0, k1)
+    # entry 4 b2 + 2 b1 + b0 takes word 2 b2 + b1, half b0: the bits are joined from the top down
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(tl.permute(halves, (0, 2, 3, 4, 1)), [GROUP, P])

@@ -1,0 +1,387 @@
+"""MX quantization in one pass: Hadamard transform, block scales, rounding; along rows, along columns, or both.
+
+A program holds groups of consecutive entries as a tensor [GROUP, P] with a whole group in each thread, so that the
+transform's butterflies, the block maxima and the draws (8 of one Philox call) move no data between threads. The tile is
+read in 16-byte pieces and goes through shared memory once each way, as bf16. Bits equal ``reference.py``: additions
+come in its order, a product that an addition follows is exact, and rounding works on the bits of an fp32 number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.philox.triton import draw_bits
+
+_MX_BLOCK = tl.constexpr(32)
+_RULES = {"floor": 0, "round_up": 1, "ceil": 2, "even": 3}
+_ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
+
+
+@triton.jit
+def _nan_maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _hadamard(y, signs, GROUP: tl.constexpr):
+    """Butterflies of stride GROUP/2 ... 1 along dimension 0: a stage moves the index's top bit to the bottom."""
+    P: tl.constexpr = y.shape[1]
+    y = y * signs
+    for s in tl.static_range(8):
+        if (GROUP >> s) > 1:
+            a, b = tl.split(tl.permute(tl.reshape(y, [2, GROUP // 2, P]), (1, 2, 0)))
+            y = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [GROUP, P])
+    return y
+
+
+@triton.jit
+def _e8m0(amax, MANTISSA: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr):
+    """Scale byte of each block, int32, from its amax; see ``reference.e8m0_scale``."""
+    number = amax
+    if RULE == 1:
+        number = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
+    bits = number.to(tl.int32, bitcast=True)
+    if RULE == 3:
+        bits += 1 << (22 - MANTISSA)
+    byte = bits >> 23
+    if RULE == 1 or RULE == 2:
+        byte += ((bits & 0x7FFFFF) > tl.where(byte == 0, 0x400000, 0)).to(tl.int32)
+    if RULE != 1:
+        byte -= MAX_EXPONENT
+    byte = tl.minimum(tl.maximum(byte, 0), 254)
+    finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    return tl.where(finite, byte, 255)
+
+
+@triton.jit
+def _power_of_two(byte):
+    """E8M0 byte -> 2^(byte - 127) as fp32, NaN for 255."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round(
+    v,
+    draws,
+    unit,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    RANDOM_BITS: tl.constexpr,
+    SATURATES: tl.constexpr,
+):
+    """Round fp32 to the format's grid, saturating; NaN is left to the block's scale."""
+    SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
+    magnitude = tl.abs(v)
+    if SATURATES:
+        magnitude = tl.minimum(magnitude, MAX)
+    if ROUNDING == 0:
+        # adding 1.5 * 2^23 steps leaves no bit below a step, rounded to nearest even; the step follows the exponent
+        field = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (MIN_EXPONENT + 127) << 23)
+        magic = (field + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
+        rounded = (magnitude + magic) - magic
+    else:
+        # from SMALLEST up a step is 2^MANTISSA-th of the binade: below, adding SMALLEST brings the magnitude there
+        offset = tl.where(magnitude < SMALLEST, SMALLEST, 0.0)
+        if ROUNDING == 1:
+            bits = magnitude.to(tl.int32, bitcast=True)
+            step = tl.maximum(bits & 0x7F800000, (MIN_EXPONENT + 127) << 23) - (MANTISSA << 23)
+            steps = magnitude * ((254 << 23) - step).to(tl.float32, bitcast=True)
+            whole = tl.floor(steps)
+            rounded = (whole + (steps - whole >= 0.5).to(tl.float32)) * step.to(tl.float32, bitcast=True)
+        else:
+            SHIFT: tl.constexpr = 23 - MANTISSA
+            bits = (magnitude + offset).to(tl.int32, bitcast=True)
+            # u = (r + 1/2) 2^-RANDOM_BITS of a step, as an addend to the mantissa. Its unit comes as an argument, so
+            # that the compiler keeps a multiply-add, which runs beside the integer units; they are the bottleneck
+            draws = (draws >> (16 - RANDOM_BITS)).to(tl.int32)
+            bits = (draws * unit + (bits + (1 << (SHIFT - RANDOM_BITS - 1)))) & (-1 << SHIFT)
+            rounded = bits.to(tl.float32, bitcast=True) - offset
+    sign = v.to(tl.int32, bitcast=True) & -2147483648
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantize_groups(
+    y,
+    row,
+    first_call,
+    signs_ptr,
+    key0,
+    key1,
+    step,
+    microbatch,
+    unit,
+    GROUP: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    RULE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    RANDOM_BITS: tl.constexpr,
+    HEADROOM: tl.constexpr,
+):
+    """[GROUP, P] fp32 -> elements times their scale, fp32 [GROUP, P], and scale bytes [GROUP / 32, P]."""
+    P: tl.constexpr = y.shape[1]
+    if HADAMARD:
+        signs = tl.load(signs_ptr + tl.arange(0, GROUP))
+        y = _hadamard(y, signs[:, None], GROUP)
+    blocks = tl.reshape(y, [GROUP // _MX_BLOCK, _MX_BLOCK, P])
+    amax = tl.reduce(tl.abs(blocks), 1, _nan_maximum)
+    byte = _e8m0(amax, MANTISSA, MAX, MAX_EXPONENT, RULE)
+    # 2^(127 - byte): the byte 254 - byte, but 255 stays NaN
+    encode = _power_of_two(tl.where(byte == 255, 255, 254 - byte))
+    v = blocks * (encode * HEADROOM)[:, None, :]
+    if ROUNDING == 2:
+        draws = tl.reshape(
+            draw_bits(row, first_call, key0, key1, step, microbatch, GROUP), [GROUP // _MX_BLOCK, _MX_BLOCK, P]
+        )
+    else:
+        draws = tl.zeros([1, 1, 1], tl.uint32)
+    # below 2^(MAX_EXPONENT + 1) times the scale by the floor rule: with enough headroom nothing can saturate
+    SATURATES: tl.constexpr = RULE != 0 or HEADROOM * 2.0 ** (MAX_EXPONENT + 1) > MAX
+    elements = _round(v, draws, unit, MANTISSA, MIN_EXPONENT, MAX, ROUNDING, RANDOM_BITS, SATURATES)
+    out = elements * _power_of_two(byte)[:, None, :]
+    return tl.reshape(out, [GROUP, P]), byte
+
+
+@triton.jit(do_not_specialize=["rk0", "rk1", "ck0", "ck1", "step", "microbatch", "m0", "n0", "unit"])
+def _mx_kernel(
+    x_ptr,
+    row_ptr,
+    col_ptr,
+    row_signs_ptr,
+    col_signs_ptr,
+    M,
+    padded_M,
+    N,
+    stride,
+    rk0,
+    rk1,
+    ck0,
+    ck1,
+    step,
+    microbatch,
+    m0,
+    n0,
+    unit,
+    ALONG_ROWS: tl.constexpr,
+    ALONG_COLUMNS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    RULE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    RANDOM_BITS: tl.constexpr,
+    HEADROOM: tl.constexpr,
+):
+    tiles_n = tl.cdiv(N, BN)
+    tile = tl.program_id(0)
+    first_m = (tile // tiles_n) * BM
+    first_n = (tile % tiles_n) * BN
+    rows = first_m + tl.arange(0, BM)
+    cols = first_n + tl.arange(0, BN)
+    offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    step = step.to(tl.uint32, bitcast=True)
+    microbatch = microbatch.to(tl.uint32, bitcast=True)
+    out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    if ALONG_ROWS:
+        P: tl.constexpr = BM * BN // GROUP
+        PER_ROW: tl.constexpr = BN // GROUP
+        group = tl.arange(0, P)
+        y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
+        row = (m0 + first_m + group // PER_ROW).to(tl.uint32)
+        call = ((n0 + first_n) // 8 + (group % PER_ROW) * (GROUP // 8)).to(tl.uint32)
+        out, _ = _quantize_groups(
+            y,
+            row,
+            call,
+            row_signs_ptr,
+            rk0.to(tl.uint32, bitcast=True),
+            rk1.to(tl.uint32, bitcast=True),
+            step,
+            microbatch,
+            unit,
+            GROUP,
+            HADAMARD,
+            MANTISSA,
+            MIN_EXPONENT,
+            MAX,
+            MAX_EXPONENT,
+            RULE,
+            ROUNDING,
+            RANDOM_BITS,
+            HEADROOM,
+        )
+        out = tl.reshape(tl.trans(out.to(row_ptr.dtype.element_ty)), [BM, BN])
+        tl.store(row_ptr + out_offsets, out, mask=mask)
+    if ALONG_COLUMNS:
+        if ALONG_ROWS:  # from the cache: the registers that would hold the tile are better spent on warps
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+        # BM // GROUP groups, one below the other
+        TALL: tl.constexpr = BM // GROUP
+        y = tl.reshape(tl.permute(tl.reshape(x, [TALL, GROUP, BN]), (1, 0, 2)), [GROUP, TALL * BN]).to(tl.float32)
+        lane = tl.arange(0, TALL * BN)
+        row = (n0 + first_n + lane % BN).to(tl.uint32)
+        call = ((m0 + first_m) // 8 + (lane // BN) * (GROUP // 8)).to(tl.uint32)
+        out, _ = _quantize_groups(
+            y,
+            row,
+            call,
+            col_signs_ptr,
+            ck0.to(tl.uint32, bitcast=True),
+            ck1.to(tl.uint32, bitcast=True),
+            step,
+            microbatch,
+            unit,
+            GROUP,
+            HADAMARD,
+            MANTISSA,
+            MIN_EXPONENT,
+            MAX,
+            MAX_EXPONENT,
+            RULE,
+            ROUNDING,
+            RANDOM_BITS,
+            HEADROOM,
+        )
+        out = out.to(col_ptr.dtype.element_ty)
+        out = tl.reshape(tl.permute(tl.reshape(out, [GROUP, TALL, BN]), (1, 0, 2)), [BM, BN])
+        tl.store(col_ptr + out_offsets, out, mask=(rows < padded_M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["k0", "k1", "step", "microbatch"])
+def _signs_kernel(out_ptr, k0, k1, step, microbatch, scale, GROUP: tl.constexpr):
+    zero = tl.zeros([1], tl.uint32)
+    bits = draw_bits(
+        zero,
+        zero,
+        k0.to(tl.uint32, bitcast=True),
+        k1.to(tl.uint32, bitcast=True),
+        step.to(tl.uint32, bitcast=True),
+        microbatch.to(tl.uint32, bitcast=True),
+        GROUP,
+    )
+    signs = tl.reshape(1.0 - 2.0 * (bits >> 15).to(tl.float32), [GROUP])
+    tl.store(out_ptr + tl.arange(0, GROUP), signs * scale)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One way to quantize a matrix: the key of its rounding, and its transform.
+
+    Attributes:
+        key: Philox key of stochastic rounding.
+        signs: fp32 [g] of +-1/sqrt(g) for the Hadamard transform, from ``scaled_signs``; None for no transform.
+    """
+
+    key: tuple[int, int] = (0, 0)
+    signs: torch.Tensor | None = None
+
+
+def scaled_signs(key: tuple[int, int], moment: tuple[int, int], group: int, device: torch.device) -> torch.Tensor:
+    """fp32 [group] of random signs times fl32(1/sqrt(group)), from the stream of ``philox/reference.py``."""
+    out = torch.empty(group, dtype=torch.float32, device=device)
+    _signs_kernel[(1,)](out, *map(_signed, (*key, *moment)), group**-0.5, GROUP=group, num_warps=1)
+    return out
+
+
+def quantize_mx(
+    x: torch.Tensor,
+    fmt: Format,
+    *,
+    rows: Direction | None = None,
+    columns: Direction | None = None,
+    scale_rule: str,
+    rounding: str = "nearest_even",
+    random_bits: int = 16,
+    headroom: float = 1.0,
+    moment: tuple[int, int] = (0, 0),
+    offset: tuple[int, int] = (0, 0),
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Dequantized MX operands of a matrix, along its rows, along its columns, or both from one read.
+
+    Args:
+        x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of 32 and of len(signs) where ``rows`` is
+            given. Any M: columns are padded with zeros inside, which change no scale.
+        rows: blocks along the last dimension (the operand x); None to leave it out.
+        columns: blocks along the first (the operand x.T); None to leave it out.
+        scale_rule, rounding, random_bits, headroom: as in ``recipe.schema.QuantSpec``; one transform size for both.
+        moment: (step, microbatch) of the draws.
+        offset: (row, column) at which x begins in the unsharded matrix.
+
+    Returns:
+        along rows [M, N]; along columns [M rounded up to whole groups where transformed, else M, N]; each in the dtype
+        of x and row-major, or None. Headroom is left in.
+    """
+    M, N = x.shape
+    directions = (rows, columns)
+    signs = next(direction.signs for direction in directions if direction is not None)
+    group = _MX_BLOCK.value if signs is None else signs.numel()
+    # a transformed group is dense even where its entries were padding
+    padded_M = M if signs is None else triton.cdiv(M, group) * group
+    outputs = [
+        None if direction is None else torch.empty((height, N), dtype=x.dtype, device=x.device)
+        for direction, height in zip(directions, (M, padded_M), strict=True)
+    ]
+    words = [word for direction in directions for word in (direction or Direction()).key]
+    # the kernel does not touch what a direction that is left out would write or read
+    unused = next(out for out in outputs if out is not None)
+    signs_given = [direction.signs if direction is not None else None for direction in directions]
+    tile_m, tile_n, warps = _tile(group, rows is not None, columns is not None)
+    _mx_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n),)](
+        x,
+        *(unused if out is None else out for out in outputs),
+        *(unused if vector is None else vector for vector in signs_given),
+        M,
+        padded_M,
+        N,
+        x.stride(0),
+        *map(_signed, (*words, *moment, *offset)),
+        1 << max(0, 23 - fmt.mantissa_bits - random_bits),
+        ALONG_ROWS=rows is not None,
+        ALONG_COLUMNS=columns is not None,
+        BM=tile_m,
+        BN=tile_n,
+        GROUP=group,
+        HADAMARD=signs is not None,
+        MANTISSA=fmt.mantissa_bits,
+        MIN_EXPONENT=fmt.min_exponent,
+        MAX=fmt.max,
+        MAX_EXPONENT=fmt.max_exponent,
+        RULE=_RULES[scale_rule],
+        ROUNDING=_ROUNDINGS[rounding],
+        RANDOM_BITS=random_bits,
+        HEADROOM=headroom,
+        num_warps=warps,
+    )
+    return outputs[0], outputs[1]
+
+
+def _tile(group: int, rows: bool, columns: bool) -> tuple[int, int, int]:
+    """(rows, columns) of a program's tile, and warps: about a group a thread, whole groups in each direction.
+
+    Measured on an H200 (docs/results); few warps a program, since nothing is shared between them.
+    """
+    if columns:
+        return group, max(64, group if rows else 0), 2
+    return 4, group * 8, 1
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as Triton's int32 argument, so that no value changes a kernel's signature."""
+    return word - (1 << 32) if word >= 1 << 31 else word

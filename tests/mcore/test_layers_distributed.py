@@ -1,0 +1,35 @@
+"""Megatron-core's layers on two processes: one launch of ``worker.py``, which runs all of its checks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.mcore import worker
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_checks_on_two_processes(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.mcore.worker", str(out)],
+        cwd=ROOT,
+        # no GPU even where there is one: CI's truth is the CPU's
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    results = json.loads(out.read_text())
+    assert list(results) == list(worker.CHECKS)
+    failed = {name: fault for name, fault in results.items() if fault}
+    assert not failed, "\n\n".join(f"{name}\n{fault}" for name, fault in failed.items())
+
+
+def test_the_worker_checks_every_recipe() -> None:
+    # 16 of stock layers, 17 recipes and 5 of them again, 8 of recompute, 3 of main_grad, 6 by themselves
+    assert len(worker.CHECKS) == 16 + 17 + 5 + 8 + 3 + 6

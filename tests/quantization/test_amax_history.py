@@ -1,0 +1,150 @@
+"""Delayed scaling's window: what enters, what stays, what leaves, and when."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.quantizer import delayed_encode_scale
+from megatron_lowprec.recipe.registry import FP8_DELAYED
+
+
+def run(history: AmaxHistory, amaxes: list[float], slot: int = 0) -> list[float]:
+    """The amax in effect after each step."""
+    found = []
+    for amax in amaxes:
+        history.observe(slot, torch.tensor(amax))
+        history.update()
+        found.append(history.in_effect[slot].item())
+    return found
+
+
+def one(length: int, rule: str) -> AmaxHistory:
+    history = AmaxHistory(length, rule)  # type: ignore[arg-type]
+    assert history.add_tensor() == 0
+    return history
+
+
+def test_nothing_is_in_effect_before_the_first_step() -> None:
+    history = one(4, "max")
+    assert history.in_effect.tolist() == [0.0]
+    assert delayed_encode_scale(history.in_effect[0], FP8_DELAYED).tolist() == [[1.0]]
+    history.observe(0, torch.tensor(2.0))
+    assert history.in_effect.tolist() == [0.0]  # the running step does not count before it has ended
+
+
+def test_maximum_leaves_after_length_steps() -> None:
+    assert run(one(3, "max"), [8.0, 1.0, 2.0, 1.0, 1.0, 1.0]) == [8.0, 8.0, 8.0, 2.0, 2.0, 1.0]
+
+
+def test_most_recent_forgets_at_once() -> None:
+    assert run(one(3, "most_recent"), [8.0, 1.0, 2.0]) == [8.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
+def test_most_recent_keeps_the_old_over_zero_inf_and_nan(bad: float) -> None:
+    assert run(one(3, "most_recent"), [8.0, bad, 2.0]) == [8.0, 8.0, 2.0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_inf_in_a_max_window_freezes_until_it_leaves(bad: float) -> None:
+    # after step 2 the window holds it for 3 steps; then 16, 4, 4 are seen
+    assert run(one(3, "max"), [8.0, bad, 16.0, 4.0, 4.0, 4.0]) == [8.0, 8.0, 8.0, 8.0, 16.0, 4.0]
+
+
+def test_zero_in_a_max_window_is_outvoted_and_a_window_of_zeros_keeps() -> None:
+    assert run(one(2, "max"), [8.0, 0.0, 0.0, 0.0, 3.0]) == [8.0, 8.0, 8.0, 8.0, 3.0]
+
+
+@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
+def test_a_bad_first_step_leaves_the_scale_at_one(bad: float) -> None:
+    history = one(2, "most_recent")
+    run(history, [bad])
+    assert delayed_encode_scale(history.in_effect[0], FP8_DELAYED).item() == 1.0
+
+
+def test_microbatches_of_a_step_are_maximized_and_do_not_reach_the_next() -> None:
+    history = one(4, "most_recent")
+    for amax in (1.0, 5.0, 2.0):
+        history.observe(0, torch.tensor([[amax]]))  # as tile_amax gives it
+    history.update()
+    assert history.in_effect.item() == 5.0
+    assert run(history, [2.0]) == [2.0]
+
+
+def test_nan_in_any_microbatch_is_not_lost() -> None:
+    for order in ([math.nan, 1.0], [1.0, math.nan]):
+        history = one(4, "most_recent")
+        for amax in order:
+            history.observe(0, torch.tensor(amax))
+        assert history.newest.tolist() == [math.inf]
+
+
+def test_a_step_without_observation_counts_as_zero() -> None:
+    history = one(2, "max")
+    run(history, [8.0])
+    history.update()
+    assert history.in_effect.item() == 8.0
+    history.update()
+    assert history.window[:, 0].tolist() == [0.0, 0.0]
+    assert history.in_effect.item() == 8.0
+
+
+def test_tensors_do_not_mix() -> None:
+    history = one(2, "max")
+    assert run(history, [4.0]) == [4.0]
+    assert history.add_tensor() == 1  # also after steps were taken
+    history.observe(1, torch.tensor(7.0))
+    history.update()
+    assert history.in_effect.tolist() == [4.0, 7.0]
+    assert history.window.tolist() == [[0.0, 7.0], [4.0, 0.0]]
+
+
+def test_reduction_takes_part_before_the_window() -> None:
+    history = one(2, "max")
+    history.observe(0, torch.tensor(3.0))
+    history.update(lambda newest: torch.maximum(newest, torch.tensor([10.0])))
+    assert history.in_effect.item() == 10.0
+    assert history.window[:, 0].tolist() == [10.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", ["max", "most_recent"])
+def test_state_continues_to_the_bit(rule: str) -> None:
+    amaxes = [3.0, 9.0, math.inf, 0.0, 2.0, 5.0, 1.0, 1.0, 1.0, 1.0]
+    whole = one(3, rule)
+    want = run(whole, amaxes)
+    for cut in range(len(amaxes)):
+        first, second = one(3, rule), AmaxHistory(3, rule)  # type: ignore[arg-type]
+        run(first, amaxes[:cut])
+        slot = [second.add_tensor() for _ in range(3)][1]  # another slot than the one saved
+        second.load_state(slot, first.state(0))
+        assert run(second, amaxes[cut:], slot) == want[cut:], cut
+        assert torch.equal(second.window[:, slot], whole.window[:, 0])
+
+
+def test_state_is_a_copy() -> None:
+    history = one(3, "max")
+    run(history, [3.0])
+    state = history.state(0)
+    assert state.tolist() == [3.0, 3.0, 0.0, 0.0]  # in effect, then the window, newest first
+    run(history, [9.0])
+    assert state.tolist() == [3.0, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("length", "window"), [(2, [5.0, 4.0]), (6, [5.0, 4.0, 3.0, 2.0, 0.0, 0.0])])
+def test_another_length_keeps_the_newest(length: int, window: list[float]) -> None:
+    saved = one(4, "max")
+    run(saved, [1.0, 2.0, 3.0, 4.0, 5.0])
+    loaded = one(length, "max")
+    run(loaded, [99.0] * length)  # what was there before must go
+    loaded.load_state(0, saved.state(0))
+    assert loaded.window[:, 0].tolist() == window
+    assert loaded.in_effect.item() == 5.0
+
+
+@pytest.mark.parametrize(("margin", "factor"), [(0, 1.0), (1, 0.5), (3, 0.125)])
+def test_scale_is_maximum_over_amax_less_the_margin(margin: int, factor: float) -> None:
+    scale = delayed_encode_scale(torch.tensor(7.0), replace(FP8_DELAYED, margin=margin))
+    assert scale.tolist() == [[64.0 * factor]]  # 448 / 7

@@ -1,0 +1,142 @@
+"""The registered recipes are the published table, and the registry takes others'."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron_lowprec import GemmSpec, QuantSpec, Recipe, UserError, get_recipe, recipes, register_recipe
+from megatron_lowprec.recipe import registry
+
+# One operand a word: FORMAT:tile:scales[:more]; "-" is the compute dtype. Columns: fprop x w, dgrad dy w, wgrad dy x.
+CURRENT, CURRENT_GRAD = "e4m3:tensor:amax", "e5m2:tensor:amax"
+DELAYED, DELAYED_GRAD = CURRENT + ":max of 1024, margin 0", CURRENT_GRAD + ":max of 1024, margin 0"
+ROW, TENSOR_POW2 = "e4m3:row:amax_pow2", "e4m3:tensor:amax_pow2"
+ACT, WEIGHT = "e4m3:1x128:amax", "e4m3:128x128:amax"
+MX, MX_OCP, MX_E5M2 = "e4m3:1x32:round_up", "e4m3:1x32:floor", "e5m2:1x32:round_up"
+FP4, FP4_SR = "e2m1:1x32:floor", "e2m1:1x32:floor:stochastic 16 bits, headroom 0.75"
+TABLE = {
+    "bf16": ("- -", "- -", "- -", ""),
+    "fp8_delayed": ((DELAYED, DELAYED), (DELAYED_GRAD, DELAYED), (DELAYED_GRAD, DELAYED), ""),
+    "fp8_current": ((CURRENT, CURRENT), (CURRENT_GRAD, CURRENT), (CURRENT_GRAD, CURRENT), ""),
+    "fp8_current_bf16_ends": (
+        (CURRENT, CURRENT),
+        (CURRENT_GRAD, CURRENT),
+        (CURRENT_GRAD, CURRENT),
+        "first 1, last 1 in bf16",
+    ),
+    "fp8_rowwise": ((ROW, ROW), (ROW, ROW), (ROW, ROW), ""),
+    "fp8_rowwise_gw_hp": ((ROW, ROW), (ROW, TENSOR_POW2), "- -", ""),
+    "fp8_blockwise": ((ACT, WEIGHT), (ACT, WEIGHT), (ACT, ACT), ""),
+    "mxfp8": ((MX, MX), (MX, MX), (MX, MX), ""),
+    "mxfp8_ocp": ((MX_OCP, MX_OCP), (MX_OCP, MX_OCP), (MX_OCP, MX_OCP), ""),
+    "mxfp8_e5m2_grad": ((MX, MX), (MX_E5M2, MX), (MX_E5M2, MX), ""),
+    "mxfp8_e5m2_weight": ((MX, MX_E5M2), (MX, MX_E5M2), (MX, MX), ""),
+    "mxfp8_e5m2_act": ((MX_E5M2, MX), (MX, MX), (MX, MX_E5M2), ""),
+    "mxfp4": ("- -", (FP4, FP4), (FP4, FP4), ""),
+    "mxfp4_rht": ("- -", (FP4, FP4), (FP4, FP4), "hadamard 64 random"),
+    "mxfp4_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), ""),
+    "mxfp4_rht_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
+    "fp8_mxfp4_rht_sr": ((DELAYED, DELAYED), (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
+}
+
+
+def words(spec: QuantSpec | None) -> str:
+    if spec is None:
+        return "-"
+    text = f"{spec.format}:{spec.tile}:{spec.scale_rule}"
+    if spec.rounding != "nearest_even":
+        text += f":{spec.rounding} {spec.random_bits} bits, headroom {spec.headroom}"
+    if spec.scaling == "delayed":
+        text += f":{spec.history_rule} of {spec.history}, margin {spec.margin}"
+    assert spec.scale_format == ("e8m0" if spec.scale_rule in ("floor", "round_up") else "fp32")
+    assert spec.amax_floor == (1e-12 if spec.scale_rule == "amax_pow2" else 0.0)  # torchao's, and nobody else's
+    assert spec.rounding == "stochastic" or spec.headroom == 1.0
+    return text
+
+
+def row_of(recipe: Recipe) -> tuple[object, ...]:
+    gemms = recipe.gemms
+    columns = [
+        (words(gemms["fprop"].input), words(gemms["fprop"].weight)),
+        (words(gemms["dgrad"].grad_output), words(gemms["dgrad"].weight)),
+        (words(gemms["wgrad"].grad_output), words(gemms["wgrad"].input)),
+    ]
+    more = []
+    for gemm in ("dgrad", "wgrad"):
+        hadamard = gemms[gemm].hadamard
+        more.append(f"hadamard {hadamard.block} {hadamard.signs}" if hadamard else "")
+    assert more[0] == more[1]
+    assert gemms["fprop"].hadamard is None
+    keep = recipe.keep_bf16
+    kept = (
+        f"first {keep.first_layers}, last {keep.last_layers} in bf16" if keep.first_layers or keep.last_layers else ""
+    )
+    assert keep.names == ()
+    return (*("- -" if column == ("-", "-") else column for column in columns), more[0] or kept)
+
+
+def test_the_registry_is_the_table() -> None:
+    assert recipes() == tuple(TABLE)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_recipe_is_its_row(name: str) -> None:
+    recipe = get_recipe(name)
+    assert recipe.name == name
+    assert row_of(recipe) == TABLE[name]
+    assert recipe.summary
+    assert recipe.source or name == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("asked", "offered"),
+    [("mxpf4", "mxfp4"), ("mxfp4_sr_rht", "mxfp4_rht_sr"), ("fp8_curent", "fp8_current"), ("MXFP8", None), ("", None)],
+)
+def test_unknown_recipe_offers_the_nearest(asked: str, offered: str | None) -> None:
+    with pytest.raises(UserError) as error:
+        get_recipe(asked)
+    message = str(error.value)
+    assert message.startswith(f"there is no recipe {asked!r}: ")
+    assert "\n" not in message
+    assert (offered in message.split(": ")[1]) if offered else message.endswith("--list-recipes prints them all")
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    return
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_register_recipe() -> None:
+    mine = Recipe("mine", "for a test", dgrad=GemmSpec(grad_output=QuantSpec("e3m2", tile="1x32")))
+    assert register_recipe(mine) is mine
+    assert get_recipe("mine") == mine
+    assert recipes()[-1] == "mine"
+    register_recipe(replace(mine))  # the same again does no harm
+    with pytest.raises(UserError, match="'mine' is registered already"):
+        register_recipe(replace(mine, summary="another"))
+    assert get_recipe("mine") == mine
+    with pytest.raises(UserError, match="'mxfp4' is registered already"):
+        register_recipe(Recipe("mxfp4", "not the published one"))
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("as_function", [False, True])
+def test_entry_points_are_registered(monkeypatch: pytest.MonkeyPatch, as_function: bool) -> None:
+    theirs = Recipe("theirs", "from a plugin")
+
+    class EntryPoint:
+        def load(self) -> object:
+            return (lambda: theirs) if as_function else theirs
+
+    monkeypatch.setattr(registry, "_entry_points_loaded", False)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint()] if "lowprec" in group else [])
+    assert get_recipe("theirs") == theirs
+
+
+def test_list_has_a_line_each() -> None:
+    lines = registry.list_table().splitlines()
+    assert [line.split()[0] for line in lines] == list(TABLE)
+    assert "[arXiv 2502.20586]" in lines[list(TABLE).index("mxfp4_rht_sr")]

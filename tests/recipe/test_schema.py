@@ -1,0 +1,117 @@
+"""What a recipe may not say, and with which words it is refused."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe, UserError
+
+FP8 = QuantSpec("e4m3", tile="tensor")
+DELAYED = QuantSpec("e4m3", tile="tensor", scaling="delayed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"format": "e5m3"}, "QuantSpec.format is 'e5m3', but must be one of e4m3, e5m2, e2m3, e3m2, e2m1"),
+        ({"scale_format": "e4m3"}, "scale_format is 'e4m3', but must be one of fp32, e8m0"),
+        ({"rounding": "up"}, "rounding is 'up', but must be one of nearest_even, half_away, stochastic"),
+        ({"scaling": "later"}, "scaling is 'later', but must be one of current, delayed"),
+        ({"history_rule": "mean"}, "history_rule is 'mean', but must be one of max, most_recent"),
+        ({"tile": "32"}, "tile is '32', but must be tensor, row or ROWSxCOLUMNS such as 1x32"),
+        ({"tile": "0x32"}, "tile is '0x32'"),
+        ({"tile": "1x32 "}, "tile is '1x32 '"),
+        (
+            {"scale_rule": "floor"},
+            "scale_rule 'floor' does not belong to scale_format 'fp32', which has amax, amax_pow2",
+        ),
+        (
+            {"scale_format": "e8m0", "tile": "1x32"},
+            "scale_rule 'amax' does not belong to scale_format 'e8m0', which has floor, round_up, ceil, even",
+        ),
+        ({"random_bits": 0}, "random_bits is 0, but a draw has 1 to 16 bits"),
+        ({"random_bits": 17}, "random_bits is 17"),
+        ({"headroom": 0.0}, "headroom is 0.0, but must lie above 0 and not above 1"),
+        ({"headroom": 1.5}, "headroom is 1.5"),
+        ({"headroom": float("nan")}, "headroom is nan"),
+        ({"amax_floor": -1.0}, "amax_floor is -1.0, but must be 0 or a positive number"),
+        ({"history": 0}, "history is 0, but must be at least 1 step"),
+        ({"scaling": "delayed", "tile": "row"}, "scaling delayed was asked with tile row and fp32 scales"),
+        (
+            {"scaling": "delayed", "tile": "1x32", "scale_format": "e8m0", "scale_rule": "floor"},
+            "scaling delayed was asked with tile 1x32 and e8m0 scales",
+        ),
+    ],
+)
+def test_operand_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        QuantSpec(**{"format": "e4m3", "tile": "tensor", **fields})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("block", [0, 16, 48, 512, "64"])
+def test_hadamard_block_names_the_four(block: Any) -> None:
+    with pytest.raises(UserError, match="must be one of 32, 64, 128, 256"):
+        HadamardSpec(block=block)
+
+
+def test_hadamard_signs() -> None:
+    with pytest.raises(UserError, match="signs is 'same', but must be one of random, none"):
+        HadamardSpec(signs="same")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{"first_layers": -1}, {"last_layers": -2}])
+def test_negative_layer_counts(fields: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="keep_bf16 counts layers, but got first"):
+        KeepBf16(**fields)
+
+
+@pytest.mark.parametrize(("gemm", "operand"), [("fprop", "grad_output"), ("dgrad", "input"), ("wgrad", "weight")])
+def test_a_gemm_has_two_operands(gemm: str, operand: str) -> None:
+    with pytest.raises(UserError, match=f"{gemm} multiplies .* {gemm}.{operand} must be left out"):
+        Recipe("r", "", **{gemm: GemmSpec(**{operand: FP8})})  # type: ignore[arg-type]
+
+
+def test_delayed_scaling_under_a_hadamard_transform() -> None:
+    with pytest.raises(UserError, match=r"set dgrad.weight.scaling=current or dgrad.hadamard=null"):
+        Recipe("r", "", dgrad=GemmSpec(weight=DELAYED, hadamard=HadamardSpec()))
+
+
+def test_one_tensor_keeps_one_history() -> None:
+    short = dataclasses.replace(DELAYED, history=16)
+    with pytest.raises(UserError, match=r"weight is asked to keep two amax histories, .*in dgrad.*16"):
+        Recipe("r", "", fprop=GemmSpec(weight=DELAYED), dgrad=GemmSpec(weight=short))
+    # the format may differ: the history holds amax, not scales
+    other = dataclasses.replace(DELAYED, format="e5m2", margin=2)
+    recipe = Recipe("r", "", fprop=GemmSpec(weight=DELAYED), dgrad=GemmSpec(weight=other))
+    assert recipe.delayed_operands() == {"weight": (1024, "max")}
+
+
+def test_delayed_operands_of_all_gemms() -> None:
+    recipe = Recipe("r", "", fprop=GemmSpec(input=DELAYED), wgrad=GemmSpec(grad_output=DELAYED, input=FP8))
+    assert recipe.delayed_operands() == {"input": (1024, "max"), "grad_output": (1024, "max")}
+
+
+@pytest.mark.parametrize(
+    ("tile", "block"), [("tensor", None), ("row", None), ("1x32", (1, 32)), ("128x128", (128, 128))]
+)
+def test_block_of_a_tile(tile: str, block: tuple[int, int] | None) -> None:
+    assert QuantSpec("e4m3", tile=tile).block == block
+
+
+def test_power_of_two_scales() -> None:
+    assert not FP8.power_of_two_scale
+    assert dataclasses.replace(FP8, scale_rule="amax_pow2").power_of_two_scale
+    assert QuantSpec("e4m3", "1x32", "e8m0", "floor").power_of_two_scale
+
+
+@pytest.mark.parametrize("spec", [QuantSpec, HadamardSpec, GemmSpec, KeepBf16, Recipe])
+def test_frozen(spec: type) -> None:
+    assert spec.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_a_transform_alone_counts_as_quantized() -> None:
+    assert not Recipe("r", "").quantized
+    assert Recipe("r", "", dgrad=GemmSpec(hadamard=HadamardSpec())).quantized

@@ -1,0 +1,71 @@
+"""What a number was measured on: the machine, the software, the sources."""
+
+import datetime
+import hashlib
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
+    """Hardware, versions, commit, date and command of this run; what cannot be found out is "unknown"."""
+    on_gpu = device.type == "cuda"
+    return {
+        "command": " ".join(["python -m tools.bench", *argv]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()}), a smoke test",
+        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
+        if on_gpu
+        else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "sources": _digest(),
+    }
+
+
+def header_lines(found: dict[str, Any]) -> list[str]:
+    """The header as two lines to print above a table."""
+    software = ", ".join(f"{name} {found[name]}" for name in ("driver", "cuda", "torch", "triton", "python"))
+    return [
+        f"{found['device']}; {software}",
+        f"{found['date']}, commit {found['commit']}, sources {found['sources']}: {found['command']}",
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=REPOSITORY, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _commit() -> str:
+    commit = _output(["git", "rev-parse", "--short=12", "HEAD"])
+    changed = commit != "unknown" and _output(["git", "status", "--porcelain", "megatron_lowprec", "tools"]) != "unknown"
+    return f"{commit} with changes" if changed else commit
+
+
+def _digest() -> str:
+    """Of the package's and this tool's Python files: names the code where the commit does not."""
+    total = hashlib.sha256()
+    for path in sorted([*REPOSITORY.glob("megatron_lowprec/**/*.py"), *REPOSITORY.glob("tools/bench/*.py")]):
+        total.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:12]

@@ -1,0 +1,159 @@
+"""How a time is taken: medians of repeated runs with the L2 cache flushed, alternatives in turn, copies beside them.
+
+On a GPU the times are CUDA events around a call (``triton.testing.do_bench``): where the host is slower than the GPU, they
+include the gaps between launches. ``host_microseconds`` and ``graph`` tell the two apart. On a CPU everything is a
+wall clock, good for trying this tool and for nothing else.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median, 20th and 80th percentile; ``rounds`` are the medians that it was made from."""
+
+    ms: float
+    low: float
+    high: float
+    rounds: tuple[float, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """As columns of a row."""
+        return asdict(self)
+
+    @property
+    def noise(self) -> float:
+        """Largest distance between rounds, as a share of the median."""
+        return (max(self.rounds) - min(self.rounds)) / self.ms if self.rounds else 0.0
+
+
+class Bench:
+    """Measures calls on one device.
+
+    Args:
+        device: where the calls run.
+        rep_ms: how long one measurement repeats the call.
+    """
+
+    def __init__(self, device: torch.device, rep_ms: float = 100.0) -> None:
+        self.device, self.rep_ms = device, rep_ms
+        self.on_gpu = device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def time(self, call: Call) -> Timing:
+        """One measurement."""
+        if not self.on_gpu:
+            return _wall_clock(call)
+        from triton.testing import do_bench
+
+        ms, low, high = do_bench(call, warmup=25, rep=self.rep_ms, quantiles=[0.5, 0.2, 0.8])
+        return Timing(ms, low, high, (ms,))
+
+    def compare(self, calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
+        """Several alternatives, measured in turn ``rounds`` times, so that a drifting clock meets all of them."""
+        taken: dict[str, list[Timing]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                taken[name].append(self.time(call))
+        return {name: combined(timings) for name, timings in taken.items()}
+
+    def host_microseconds(self, call: Call, calls: int = 200) -> float:
+        """Median time until a call returns, with an idle device before it: Python and launches, not their execution."""
+        if not self.on_gpu:
+            calls = 3
+        samples = []
+        for _ in range(calls + calls // 10):
+            self.synchronize()
+            started = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - started)
+        self.synchronize()
+        return median(samples[calls // 10 :]) * 1e6
+
+    def graph(self, call: Call) -> Timing | str:
+        """Time of the call's kernels alone, by replaying a CUDA graph of it, or why there is none."""
+        if not self.on_gpu:
+            return "no CUDA graphs on a CPU"
+        graph = torch.cuda.CUDAGraph()
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    call()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph):
+                call()
+        except RuntimeError as error:
+            self.synchronize()
+            return " ".join(str(error).split())[:120] or type(error).__name__
+        return self.time(graph.replay)
+
+    def copy(self, tensor_bytes: int) -> "Copy":
+        """A plain device copy of a tensor of that size, with the same flush of the cache."""
+        source = torch.randint(-128, 128, (tensor_bytes,), dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        return Copy(2 * tensor_bytes, self.time(lambda: target.copy_(source)).ms)
+
+    def input_sets(self, make: Callable[[], T], tensor_bytes: int) -> list[T]:
+        """One set of inputs, or several where one would stay in the L2 cache from call to call."""
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.on_gpu else 0
+        return [make() for _ in range(max(1, min(8, -(-2 * cache // max(1, tensor_bytes)))))]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A measured copy: bytes read and written, milliseconds."""
+
+    moved_bytes: int
+    ms: float
+
+    @property
+    def terabytes_per_second(self) -> float:
+        """10^12 bytes a second, read and written."""
+        return rate(self.moved_bytes, self.ms)
+
+    def row(self) -> dict[str, float]:
+        """For the JSON file."""
+        return {"moved_bytes": self.moved_bytes, "ms": self.ms, "tb_s": self.terabytes_per_second}
+
+
+def rate(moved_bytes: int, ms: float) -> float:
+    """TB/s of so many bytes in so many milliseconds."""
+    return moved_bytes / ms / 1e9
+
+
+def combined(timings: Sequence[Timing]) -> Timing:
+    """Rounds of one measurement as one: the median of medians, the widest spread."""
+    medians = tuple(timing.ms for timing in timings)
+    return Timing(median(medians), min(t.low for t in timings), max(t.high for t in timings), medians)
+
+
+def in_turn(sets: Sequence[T], call: Callable[[T], object]) -> Call:
+    """A call that takes the next set of inputs each time."""
+    following = cycle(sets)
+    return lambda: call(next(following))
+
+
+def _wall_clock(call: Call, calls: int = 5) -> Timing:
+    samples = []
+    for _ in range(calls + 1):
+        started = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - started) * 1e3)
+    samples = sorted(samples[1:])
+    return Timing(median(samples), samples[1], samples[-2], (median(samples),))

@@ -59,8 +59,8 @@ def _output(command: list[str]) -> str:
 
 def _commit() -> str:
     commit = _output(["git", "rev-parse", "--short=12", "HEAD"])
-    changed = commit != "unknown" and _output(["git", "status", "--porcelain", "megatron_lowprec", "tools"]) != "unknown"
-    return f"{commit} with changes" if changed else commit
+    changes = _output(["git", "status", "--porcelain", "megatron_lowprec", "tools"])
+    return commit if changes == "unknown" else f"{commit} with changes"
 
 
 def _digest() -> str:

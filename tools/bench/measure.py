@@ -1,13 +1,14 @@
 """How a time is taken: medians of repeated runs with the L2 cache flushed, alternatives in turn, copies beside them.
 
-On a GPU the times are CUDA events around a call (``triton.testing.do_bench``): where the host is slower than the GPU, they
-include the gaps between launches. ``host_microseconds`` and ``graph`` tell the two apart. On a CPU everything is a
-wall clock, good for trying this tool and for nothing else.
+On a GPU the times are CUDA events around a call (``triton.testing.do_bench``): where the host is slower than the GPU,
+they include the gaps between launches. ``host_microseconds`` and ``graph`` tell the two apart. On a CPU everything is
+a wall clock, good for trying this tool and for nothing else.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import cycle
 from statistics import median
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 Call = Callable[[], object]
 
 
@@ -60,12 +62,23 @@ class Bench:
             return _wall_clock(call)
         from triton.testing import do_bench
 
-        ms, low, high = do_bench(call, warmup=25, rep=self.rep_ms, quantiles=[0.5, 0.2, 0.8])
+        # Long calls, too, are repeated ten times.
+        rep = max(self.rep_ms, 10 * self._once(call))
+        ms, low, high = do_bench(call, warmup=25, rep=rep, quantiles=[0.5, 0.2, 0.8])
         return Timing(ms, low, high, (ms,))
 
-    def compare(self, calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
+    def _once(self, call: Call) -> float:
+        """Milliseconds of one call by the wall clock, after one that may compile."""
+        call()
+        self.synchronize()
+        started = time.perf_counter()
+        call()
+        self.synchronize()
+        return (time.perf_counter() - started) * 1e3
+
+    def compare(self, calls: Mapping[K, Call], rounds: int) -> dict[K, Timing]:
         """Several alternatives, measured in turn ``rounds`` times, so that a drifting clock meets all of them."""
-        taken: dict[str, list[Timing]] = {name: [] for name in calls}
+        taken: dict[K, list[Timing]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
                 taken[name].append(self.time(call))
@@ -100,14 +113,18 @@ class Bench:
                 call()
         except RuntimeError as error:
             self.synchronize()
-            return " ".join(str(error).split())[:120] or type(error).__name__
+            return one_line(error)
         return self.time(graph.replay)
 
-    def copy(self, tensor_bytes: int) -> "Copy":
-        """A plain device copy of a tensor of that size, with the same flush of the cache."""
+    def copy_call(self, tensor_bytes: int) -> Call:
+        """A plain device copy of a tensor of that size."""
         source = torch.randint(-128, 128, (tensor_bytes,), dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)
-        return Copy(2 * tensor_bytes, self.time(lambda: target.copy_(source)).ms)
+        return lambda: target.copy_(source)
+
+    def copy(self, tensor_bytes: int) -> "Copy":
+        """The same, timed."""
+        return Copy(2 * tensor_bytes, self.time(self.copy_call(tensor_bytes)).ms)
 
     def input_sets(self, make: Callable[[], T], tensor_bytes: int) -> list[T]:
         """One set of inputs, or several where one would stay in the L2 cache from call to call."""
@@ -147,6 +164,21 @@ def in_turn(sets: Sequence[T], call: Callable[[T], object]) -> Call:
     """A call that takes the next set of inputs each time."""
     following = cycle(sets)
     return lambda: call(next(following))
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """What a kernel that does not work here may raise: a row then says so, and the others are measured still."""
+    found: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, AssertionError)
+    if find_spec("triton") is not None:
+        from triton.errors import TritonError
+
+        found = (*found, TritonError)
+    return found
+
+
+def one_line(error: Exception) -> str:
+    """An error's beginning, for a cell of a table."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 def _wall_clock(call: Call, calls: int = 5) -> Timing:

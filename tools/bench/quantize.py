@@ -1,0 +1,254 @@
+"""MX quantizers, bf16 in and dequantized bf16 out: bytes a second, as a share of a plain copy's.
+
+Bytes are the least that a variant must move: the input read once, each output written once. A variant is timed only
+after its bits equal the reference's on this machine.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.quantize.reference import quantize_operand
+from megatron_lowprec.quantization.random_stream import Moment, RandomStream
+from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
+from megatron_lowprec.recipe.schema import QuantSpec
+from tools.bench.measure import Bench, Copy, Timing, errors, in_turn, one_line, rate
+from tools.bench.report import Report
+from tools.bench.shapes import linears
+from tools.bench.table import Column, Row
+
+FORMAT_NAMES = ("e2m1", "e4m3")
+KINDS = ("nearest", "sr", "rht64", "rht64+sr")
+DIRECTIONS = ("rows", "columns", "both")
+COLUMNS = (
+    Column("format", "format"),
+    Column("kind", "kind"),
+    Column("direction", "direction"),
+    Column("size", "size"),
+    Column("ms", "ms", ".4f"),
+    Column("low", "p20", ".4f"),
+    Column("high", "p80", ".4f"),
+    Column("noise", "rounds", ".1%"),
+    Column("tb_s", "TB/s", ".2f"),
+    Column("of_large_copy", "of large copy", ".1%"),
+    Column("of_same_copy", "of same-size copy", ".1%"),
+)
+
+_MOMENT = Moment(3, 1)
+_KEYS = {"rows": (0x2468ACE1, 0x13579BDF), "columns": (0x0F1E2D3C, 0xF00DCAFE)}
+_SIGN_KEYS = {"rows": (0x11111111, 0x22222222), "columns": (0x33333333, 0x44444444)}
+# An odd number of rows, and one for which Triton makes the kernel that will be timed.
+_CHECKED_SIZES = ((777, 1024), (2048, 512))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A quantizer to check and to time."""
+
+    kind: str
+    direction: str
+    spec: QuantSpec
+
+    @property
+    def group(self) -> int | None:
+        """Block of the Hadamard transform."""
+        return 64 if self.kind.startswith("rht64") else None
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """Which operands it writes."""
+        return ("rows", "columns") if self.direction == "both" else (self.direction,)
+
+    def moved_bytes(self, entries: int) -> int:
+        """Read once, written once a direction, two bytes an entry."""
+        return 2 * entries * (1 + len(self.directions))
+
+
+def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[str]) -> list[Variant]:
+    """The products of these; the specs are those of the recipes ``mxfp4``, ``mxfp4_sr`` and ``mxfp8``."""
+
+    def spec(name: str, kind: str) -> QuantSpec:
+        stochastic = kind.endswith("sr")
+        if name == "e2m1":
+            return MXFP4_SR if stochastic else MXFP4
+        return replace(MXFP8, rounding="stochastic") if stochastic else MXFP8
+
+    return [Variant(kind, way, spec(name, kind)) for name in formats for kind in kinds for way in directions]
+
+
+def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is timed: one call of the fused kernel. ``signs``: scaled signs by direction, made beforehand."""
+    from megatron_lowprec.kernels.quantize.triton import Direction, quantize_mx
+
+    ways = {way: Direction(_KEYS[way], signs.get(way)) for way in variant.directions}
+    rows, columns = quantize_mx(
+        x,
+        FORMATS[variant.spec.format],
+        rows=ways.get("rows"),
+        columns=ways.get("columns"),
+        scale_rule=variant.spec.scale_rule,
+        rounding=variant.spec.rounding,
+        random_bits=variant.spec.random_bits,
+        headroom=variant.spec.headroom,
+        moment=_MOMENT,
+    )
+    return {way: out for way, out in (("rows", rows), ("columns", columns)) if out is not None}
+
+
+def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tensor]:
+    """Scaled signs of each direction; empty without a transform."""
+    from megatron_lowprec.kernels.quantize.triton import scaled_signs
+
+    if variant.group is None:
+        return {}
+    return {way: scaled_signs(_SIGN_KEYS[way], _MOMENT, variant.group, device) for way in variant.directions}
+
+
+def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:
+    """The same operand by the reference, in the layout of x; along columns with the padding that a transform fills."""
+    spec = variant.spec
+    matrix = x.t() if way == "columns" else x
+    signs = None
+    if variant.group is not None:
+        signs = RandomStream(_SIGN_KEYS[way], _MOMENT).signs(variant.group, x.device)
+        matrix = pad(matrix, (0, -matrix.shape[1] % variant.group))
+    elements, _ = quantize_operand(
+        matrix,
+        FORMATS[spec.format],
+        (1, 32),
+        scale_format="e8m0",
+        scale_rule=spec.scale_rule,
+        rounding=spec.rounding,
+        headroom=spec.headroom,
+        signs=signs,
+        uniform=RandomStream(_KEYS[way], _MOMENT).uniform(matrix.shape[1], spec.random_bits, x.device),
+        dequantize=True,
+    )
+    return elements.t() if way == "columns" else elements
+
+
+def fault(variant: Variant, device: torch.device, generator: torch.Generator) -> str | None:
+    """How the kernel differs from the reference on fresh random inputs; None where all bits agree."""
+    try:
+        return _difference(variant, device, generator)
+    except errors() as error:
+        return one_line(error)
+
+
+def _difference(variant: Variant, device: torch.device, generator: torch.Generator) -> str | None:
+    sizes = _CHECKED_SIZES if device.type == "cuda" else ((45, 128),)
+    for rows, columns in sizes:
+        x = random_input(rows, columns, device, generator)
+        expected = {way: run_reference(x, variant, way) for way in variant.directions}
+        # Freed at once, so that the kernel's outputs are likely to begin as NaN: what it leaves unwritten is seen.
+        poison = [torch.full_like(x, torch.nan) for _ in expected]
+        del poison
+        found = run_kernel(x, variant, kernel_signs(variant, device))
+        for way, want in expected.items():
+            where = f"{rows}x{columns} along {way}"
+            if found[way].shape != want.shape:
+                return f"{where}: shape {tuple(found[way].shape)}, the reference has {tuple(want.shape)}"
+            different = int((found[way].view(torch.int16) != want.contiguous().view(torch.int16)).sum())
+            if different:
+                return f"{where}: {different} of {want.numel()} entries differ from the reference"
+    return None
+
+
+def random_input(rows: int, columns: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """bf16 normal numbers whose rows and columns differ in size by powers of two, and one block of zeros."""
+    x = torch.randn(rows, columns, generator=generator, device=device)
+    for shape in ((rows, 1), (1, columns)):
+        x *= torch.randint(-6, 7, shape, generator=generator, device=device).float().exp2()
+    x[:, :32] = 0.0
+    return x.to(torch.bfloat16)
+
+
+def sizes_of(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """(rows, columns) to time: --sizes, or with --shapes the activations and weights of these linear layers.
+
+    Raises:
+        UserError: a size that is not ROWSxCOLUMNS or whose columns are no multiple of 64.
+    """
+    if args.shapes is not None:
+        found = [
+            size
+            for linear in linears(args.shapes, args.linears)
+            for size in ((args.tokens, linear.in_features), (linear.out_features, linear.in_features))
+        ]
+        return sorted(set(found))
+    sizes = []
+    for text in args.sizes.split(","):
+        rows, _, columns = text.partition("x")
+        if not (rows.isdecimal() and columns.isdecimal()) or int(columns) % 64 or not int(rows):
+            raise UserError(f"--sizes {text}: wants ROWSxCOLUMNS, columns a multiple of 64, such as 8192x4096")
+        sizes.append((int(rows), int(columns)))
+    return sizes
+
+
+def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
+    """Check every variant, then time the sound ones at every size, a copy of the same size among them."""
+    large = bench.copy(args.copy_bytes)
+    generator = torch.Generator(bench.device).manual_seed(args.seed)
+    faults = {}
+    for variant in variants(args.formats, args.kinds, args.directions):
+        faults[variant] = fault(variant, bench.device, generator)
+        report.progress(f"{variant.spec.format} {variant.kind} {variant.direction}: {faults[variant] or 'bits agree'}")
+    sound = [variant for variant, reason in faults.items() if reason is None]
+    timed = {size: _timed(size, sound, args, bench, generator) for size in sizes_of(args)}
+    again = bench.copy(args.copy_bytes)
+    best = max(large.terabytes_per_second, again.terabytes_per_second)
+    copies = {"large": large, "large, at the end": again}
+    rows: list[Row] = []
+    for size, (same, timings) in timed.items():
+        copies["{}x{} bf16".format(*size)] = same
+        for variant, reason in faults.items():
+            named = {"format": variant.spec.format, "kind": variant.kind, "direction": variant.direction}
+            named["size"] = "{}x{}".format(*size)
+            if reason is None:
+                rows.append(named | _row(variant.moved_bytes(size[0] * size[1]), timings[variant], best, same))
+            else:
+                rows.append(named | {"failed": reason})
+    report.note(
+        *(
+            f"copy, {name}: {c.terabytes_per_second:.2f} TB/s, {c.moved_bytes >> 20} MiB moved"
+            for name, c in copies.items()
+        ),
+        f"shares of the faster large copy; {args.rounds} rounds in turn; inputs drawn with --seed {args.seed}",
+    )
+    title = f"quantize: {args.device}, bf16 -> dequantized bf16"
+    report.table(title, rows, COLUMNS, copies={name: copy.row() for name, copy in copies.items()})
+
+
+def _timed(
+    size: tuple[int, int], sound: Sequence[Variant], args: argparse.Namespace, bench: Bench, generator: torch.Generator
+) -> tuple[Copy, dict[Variant | None, Timing]]:
+    """A copy of that size, and the time of each variant."""
+    tensor_bytes = 2 * size[0] * size[1]
+    inputs = bench.input_sets(partial(random_input, *size, bench.device, generator), tensor_bytes)
+
+    def call(variant: Variant) -> Callable[[], object]:
+        signs = kernel_signs(variant, bench.device)
+        return in_turn(inputs, lambda x: run_kernel(x, variant, signs))
+
+    calls: dict[Variant | None, Callable[[], object]] = {None: bench.copy_call(tensor_bytes)}
+    calls |= {variant: call(variant) for variant in sound}
+    timings = bench.compare(calls, args.rounds)
+    return Copy(2 * tensor_bytes, timings[None].ms), timings
+
+
+def _row(moved: int, timing: Timing, large: float, same: Copy) -> dict[str, Any]:
+    reached = rate(moved, timing.ms)
+    return timing.row() | {
+        "noise": timing.noise,
+        "moved_bytes": moved,
+        "tb_s": reached,
+        "of_large_copy": reached / large,
+        "of_same_copy": reached / same.terabytes_per_second,
+    }

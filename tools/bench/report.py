@@ -1,0 +1,46 @@
+"""What a run says: progress on the way, then notes and tables, and all of it as JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench.machine import header_lines
+from tools.bench.table import Column, Row, render
+
+
+class Report:
+    """Collects the tables of one run; prints them as they come and writes them at the end.
+
+    Args:
+        header: of ``machine.header``.
+        arguments: what was asked for.
+    """
+
+    def __init__(self, header: dict[str, Any], arguments: dict[str, Any]) -> None:
+        self.content: dict[str, Any] = {"header": header, "arguments": arguments, "notes": [], "tables": []}
+
+    def progress(self, line: str) -> None:
+        """On stderr, at once."""
+        print(line, file=sys.stderr, flush=True)
+
+    def note(self, *lines: str) -> None:
+        """Conditions and footnotes, printed above the next table."""
+        self.content["notes"] += lines
+        print(*lines, sep="\n", flush=True)
+
+    def table(self, title: str, rows: Sequence[Row], columns: Sequence[Column], **more: Any) -> None:
+        """A table, under the run's header; ``more`` goes into the JSON file beside its rows."""
+        self.content["tables"].append({"title": title, "rows": list(rows), **more})
+        print(*header_lines(self.content["header"]), "", title, render(rows, columns), "", sep="\n", flush=True)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any row has no number."""
+        return any(row.get("failed") for table in self.content["tables"] for row in table["rows"])
+
+    def write(self, path: Path) -> None:
+        """As one JSON object."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")

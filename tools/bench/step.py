@@ -1,0 +1,107 @@
+"""A whole training step, built as the driver builds it, under each recipe over bf16; a fresh process for each."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from tools.bench.machine import REPOSITORY
+from tools.bench.measure import Bench
+from tools.bench.report import Report
+from tools.bench.shapes import ModelShape, models
+from tools.bench.table import Column, Row
+
+RECIPES = ("bf16", "mxfp8", "mxfp4_rht_sr")
+COLUMNS = (
+    Column("model", "model"),
+    Column("batch", "batch"),
+    Column("recipe", "recipe"),
+    Column("ms", "ms/step", ".2f"),
+    Column("low", "p20", ".2f"),
+    Column("high", "p80", ".2f"),
+    Column("noise", "rounds", ".1%"),
+    Column("over_bf16", "/bf16", ".3f"),
+    Column("tokens_per_second", "tokens/s", ",.0f"),
+    Column("peak_gib", "peak GiB", ".1f"),
+    Column("reserved_gib", "reserved", ".1f"),
+    Column("first_seconds", "first step s", ".1f"),
+    Column("last_loss", "last loss", ".4f"),
+)
+
+
+def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
+    """Each model under each recipe, --rounds times in turn."""
+    recipes = list(dict.fromkeys(["bf16", *(args.recipes or RECIPES)]))
+    rows: list[Row] = []
+    for model in models(args.shapes or ("345m", "1.3b")):
+        if model.config is None:
+            raise UserError(f"--shapes {model.name}: there is no config for it in configs/models; leave it out")
+        found: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
+        for turn in range(args.rounds):
+            for recipe in recipes:
+                result = _in_fresh_process(model, recipe, args)
+                found[recipe].append(result)
+                said = result.get("failed") or f"{result['ms']:.2f} ms"
+                report.progress(f"{model.name} {recipe}, round {turn + 1}: {said}")
+        rows += [_row(model, recipe, found, args) for recipe in recipes]
+    report.note(
+        f"one process and device, mock data; {args.warm_up} iterations before {args.iterations} timed ones",
+        "wall clock around data, forward, backward, optimizer and scheduler, device idle at both ends; peak: allocated",
+    )
+    report.table(f"step: {args.device}", rows, COLUMNS)
+
+
+def _in_fresh_process(model: ModelShape, recipe: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What ``step_worker`` writes, or the end of what it says on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        asked = {
+            "config": model.config,
+            "recipe": recipe,
+            "micro_batch": args.micro_batch or model.micro_batch,
+            "warm_up": args.warm_up,
+            "iterations": args.iterations,
+            "result": str(result),
+        }
+        command = [sys.executable, "-m", "tools.bench.step_worker", json.dumps(asked)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        if done.returncode or not result.exists():
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+            print(done.stderr, file=sys.stderr)
+            return {"failed": lines[-1][:160]}
+        content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return content
+
+
+def _row(model: ModelShape, recipe: str, found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> Row:
+    named = {
+        "model": model.name,
+        "batch": f"{args.micro_batch or model.micro_batch}x?",
+        "recipe": recipe,
+    }
+    runs = found[recipe]
+    failures = [run["failed"] for run in runs if "failed" in run]
+    if failures:
+        return named | {"failed": failures[0]}
+    ms = median(run["ms"] for run in runs)
+    plain = [run["ms"] for run in found["bf16"] if "ms" in run]
+    first = runs[0]
+    return named | {
+        "batch": f"{first['micro_batch']}x{first['sequence']}",
+        "ms": ms,
+        "low": min(run["low"] for run in runs),
+        "high": max(run["high"] for run in runs),
+        "noise": (max(run["ms"] for run in runs) - min(run["ms"] for run in runs)) / ms,
+        "over_bf16": ms / median(plain) if plain else None,
+        "tokens_per_second": first["micro_batch"] * first["sequence"] / ms * 1e3,
+        "peak_gib": max(run["peak_gib"] for run in runs),
+        "reserved_gib": max(run["reserved_gib"] for run in runs),
+        "first_seconds": first["first_seconds"],
+        "last_loss": first["losses"][-1],
+        "runs": runs,
+    }

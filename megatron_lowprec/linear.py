@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lowprec.kernels.contract.reference import Operand, contract
+from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.kernels.quantize.reference import tile_amax
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import (
@@ -41,7 +42,7 @@ _DIMS = {
 class LinearPlace:
     """Where a linear layer, or a rank's shard of one, stands: what its random streams are keyed by.
 
-    ``offsets`` says where the shard begins in the unsharded layer, for dimensions "I" and "O"; ``split`` names the
+    ``spans`` says where the shard lies in the unsharded layer, for dimensions "I" and "O"; ``split`` names the
     dimension that ranks share, if any.
     """
 
@@ -49,7 +50,7 @@ class LinearPlace:
     name: str
     expert: int = -1
     data_parallel_rank: int = 0
-    offsets: Mapping[str, int] = field(default_factory=dict)
+    spans: Mapping[str, Span] = field(default_factory=dict)
     split: str = ""
 
 
@@ -102,8 +103,8 @@ class LinearNumerics:
         self._rounding = {
             (gemm, operand): RandomStream(
                 key("rounding", gemm, operand),
-                row_offset=place.offsets.get(dims[0], 0),
-                column_offset=place.offsets.get(dims[1], 0),
+                row_span=place.spans.get(dims[0], Span()),
+                column_span=place.spans.get(dims[1], Span()),
             )
             for (gemm, operand), dims in _DIMS.items()
         }

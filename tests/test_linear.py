@@ -11,6 +11,7 @@ from megatron_lowprec import LowPrecLinear, QuantSpec, RandomStream, Recipe, Use
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.contract.reference import Operand
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale
 from megatron_lowprec.linear import LinearNumerics, LinearPlace, end_step
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -317,22 +318,31 @@ def operands_of(
 
 
 @all_recipes
-@pytest.mark.parametrize("split", ["O", "I"])
+@pytest.mark.parametrize(("split", "gated"), [("O", False), ("I", False), ("O", True)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shards_hold_the_codes_and_scales_of_the_whole(
-    name: str, split: str, ranks: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+    name: str, split: str, gated: bool, ranks: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
 ) -> None:
-    recipe, sizes = get_recipe(name), {"T": 70, "I": 512, "O": 512}
+    recipe, sizes = get_recipe(name), {"T": 70, "I": 512, "O": 1024 if gated else 512}
     dims = {"x": "TI", "w": "OI", "dy": "TO"}
     whole = {n: torch.randn([sizes[d] for d in ds], generator=generator).bfloat16() for n, ds in dims.items()}
     want = operands_of(monkeypatch, recipe, LinearPlace(LAYER, NAME), whole)
     part = sizes[split] // ranks
+    half = sizes[split] // 2
+
+    def indices(rank: int) -> torch.Tensor:
+        """Which of the whole's indices a rank holds: a gated layer's two halves are cut each by itself."""
+        if not gated:
+            return torch.arange(part) + rank * part
+        gate = torch.arange(part // 2) + rank * (part // 2)
+        return torch.cat((gate, gate + half))
 
     def shard(rank: int) -> tuple[LinearPlace, dict[str, torch.Tensor]]:
         cut = {
-            n: t.narrow(dims[n].index(split), rank * part, part) if split in dims[n] else t for n, t in whole.items()
+            n: t.index_select(dims[n].index(split), indices(rank)) if split in dims[n] else t for n, t in whole.items()
         }
-        return LinearPlace(LAYER, NAME, offsets={split: rank * part}, split=split), cut
+        span = Span(rank * part // 2, part // 2, half - part // 2) if gated else Span(rank * part)
+        return LinearPlace(LAYER, NAME, spans={split: span}, split=split), cut
 
     # what each rank would send to the reduction, then the maximum over ranks
     sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
@@ -347,15 +357,15 @@ def test_shards_hold_the_codes_and_scales_of_the_whole(
             mine, full = got[gemm, operand], want[gemm, operand]
             elements = full.elements
             if split in letters:
-                elements = elements.narrow(letters.index(split), rank * part, part)
+                elements = elements.index_select(letters.index(split), indices(rank))
             assert torch.equal(mine.elements, elements), (gemm, operand)
             assert (mine.scale is None) == (full.scale is None)
             if mine.scale is not None and full.scale is not None:
                 scale = full.scale
                 if split in letters and scale.shape[letters.index(split)] > 1:
                     dim = letters.index(split)
-                    count = mine.scale.shape[dim]
-                    scale = scale.narrow(dim, rank * count, count)
+                    tile = sizes[split] // scale.shape[dim]
+                    scale = scale.index_select(dim, indices(rank)[::tile] // tile)
                 assert torch.equal(mine.scale, scale), (gemm, operand)
 
 

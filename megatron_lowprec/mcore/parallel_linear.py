@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_lowprec.linear import GradOutput, LinearNumerics
@@ -67,6 +68,7 @@ class LowPrecLinearMixin:
 
     weight: torch.nn.Parameter
     tp_group: dist.ProcessGroup
+    config: TransformerConfig
     numerics: LinearNumerics | None = None
     accumulates_in_fp32 = True
 

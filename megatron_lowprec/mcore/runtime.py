@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.linear import LinearNumerics, LinearPlace
 from megatron_lowprec.mcore.collectives import max_over
 from megatron_lowprec.mcore.moment import current_moment, set_moment
@@ -99,7 +100,7 @@ def bind_recipe(
             name,
             expert,
             0 if same_noise_on_data_parallel else _data_parallel_rank(expert >= 0),
-            offsets={split: group.rank() * module.weight.shape[0 if split == "O" else 1]},
+            spans={split: _span(module, split, name)},
             split=split if shared else "",
         )
         history_of: Callable[[int, HistoryRule], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
@@ -128,6 +129,15 @@ def _linears(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, int,
                         parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[1]) if local else -1
                     )
                     yield layer.layer_number, _EXPERT.sub("", name), expert, module
+
+
+def _span(module: LowPrecLinearMixin, split: str, name: str) -> Span:
+    """Where this rank's shard of the weight lies in the dimension that tensor parallelism cuts."""
+    size, group = module.weight.shape[0 if split == "O" else 1], module.tp_group
+    if name.endswith("linear_fc1") and module.config.gated_linear_unit:
+        part = size // 2  # of the gate and of what it gates, each cut by itself
+        return Span(group.rank() * part, seam=part, jump=part * (group.size() - 1))
+    return Span(group.rank() * size)
 
 
 def _data_parallel_rank(expert: bool) -> int:

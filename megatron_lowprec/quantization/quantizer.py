@@ -149,7 +149,7 @@ def _fused(
         return Direction(random.key, signs)
 
     stream = row_random or _given(column_random)
-    offset = (stream.row_offset, stream.column_offset)
+    spans = (stream.row_span, stream.column_span)
     return quantize_mx(
         matrix,
         FORMATS[spec.format],
@@ -160,7 +160,7 @@ def _fused(
         random_bits=spec.random_bits,
         headroom=spec.headroom,
         moment=stream.moment,
-        offset=offset if row_random is not None else (offset[1], offset[0]),
+        spans=spans if row_random is not None else (spans[1], spans[0]),
     )
 
 

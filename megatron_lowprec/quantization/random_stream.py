@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron_lowprec.kernels.philox.reference import draw_bits
+from megatron_lowprec.kernels.philox.reference import Span, draw_bits
 from megatron_lowprec.kernels.quantize.reference import uniform_from_bits
 
 
@@ -54,13 +54,13 @@ def stream_key(
 class RandomStream:
     """The draws of one tensor at one moment; pure: the same stream gives the same bits each time it is asked.
 
-    ``row_offset`` and ``column_offset`` place a shard in the unsharded tensor, contracted dimension last.
+    ``row_span`` and ``column_span`` place a shard in the unsharded tensor, contracted dimension last.
     """
 
     key: tuple[int, int]
     moment: Moment = Moment(0, 0)
-    row_offset: int = 0
-    column_offset: int = 0
+    row_span: Span = Span()
+    column_span: Span = Span()
 
     def at(self, moment: Moment) -> "RandomStream":
         """The same tensor's stream at another moment."""
@@ -75,8 +75,9 @@ class RandomStream:
                 self.moment,
                 rows.stop - rows.start,
                 columns,
-                row_offset=self.row_offset + rows.start,
-                column_offset=self.column_offset,
+                row_span=self.row_span,
+                column_span=self.column_span,
+                first_row=rows.start,
                 device=device,
             )
             return uniform_from_bits(bits, random_bits)

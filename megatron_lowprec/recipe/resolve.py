@@ -19,8 +19,8 @@ class LinearSite:
     """A linear layer of the model, by its place and its unsharded sizes.
 
     ``layer_number`` is global and 1-based, as Megatron-core's ``TransformerLayer.layer_number``; ``split`` is the
-    dimension
-    that tensor parallelism cuts: ``"column"`` the output features, ``"row"`` the input features.
+    dimension that tensor parallelism cuts: ``"column"`` the output features, ``"row"`` the input features. The output
+    of a ``gated`` layer is two halves, each cut by itself.
     """
 
     layer_number: int
@@ -28,6 +28,7 @@ class LinearSite:
     in_features: int
     out_features: int
     split: Literal["column", "row"]
+    gated: bool = False
 
     @property
     def path(self) -> str:
@@ -111,7 +112,7 @@ def _other(gemm: str, operand: str) -> str:
 
 
 def _local_sizes(site: LinearSite, tensor_parallel: int) -> dict[str, int]:
-    sizes = {"input": site.in_features, "output": site.out_features}
+    sizes = {"input": site.in_features, "output": site.out_features // 2 if site.gated else site.out_features}
     cut = "output" if site.split == "column" else "input"
     if sizes[cut] % tensor_parallel:
         raise UserError(

@@ -28,7 +28,7 @@ def linear_sites(config: Config) -> list[LinearSite]:
         for site in (
             LinearSite(layer, "self_attention.linear_qkv", hidden, kv_channels * (heads + 2 * groups), "column"),
             LinearSite(layer, "self_attention.linear_proj", kv_channels * heads, hidden, "row"),
-            LinearSite(layer, f"{mlp}.linear_fc1", hidden, gates * ffn, "column"),
+            LinearSite(layer, f"{mlp}.linear_fc1", hidden, gates * ffn, "column", gated=gates == 2),
             LinearSite(layer, f"{mlp}.linear_fc2", ffn, hidden, "row"),
         )
     ]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron_lowprec.kernels.philox.reference import ROUNDS, draw_bits, philox
+from megatron_lowprec.kernels.philox.reference import ROUNDS, Span, draw_bits, philox
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
 
 MASK = 0xFFFFFFFF
@@ -75,7 +75,7 @@ def test_words_broadcast() -> None:
 
 def test_layout_of_the_stream_is_frozen() -> None:
     """Written down once: whoever changes these changes every stochastic bit of every recipe."""
-    got = draw_bits((0xDEADBEEF, 0x01234567), (3, 5), 2, 12, row_offset=7, column_offset=16)
+    got = draw_bits((0xDEADBEEF, 0x01234567), (3, 5), 2, 12, row_span=Span(7), column_span=Span(16))
     assert got.tolist() == FROZEN
     want = [[scalar_draw((0xDEADBEEF, 0x01234567), (3, 5), row, column) for column in range(16, 28)] for row in (7, 8)]
     assert want == FROZEN
@@ -103,16 +103,16 @@ def test_no_entries(shape: tuple[int, int]) -> None:
 def test_shards_are_slices_of_the_whole() -> None:
     whole = draw_bits((11, 22), (4, 1), 24, 64)
     for r, c in ((0, 0), (5, 8), (23, 56), (12, 32)):
-        shard = draw_bits((11, 22), (4, 1), 24 - r, 64 - c, row_offset=r, column_offset=c)
+        shard = draw_bits((11, 22), (4, 1), 24 - r, 64 - c, row_span=Span(r), column_span=Span(c))
         assert torch.equal(shard, whole[r:, c:])
-    with pytest.raises(ValueError, match="multiple of 8 columns, got 4"):
-        draw_bits((11, 22), (4, 1), 2, 8, column_offset=4)
+    with pytest.raises(ValueError, match="multiples of 8, got Span\\(start=4"):
+        draw_bits((11, 22), (4, 1), 2, 8, column_span=Span(4))
 
 
 def test_stream_chunks_and_shards_are_slices_of_the_whole() -> None:
     stream = RandomStream((11, 22), Moment(4, 1))
     whole = stream.uniform(64, 16, torch.device("cpu"))(slice(0, 24))
-    shard = RandomStream((11, 22), Moment(4, 1), row_offset=6, column_offset=24)
+    shard = RandomStream((11, 22), Moment(4, 1), row_span=Span(6), column_span=Span(24))
     assert torch.equal(shard.uniform(40, 16, torch.device("cpu"))(slice(2, 9)), whole[8:15, 24:])
 
 
@@ -139,8 +139,8 @@ BASE = stream_key(1, "rounding", **WHERE)
 N = 131_072
 
 
-def draws(key: tuple[int, int], moment: tuple[int, int] = (0, 0), **offsets: int) -> torch.Tensor:
-    return draw_bits(key, moment, 256, N // 256, **offsets).double().flatten()
+def draws(key: tuple[int, int], moment: tuple[int, int] = (0, 0), **spans: Span) -> torch.Tensor:
+    return draw_bits(key, moment, 256, N // 256, **spans).double().flatten()
 
 
 def correlation_z(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -211,5 +211,5 @@ def test_signs_are_pure() -> None:
     # 32 signs are the first of 64: counters go by column
     assert torch.equal(stream.signs(32, torch.device("cpu")), stream.signs(64, torch.device("cpu"))[:32])
     # a shard's offsets do not touch the signs, which ranks must share
-    shard = RandomStream((5, 6), Moment(2, 3), row_offset=128, column_offset=64)
+    shard = RandomStream((5, 6), Moment(2, 3), row_span=Span(128), column_span=Span(64))
     assert torch.equal(shard.signs(64, torch.device("cpu")), stream.signs(64, torch.device("cpu")))

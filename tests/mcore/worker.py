@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import megatron_lowprec.linear as linear_module
 from megatron_lowprec import get_recipe, recipes
+from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.linear import LinearNumerics, LinearPlace
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
@@ -387,7 +388,7 @@ def experts_have_their_numbers() -> None:
     assert {p.expert for p in places if p.name.startswith("self_attention.")} == {-1}
     for place in experts:
         split = "O" if place.name.endswith("fc1") else "I"
-        assert (place.split, place.offsets) == (split, {split: dist.get_rank() * FFN // 2})
+        assert (place.split, place.spans) == (split, {split: Span(dist.get_rank() * FFN // 2)})
 
 
 @check()

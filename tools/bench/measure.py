@@ -84,7 +84,7 @@ class Bench:
                 taken[name].append(self.time(call))
         return {name: combined(timings) for name, timings in taken.items()}
 
-    def host_microseconds(self, call: Call, calls: int = 200) -> float:
+    def host_microseconds(self, call: Call, calls: int = 100) -> float:
         """Median time until a call returns, with an idle device before it: Python and launches, not their execution."""
         if not self.on_gpu:
             calls = 3

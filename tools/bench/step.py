@@ -38,9 +38,11 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     """Each model under each recipe, --rounds times in turn."""
     recipes = list(dict.fromkeys(["bf16", *(args.recipes or RECIPES)]))
     rows: list[Row] = []
-    for model in models(args.shapes or ("345m", "1.3b")):
-        if model.config is None:
-            raise UserError(f"--shapes {model.name}: there is no config for it in configs/models; leave it out")
+    chosen = models(args.shapes or ("345m", "1.3b"))
+    without = [model.name for model in chosen if model.config is None]
+    if without:
+        raise UserError(f"--shapes {','.join(without)}: there is no config of it in configs/models; leave it out")
+    for model in chosen:
         found: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
         for turn in range(args.rounds):
             for recipe in recipes:

@@ -10,6 +10,8 @@ under the tensor's 64-bit key: of its four words, word ``(column % 8) // 2``, lo
 odd.
 """
 
+from typing import NamedTuple
+
 import torch
 
 ROUNDS = 7
@@ -20,6 +22,24 @@ VALUES_PER_CALL = 8
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
+
+
+class Span(NamedTuple):
+    """Where a shard lies in an unsharded dimension: index i at ``start + i``, from ``seam`` on at ``start + i + jump``.
+
+    A seam is in the shard of a gated fc1: a part of the gate and, behind it, the same part of what it gates.
+    """
+
+    start: int = 0
+    seam: int = 2**31 - 1
+    jump: int = 0
+
+    def place(self, index: torch.Tensor) -> torch.Tensor:
+        """Indices in the shard -> indices in the unsharded dimension."""
+        return index + self.start + self.jump * (index >= self.seam)
+
+
+WHOLE = Span()
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -55,27 +75,31 @@ def draw_bits(
     rows: int,
     columns: int,
     *,
-    row_offset: int = 0,
-    column_offset: int = 0,
+    row_span: Span = WHOLE,
+    column_span: Span = WHOLE,
+    first_row: int = 0,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """16 random bits for each entry of a [rows, columns] part of an operand.
+    """16 random bits for each entry of some rows of a shard of an operand.
 
     Args:
         key: the tensor's key.
         moment: (step, microbatch).
-        rows, columns: shape of the part.
-        row_offset, column_offset: where the part begins in the unsharded tensor; ``column_offset`` a multiple of 8.
+        rows, columns: how many; all columns of the shard.
+        row_span, column_span: where the shard lies; its columns begin, and jump, at multiples of 8.
+        first_row: the first of the rows within the shard.
 
     Returns:
         int64 [rows, columns], values in [0, 2^16).
     """
-    if column_offset % VALUES_PER_CALL:
-        raise ValueError(f"a shard must begin at a multiple of {VALUES_PER_CALL} columns, got {column_offset}")
+    if any(index % VALUES_PER_CALL for index in (column_span.start, column_span.jump)) or (
+        column_span.jump and column_span.seam % VALUES_PER_CALL
+    ):
+        raise ValueError(f"a shard's columns must lie at multiples of {VALUES_PER_CALL}, got {column_span}")
     calls = -(-columns // VALUES_PER_CALL)
-    first_call = column_offset // VALUES_PER_CALL
-    group = torch.arange(first_call, first_call + calls, device=device).view(1, calls)
-    row = torch.arange(row_offset, row_offset + rows, device=device).view(rows, 1)
+    column = column_span.place(torch.arange(calls, device=device) * VALUES_PER_CALL)
+    group = (column // VALUES_PER_CALL).view(1, calls)
+    row = row_span.place(torch.arange(first_row, first_row + rows, device=device)).view(rows, 1)
     step, microbatch = (torch.full((1, 1), value, dtype=torch.int64, device=device) for value in moment)
     words = torch.stack(torch.broadcast_tensors(*philox((group, row, step, microbatch), key)), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)

@@ -26,16 +26,24 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def draw_bits(row, first_call, k0, k1, step, microbatch, GROUP: tl.constexpr):
+def place(index, start, seam, jump):
+    """Indices in a shard -> uint32 indices in the unsharded dimension; ``reference.Span``."""
+    return (index + start + tl.where(index >= seam, jump, 0)).to(tl.uint32)
+
+
+@triton.jit
+def draw_bits(row, first_column, k0, k1, step, microbatch, start, seam, jump, GROUP: tl.constexpr):
     """16 random bits for ``GROUP`` consecutive columns of each row, as uint32 [GROUP, P].
 
     Args:
         row: uint32 [P], the entries' rows in the unsharded tensor.
-        first_call: uint32 [P], the first column divided by 8.
+        first_column: int32 [P], of each group, in the shard.
+        start, seam, jump: where the shard's columns lie in the unsharded tensor.
     """
     P: tl.constexpr = row.shape[0]
     CALLS: tl.constexpr = GROUP // 8
-    call = first_call[None, :] + tl.arange(0, CALLS).to(tl.uint32)[:, None]
+    column = first_column[None, :] + tl.arange(0, CALLS)[:, None] * 8
+    call = place(column, start, seam, jump) // 8
     moment = tl.zeros([1, 1], tl.uint32)
     w0, w1, w2, w3 = philox(call, row[None, :], moment + step, moment + microbatch, k0, k1)
     # entry 4 b2 + 2 b1 + b0 takes word 2 b2 + b1, half b0: the bits are joined from the top down

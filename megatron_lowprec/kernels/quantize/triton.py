@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.formats import Format
-from megatron_lowprec.kernels.philox.triton import draw_bits
+from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.philox.triton import draw_bits, place
 
 _MX_BLOCK = tl.constexpr(32)
 _RULES = {"floor": 0, "round_up": 1, "ceil": 2, "even": 3}
@@ -110,7 +111,10 @@ def _round(
 def _quantize_groups(
     y,
     row,
-    first_call,
+    first_column,
+    start,
+    seam,
+    jump,
     signs_ptr,
     key0,
     key1,
@@ -141,7 +145,8 @@ def _quantize_groups(
     v = blocks * (encode * HEADROOM)[:, None, :]
     if ROUNDING == 2:
         draws = tl.reshape(
-            draw_bits(row, first_call, key0, key1, step, microbatch, GROUP), [GROUP // _MX_BLOCK, _MX_BLOCK, P]
+            draw_bits(row, first_column, key0, key1, step, microbatch, start, seam, jump, GROUP),
+            [GROUP // _MX_BLOCK, _MX_BLOCK, P],
         )
     else:
         draws = tl.zeros([1, 1, 1], tl.uint32)
@@ -152,7 +157,11 @@ def _quantize_groups(
     return tl.reshape(out, [GROUP, P]), byte
 
 
-@triton.jit(do_not_specialize=["rk0", "rk1", "ck0", "ck1", "step", "microbatch", "m0", "n0", "unit"])
+_KEYS = ["rk0", "rk1", "ck0", "ck1"]
+_SPANS = ["m_start", "m_seam", "m_jump", "n_start", "n_seam", "n_jump"]
+
+
+@triton.jit(do_not_specialize=[*_KEYS, *_SPANS, "step", "microbatch", "unit"])
 def _mx_kernel(
     x_ptr,
     row_ptr,
@@ -169,8 +178,12 @@ def _mx_kernel(
     ck1,
     step,
     microbatch,
-    m0,
-    n0,
+    m_start,
+    m_seam,
+    m_jump,
+    n_start,
+    n_seam,
+    n_jump,
     unit,
     ALONG_ROWS: tl.constexpr,
     ALONG_COLUMNS: tl.constexpr,
@@ -204,12 +217,15 @@ def _mx_kernel(
         PER_ROW: tl.constexpr = BN // GROUP
         group = tl.arange(0, P)
         y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
-        row = (m0 + first_m + group // PER_ROW).to(tl.uint32)
-        call = ((n0 + first_n) // 8 + (group % PER_ROW) * (GROUP // 8)).to(tl.uint32)
+        row = place(first_m + group // PER_ROW, m_start, m_seam, m_jump)
+        first_column = first_n + (group % PER_ROW) * GROUP
         out, _ = _quantize_groups(
             y,
             row,
-            call,
+            first_column,
+            n_start,
+            n_seam,
+            n_jump,
             row_signs_ptr,
             rk0.to(tl.uint32, bitcast=True),
             rk1.to(tl.uint32, bitcast=True),
@@ -236,12 +252,15 @@ def _mx_kernel(
         TALL: tl.constexpr = BM // GROUP
         y = tl.reshape(tl.permute(tl.reshape(x, [TALL, GROUP, BN]), (1, 0, 2)), [GROUP, TALL * BN]).to(tl.float32)
         lane = tl.arange(0, TALL * BN)
-        row = (n0 + first_n + lane % BN).to(tl.uint32)
-        call = ((m0 + first_m) // 8 + (lane // BN) * (GROUP // 8)).to(tl.uint32)
+        row = place(first_n + lane % BN, n_start, n_seam, n_jump)
+        first_column = first_m + (lane // BN) * GROUP
         out, _ = _quantize_groups(
             y,
             row,
-            call,
+            first_column,
+            m_start,
+            m_seam,
+            m_jump,
             col_signs_ptr,
             ck0.to(tl.uint32, bitcast=True),
             ck1.to(tl.uint32, bitcast=True),
@@ -266,14 +285,17 @@ def _mx_kernel(
 
 @triton.jit(do_not_specialize=["k0", "k1", "step", "microbatch"])
 def _signs_kernel(out_ptr, k0, k1, step, microbatch, scale, GROUP: tl.constexpr):
-    zero = tl.zeros([1], tl.uint32)
+    zero = tl.zeros([1], tl.int32)
     bits = draw_bits(
-        zero,
+        zero.to(tl.uint32),
         zero,
         k0.to(tl.uint32, bitcast=True),
         k1.to(tl.uint32, bitcast=True),
         step.to(tl.uint32, bitcast=True),
         microbatch.to(tl.uint32, bitcast=True),
+        0,
+        GROUP,
+        0,
         GROUP,
     )
     signs = tl.reshape(1.0 - 2.0 * (bits >> 15).to(tl.float32), [GROUP])
@@ -311,7 +333,7 @@ def quantize_mx(
     random_bits: int = 16,
     headroom: float = 1.0,
     moment: tuple[int, int] = (0, 0),
-    offset: tuple[int, int] = (0, 0),
+    spans: tuple[Span, Span] = (Span(), Span()),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Dequantized MX operands of a matrix, along its rows, along its columns, or both from one read.
 
@@ -322,7 +344,7 @@ def quantize_mx(
         columns: blocks along the first (the operand x.T); None to leave it out.
         scale_rule, rounding, random_bits, headroom: as in ``recipe.schema.QuantSpec``; one transform size for both.
         moment: (step, microbatch) of the draws.
-        offset: (row, column) at which x begins in the unsharded matrix.
+        spans: where the rows and the columns of x lie in the unsharded matrix.
 
     Returns:
         along rows [M, N]; along columns [M rounded up to whole groups where transformed, else M, N]; each in the dtype
@@ -351,7 +373,9 @@ def quantize_mx(
         padded_M,
         N,
         x.stride(0),
-        *map(_signed, (*words, *moment, *offset)),
+        *map(_signed, (*words, *moment)),
+        *spans[0],
+        *spans[1],
         1 << max(0, 23 - fmt.mantissa_bits - random_bits),
         ALONG_ROWS=rows is not None,
         ALONG_COLUMNS=columns is not None,

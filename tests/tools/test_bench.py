@@ -1,0 +1,280 @@
+"""tools.bench: its arithmetic, its gate (no number for what is wrong), and every measurement once at tiny sizes."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec.errors import UserError
+from tools.bench import layer, overhead, quantize, shapes
+from tools.bench.__main__ import main
+from tools.bench.measure import Bench, Timing, combined, in_turn, rate
+from tools.bench.table import Column, render
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``--device cpu`` sets must not reach other tests of this process."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: Triton decides when it is imported whether it interprets."""
+    return subprocess.run(
+        [sys.executable, "-m", "tools.bench", *arguments, "--device", "cpu"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("345m", {"qkv": (1024, 3072), "proj": (1024, 1024), "fc1": (1024, 4096), "fc2": (4096, 1024)}),
+        ("6.7b", {"qkv": (4096, 12288), "proj": (4096, 4096), "fc1": (4096, 16384), "fc2": (16384, 4096)}),
+        # Llama 2: gate and up projection are one linear, and 70B shares keys and values between 8 heads
+        ("7b", {"qkv": (4096, 12288), "proj": (4096, 4096), "fc1": (4096, 22016), "fc2": (11008, 4096)}),
+        ("70b", {"qkv": (8192, 10240), "proj": (8192, 8192), "fc1": (8192, 57344), "fc2": (28672, 8192)}),
+    ],
+)
+def test_shapes_of_the_published_models(model: str, sizes: dict[str, tuple[int, int]]) -> None:
+    found = {linear.name: (linear.in_features, linear.out_features) for linear in shapes.MODELS[model].linears}
+    assert found == sizes
+
+
+def test_configs_of_the_table_have_the_same_sizes() -> None:
+    from megatron_lowprec.training.arguments import parse
+    from megatron_lowprec.training.resolve import resolve_model
+    from megatron_lowprec.training.shapes import linear_sites
+
+    for model in shapes.MODELS.values():
+        if model.config is not None and model.name != "smoke":
+            config, _, _ = parse(["--config", model.config])
+            sites = linear_sites(resolve_model(config))[:4]
+            expected = [(linear.in_features, linear.out_features) for linear in model.linears]
+            assert [(site.in_features, site.out_features) for site in sites] == expected, model.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["linear", "--shapes", "13b"], "13b: not in the table"),
+        (["linear", "--recipes", "mxfp5"], "mxfp4"),
+        (["linear", "--linears", "fc3"], "qkv, proj, fc1, fc2"),
+        (["linear", "--tokens", "0"], "--tokens 0"),
+        (["quantize", "--kinds", "rht"], "rht64"),
+        (["quantize", "--sizes", "8192by4096"], "ROWSxCOLUMNS"),
+        (["quantize", "--sizes", "128x100"], "multiple of 64"),
+        (["step", "--shapes", "70b"], "no config"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize"]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+def test_a_failed_row_has_no_number() -> None:
+    columns = (Column("name", "name"), Column("ms", "ms", ".2f"))
+    text = render([{"name": "a", "ms": 1.0}, {"name": "b", "ms": 2.0, "failed": "bits differ"}, {"name": "c"}], columns)
+    assert text.splitlines() == ["name    ms", "----  ----", "a     1.00", "b  FAILED: bits differ", "c        -"]
+
+
+def test_rate_counts_bytes_and_milliseconds() -> None:
+    assert rate(4 * 10**12, 1000.0) == pytest.approx(4.0)
+
+
+def test_rounds_are_joined_by_their_median() -> None:
+    joined = combined([Timing(3.0, 2.5, 3.5), Timing(1.0, 0.5, 9.0), Timing(2.0, 1.9, 2.1)])
+    assert (joined.ms, joined.low, joined.high) == (2.0, 0.5, 9.0)
+    assert joined.noise == pytest.approx(1.0)
+
+
+def test_alternatives_are_measured_in_turn() -> None:
+    order: list[str] = []
+    Bench(CPU).compare({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
+    runs = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+    assert runs == ["a", "b", "a", "b"]
+
+
+def test_input_sets_take_turns() -> None:
+    seen: list[int] = []
+    call = in_turn([1, 2, 3], seen.append)
+    for _ in range(4):
+        call()
+    assert seen == [1, 2, 3, 1]
+
+
+def test_bytes_of_both_directions_count_one_read() -> None:
+    (both,) = quantize.variants(["e2m1"], ["nearest"], ["both"])
+    (rows,) = quantize.variants(["e2m1"], ["nearest"], ["rows"])
+    assert (rows.moved_bytes(100), both.moved_bytes(100)) == (400, 600)
+
+
+@pytest.fixture
+def kernel_is_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_kernel(x: torch.Tensor, variant: quantize.Variant, signs: object) -> dict[str, torch.Tensor]:
+        return {way: quantize.run_reference(x, variant, way).contiguous() for way in variant.directions}
+
+    monkeypatch.setattr(quantize, "run_kernel", run_kernel)
+    monkeypatch.setattr(quantize, "kernel_signs", lambda variant, device: {})
+
+
+@pytest.mark.usefixtures("kernel_is_reference")
+def test_one_wrong_bit_costs_the_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound = quantize.run_kernel
+
+    def run_kernel(x: torch.Tensor, variant: quantize.Variant, signs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        outputs = sound(x, variant, signs)
+        if variant.kind == "sr" and "columns" in outputs:
+            outputs["columns"].view(torch.int16)[-1, -1] ^= 1
+        return outputs
+
+    monkeypatch.setattr(quantize, "run_kernel", run_kernel)
+    out = tmp_path / "found.json"
+    arguments = ["--sizes", "64x64", "--formats", "e2m1", "--directions", "rows,columns", "--device", "cpu"]
+    assert main(["quantize", *arguments, "--out", str(out)]) == 1
+    rows = json.loads(out.read_text())["tables"][0]["rows"]
+    failed = [(row["kind"], row["direction"]) for row in rows if "failed" in row]
+    assert failed == [("sr", "columns")]
+    assert all(("ms" in row) != ("failed" in row) for row in rows)
+    assert "1 of 5760 entries differ" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("kernel_is_reference")
+def test_a_kernel_that_raises_is_a_failed_row(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    def broken(*arguments: object) -> dict[str, torch.Tensor]:
+        raise RuntimeError("out of resources")
+
+    (variant,) = quantize.variants(["e2m1"], ["nearest"], ["rows"])
+    assert quantize.fault(variant, CPU, generator) is None
+    monkeypatch.setattr(quantize, "run_kernel", broken)
+    assert quantize.fault(variant, CPU, generator) == "RuntimeError: out of resources"
+
+
+def test_a_wrong_gemm_fails_the_layer(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    assert layer.fault("mxfp4_rht_sr", CPU, generator) is None
+    sound, calls = layer.LinearNumerics.dgrad, iter([1.01, 1.0])
+
+    def dgrad(self: layer.LinearNumerics, *arguments: Any) -> torch.Tensor:
+        return sound(self, *arguments) * next(calls)
+
+    monkeypatch.setattr(layer.LinearNumerics, "dgrad", dgrad)
+    reason = layer.fault("mxfp4_rht_sr", CPU, generator)
+    assert reason is not None
+    assert reason.startswith("dgrad is 1.0e-02 away")
+
+
+def test_all_ways_through_a_layer_do_the_same_work(generator: torch.Generator) -> None:
+    shape = shapes.MODELS["smoke"].linears[1]
+    found = []
+    for call in (
+        layer.plain_torch,
+        layer.through_autograd(layer.TorchGemms()),
+        layer.through_autograd(layer.RecipeGemms("bf16", CPU)),
+        layer.without_autograd(layer.TorchGemms()),
+    ):
+        t = layer.tensors(shape, 48, CPU, generator.manual_seed(7))
+        call(t)
+        call(t)
+        found.append((t.main_grad, t.x.grad))
+    for main_grad, dx in found[1:]:
+        assert (main_grad - found[0][0]).norm() < 4e-3 * found[0][0].norm()
+        assert dx is None or torch.equal(dx, found[0][1])
+    assert found[0][0].abs().sum() > 0
+
+
+def test_shares_are_of_the_recipe_that_has_both() -> None:
+    ms = {"bf16": 5.0, "mxfp4": 6.0, "mxfp4_rht": 8.0, "mxfp4_sr": 9.0, "mxfp4_rht_sr": 10.0}
+    timings = {name: Timing(value, value, value) for name, value in ms.items()}
+    assert overhead._shares(timings, "mxfp4_rht_sr") == pytest.approx({"over_bf16": 2.0, "rht": 0.1, "sr": 0.2})
+    assert overhead._shares(timings, "mxfp4") == {"over_bf16": pytest.approx(1.2), "rht": None, "sr": None}
+
+
+def test_a_layers_overhead_is_of_sums_not_a_mean_of_ratios() -> None:
+    def part(base: float, rht: float) -> dict[str, Timing]:
+        ms = {"gemm": base - 1, "cast": 1.0, "rht_cast": 1.0 + rht - base, "rht_pass": 2.0, "base": base, "rht": rht}
+        return {name: Timing(value, value, value, (value,)) for name, value in ms.items()}
+
+    row = overhead._fp8_row([part(10.0, 11.0), part(90.0, 90.0)], 3 * 10**9, copy_rate=3.0)
+    assert row["added"] == pytest.approx(0.01)
+    assert row["by_parts"] == pytest.approx(0.01)
+    assert row["over_gemm"] == pytest.approx(1 / 98)
+    assert row["cast_of_copy"] == pytest.approx(0.5)
+
+
+def test_sizes_of_shapes_are_activations_and_weights() -> None:
+    args = argparse.Namespace(shapes=["345m"], linears=["proj", "fc1"], tokens=512, sizes="")
+    assert quantize.sizes_of(args) == [(512, 1024), (1024, 1024), (4096, 1024)]
+    with pytest.raises(UserError, match="not in the table"):
+        quantize.sizes_of(argparse.Namespace(shapes=["1b"], linears=["proj"], tokens=512))
+
+
+def test_linear_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "linear.json"
+    asked = ["--shapes", "smoke", "--linears", "proj", "--recipes", "mxfp4_rht_sr", "--tokens", "32", "--rounds", "1"]
+    assert main(["linear", "--device", "cpu", *asked, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    rows = {row["recipe"]: row for row in found["tables"][0]["rows"]}
+    assert set(rows) == {"torch F.linear", "torch, bare GEMMs", "bf16", "mxfp4_rht_sr"}
+    assert rows["bf16"]["over_bf16"] == 1.0
+    assert rows["mxfp4_rht_sr"]["over_bf16"] == rows["mxfp4_rht_sr"]["ms"] / rows["bf16"]["ms"]
+    assert all(row["host_us"] > 0 for row in rows.values())
+    assert found["header"]["torch"] == torch.__version__
+    assert "smoke test" in found["header"]["device"]
+    assert "no graph: bf16: no CUDA graphs on a CPU" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_quantize_end_to_end_by_tritons_interpreter() -> None:
+    pytest.importorskip("triton")
+    done = bench("quantize", "--sizes", "33x64", "--formats", "e2m1", "--kinds", "rht64+sr", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    assert "e2m1 rht64+sr both: bits agree" in done.stderr
+    assert "of same-size copy" in done.stdout
+
+
+@pytest.mark.slow
+def test_overhead_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "overhead.json"
+    done = bench("overhead", "--shapes", "smoke", "--tokens", "32", "--rounds", "1", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    fp8, backward = json.loads(out.read_text())["tables"]
+    assert [row["linear"] for row in fp8["rows"]] == [f"smoke {n}" for n in ("qkv", "proj", "fc1", "fc2", "layer")]
+    total = fp8["rows"].pop()
+    assert total["base_ms"] == pytest.approx(sum(row["base_ms"] for row in fp8["rows"]))
+    assert [row["recipe"] for row in backward["rows"]] == list(overhead.RECIPES)
+
+
+@pytest.mark.slow
+def test_step_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    asked = ["--shapes", "smoke", "--recipes", "mxfp8", "--warm-up", "1", "--iterations", "2", "--out", str(out)]
+    done = bench("step", *asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, mxfp8 = json.loads(out.read_text())["tables"][0]["rows"]
+    assert (plain["recipe"], mxfp8["recipe"]) == ("bf16", "mxfp8")
+    assert len(plain["runs"][0]["milliseconds"]) == 3
+    assert plain["runs"][0]["losses"] != mxfp8["runs"][0]["losses"]
+    assert mxfp8["over_bf16"] == pytest.approx(mxfp8["ms"] / plain["ms"])
+    assert plain["tokens_per_second"] == pytest.approx(2 * 128 / plain["ms"] * 1e3)

@@ -1,0 +1,142 @@
+"""Cases of the fused MX kernel against the reference, bit for bit; run interpreted on a CPU, and natively on a GPU.
+
+``python -m tests.kernels.mx_cases`` runs the small set under Triton's interpreter, which must be chosen before Triton
+is imported, and prints what differs.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, fields
+from itertools import product
+
+import torch
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.philox.reference import WHOLE, Span
+from megatron_lowprec.kernels.quantize.reference import quantize_operand
+from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
+
+MOMENT = Moment(70_000, 3)
+# a shard of a gated layer's fc1, and a plain one, at indices beyond 16 bits
+SPANS = (Span(1 << 20, seam=64, jump=4096), Span(512))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch on [rows, columns], along ``ways`` ("r" rows, "c" columns), after a transform of ``block`` if not 0."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    fmt: str
+    rule: str
+    rounding: str
+    block: int
+    ways: str
+    random_bits: int = 16
+    sharded: bool = False
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
+
+
+def input_of(case: Case, device: str) -> torch.Tensor:
+    """Normal numbers over 24 binades, and zeros of both signs, ties, Inf, NaN, huge and subnormal numbers, a zero block."""
+    generator = torch.Generator().manual_seed(case.rows * 1000 + case.columns)
+    shape = (case.rows, case.columns)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 12, shape, generator=generator).float())
+    x = x.to(case.dtype)
+    edge = torch.tensor([0.0, -0.0, torch.inf, torch.nan, 1e-40, -1e-38, 3e38, 6.0, 0.25, -0.25, 2.5, 5.0, -torch.inf])
+    where = torch.randperm(x.numel(), generator=generator)[: 3 * edge.numel()]
+    x.view(-1)[where] = edge.repeat(3).to(case.dtype)
+    x[:, :32] = 0
+    x[: case.rows // 2, 32:64] = 6.0 * 2.0 ** torch.randint(-3, 3, (case.rows // 2, 32), generator=generator)
+    return x.to(device)
+
+
+def differences(case: Case, device: str) -> list[str]:
+    """What the kernel and the reference disagree about, one line a direction; empty where all bits agree."""
+    from megatron_lowprec.kernels.quantize.triton import Direction, quantize_mx, scaled_signs
+
+    x, fmt = input_of(case, device), FORMATS[case.fmt]
+    spans = SPANS if case.sharded else (WHOLE, WHOLE)
+    headroom = 0.75 if case.rounding == "stochastic" else 1.0
+    options = {"scale_rule": case.rule, "rounding": case.rounding, "headroom": headroom}
+    directions, expected = {}, {}
+    for way in case.ways:
+        signs_key = stream_key(1, "sign", layer=2, linear="x", gemm=way)
+        row_span, column_span = spans if way == "r" else spans[::-1]
+        stream = RandomStream(
+            stream_key(1, "rounding", layer=2, linear="x", gemm=way, operand=way), MOMENT, row_span, column_span
+        )
+        signs = scaled_signs(signs_key, MOMENT, case.block, x.device) if case.block else None
+        directions[way] = Direction(stream.key, signs)
+        matrix = x if way == "r" else x.t()
+        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % max(1, case.block)))
+        uniform = stream.uniform(matrix.shape[1], case.random_bits, x.device)
+        signs = RandomStream(signs_key, MOMENT).signs(case.block, x.device) if case.block else None
+        expected[way], _ = quantize_operand(
+            matrix, fmt, (1, 32), scale_format="e8m0", signs=signs, uniform=uniform, dequantize=True, **options
+        )
+    got = quantize_mx(
+        x,
+        fmt,
+        rows=directions.get("r"),
+        columns=directions.get("c"),
+        moment=MOMENT,
+        spans=spans,
+        random_bits=case.random_bits,
+        **options,
+    )
+    lines = []
+    for way, out in zip("rc", got, strict=True):
+        if out is None:
+            continue
+        want = expected[way] if way == "r" else expected[way].t()
+        bits = torch.int16 if out.element_size() == 2 else torch.int32
+        same = (out.view(bits) == want.contiguous().view(bits)) | (out.isnan() & want.isnan())
+        if not bool(same.all()):
+            at = tuple((~same).nonzero()[0].tolist())
+            lines.append(f"{case} along {way}: {int((~same).sum())} differ, at {at} {out[at]} instead of {want[at]}")
+    return lines
+
+
+def small_cases() -> list[Case]:
+    """A few launches that together pass through every branch; about a second each under the interpreter."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return [
+        Case(37, 128, bf16, "e2m1", "floor", "nearest_even", 0, "r"),
+        Case(37, 128, bf16, "e2m1", "floor", "nearest_even", 0, "c"),
+        Case(40, 128, fp32, "e4m3", "round_up", "nearest_even", 0, "rc"),
+        Case(37, 128, bf16, "e5m2", "even", "half_away", 0, "rc"),
+        Case(37, 128, fp32, "e2m3", "ceil", "stochastic", 0, "rc"),
+        Case(37, 128, bf16, "e2m1", "floor", "stochastic", 64, "rc", sharded=True),
+        Case(70, 64, fp32, "e2m1", "floor", "stochastic", 32, "rc", random_bits=8),
+        Case(20, 128, bf16, "e3m2", "floor", "half_away", 128, "c"),
+        Case(20, 256, bf16, "e2m1", "floor", "stochastic", 256, "rc"),
+    ]
+
+
+def gpu_cases() -> list[Case]:
+    """Every format, scale rule, rounding, block, direction and dtype, at odd sizes."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    sizes = ((37, 256), (1000, 1024))
+    cases = [
+        Case(*size, dtype, "e2m1", "floor", rounding, block, ways, sharded=block == 64)
+        for size, dtype, rounding, block, ways in product(
+            sizes, (bf16, fp32), ("nearest_even", "stochastic"), (0, 32, 64, 128, 256), ("r", "c", "rc")
+        )
+    ]
+    rules = (("e4m3", "round_up"), ("e5m2", "even"), ("e2m3", "ceil"), ("e3m2", "floor"))
+    cases += [
+        Case(37, 256, bf16, *rule, rounding, block, "rc")
+        for rule, rounding, block in product(rules, ("nearest_even", "half_away", "stochastic"), (0, 64))
+    ]
+    return cases
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    found = [line for case in small_cases() for line in differences(case, "cpu")]
+    print(*found, f"{len(small_cases())} cases compared", sep="\n")
+    sys.exit(bool(found))

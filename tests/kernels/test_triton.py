@@ -1,0 +1,48 @@
+"""The fused MX kernel gives the reference's bits: interpreted here, compiled where there is a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.kernels.mx_cases import Case, differences, gpu_cases, small_cases
+
+
+def test_interpreted_kernel_equals_the_reference() -> None:
+    """In a process of its own: Triton decides at import whether it interprets."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.mx_cases"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{len(small_cases())} cases compared" in run.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", gpu_cases(), ids=str)
+def test_compiled_kernel_equals_the_reference(case: Case) -> None:
+    assert differences(case, "cuda") == []
+
+
+@pytest.mark.gpu
+def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> None:
+    """The dispatch itself: operands made on a GPU, by kernels, equal those made on a CPU, by the reference."""
+    from megatron_lowprec.quantization.quantizer import Transform, quantize_both_ways, quantize_for_gemm
+    from megatron_lowprec.quantization.random_stream import Moment, RandomStream
+    from megatron_lowprec.recipe.registry import MXFP4_SR
+
+    x = torch.randn(70, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    stream, transform = RandomStream((1, 2), Moment(3, 1)), Transform(64, RandomStream((5, 6), Moment(3, 1)))
+    both = quantize_both_ways(x.cuda(), MXFP4_SR, (stream, stream), (transform, transform))
+    assert both is not None
+    for matrix, fused in ((x, both[0]), (x.t(), both[1])):
+        cpu, _ = quantize_for_gemm(matrix, MXFP4_SR, random=stream, transform=transform)
+        gpu, _ = quantize_for_gemm(matrix.cuda(), MXFP4_SR, random=stream, transform=transform)
+        assert torch.equal(cpu, gpu.cpu())
+        assert torch.equal(cpu, fused.cpu())

@@ -6,6 +6,7 @@ python pretrain_gpt.py --list-recipes
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
             # torchrun ends the others at the first failure, which must not be before rank 0 has spoken.
             time.sleep(20 if ranks.world_size > 1 else 0)
         return 2
+    except BrokenPipeError:  # `--explain-recipe | head`: whoever read has what they wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -23,7 +23,7 @@ SPANS = (Span(1 << 20, seam=64, jump=4096), Span(512))
 
 @dataclass(frozen=True)
 class Case:
-    """One launch on [rows, columns], along ``ways`` ("r" rows, "c" columns), after a transform of ``block`` if not 0."""
+    """One launch on [rows, columns], along ``ways`` ("r" rows, "c" columns), after a transform of ``block``."""
 
     rows: int
     columns: int
@@ -41,7 +41,7 @@ class Case:
 
 
 def input_of(case: Case, device: str) -> torch.Tensor:
-    """Normal numbers over 24 binades, and zeros of both signs, ties, Inf, NaN, huge and subnormal numbers, a zero block."""
+    """Normal numbers over 24 binades, and zeros of both signs, ties, Inf, NaN, huge and tiny numbers, a zero block."""
     generator = torch.Generator().manual_seed(case.rows * 1000 + case.columns)
     shape = (case.rows, case.columns)
     x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 12, shape, generator=generator).float())

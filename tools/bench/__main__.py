@@ -105,8 +105,9 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: wants at least 1")
     if args.what == "quantize":
-        from tools.bench.quantize import DIRECTIONS, FORMAT_NAMES, KINDS
+        from tools.bench.quantize import DIRECTIONS, FORMAT_NAMES, KINDS, sizes_of
 
+        sizes_of(args)
         for name, known in (("formats", FORMAT_NAMES), ("kinds", KINDS), ("directions", DIRECTIONS)):
             unknown = [value for value in getattr(args, name) if value not in known]
             if unknown:

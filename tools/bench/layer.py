@@ -161,7 +161,7 @@ def fault(recipe: str, device: torch.device, generator: torch.Generator) -> str 
 def _distance(recipe: str, device: torch.device, generator: torch.Generator) -> str | None:
     shape = LinearShape("check", "check", 256, 128)
     there = tensors(shape, 333, device, generator)
-    here = Tensors(*(tensor.detach().cpu() for tensor in (there.x, there.weight, there.dy, there.main_grad)))
+    here = Tensors(*(tensor.detach().cpu().clone() for tensor in (there.x, there.weight, there.dy, there.main_grad)))
     found, expected = RecipeGemms(recipe, device), RecipeGemms(recipe, torch.device("cpu"))
     with torch.no_grad():
         pairs = {

@@ -181,7 +181,7 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
-def _wall_clock(call: Call, calls: int = 5) -> Timing:
+def _wall_clock(call: Call, calls: int = 3) -> Timing:
     samples = []
     for _ in range(calls + 1):
         started = time.perf_counter()

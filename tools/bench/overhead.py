@@ -206,9 +206,10 @@ def _fp8(
 
 
 def _fp8_fault(args: argparse.Namespace, bench: Bench, generator: torch.Generator) -> str | None:
-    few = argparse.Namespace(**{**vars(args), "tokens": 272})
+    tokens, inputs, outputs = (272, 256, 384) if bench.on_gpu else (40, 64, 48)
+    few = argparse.Namespace(**{**vars(args), "tokens": tokens})
     try:
-        return CastAndMultiply(LinearShape("check", "check", 256, 384), few, bench, generator).fault()
+        return CastAndMultiply(LinearShape("check", "check", inputs, outputs), few, bench, generator).fault()
     except errors() as error:
         return one_line(error)
 

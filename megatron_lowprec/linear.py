@@ -82,6 +82,7 @@ class LinearNumerics:
         self.recipe, self.place = recipe, place
         self._cache_weights = cache_weights
         self._weights: dict[str, Operand] = {}
+        self._transforms: dict[str, tuple[Moment, Transform]] = {}
         self._reduce_amax = reduce_amax
         self.histories: dict[str, tuple[AmaxHistory, int]] = {}
         for operand, (length, rule) in recipe.delayed_operands().items():
@@ -214,10 +215,15 @@ class LinearNumerics:
         return self._rounding[gemm, operand].at(moment)
 
     def _transform(self, gemm: str, moment: Moment) -> Transform | None:
+        """The GEMM's transform, one object for both operands of a moment."""
         hadamard = getattr(self.recipe, gemm).hadamard
         if hadamard is None:
             return None
-        return Transform(hadamard.block, self._sign[gemm].at(moment) if hadamard.signs == "random" else None)
+        last = self._transforms.get(gemm)
+        if last is None or last[0] != moment:
+            stream = self._sign[gemm].at(moment) if hadamard.signs == "random" else None
+            last = self._transforms[gemm] = (moment, Transform(hadamard.block, stream))
+        return last[1]
 
     def _keeps_weight(self, gemm: str, spec: QuantSpec | None) -> bool:
         """Whether a step's microbatches all multiply with the same quantized weight, and it is to be kept for them."""

@@ -1,7 +1,6 @@
 """From a spec to a quantized tensor: the one place where a recipe's fields become a kernel's plain arguments."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +16,30 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
 
 
-@dataclass(frozen=True)
 class Transform:
-    """A GEMM's Hadamard transform at one moment: its block, and the stream of its signs; None for no signs."""
+    """A GEMM's Hadamard transform at one moment: its block, and the stream of its signs; None for no signs.
 
-    block: int
-    stream: RandomStream | None
+    Its operands share one: the signs are drawn once.
+    """
+
+    def __init__(self, block: int, stream: RandomStream | None) -> None:
+        self.block, self.stream = block, stream
+        self._scaled: torch.Tensor | None = None
 
     def signs(self, device: torch.device) -> torch.Tensor:
         """fp32 [block] of +1 and -1."""
         return torch.ones(self.block, device=device) if self.stream is None else self.stream.signs(self.block, device)
+
+    def scaled_signs(self, device: torch.device) -> torch.Tensor:
+        """fp32 [block] of signs times 1/sqrt(block), as the fused kernel takes them; on a GPU."""
+        if self._scaled is None:
+            if self.stream is None:
+                self._scaled = torch.full((self.block,), self.block**-0.5, device=device)
+            else:
+                from megatron_lowprec.kernels.quantize.triton import scaled_signs
+
+                self._scaled = scaled_signs(self.stream.key, self.stream.moment, self.block, device)
+        return self._scaled
 
     def apply(self, matrix: torch.Tensor) -> torch.Tensor:
         """Transform [R, K] along K in fp32, padded with zeros to whole blocks: neither scale nor product sees them."""
@@ -137,24 +150,20 @@ def _fused(
     column_transform: Transform | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The Triton kernel along the rows and columns of [M, N] for which a stream is given."""
-    from megatron_lowprec.kernels.quantize.triton import Direction, quantize_mx, scaled_signs
+    from megatron_lowprec.kernels.quantize.triton import Direction, quantize_mx
 
-    def direction(random: RandomStream | None, transform: Transform | None) -> Direction | None:
-        if random is None or transform is None:
-            return None if random is None else Direction(random.key)
-        if transform.stream is None:
-            signs = torch.full((transform.block,), transform.block**-0.5, device=matrix.device)
-        else:
-            signs = scaled_signs(transform.stream.key, transform.stream.moment, transform.block, matrix.device)
-        return Direction(random.key, signs)
+    def way(random: RandomStream | None, transform: Transform | None) -> Direction | None:
+        if random is None:
+            return None
+        return Direction(random.key, None if transform is None else transform.scaled_signs(matrix.device))
 
     stream = row_random or _given(column_random)
     spans = (stream.row_span, stream.column_span)
     return quantize_mx(
         matrix,
         FORMATS[spec.format],
-        rows=direction(row_random, row_transform),
-        columns=direction(column_random, column_transform),
+        rows=way(row_random, row_transform),
+        columns=way(column_random, column_transform),
         scale_rule=spec.scale_rule,
         rounding=spec.rounding,
         random_bits=spec.random_bits,

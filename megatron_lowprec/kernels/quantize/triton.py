@@ -2,17 +2,19 @@
 
 A program holds groups of consecutive entries as a tensor [GROUP, P] with a whole group in each thread, so that the
 transform's butterflies, the block maxima and the draws (8 of one Philox call) move no data between threads. The tile is
-read in 16-byte pieces and goes through shared memory once each way, as bf16. Bits equal ``reference.py``: additions
-come in its order, a product that an addition follows is exact, and rounding works on the bits of an fp32 number.
+read in 16-byte pieces and goes through shared memory once each way, as bf16. Bits equal ``reference.py``: the same fp32
+operations in the same order, none contracted, and rounding on the bits of an fp32 number.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.launch import launch
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
 
@@ -99,7 +101,7 @@ def _round(
             SHIFT: tl.constexpr = 23 - MANTISSA
             bits = (magnitude + offset).to(tl.int32, bitcast=True)
             # u = (r + 1/2) 2^-RANDOM_BITS of a step, as an addend to the mantissa. Its unit comes as an argument, so
-            # that the compiler keeps a multiply-add, which runs beside the integer units; they are the bottleneck
+            # that the compiler keeps a multiply-add, which runs beside the integer units; those are the bottleneck
             draws = (draws >> (16 - RANDOM_BITS)).to(tl.int32)
             bits = (draws * unit + (bits + (1 << (SHIFT - RANDOM_BITS - 1)))) & (-1 << SHIFT)
             rounded = bits.to(tl.float32, bitcast=True) - offset
@@ -185,6 +187,7 @@ def _mx_kernel(
     n_seam,
     n_jump,
     unit,
+    PACKED: tl.constexpr,
     ALONG_ROWS: tl.constexpr,
     ALONG_COLUMNS: tl.constexpr,
     BM: tl.constexpr,
@@ -208,7 +211,6 @@ def _mx_kernel(
     cols = first_n + tl.arange(0, BN)
     offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     step = step.to(tl.uint32, bitcast=True)
     microbatch = microbatch.to(tl.uint32, bitcast=True)
     out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
@@ -216,7 +218,20 @@ def _mx_kernel(
         P: tl.constexpr = BM * BN // GROUP
         PER_ROW: tl.constexpr = BN // GROUP
         group = tl.arange(0, P)
-        y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
+        if PACKED:  # two bf16 numbers a word, each widened by one integer operation
+            pairs = first_n // 2 + tl.arange(0, BN // 2)
+            words = tl.load(
+                x_ptr.to(tl.pointer_type(tl.int32)) + rows.to(tl.int64)[:, None] * (stride // 2) + pairs[None, :],
+                mask=(rows < M)[:, None] & (pairs < N // 2)[None, :],
+                other=0,
+            )
+            words = tl.trans(tl.reshape(words, [P, GROUP // 2]))
+            low = (words << 16).to(tl.float32, bitcast=True)
+            high = (words & -65536).to(tl.float32, bitcast=True)
+            y = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [GROUP, P])
+        else:
+            x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+            y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
         row = place(first_m + group // PER_ROW, m_start, m_seam, m_jump)
         first_column = first_n + (group % PER_ROW) * GROUP
         out, _ = _quantize_groups(
@@ -246,8 +261,8 @@ def _mx_kernel(
         out = tl.reshape(tl.trans(out.to(row_ptr.dtype.element_ty)), [BM, BN])
         tl.store(row_ptr + out_offsets, out, mask=mask)
     if ALONG_COLUMNS:
-        if ALONG_ROWS:  # from the cache: the registers that would hold the tile are better spent on warps
-            x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+        # where rows came first, this read comes from the cache: registers for the tile are better spent on warps
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
         # BM // GROUP groups, one below the other
         TALL: tl.constexpr = BM // GROUP
         y = tl.reshape(tl.permute(tl.reshape(x, [TALL, GROUP, BN]), (1, 0, 2)), [GROUP, TALL * BN]).to(tl.float32)
@@ -318,7 +333,8 @@ class Direction:
 def scaled_signs(key: tuple[int, int], moment: tuple[int, int], group: int, device: torch.device) -> torch.Tensor:
     """fp32 [group] of random signs times fl32(1/sqrt(group)), from the stream of ``philox/reference.py``."""
     out = torch.empty(group, dtype=torch.float32, device=device)
-    _signs_kernel[(1,)](out, *map(_signed, (*key, *moment)), group**-0.5, GROUP=group, num_warps=1)
+    arguments = (out, *map(_signed, (*key, *moment)), group**-0.5)
+    launch(_signs_kernel, (1, 1, 1), arguments, {"GROUP": group}, specialized_on=device, num_warps=1)
     return out
 
 
@@ -350,6 +366,12 @@ def quantize_mx(
         along rows [M, N]; along columns [M rounded up to whole groups where transformed, else M, N]; each in the dtype
         of x and row-major, or None. Headroom is left in.
     """
+    if rows is not None and columns is not None and rows.signs is not None and rounding == "stochastic":
+        # bound by arithmetic: two programs that each keep a group in registers beat one that reads less
+        options = {"scale_rule": scale_rule, "rounding": rounding, "random_bits": random_bits, "headroom": headroom}
+        first, _ = quantize_mx(x, fmt, rows=rows, moment=moment, spans=spans, **options)  # type: ignore[arg-type]
+        _, second = quantize_mx(x, fmt, columns=columns, moment=moment, spans=spans, **options)  # type: ignore[arg-type]
+        return first, second
     M, N = x.shape
     directions = (rows, columns)
     signs = next(direction.signs for direction in directions if direction is not None)
@@ -364,46 +386,72 @@ def quantize_mx(
     # the kernel does not touch what a direction that is left out would write or read
     unused = next(out for out in outputs if out is not None)
     signs_given = [direction.signs if direction is not None else None for direction in directions]
-    tile_m, tile_n, warps = _tile(group, rows is not None, columns is not None)
-    _mx_kernel[(triton.cdiv(M, tile_m) * triton.cdiv(N, tile_n),)](
+    stochastic = rounding == "stochastic"
+    tiling = _tiling(group, rows is not None, columns is not None, signs is not None, stochastic)
+    sizes = (M, padded_M, N, x.stride(0))
+    arguments = (
         x,
         *(unused if out is None else out for out in outputs),
         *(unused if vector is None else vector for vector in signs_given),
-        M,
-        padded_M,
-        N,
-        x.stride(0),
+        *sizes,
         *map(_signed, (*words, *moment)),
         *spans[0],
         *spans[1],
         1 << max(0, 23 - fmt.mantissa_bits - random_bits),
-        ALONG_ROWS=rows is not None,
-        ALONG_COLUMNS=columns is not None,
-        BM=tile_m,
-        BN=tile_n,
-        GROUP=group,
-        HADAMARD=signs is not None,
-        MANTISSA=fmt.mantissa_bits,
-        MIN_EXPONENT=fmt.min_exponent,
-        MAX=fmt.max,
-        MAX_EXPONENT=fmt.max_exponent,
-        RULE=_RULES[scale_rule],
-        ROUNDING=_ROUNDINGS[rounding],
-        RANDOM_BITS=random_bits,
-        HEADROOM=headroom,
-        num_warps=warps,
+    )
+    constants = {
+        "PACKED": x.dtype == torch.bfloat16 and (N | x.stride(0) | x.data_ptr() // 2) % 2 == 0,
+        "ALONG_ROWS": rows is not None,
+        "ALONG_COLUMNS": columns is not None,
+        "BM": tiling.rows,
+        "BN": tiling.columns,
+        "GROUP": group,
+        "HADAMARD": signs is not None,
+        "MANTISSA": fmt.mantissa_bits,
+        "MIN_EXPONENT": fmt.min_exponent,
+        "MAX": fmt.max,
+        "MAX_EXPONENT": fmt.max_exponent,
+        "RULE": _RULES[scale_rule],
+        "ROUNDING": _ROUNDINGS[rounding],
+        "RANDOM_BITS": random_bits,
+        "HEADROOM": headroom,
+    }
+    launch(
+        _mx_kernel,
+        (triton.cdiv(M, tiling.rows) * triton.cdiv(N, tiling.columns), 1, 1),
+        arguments,
+        constants,
+        specialized_on=(x.device, x.dtype, x.data_ptr() % 16 == 0, *((size % 16 == 0, size == 1) for size in sizes)),
+        num_warps=tiling.warps,
+        maxnreg=tiling.registers,
+        # a contracted multiply-add rounds once where the reference rounds twice
+        enable_fp_fusion=False,
     )
     return outputs[0], outputs[1]
 
 
-def _tile(group: int, rows: bool, columns: bool) -> tuple[int, int, int]:
-    """(rows, columns) of a program's tile, and warps: about a group a thread, whole groups in each direction.
+class _Tiling(NamedTuple):
+    rows: int
+    columns: int
+    warps: int
+    registers: int | None  # a thread's limit, where more resident warps are worth some spilling
 
-    Measured on an H200 (docs/results); few warps a program, since nothing is shared between them.
+
+def _tiling(group: int, rows: bool, columns: bool, transformed: bool, stochastic: bool) -> _Tiling:
+    """A program's tile, about a group a thread, with whole groups in each direction; fastest of those tried on an H200.
+
+    Few warps a program, since they share nothing; see docs/kernels.md for what was tried.
     """
+    limit = 128 if transformed and stochastic and group <= 64 else None
+    if rows and columns:
+        if transformed:
+            return _Tiling(group, max(64, group), 2, limit)
+        return _Tiling(group, 64, 2, limit) if stochastic else _Tiling(group, 128, 4, limit)
     if columns:
-        return group, max(64, group if rows else 0), 2
-    return 4, group * 8, 1
+        return (
+            _Tiling(group, 32, 1, limit) if stochastic and transformed else _Tiling(group, 64, 1 + transformed, limit)
+        )
+    return _Tiling(8, group * 8, 2, limit) if transformed else _Tiling(4, group * 8, 1, limit)
 
 
 def _signed(word: int) -> int:

@@ -35,4 +35,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code:
+        # At once: an interpreter that shuts down under a process group which others still wait in may abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -14,6 +14,7 @@ from megatron_lowprec.kernels.contract.reference import Operand, contract
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.kernels.quantize.reference import tile_amax
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.device_moment import capturing
 from megatron_lowprec.quantization.quantizer import (
     Reduce,
     Transform,
@@ -220,7 +221,7 @@ class LinearNumerics:
         if hadamard is None:
             return None
         last = self._transforms.get(gemm)
-        if last is None or last[0] != moment:
+        if last is None or last[0] != moment or capturing():
             stream = self._sign[gemm].at(moment) if hadamard.signs == "random" else None
             last = self._transforms[gemm] = (moment, Transform(hadamard.block, stream))
         return last[1]
@@ -229,7 +230,9 @@ class LinearNumerics:
         """Whether a step's microbatches all multiply with the same quantized weight, and it is to be kept for them."""
         hadamard = getattr(self.recipe, gemm).hadamard
         drawn = hadamard is not None and hadamard.signs == "random"
-        return self._cache_weights and spec is not None and spec.rounding != "stochastic" and not drawn
+        if not self._cache_weights or capturing():
+            return False
+        return spec is not None and spec.rounding != "stochastic" and not drawn
 
     def _shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
         """Whether a tile of this operand reaches over the ranks that share ``place.split``."""

@@ -12,18 +12,25 @@ def have_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def has_mx_kernel(device: str, block: tuple[int, int] | None, scale_format: str) -> bool:
+    """Whether ``kernels.quantize.triton`` knows such operands on a ``device`` ("cpu" or "cuda"): MX blocks of 32.
+
+    Args:
+        block: (rows, columns) that share a scale; None for rows and tensors.
+    """
+    return device == "cuda" and block == (1, 32) and scale_format == "e8m0" and have_triton()
+
+
 def fuses_mx(matrix: torch.Tensor, block: tuple[int, int] | None, scale_format: str, transform_block: int) -> bool:
-    """Whether ``kernels.quantize.triton`` takes an operand: MX blocks of 32, on a GPU, contiguous in one dimension.
+    """Whether the kernel takes this one: bf16 or fp32, contiguous in one dimension, whole groups along rows.
 
     Args:
         matrix: [R, K], the contracted dimension last; a transposed view counts as contiguous.
-        block: (rows, columns) that share a scale.
         transform_block: block of its Hadamard transform, 1 without one.
     """
-    if not matrix.is_cuda or block != (1, 32) or scale_format != "e8m0" or matrix.numel() == 0:
+    if not has_mx_kernel(matrix.device.type, block, scale_format):
         return False
-    if matrix.dtype not in (torch.bfloat16, torch.float32) or not have_triton():
+    if matrix.dtype not in (torch.bfloat16, torch.float32) or matrix.numel() == 0:
         return False
-    # along rows a program's groups must be whole; along columns the kernel pads
     whole = matrix.shape[1] % max(32, transform_block) == 0
-    return whole if matrix.stride(1) == 1 else matrix.stride(0) == 1
+    return whole if matrix.stride(1) == 1 else matrix.stride(0) == 1  # along columns the kernel pads

@@ -9,12 +9,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_lowprec.kernels.dispatch import has_mx_kernel
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.linear import LinearNumerics, LinearPlace
 from megatron_lowprec.mcore.collectives import max_over
 from megatron_lowprec.mcore.moment import current_moment, set_moment
 from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.device_moment import enter_moment
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.resolve import execution, kept_in_bf16
@@ -34,11 +36,16 @@ class RecipeRuntime:
 
     def begin_step(self, step: int) -> None:
         """Before the first forward of a training step; ``step`` counts the iterations completed."""
-        set_moment(Moment(step, 0))
+        self._enter(Moment(step, 0))
 
     def begin_microbatch(self, index: int) -> None:
         """Before a microbatch's forward; ``index`` from 0 within the step, for each model chunk."""
-        set_moment(current_moment()._replace(microbatch=index))
+        self._enter(current_moment()._replace(microbatch=index))
+
+    def _enter(self, moment: Moment) -> None:
+        set_moment(moment)
+        if self.device.type == "cuda":
+            enter_moment(moment, self.device)
 
     def end_step(self) -> None:
         """After the optimizer's step, skipped or not: amax histories move on, reduced over the tensors' ranks."""
@@ -58,6 +65,13 @@ class RecipeRuntime:
         emulated = [name for name, how in runs.items() if how == "emulated"]
         if emulated:
             lines.append(f"{', '.join(emulated)} emulated on {self.device.type}: the format's numerics, not its speed")
+        operands = [
+            quant for gemm in self.recipe.gemms.values() for quant in (gemm.input, gemm.weight, gemm.grad_output)
+        ]
+        if any(
+            has_mx_kernel(self.device.type, quant.block, quant.scale_format) for quant in operands if quant is not None
+        ):
+            lines.append("MX operands by fused kernels: the first step compiles them, once a machine (Triton's cache)")
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
         return lines

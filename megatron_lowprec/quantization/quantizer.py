@@ -11,6 +11,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import Uniform, fp32_encode_scale, quantize_operand, tile_amax
+from megatron_lowprec.quantization.device_moment import device_moment
 from megatron_lowprec.quantization.random_stream import RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
@@ -38,7 +39,7 @@ class Transform:
             else:
                 from megatron_lowprec.kernels.quantize.triton import scaled_signs
 
-                self._scaled = scaled_signs(self.stream.key, self.stream.moment, self.block, device)
+                self._scaled = scaled_signs(self.stream.key, device_moment(self.stream.moment, device), self.block)
         return self._scaled
 
     def apply(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -168,7 +169,7 @@ def _fused(
         rounding=spec.rounding,
         random_bits=spec.random_bits,
         headroom=spec.headroom,
-        moment=stream.moment,
+        moment=device_moment(stream.moment, matrix.device),
         spans=spans if row_random is not None else (spans[1], spans[0]),
     )
 

@@ -62,6 +62,7 @@ def differences(case: Case, device: str) -> list[str]:
     spans = SPANS if case.sharded else (WHOLE, WHOLE)
     headroom = 0.75 if case.rounding == "stochastic" else 1.0
     options = {"scale_rule": case.rule, "rounding": case.rounding, "headroom": headroom}
+    moment = torch.tensor(MOMENT, dtype=torch.int32, device=device)
     directions, expected = {}, {}
     for way in case.ways:
         signs_key = stream_key(1, "sign", layer=2, linear="x", gemm=way)
@@ -69,7 +70,7 @@ def differences(case: Case, device: str) -> list[str]:
         stream = RandomStream(
             stream_key(1, "rounding", layer=2, linear="x", gemm=way, operand=way), MOMENT, row_span, column_span
         )
-        signs = scaled_signs(signs_key, MOMENT, case.block, x.device) if case.block else None
+        signs = scaled_signs(signs_key, moment, case.block) if case.block else None
         directions[way] = Direction(stream.key, signs)
         matrix = x if way == "r" else x.t()
         matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % max(1, case.block)))
@@ -83,7 +84,7 @@ def differences(case: Case, device: str) -> list[str]:
         fmt,
         rows=directions.get("r"),
         columns=directions.get("c"),
-        moment=MOMENT,
+        moment=moment,
         spans=spans,
         random_bits=case.random_bits,
         **options,

@@ -46,3 +46,33 @@ def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> No
         gpu, _ = quantize_for_gemm(matrix.cuda(), MXFP4_SR, random=stream, transform=transform)
         assert torch.equal(cpu, gpu.cpu())
         assert torch.equal(cpu, fused.cpu())
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_draws_anew_in_each_replay() -> None:
+    """Signs and draws of a replay are those of the moment entered before it, bit for bit."""
+    from megatron_lowprec.linear import LinearNumerics, LinearPlace
+    from megatron_lowprec.quantization.amax_history import AmaxHistory
+    from megatron_lowprec.quantization.device_moment import enter_moment
+    from megatron_lowprec.quantization.random_stream import Moment
+    from megatron_lowprec.recipe.registry import get_recipe
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(0)
+    dy, x, w = (torch.randn(s, device=device, generator=generator).bfloat16() for s in ((96, 128), (96, 64), (128, 64)))
+    numerics = LinearNumerics(get_recipe("mxfp4_rht_sr"), LinearPlace(1, "linear"), 0, AmaxHistory)
+
+    def backward(moment: Moment) -> tuple[torch.Tensor, torch.Tensor]:
+        both = numerics.grad_output(dy, moment)
+        return numerics.dgrad(both, w, moment), numerics.wgrad(both, x, moment)
+
+    moments = [Moment(5, 0), Moment(5, 1), Moment(6, 0)]
+    eager = [backward(moment) for moment in moments]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backward(moments[0])
+    for moment, want in zip(moments, eager, strict=True):
+        enter_moment(moment, device)
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(captured, want, strict=True))
+    assert not torch.equal(eager[0][0], eager[1][0])

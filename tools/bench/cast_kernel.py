@@ -1,13 +1,13 @@
 """bf16 -> FP8 E4M3 with one given scale, plain or after a Hadamard transform: the two casts of the overhead experiment.
 
-Both read the operand once and write it once. The transform is the product's own, ``kernels.quantize.triton._hadamard``.
+Both read the operand once and write it once. The transform is the product's own, ``triton_ops.hadamard``.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.quantize.triton import _hadamard
+from megatron_lowprec.kernels.quantize.triton_ops import hadamard as group_hadamard
 
 E4M3_MAX = 448.0
 # (entries or groups a program, warps); the fastest of each kind is taken on the machine at hand.
@@ -42,7 +42,7 @@ def _hadamard_kernel(  # type: ignore[no-untyped-def]
     mask = (group < groups)[:, None]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     signs = tl.load(signs_ptr + tl.arange(0, GROUP))
-    y = _hadamard(tl.trans(x).to(tl.float32), signs[:, None], GROUP)
+    y = group_hadamard(tl.trans(x).to(tl.float32), signs[:, None], GROUP)
     if TO_FP8:
         v = y * tl.load(scale_ptr)
         v = tl.minimum(tl.maximum(v, -LIMIT), LIMIT)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import quantize_operand
+from megatron_lowprec.quantization.device_moment import device_moment
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
@@ -97,7 +98,7 @@ def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]
         rounding=variant.spec.rounding,
         random_bits=variant.spec.random_bits,
         headroom=variant.spec.headroom,
-        moment=_MOMENT,
+        moment=device_moment(_MOMENT, x.device),
     )
     return {way: out for way, out in (("rows", rows), ("columns", columns)) if out is not None}
 
@@ -108,7 +109,9 @@ def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tens
 
     if variant.group is None:
         return {}
-    return {way: scaled_signs(_SIGN_KEYS[way], _MOMENT, variant.group, device) for way in variant.directions}
+    return {
+        way: scaled_signs(_SIGN_KEYS[way], device_moment(_MOMENT, device), variant.group) for way in variant.directions
+    }
 
 
 def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:

@@ -17,153 +17,17 @@ from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.launch import launch
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
+from megatron_lowprec.kernels.quantize.triton_ops import MX_BLOCK, quantize_groups
 
-_MX_BLOCK = tl.constexpr(32)
 _RULES = {"floor": 0, "round_up": 1, "ceil": 2, "even": 3}
 _ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
-
-
-@triton.jit
-def _nan_maximum(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _hadamard(y, signs, GROUP: tl.constexpr):
-    """Butterflies of stride GROUP/2 ... 1 along dimension 0: a stage moves the index's top bit to the bottom."""
-    P: tl.constexpr = y.shape[1]
-    y = y * signs
-    for s in tl.static_range(8):
-        if (GROUP >> s) > 1:
-            a, b = tl.split(tl.permute(tl.reshape(y, [2, GROUP // 2, P]), (1, 2, 0)))
-            y = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [GROUP, P])
-    return y
-
-
-@triton.jit
-def _e8m0(amax, MANTISSA: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr):
-    """Scale byte of each block, int32, from its amax; see ``reference.e8m0_scale``."""
-    number = amax
-    if RULE == 1:
-        number = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
-    bits = number.to(tl.int32, bitcast=True)
-    if RULE == 3:
-        bits += 1 << (22 - MANTISSA)
-    byte = bits >> 23
-    if RULE == 1 or RULE == 2:
-        byte += ((bits & 0x7FFFFF) > tl.where(byte == 0, 0x400000, 0)).to(tl.int32)
-    if RULE != 1:
-        byte -= MAX_EXPONENT
-    byte = tl.minimum(tl.maximum(byte, 0), 254)
-    finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
-    return tl.where(finite, byte, 255)
-
-
-@triton.jit
-def _power_of_two(byte):
-    """E8M0 byte -> 2^(byte - 127) as fp32, NaN for 255."""
-    bits = tl.where(byte == 0, 0x00400000, byte << 23)
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _round(
-    v,
-    draws,
-    unit,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    RANDOM_BITS: tl.constexpr,
-    SATURATES: tl.constexpr,
-):
-    """Round fp32 to the format's grid, saturating; NaN is left to the block's scale."""
-    SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
-    magnitude = tl.abs(v)
-    if SATURATES:
-        magnitude = tl.minimum(magnitude, MAX)
-    if ROUNDING == 0:
-        # adding 1.5 * 2^23 steps leaves no bit below a step, rounded to nearest even; the step follows the exponent
-        field = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (MIN_EXPONENT + 127) << 23)
-        magic = (field + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
-        rounded = (magnitude + magic) - magic
-    else:
-        # from SMALLEST up a step is 2^MANTISSA-th of the binade: below, adding SMALLEST brings the magnitude there
-        offset = tl.where(magnitude < SMALLEST, SMALLEST, 0.0)
-        if ROUNDING == 1:
-            bits = magnitude.to(tl.int32, bitcast=True)
-            step = tl.maximum(bits & 0x7F800000, (MIN_EXPONENT + 127) << 23) - (MANTISSA << 23)
-            steps = magnitude * ((254 << 23) - step).to(tl.float32, bitcast=True)
-            whole = tl.floor(steps)
-            rounded = (whole + (steps - whole >= 0.5).to(tl.float32)) * step.to(tl.float32, bitcast=True)
-        else:
-            SHIFT: tl.constexpr = 23 - MANTISSA
-            bits = (magnitude + offset).to(tl.int32, bitcast=True)
-            # u = (r + 1/2) 2^-RANDOM_BITS of a step, as an addend to the mantissa. Its unit comes as an argument, so
-            # that the compiler keeps a multiply-add, which runs beside the integer units; those are the bottleneck
-            draws = (draws >> (16 - RANDOM_BITS)).to(tl.int32)
-            bits = (draws * unit + (bits + (1 << (SHIFT - RANDOM_BITS - 1)))) & (-1 << SHIFT)
-            rounded = bits.to(tl.float32, bitcast=True) - offset
-    sign = v.to(tl.int32, bitcast=True) & -2147483648
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _quantize_groups(
-    y,
-    row,
-    first_column,
-    start,
-    seam,
-    jump,
-    signs_ptr,
-    key0,
-    key1,
-    step,
-    microbatch,
-    unit,
-    GROUP: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-    RULE: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    RANDOM_BITS: tl.constexpr,
-    HEADROOM: tl.constexpr,
-):
-    """[GROUP, P] fp32 -> elements times their scale, fp32 [GROUP, P], and scale bytes [GROUP / 32, P]."""
-    P: tl.constexpr = y.shape[1]
-    if HADAMARD:
-        signs = tl.load(signs_ptr + tl.arange(0, GROUP))
-        y = _hadamard(y, signs[:, None], GROUP)
-    blocks = tl.reshape(y, [GROUP // _MX_BLOCK, _MX_BLOCK, P])
-    amax = tl.reduce(tl.abs(blocks), 1, _nan_maximum)
-    byte = _e8m0(amax, MANTISSA, MAX, MAX_EXPONENT, RULE)
-    # 2^(127 - byte): the byte 254 - byte, but 255 stays NaN
-    encode = _power_of_two(tl.where(byte == 255, 255, 254 - byte))
-    v = blocks * (encode * HEADROOM)[:, None, :]
-    if ROUNDING == 2:
-        draws = tl.reshape(
-            draw_bits(row, first_column, key0, key1, step, microbatch, start, seam, jump, GROUP),
-            [GROUP // _MX_BLOCK, _MX_BLOCK, P],
-        )
-    else:
-        draws = tl.zeros([1, 1, 1], tl.uint32)
-    # below 2^(MAX_EXPONENT + 1) times the scale by the floor rule: with enough headroom nothing can saturate
-    SATURATES: tl.constexpr = RULE != 0 or HEADROOM * 2.0 ** (MAX_EXPONENT + 1) > MAX
-    elements = _round(v, draws, unit, MANTISSA, MIN_EXPONENT, MAX, ROUNDING, RANDOM_BITS, SATURATES)
-    out = elements * _power_of_two(byte)[:, None, :]
-    return tl.reshape(out, [GROUP, P]), byte
 
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1"]
 _SPANS = ["m_start", "m_seam", "m_jump", "n_start", "n_seam", "n_jump"]
 
 
-@triton.jit(do_not_specialize=[*_KEYS, *_SPANS, "step", "microbatch", "unit"])
+@triton.jit(do_not_specialize=[*_KEYS, *_SPANS, "unit"])
 def _mx_kernel(
     x_ptr,
     row_ptr,
@@ -178,8 +42,7 @@ def _mx_kernel(
     rk1,
     ck0,
     ck1,
-    step,
-    microbatch,
+    moment_ptr,
     m_start,
     m_seam,
     m_jump,
@@ -211,8 +74,8 @@ def _mx_kernel(
     cols = first_n + tl.arange(0, BN)
     offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    step = step.to(tl.uint32, bitcast=True)
-    microbatch = microbatch.to(tl.uint32, bitcast=True)
+    step = tl.load(moment_ptr).to(tl.uint32, bitcast=True)
+    microbatch = tl.load(moment_ptr + 1).to(tl.uint32, bitcast=True)
     out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
     if ALONG_ROWS:
         P: tl.constexpr = BM * BN // GROUP
@@ -234,7 +97,7 @@ def _mx_kernel(
             y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
         row = place(first_m + group // PER_ROW, m_start, m_seam, m_jump)
         first_column = first_n + (group % PER_ROW) * GROUP
-        out, _ = _quantize_groups(
+        out, _ = quantize_groups(
             y,
             row,
             first_column,
@@ -269,7 +132,7 @@ def _mx_kernel(
         lane = tl.arange(0, TALL * BN)
         row = place(first_n + lane % BN, n_start, n_seam, n_jump)
         first_column = first_m + (lane // BN) * GROUP
-        out, _ = _quantize_groups(
+        out, _ = quantize_groups(
             y,
             row,
             first_column,
@@ -298,16 +161,16 @@ def _mx_kernel(
         tl.store(col_ptr + out_offsets, out, mask=(rows < padded_M)[:, None] & (cols < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "step", "microbatch"])
-def _signs_kernel(out_ptr, k0, k1, step, microbatch, scale, GROUP: tl.constexpr):
+@triton.jit(do_not_specialize=["k0", "k1"])
+def _signs_kernel(out_ptr, k0, k1, moment_ptr, scale, GROUP: tl.constexpr):
     zero = tl.zeros([1], tl.int32)
     bits = draw_bits(
         zero.to(tl.uint32),
         zero,
         k0.to(tl.uint32, bitcast=True),
         k1.to(tl.uint32, bitcast=True),
-        step.to(tl.uint32, bitcast=True),
-        microbatch.to(tl.uint32, bitcast=True),
+        tl.load(moment_ptr).to(tl.uint32, bitcast=True),
+        tl.load(moment_ptr + 1).to(tl.uint32, bitcast=True),
         0,
         GROUP,
         0,
@@ -330,11 +193,16 @@ class Direction:
     signs: torch.Tensor | None = None
 
 
-def scaled_signs(key: tuple[int, int], moment: tuple[int, int], group: int, device: torch.device) -> torch.Tensor:
-    """fp32 [group] of random signs times fl32(1/sqrt(group)), from the stream of ``philox/reference.py``."""
-    out = torch.empty(group, dtype=torch.float32, device=device)
-    arguments = (out, *map(_signed, (*key, *moment)), group**-0.5)
-    launch(_signs_kernel, (1, 1, 1), arguments, {"GROUP": group}, specialized_on=device, num_warps=1)
+def scaled_signs(key: tuple[int, int], moment: torch.Tensor, group: int) -> torch.Tensor:
+    """fp32 [group] of random signs times fl32(1/sqrt(group)), from the stream of ``philox/reference.py``.
+
+    Args:
+        key: Philox key.
+        moment: int32 [2], (step, microbatch), on the device of the result.
+    """
+    out = torch.empty(group, dtype=torch.float32, device=moment.device)
+    arguments = (out, *map(_signed, key), moment, group**-0.5)
+    launch(_signs_kernel, (1, 1, 1), arguments, {"GROUP": group}, specialized_on=moment.device, num_warps=1)
     return out
 
 
@@ -348,7 +216,7 @@ def quantize_mx(
     rounding: str = "nearest_even",
     random_bits: int = 16,
     headroom: float = 1.0,
-    moment: tuple[int, int] = (0, 0),
+    moment: torch.Tensor,
     spans: tuple[Span, Span] = (Span(), Span()),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Dequantized MX operands of a matrix, along its rows, along its columns, or both from one read.
@@ -359,7 +227,8 @@ def quantize_mx(
         rows: blocks along the last dimension (the operand x); None to leave it out.
         columns: blocks along the first (the operand x.T); None to leave it out.
         scale_rule, rounding, random_bits, headroom: as in ``recipe.schema.QuantSpec``; one transform size for both.
-        moment: (step, microbatch) of the draws.
+        moment: int32 [2] on the device of x: step and microbatch of the draws. In memory, not an argument, so that a
+            captured CUDA graph draws anew in each replay.
         spans: where the rows and the columns of x lie in the unsharded matrix.
 
     Returns:
@@ -375,7 +244,7 @@ def quantize_mx(
     M, N = x.shape
     directions = (rows, columns)
     signs = next(direction.signs for direction in directions if direction is not None)
-    group = _MX_BLOCK.value if signs is None else signs.numel()
+    group = MX_BLOCK.value if signs is None else signs.numel()
     # a transformed group is dense even where its entries were padding
     padded_M = M if signs is None else triton.cdiv(M, group) * group
     outputs = [
@@ -394,7 +263,8 @@ def quantize_mx(
         *(unused if out is None else out for out in outputs),
         *(unused if vector is None else vector for vector in signs_given),
         *sizes,
-        *map(_signed, (*words, *moment)),
+        *map(_signed, words),
+        moment,
         *spans[0],
         *spans[1],
         1 << max(0, 23 - fmt.mantissa_bits - random_bits),

@@ -1,0 +1,46 @@
+"""Moments in a GPU's memory, where kernels read them: a launch argument would be frozen into a captured CUDA graph."""
+
+from collections import OrderedDict
+
+import torch
+
+from megatron_lowprec.quantization.random_stream import Moment
+
+_KEPT = 16  # moments in flight: one, or as many as a pipeline has microbatches between forward and backward
+_moments: OrderedDict[tuple[torch.device, Moment], torch.Tensor] = OrderedDict()
+_running: dict[torch.device, torch.Tensor] = {}
+
+
+def capturing() -> bool:
+    """Whether the current stream records a CUDA graph: nothing that was made before may then be taken for granted."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def device_moment(moment: Moment, device: torch.device) -> torch.Tensor:
+    """int32 [2] on ``device``: the moment, or, under graph capture, the cell that ``enter_moment`` writes."""
+    if capturing():
+        return _cell(device)
+    key = (device, moment)
+    found = _moments.get(key)
+    if found is None:
+        found = _moments[key] = _write(torch.empty(2, dtype=torch.int32, device=device), moment)
+        if len(_moments) > _KEPT:
+            _moments.popitem(last=False)
+    return found
+
+
+def enter_moment(moment: Moment, device: torch.device) -> None:
+    """Before the replay of a graph: the moment that its draws are made at. In stream order, without a host copy."""
+    _write(_cell(device), moment)
+
+
+def _cell(device: torch.device) -> torch.Tensor:
+    if device not in _running:
+        _running[device] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _running[device]
+
+
+def _write(cell: torch.Tensor, moment: Moment) -> torch.Tensor:
+    for slot, value in zip(cell.unbind(), moment, strict=True):
+        slot.fill_(value)
+    return cell

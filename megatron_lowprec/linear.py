@@ -58,8 +58,8 @@ class LinearPlace:
 class LinearNumerics:
     """fprop, dgrad and wgrad of one linear layer under a recipe.
 
-    Holds no tensors but its slots in amax histories; every call is a pure function of its arguments, the moment and
-    these.
+    Its state are slots in amax histories; what else it keeps (signs of a moment, quantized weights of a step) only saves
+    work. A call is a pure function of its arguments, the moment and the histories.
 
     Args:
         recipe: what to do.

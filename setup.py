@@ -43,6 +43,6 @@ setup(
             "triton>=3.6; platform_system == 'Linux'",
         ],
     },
-    # Other distributions add recipes under the entry-point group `megatron_lowprec.recipes`: an entry names a function
-    # without arguments that returns Recipe objects. Our own are in the registry and need no entry.
+    # Other distributions add recipes under the entry-point group `megatron_lowprec.recipes`: an entry names a
+    # Recipe, or a function without arguments that returns one. Our own are in the registry and need no entry.
 )

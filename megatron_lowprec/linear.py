@@ -4,7 +4,7 @@ collectives.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from megatron_lowprec.quantization.random_stream import Moment, RandomStream, st
 from megatron_lowprec.quantization.tensor import tile_sizes
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.resolve import LinearSite, check_sizes
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HistoryRule, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HistoryRule, KeepBf16, QuantSpec, Recipe
 
 # dimensions of each GEMM's operands, contracted one last: T tokens, I input features, O output features
 _DIMS = {
@@ -58,8 +58,8 @@ class LinearPlace:
 class LinearNumerics:
     """fprop, dgrad and wgrad of one linear layer under a recipe.
 
-    Its state are slots in amax histories; what else it keeps (signs of a moment, quantized weights of a step) only saves
-    work. A call is a pure function of its arguments, the moment and the histories.
+    Its state are slots in amax histories; what else it keeps (signs of a moment, quantized weights of a step) only
+    saves work. A call is a pure function of its arguments, the moment and the histories.
 
     Args:
         recipe: what to do.
@@ -69,6 +69,8 @@ class LinearNumerics:
         reduce_amax: maximum over the ranks that share ``place.split``; None without such ranks.
         cache_weights: keep a quantized weight, where it is the same for all microbatches of a step, until
             ``forget_weights``; costs a copy of the weight for each such GEMM.
+        stores_histories_of: where this layer is left in bf16 under another recipe, that one. Its histories are kept,
+            empty: a checkpoint stacks the layers of a model, which must therefore store alike.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class LinearNumerics:
         history_of: Callable[[int, HistoryRule], AmaxHistory],
         reduce_amax: Reduce | None = None,
         cache_weights: bool = False,
+        stores_histories_of: Recipe | None = None,
     ) -> None:
         self.recipe, self.place = recipe, place
         self._cache_weights = cache_weights
@@ -86,7 +89,7 @@ class LinearNumerics:
         self._transforms: dict[str, tuple[Moment, Transform]] = {}
         self._reduce_amax = reduce_amax
         self.histories: dict[str, tuple[AmaxHistory, int]] = {}
-        for operand, (length, rule) in recipe.delayed_operands().items():
+        for operand, (length, rule) in (stores_histories_of or recipe).delayed_operands().items():
             history = history_of(length, rule)
             self.histories[operand] = (history, history.add_tensor())
 
@@ -296,7 +299,8 @@ class LowPrecLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-        check_sizes(self.recipe, [LinearSite(layer, name, in_features, out_features, "column")], layer, 1)
+        site = LinearSite(layer, name, in_features, out_features, "column")
+        check_sizes(replace(self.recipe, keep_bf16=KeepBf16()), [site], layer, 1)
         self._histories: dict[tuple[int, HistoryRule], AmaxHistory] = {}
         self.numerics = LinearNumerics(self.recipe, LinearPlace(layer, name), seed, self._history)
         self.moment = Moment(0, 0)

@@ -106,7 +106,7 @@ class LowPrecLinearMixin:
             options["sequence_parallel"],
             options["tp_group"],
         )
-        # outside of the function: Megatron-core adds experts' biases in place, which a view from inside would forbid
+        # outside of the function: autograd forbids to change a view that a function returns
         return y.view(-1, *input.shape[1:-1], y.shape[-1])
 
     def sharded_state_dict(
@@ -139,3 +139,8 @@ class LowPrecColumnParallelLinear(LowPrecLinearMixin, ColumnParallelLinear):
 
 class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
     """RowParallelLinear under a recipe; weight [out, in / tensor-parallel ranks]."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron-core's; an expert's output is no view, for its bias is added to it in place."""
+        output, bias = super().forward(input_)
+        return (output.clone() if self.is_expert and bias is not None else output), bias

@@ -120,7 +120,13 @@ def bind_recipe(
         history_of: Callable[[int, HistoryRule], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
         reduce_amax = partial(max_over, group=group) if shared else None
         module.numerics = LinearNumerics(
-            plain if kept else recipe, place, seed, history_of, reduce_amax, cache_weights=cache_weights
+            plain if kept else recipe,
+            place,
+            seed,
+            history_of,
+            reduce_amax,
+            cache_weights=cache_weights,
+            stores_histories_of=recipe,
         )
         runtime.layers.append(module.numerics)
         module.accumulates_in_fp32 = accumulate_wgrad

@@ -72,6 +72,8 @@ def quantize(
     """
     if not x.is_floating_point():
         raise UserError(f"quantize takes floating-point tensors, got {x.dtype}: convert it first")
+    if x.dim() == 0:
+        raise UserError("quantize takes tensors of one dimension or more, got a single number: use x.view(1)")
     last = x.movedim(axis, -1)
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):

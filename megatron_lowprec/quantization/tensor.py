@@ -60,7 +60,7 @@ class QuantizedTensor:
         shortened.
         """
         if self.spec.block is not None and self.spec.block[0] == 1:
-            return self.matrix_scale.view(*self.shape[:-1], -1).movedim(-1, self.axis)
+            return self.matrix_scale.view(*self.shape[:-1], self.matrix_scale.shape[1]).movedim(-1, self.axis)
         return self.matrix_scale
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -30,8 +30,20 @@ def _load_entry_points() -> None:
     if not _entry_points_loaded:
         _entry_points_loaded = True
         for entry in entry_points(group=ENTRY_POINT_GROUP):
-            found = entry.load()
-            register_recipe(found if isinstance(found, Recipe) else found())
+            try:
+                found = entry.load()
+                found = found if isinstance(found, Recipe) else found()
+            except Exception as error:  # noqa: BLE001 whatever another package's import may raise
+                raise UserError(
+                    f"the recipe entry point {entry.name} = {entry.value!r} cannot be loaded ({type(error).__name__}: "
+                    f"{error}); mend or uninstall the package that has it"
+                ) from None
+            if not isinstance(found, Recipe):
+                raise UserError(
+                    f"the recipe entry point {entry.name} = {entry.value!r} gives {type(found).__name__}; it must name "
+                    "a Recipe or a function that returns one"
+                )
+            register_recipe(found)
 
 
 def recipes() -> tuple[str, ...]:

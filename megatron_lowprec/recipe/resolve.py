@@ -11,7 +11,10 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, Recipe
 
 VALUES_PER_DRAW = 8
-"""Entries along the contracted dimension that one call of the random stream serves: shards begin at a multiple."""
+"""Entries along the contracted dimension that one call of the random stream serves: shards begin at a multiple.
+
+``kernels.philox.reference.VALUES_PER_CALL``, which this layer may not import; a test holds them together.
+"""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ one line.
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import shutil
 from dataclasses import asdict, dataclass
@@ -25,11 +26,24 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.model import Trainer, torch_optimizers
 from megatron_lowprec.training.saved import CONFIG, TRACKER, Saved, iteration_folder
+
+# What Megatron-core and torch raise over a damaged or foreign checkpoint; torch's own derives from BaseException.
+_UNREADABLE = (
+    dist_checkpointing.core.CheckpointingException,
+    CheckpointException,
+    AssertionError,
+    EOFError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    pickle.UnpicklingError,
+)
 
 
 @dataclass
@@ -87,9 +101,11 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         _prime_adam(trainer.optimizer)
     state = _state(trainer, loading=True, with_optimizer=with_optimizer, with_random_state=with_random_state)
     try:
+        notes += _leave_out_histories(state, found.folder)
         state = dist_checkpointing.load(state, str(found.folder))
-    except (dist_checkpointing.core.CheckpointingException, RuntimeError, KeyError) as error:
-        raise UserError(f"--load {found.folder}: cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    except _UNREADABLE as error:
+        what = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"--load {found.folder}: cannot be loaded: {what}; choose an older checkpoint") from None
     for name, chunk in _named_chunks(trainer.chunks):
         unwrap_model(chunk).load_state_dict(state[name])
     if with_optimizer:
@@ -101,6 +117,26 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
     if with_random_state:
         _set_random_state(state["random_state"])
     return (Progress() if config.finetune else Progress(**found.progress)), notes
+
+
+def _leave_out_histories(state: dict[str, Any], folder: Path) -> list[str]:
+    """Drop the amax histories that the checkpoint lacks or holds in another length: these begin anew.
+
+    Delayed scaling then starts as in a fresh run, with scale 1 until the first step has been seen.
+    """
+    stored = dist_checkpointing.load_tensors_metadata(str(folder))
+    dropped = 0
+    for name, chunk in state.items():
+        if not name.startswith("model"):
+            continue
+        for key in [key for key in chunk if ".amax." in key]:
+            found = stored.get(chunk[key].key)
+            if found is None or found.global_shape != chunk[key].global_shape:
+                del chunk[key]
+                dropped += 1
+    return [f"checkpoint: {dropped} amax histories are not in it as this recipe keeps them; they begin anew"] * (
+        dropped > 0
+    )
 
 
 def _named_chunks(chunks: list[DistributedDataParallel]) -> list[tuple[str, DistributedDataParallel]]:

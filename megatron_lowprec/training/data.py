@@ -86,7 +86,7 @@ def _build_split(
     config: Config, cached: GPTDatasetConfig, prefixes: Mapping[str, str], split: Split
 ) -> SplitData | None:
     paths = data_paths(config, split.name)
-    if not paths:
+    if not paths or (split.name != "train" and config.eval_iters == 0):
         return None
     share: tuple[float, float] | None = (0.0, 1.0)
     if config.data_path is not None:

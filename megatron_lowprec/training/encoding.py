@@ -71,6 +71,7 @@ def encode(encoder: Encoder, batches: Iterable[jsonl.Batch], workers: int) -> It
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+            pool.shutdown()
         except BrokenProcessPool:
             raise UserError(f"one of {workers} worker processes died, perhaps for want of memory; use fewer") from None
         finally:

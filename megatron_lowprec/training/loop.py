@@ -94,7 +94,7 @@ def _train_iteration(run: Run, batches: list[Batches]) -> StepRow:
         run.log.say(
             f"iteration {progress.iteration}: the gradient is not finite "
             f"(norm {result.grad_norm}, loss {result.loss}), so "
-            " weights and moments stay as they were"
+            "weights and moments stay as they were"
         )
     if math.isnan(result.loss):
         progress.nan_iterations += 1

@@ -49,10 +49,11 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
 def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
     """Move the files of an older run aside where a new one would write over them, and say so.
 
-    A run that continues (--load) goes on in the same files. Checkpoints in a --save folder are never moved: a new run
-    replaces those of the same iteration, as Megatron does.
+    A run that continues (--load from its own checkpoints) goes on in the same files. Checkpoints in a --save folder are
+    never moved: a new run replaces those of the same iteration, as Megatron does.
     """
-    if config.load is not None or not paths.metrics.exists():
+    continues = config.load is not None and not config.finetune and _same(config.load, paths.checkpoints)
+    if continues or not paths.metrics.exists():
         return []
     in_default_folder = paths.run.parent == Path("runs")
     old = paths.run if in_default_folder else paths.metrics
@@ -63,3 +64,7 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
         number += 1
     old.rename(aside)
     return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside}"]
+
+
+def _same(load: str, checkpoints: Path | None) -> bool:
+    return checkpoints is not None and Path(load).resolve() == checkpoints.resolve()

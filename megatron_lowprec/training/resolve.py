@@ -17,8 +17,9 @@ def resolve_model(config: Config) -> Config:
     """Megatron's defaults for sizes that follow from others; what one person could get wrong about them is refused."""
     _required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
     hidden, heads = sized(config.hidden_size), sized(config.num_attention_heads)
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
         _positive(config, name)
+    _in_bounds(config)
     if config.kv_channels is None:
         check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
     if config.swiglu and config.squared_relu:
@@ -118,6 +119,33 @@ def _positive(config: Config, name: str) -> None:
         raise UserError(f"{flag(name)} {getattr(config, name)}: wants at least 1")
 
 
+_BOUNDS = {
+    "eval_iters": (0, None),
+    "seed": (0, None),
+    "num_workers": (0, None),
+    "lr": (0, None),
+    "min_lr": (0, None),
+    "weight_decay": (0, None),
+    "hidden_dropout": (0, 1),
+    "attention_dropout": (0, 1),
+    "make_vocab_size_divisible_by": (1, None),
+    "global_batch_size": (1, None),
+}
+
+
+def _in_bounds(config: Config) -> None:
+    """Refuse numbers outside of what they can mean; NaN is outside."""
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(config, name)
+        if value is not None and not (least <= value and (most is None or value <= most)):
+            wanted = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise UserError(f"--{name.replace('_', '-')} {value}: wants {wanted}")
+    if config.num_experts and config.moe_router_topk > config.num_experts:
+        raise UserError(
+            f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {config.num_experts}; lower it"
+        )
+
+
 def _check_parallelism(config: Config, world_size: int) -> None:
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     context, expert = config.context_parallel_size, config.expert_model_parallel_size
@@ -155,6 +183,10 @@ def _check_parallelism(config: Config, world_size: int) -> None:
         check_divisible("the data-parallel size", world_size // model, "--expert-model-parallel-size", expert)
         if tensor > 1 and not config.sequence_parallel:
             raise UserError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
+        if tensor > 1 and not config.disable_bias_linear:
+            raise UserError(
+                "experts with --tensor-model-parallel-size above 1 have no biases; add --disable-bias-linear"
+            )
         if expert > 1 and config.use_cpu_initialization:
             raise UserError(
                 "--use-cpu-initialization would give every expert-parallel rank the same experts; leave it out"

@@ -12,7 +12,6 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import saved as saved_state
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.arguments import parse
-from megatron_lowprec.training.blend import check_paths
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.resolve import data_parallel_size, resolve_model, resolve_run, total_samples
@@ -62,6 +61,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
 def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks) -> None:
     import torch
 
+    from megatron_lowprec.training.blend import check_paths
     from megatron_lowprec.training.tokenizer import build_tokenizer, padded_vocab_size
 
     config = resolve_run(config, ranks.world_size, gpus=torch.cuda.is_available())

@@ -65,8 +65,9 @@ def prepare_environment() -> Ranks:
         warnings.filterwarnings("ignore", message=message)
     number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
-    # torchrun sets 1 where nobody chose a number of threads.
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    # torchrun sets 1 where nobody chose a number of threads; under plain python 1 was somebody's choice.
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
     return ranks
 

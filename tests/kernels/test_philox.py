@@ -213,3 +213,11 @@ def test_signs_are_pure() -> None:
     # a shard's offsets do not touch the signs, which ranks must share
     shard = RandomStream((5, 6), Moment(2, 3), row_span=Span(128), column_span=Span(64))
     assert torch.equal(shard.signs(64, torch.device("cpu")), stream.signs(64, torch.device("cpu")))
+
+
+def test_the_recipe_layer_knows_how_many_values_a_call_serves() -> None:
+    """``recipe`` may not import kernels, so it repeats the number."""
+    from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
+    from megatron_lowprec.recipe.resolve import VALUES_PER_DRAW
+
+    assert VALUES_PER_DRAW == VALUES_PER_CALL

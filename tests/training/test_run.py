@@ -61,13 +61,25 @@ def test_no_evaluation_anywhere_at_eval_iters_0(drive: Drive) -> None:
 @pytest.mark.parametrize("recipe", recipes())
 def test_every_recipe_resumes_bit_for_bit(drive: Drive, recipe: str, shape: dict[str, Any]) -> None:
     # Dropout is on, and an evaluation comes between: neither may leave a trace.
-    common = {**shape, "recipe": recipe, "bf16": True, "hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 64}
+    # Three layers: where a recipe leaves both ends in bf16, one is quantized.
+    common = {
+        **shape,
+        "recipe": recipe,
+        "num_layers": 3,
+        "bf16": True,
+        "hidden_size": 128,
+        "ffn_hidden_size": 256,
+        "kv_channels": 64,
+    }
     common |= {"train_iters": 4, "save_interval": 2, "eval_interval": 2, "eval_iters": 1}
     drive(argv(save="whole", **common))
     shutil.copytree("whole/iter_0000002", "half/iter_0000002")
     Path("half/latest_checkpointed_iteration.txt").write_text("2\n")
     drive(argv(save="rest", load="half", **common))
     assert losses(Path("rest")) == losses(Path("whole"))[2:]
+    if recipe != "bf16":
+        drive(argv(save="plain", **common | {"recipe": "bf16", "no_save": True}))
+        assert losses(Path("plain")) != losses(Path("whole")), "the recipe changed nothing"
 
 
 def test_a_longer_run_is_the_shorter_one_and_more(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +115,49 @@ def test_load_without_a_checkpoint_is_refused_unless_it_is_save(drive: Drive) ->
         drive(argv(save="out", load="elsewhere"))
     drive(argv(save="out", load="out", train_iters=1, no_save=None))
     assert Path("out/iter_0000001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [("fp8_delayed", []), ("fp8_mxfp4_rht_sr", []), ("fp8_delayed", ["keep_bf16.first_layers=1"])],
+)
+def test_delayed_scaling_begins_anew_where_a_checkpoint_has_no_history(
+    drive: Drive, capsys: pytest.CaptureFixture[str], recipe: str, field: list[str]
+) -> None:
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 256}
+    drive(argv(save="out", train_iters=1, recipe="bf16", **sizes))
+    drive(argv(save="new", load="out", train_iters=3, recipe=recipe, recipe_set=field or None, **sizes))
+    assert "amax histories" in capsys.readouterr().out
+    assert len(losses(Path("new"))) == 2
+
+
+def test_a_history_of_another_length_begins_anew(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="out", train_iters=1, recipe="fp8_mxfp4_rht_sr", hidden_size=128))
+    shorter = [word for name in ("input", "weight") for word in ("--recipe-set", f"fprop.{name}.history=16")]
+    drive(argv(save="new", load="out", train_iters=2, recipe="fp8_mxfp4_rht_sr", hidden_size=128) + shorter)
+    assert "16 amax histories" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damaged", [".metadata", "*.distcp"])
+def test_a_damaged_checkpoint_is_one_line(drive: Drive, damaged: str) -> None:
+    drive(argv(save="out", train_iters=1))
+    for path in Path("out/iter_0000001").glob(damaged):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        drive(argv(save="new", load="out", train_iters=2))
+
+
+def test_experts_have_biases_by_default(drive: Drive) -> None:
+    drive(argv(save="out", num_experts=2, hidden_size=128, recipe="mxfp4_rht_sr", bf16=True))
+    assert len(losses(Path("out"))) == 2
+
+
+def test_an_older_run_is_kept_by_a_run_from_elsewhere(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="seed", train_iters=1))
+    drive(argv(save="out", train_iters=2))
+    drive(argv(save="out", load="seed", finetune=True, train_iters=1, no_save=True))
+    assert "an older run's metrics moved to" in capsys.readouterr().out
+    assert len(Path("out/metrics.1.jsonl").read_text().splitlines()) == 2
 
 
 def test_another_recipe_continues_and_says_so(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:

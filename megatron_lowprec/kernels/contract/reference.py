@@ -30,9 +30,8 @@ def contract(
     """``alpha * (a * scale) @ (b * scale).T``, summed in fp32 and rounded once.
 
     Without scales it is one matrix product. Scales of whole rows multiply the finished sum; scales of tiles along K
-    multiply
-    each partial sum over a tile, which is then added in fp32: DeepSeek-V3's promotion (arXiv 2412.19437, section
-        3.3.2).
+    multiply each partial sum over a tile, which is then added in fp32: DeepSeek-V3's promotion (arXiv 2412.19437,
+    section 3.3.2).
 
     Args:
         a: [M, K].

@@ -1,8 +1,7 @@
 """Counter-based random numbers: Philox4x32 (Salmon et al., SC 2011, section 3.3), the same on every device.
 
-The layout of the stream is fixed: every stochastic bit of every recipe hangs on it. Entry (row, column) of an
-    operand, indices
-in the unsharded tensor with the contracted dimension last, takes 16 bits from the call with counter
+The layout of the stream is fixed: every stochastic bit of every recipe hangs on it. Entry (row, column) of an operand,
+indices in the unsharded tensor with the contracted dimension last, takes 16 bits from the call with counter
 
     (column // 8, row, step, microbatch)
 

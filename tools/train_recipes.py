@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     print("| recipe | processes | first step | last steps | validation |\n| --- | ---: | ---: | ---: | ---: |")
     with ThreadPoolExecutor(args.at_once) as pool:
-        for result in pool.map(lambda job: train(*job, args.steps, args.config, args.more), jobs):
+        for result in pool.map(lambda job: train(job[0], job[1], args.steps, args.config, args.more), jobs):
             results.append(result)
             numbers = (result.first, result.last, result.validation)
             cells = " | ".join("" if number is None else f"{number:.4f}" for number in numbers)

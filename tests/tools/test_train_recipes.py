@@ -7,8 +7,10 @@ import pytest
 
 from tools.train_recipes import main
 
-TINY = """--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 2
---mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 1 --lr 1e-3""".split()
+TINY = (
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 --mock-data "
+    "--global-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 1 --lr 1e-3"
+)
 
 
 def test_a_table_with_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,7 +18,7 @@ def test_a_table_with_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[st
     config.write_text("bf16: true\n")
     out = tmp_path / "out.json"
     options = ["--recipes", "mxfp8,nonesuch", "--steps", "2", "--config", str(config), "--out", str(out)]
-    assert main([*options, "--", *TINY]) == 1
+    assert main([*options, "--", *TINY.split()]) == 1
     good, bad = json.loads(out.read_text())
     assert (good["recipe"], good["processes"], good["error"]) == ("mxfp8", 1, None)
     assert all(4.0 < good[name] < 7.0 for name in ("first", "last", "validation"))  # log(256) is 5.5

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config import Config
 
 
@@ -40,7 +42,9 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
     elif config.tensorboard_dir is not None:
         run = Path(config.tensorboard_dir).resolve().parent
     else:
-        run = Path("runs") / name.replace("/", "_").replace(" ", "_")
+        run = Path("runs") / _short(name.replace("/", "_").replace(" ", "_"))
+    if run.exists() and not run.is_dir():
+        raise UserError(f"--save {run} is a file; name a folder, or move the file away")
     save = None if config.no_save else config.save or str(run / "checkpoints")
     tensorboard = Path(config.tensorboard_dir) if config.tensorboard_dir is not None else run / "tensorboard"
     return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None)
@@ -64,6 +68,15 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
         number += 1
     old.rename(aside)
     return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside}"]
+
+
+def _short(name: str, longest: int = 120) -> str:
+    """A name that every file system takes: a recipe with many overrides ends in a digest of them all."""
+    return (
+        name
+        if len(name) <= longest
+        else f"{name[: longest - 9]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+    )
 
 
 def _same(load: str, checkpoints: Path | None) -> bool:

@@ -147,6 +147,20 @@ def test_a_damaged_checkpoint_is_one_line(drive: Drive, damaged: str) -> None:
         drive(argv(save="new", load="out", train_iters=2))
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused(drive: Drive) -> None:
+    Path("out").write_text("")
+    with pytest.raises(UserError, match="--save out is a file"):
+        drive(argv(save="out"))
+
+
+def test_a_recipe_of_many_overrides_has_a_folder(drive: Drive) -> None:
+    many = [word for i in range(20) for word in ("--recipe-set", f"keep_bf16.names=['layers.{i % 2 + 1}.*']")]
+    drive(argv(recipe="mxfp8", hidden_size=128, train_iters=1, no_save=True) + many)
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("gpt-mxfp8+keep_bf16.names")
+    assert len(folder.name) == 120
+
+
 def test_experts_have_biases_by_default(drive: Drive) -> None:
     drive(argv(save="out", num_experts=2, hidden_size=128, recipe="mxfp4_rht_sr", bf16=True))
     assert len(losses(Path("out"))) == 2

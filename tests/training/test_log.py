@@ -92,7 +92,7 @@ def test_a_new_run_leaves_an_older_one_s_files(tmp_path: Path, monkeypatch: pyte
     assert config.save == "runs/gpt_tiny-bf16/checkpoints"
     paths.run.mkdir(parents=True)
     paths.metrics.write_text("{}\n")
-    assert keep_older_run(paths, Config(load="somewhere")) == []
+    assert keep_older_run(paths, Config(load="runs/gpt_tiny-bf16/checkpoints")) == [], "this run goes on"
     assert len(keep_older_run(paths, config)) == 1
     assert (tmp_path / "runs/gpt_tiny-bf16.1/metrics.jsonl").exists()
     assert not paths.run.exists()

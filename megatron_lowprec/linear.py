@@ -226,7 +226,9 @@ class LinearNumerics:
         last = self._transforms.get(gemm)
         if last is None or last[0] != moment or capturing():
             stream = self._sign[gemm].at(moment) if hadamard.signs == "random" else None
-            last = self._transforms[gemm] = (moment, Transform(hadamard.block, stream))
+            last = (moment, Transform(hadamard.block, stream))
+            if not capturing():  # signs of a graph change with its replays
+                self._transforms[gemm] = last
         return last[1]
 
     def _keeps_weight(self, gemm: str, spec: QuantSpec | None) -> bool:

@@ -30,12 +30,14 @@ def device_moment(moment: Moment, device: torch.device) -> torch.Tensor:
 
 
 def enter_moment(moment: Moment, device: torch.device) -> None:
-    """Before the replay of a graph: the moment that its draws are made at. In stream order, without a host copy."""
+    """Before the capture and each replay of a graph: the moment of its draws. In stream order, without a host copy."""
     _write(_cell(device), moment)
 
 
 def _cell(device: torch.device) -> torch.Tensor:
     if device not in _running:
+        if capturing():  # its first zeros would be part of the graph, and every replay would begin by writing them
+            raise RuntimeError("call enter_moment before a CUDA graph is captured, as before each of its replays")
         _running[device] = torch.zeros(2, dtype=torch.int32, device=device)
     return _running[device]
 

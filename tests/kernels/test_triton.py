@@ -68,6 +68,7 @@ def test_a_captured_graph_draws_anew_in_each_replay() -> None:
 
     moments = [Moment(5, 0), Moment(5, 1), Moment(6, 0)]
     eager = [backward(moment) for moment in moments]
+    enter_moment(moments[0], device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = backward(moments[0])
@@ -76,3 +77,5 @@ def test_a_captured_graph_draws_anew_in_each_replay() -> None:
         graph.replay()
         assert all(torch.equal(*pair) for pair in zip(captured, want, strict=True))
     assert not torch.equal(eager[0][0], eager[1][0])
+    # what a replay drew last must not leak into an eager call at another moment
+    assert all(torch.equal(*pair) for pair in zip(backward(moments[0]), eager[0], strict=True))

@@ -1,15 +1,26 @@
-"""Which implementation of an op runs: a fused Triton kernel where one applies, else the reference; the bits agree."""
+"""Which implementation of an op runs: a fused Triton kernel where one applies, else the reference."""
 
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 
+from megatron_lowprec.kernels.bias import reference
+
 
 @lru_cache(maxsize=1)
 def have_triton() -> bool:
     """Whether Triton can be imported; it comes with torch's CUDA build."""
     return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=16)
+def arch_of(device: torch.device) -> str:
+    """ "cpu", or a GPU's compute capability as "sm90"."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
 
 
 def has_mx_kernel(device: str, block: tuple[int, int] | None, scale_format: str) -> bool:
@@ -34,3 +45,17 @@ def fuses_mx(matrix: torch.Tensor, block: tuple[int, int] | None, scale_format: 
         return False
     whole = matrix.shape[1] % max(32, transform_block) == 0
     return whole if matrix.stride(1) == 1 else matrix.stride(0) == 1  # along columns the kernel pads
+
+
+def fuses(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels of norms, biases, activation and loss take this tensor."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0 and have_triton()
+
+
+def add_bias_(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """``y + bias`` in place of y, [T, O]; the bits of torch's own sum."""
+    if fuses(y) and y.is_contiguous():
+        from megatron_lowprec.kernels.bias import triton
+
+        return triton.add_bias_(y, bias)
+    return reference.add_bias_(y, bias)

@@ -3,31 +3,42 @@
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-_compiled: dict[Hashable, Any] = {}
+import torch
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    arguments: tuple[Any, ...],
-    constants: Mapping[str, Any],
-    *,
-    specialized_on: Hashable,
-    **options: Any,
-) -> None:
-    """Run ``kernel[grid](*arguments, **constants, **options)``, compiled once for each key.
+class Specialized:
+    """A Triton kernel whose constexpr parameters and options are fixed.
 
     Args:
-        arguments: in the order of the signature.
-        constants: the constexpr parameters, in the order of the signature, behind all others.
-        specialized_on: all that Triton would tell apart in ``arguments``: dtypes, alignment, divisibility by 16, ones.
-        options: num_warps and the like; the same whenever kernel, constants and key are the same.
+        kernel: of ``triton.jit``, its constexpr parameters behind all others.
+        constants: these parameters, in the order of the signature.
+        options: num_warps and the like.
     """
-    key = (kernel, specialized_on, *constants.values())
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[grid](*arguments, *constants.values())
-        return
-    compiled = kernel[grid](*arguments, **constants, **options)
-    if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing to keep
-        _compiled[key] = compiled
+
+    def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: Any) -> None:
+        self._kernel, self._constants, self._options = kernel, constants, options
+        self._values = tuple(constants.values())
+        self._compiled: dict[Hashable, tuple[Any, ...]] = {}
+
+    def launch(self, programs: int, device: torch.device, arguments: tuple[Any, ...], specialized_on: Hashable) -> None:
+        """Run ``programs`` programs on the current stream of ``device``, the current device.
+
+        Args:
+            arguments: in the order of the signature.
+            specialized_on: all that Triton would tell apart in them: dtypes, alignment, divisibility by 16, ones.
+        """
+        key = (device.index, specialized_on)
+        known = self._compiled.get(key)
+        if known is not None:
+            run, function, metadata = known
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *self._values)
+            return
+        compiled = self._kernel[(programs, 1, 1)](*arguments, **self._constants, **self._options)
+        if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing to keep
+            self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as Triton's int32 argument, so that no value changes a kernel's signature."""
+    return word - (1 << 32) if word >= 1 << 31 else word

@@ -23,6 +23,7 @@ class AmaxHistory:
 
     def __init__(self, length: int, rule: HistoryRule, device: torch.device | str = "cpu") -> None:
         self.length, self.rule = length, rule
+        self._cells: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.newest = torch.zeros(0, device=device)
         self.window = torch.zeros(length, 0, device=device)
         self.in_effect = torch.zeros(0, device=device)
@@ -33,6 +34,7 @@ class AmaxHistory:
         self.newest = torch.cat((self.newest, self.newest.new_zeros(1)))
         self.window = torch.cat((self.window, self.window.new_zeros(self.length, 1)), dim=1)
         self.in_effect = torch.cat((self.in_effect, self.in_effect.new_zeros(1)))
+        self._cells.clear()
         return slot
 
     def to(self, device: torch.device) -> None:
@@ -40,6 +42,14 @@ class AmaxHistory:
         self.newest, self.window, self.in_effect = (
             tensor.to(device) for tensor in (self.newest, self.window, self.in_effect)
         )
+        self._cells.clear()
+
+    def cells(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tensor's amax in effect and its newest one, fp32 [1] each, in the memory that kernels and graphs use."""
+        found = self._cells.get(slot)
+        if found is None:
+            found = self._cells[slot] = self.in_effect[slot : slot + 1], self.newest[slot : slot + 1]
+        return found
 
     def observe(self, slot: int, amax: torch.Tensor) -> None:
         """Note a tensor's amax in the running step. NaN counts as Inf, which a maximum over ranks cannot lose."""
@@ -53,10 +63,11 @@ class AmaxHistory:
             reduce_max: takes ``newest`` to its maximum over the ranks that hold parts or copies of the tensors.
         """
         newest = self.newest if reduce_max is None else reduce_max(self.newest)
-        self.window = torch.cat((newest.unsqueeze(0), self.window[:-1]))
+        # in place: a captured graph goes on reading and writing the same memory
+        self.window.copy_(torch.cat((newest.unsqueeze(0), self.window[:-1])))
         found = self.window.amax(dim=0) if self.rule == "max" else newest
-        self.in_effect = torch.where((found > 0) & found.isfinite(), found, self.in_effect)
-        self.newest = torch.zeros_like(self.newest)
+        self.in_effect.copy_(torch.where((found > 0) & found.isfinite(), found, self.in_effect))
+        self.newest.zero_()
 
     def state(self, slot: int) -> torch.Tensor:
         """fp32 [length + 1] of one tensor: the amax in effect, then its window."""

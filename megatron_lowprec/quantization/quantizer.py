@@ -1,50 +1,23 @@
 """From a spec to a quantized tensor: the one place where a recipe's fields become a kernel's plain arguments."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx
-from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
-from megatron_lowprec.kernels.quantize.reference import Uniform, fp32_encode_scale, quantize_operand, tile_amax
+from megatron_lowprec.kernels.quantize.reference import Uniform, decode, fp32_encode_scale, quantize_operand, tile_amax
 from megatron_lowprec.quantization.device_moment import device_moment
-from megatron_lowprec.quantization.random_stream import RandomStream
+from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
+from megatron_lowprec.quantization.transform import Transform, padded
 from megatron_lowprec.recipe.schema import QuantSpec
 
-
-class Transform:
-    """A GEMM's Hadamard transform at one moment: its block, and the stream of its signs; None for no signs.
-
-    Its operands share one: the signs are drawn once.
-    """
-
-    def __init__(self, block: int, stream: RandomStream | None) -> None:
-        self.block, self.stream = block, stream
-        self._scaled: torch.Tensor | None = None
-
-    def signs(self, device: torch.device) -> torch.Tensor:
-        """fp32 [block] of +1 and -1."""
-        return torch.ones(self.block, device=device) if self.stream is None else self.stream.signs(self.block, device)
-
-    def scaled_signs(self, device: torch.device) -> torch.Tensor:
-        """fp32 [block] of signs times 1/sqrt(block), as the fused kernel takes them; on a GPU."""
-        if self._scaled is None:
-            if self.stream is None:
-                self._scaled = torch.full((self.block,), self.block**-0.5, device=device)
-            else:
-                from megatron_lowprec.kernels.quantize.triton import scaled_signs
-
-                self._scaled = scaled_signs(self.stream.key, device_moment(self.stream.moment, device), self.block)
-        return self._scaled
-
-    def apply(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Transform [R, K] along K in fp32, padded with zeros to whole blocks: neither scale nor product sees them."""
-        return hadamard_transform(_padded(matrix, self.block), self.signs(matrix.device))
+if TYPE_CHECKING:
+    from megatron_lowprec.kernels.quantize.triton import Rule
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -78,6 +51,10 @@ def quantize(
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
         random = random.movedim(axis, -1).reshape(matrix.shape)
+    stream = RandomStream((0, 0)) if random is None and spec.rounding != "stochastic" else random
+    if isinstance(stream, RandomStream) and fuses_mx(matrix, spec.block, spec.scale_format, 1):
+        codes, scale = _quantized_by_kernel(matrix, spec, stream)
+        return QuantizedTensor(decode(codes, FORMATS[spec.format]).to(x.dtype), scale, spec, last.shape, axis)
     encode_scale = None if spec.block else current_encode_scale(matrix, spec)
     elements, scale = quantize_operand(matrix, **kernel_arguments(matrix, spec, random), encode_scale=encode_scale)
     return QuantizedTensor(elements, scale, spec, last.shape, axis)
@@ -88,6 +65,7 @@ def quantize_for_gemm(
     spec: QuantSpec,
     *,
     random: RandomStream | None = None,
+    moment: Moment | None = None,
     transform: Transform | None = None,
     encode_scale: torch.Tensor | None = None,
     reduce_amax: Reduce | None = None,
@@ -96,6 +74,7 @@ def quantize_for_gemm(
 
     Args:
         matrix: [R, K] in the compute dtype, contracted dimension last, any strides.
+        random, moment: of stochastic rounding; without a moment it is the stream's own.
         transform: applied first; K is then padded to whole blocks.
         encode_scale: a delayed scale, fp32 [1, 1].
         reduce_amax: for tiles ``tensor`` and ``row`` that ranks share.
@@ -106,8 +85,8 @@ def quantize_for_gemm(
     """
     if fuses_mx(matrix, spec.block, spec.scale_format, transform.block if transform else 1):
         if matrix.stride(1) == 1:
-            return _given(_fused(matrix, spec, random, None, transform, None)[0]), None
-        return _given(_fused(matrix.t(), spec, None, random, None, transform)[1]).t(), None
+            return _given(_fused(matrix, spec, random, None, transform, None, moment)[0]), None
+        return _given(_fused(matrix.t(), spec, None, random, None, transform, moment)[1]).t(), None
     dtype = matrix.dtype
     if spec.block is None and encode_scale is None:
         if transform is not None:
@@ -115,8 +94,10 @@ def quantize_for_gemm(
         encode_scale = current_encode_scale(matrix, spec, reduce_amax)
     signs = None
     if transform is not None:
-        matrix, signs = _padded(matrix, transform.block), transform.signs(matrix.device)
+        matrix, signs = padded(matrix, transform.block), transform.signs(matrix.device)
     dequantize = spec.power_of_two_scale
+    if random is not None and moment is not None:
+        random = random.at(moment)
     arguments = kernel_arguments(matrix, spec, random)
     elements, scale = quantize_operand(
         matrix, **arguments, encode_scale=encode_scale, signs=signs, dequantize=dequantize
@@ -129,6 +110,7 @@ def quantize_both_ways(
     spec: QuantSpec,
     random: tuple[RandomStream, RandomStream],
     transforms: tuple[Transform | None, Transform | None],
+    moment: Moment | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``quantize_for_gemm`` of a matrix and of its transpose from one read, where one kernel can do so, else None.
 
@@ -140,8 +122,16 @@ def quantize_both_ways(
     blocks = {transform.block if transform else 1 for transform in transforms}
     if matrix.stride(1) != 1 or len(blocks) > 1 or not fuses_mx(matrix, spec.block, spec.scale_format, blocks.pop()):
         return None
-    rows, columns = _fused(matrix, spec, *random, *transforms)
+    rows, columns = _fused(matrix, spec, *random, *transforms, moment)
     return _given(rows), _given(columns).t()
+
+
+@lru_cache(maxsize=64)
+def mx_rule(spec: QuantSpec) -> "Rule":
+    """The spec's fields as the fused MX kernel takes them."""
+    from megatron_lowprec.kernels.quantize.triton import Rule
+
+    return Rule(FORMATS[spec.format], spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom)
 
 
 def _fused(
@@ -151,34 +141,47 @@ def _fused(
     column_random: RandomStream | None,
     row_transform: Transform | None,
     column_transform: Transform | None,
+    moment: Moment | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The Triton kernel along the rows and columns of [M, N] for which a stream is given."""
-    from megatron_lowprec.kernels.quantize.triton import Direction, quantize_mx
+    from megatron_lowprec.kernels.quantize.triton import Direction, Key, quantize_mx
 
     def way(random: RandomStream | None, transform: Transform | None) -> Direction | None:
         if random is None:
             return None
-        return Direction(random.key, None if transform is None else transform.scaled_signs(matrix.device))
+        return Direction(Key.of(random.key), None if transform is None else transform.scaled_signs(matrix.device))
 
     stream = row_random or _given(column_random)
     spans = (stream.row_span, stream.column_span)
     return quantize_mx(
         matrix,
-        FORMATS[spec.format],
+        mx_rule(spec),
         rows=way(row_random, row_transform),
         columns=way(column_random, column_transform),
-        scale_rule=spec.scale_rule,
-        rounding=spec.rounding,
-        random_bits=spec.random_bits,
-        headroom=spec.headroom,
-        moment=device_moment(stream.moment, matrix.device),
+        moment=device_moment(stream.moment if moment is None else moment, matrix.device),
         spans=spans if row_random is not None else (spans[1], spans[0]),
     )
 
 
-def _padded(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
-    missing = -matrix.shape[1] % multiple
-    return pad(matrix, (0, missing)) if missing else matrix
+def _quantized_by_kernel(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream) -> tuple[torch.Tensor, ...]:
+    """Codes, one an entry, and scale bytes of [R, K] with K whole blocks, by the fused kernel."""
+    from megatron_lowprec.kernels.quantize.triton import Direction, Key, quantize_mx_codes
+
+    by_rows = matrix.stride(1) == 1
+    way = Direction(Key.of(random.key))
+    spans = (random.row_span, random.column_span)
+    made = quantize_mx_codes(
+        matrix if by_rows else matrix.t(),
+        mx_rule(spec),
+        rows=way if by_rows else None,
+        columns=None if by_rows else way,
+        moment=device_moment(random.moment, matrix.device),
+        spans=spans if by_rows else spans[::-1],
+    )[0 if by_rows else 1]
+    codes, scale = _given(made)
+    if FORMATS[spec.format].bits == 4:
+        codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
+    return codes[:, : matrix.shape[1]], scale
 
 
 def _given(value: Any) -> Any:

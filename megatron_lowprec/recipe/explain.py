@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from megatron_lowprec.recipe.resolve import LinearSite, execution, kept_in_bf16
+from megatron_lowprec.recipe.native import why_emulated
+from megatron_lowprec.recipe.resolve import LinearSite, kept_in_bf16
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
 
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
@@ -26,8 +27,8 @@ def describe_operand(quant: QuantSpec | None) -> str:
     return ", ".join(parts)
 
 
-def describe_gemm(name: str, gemm: GemmSpec, device: str) -> list[str]:
-    """Lines for one GEMM: how it runs, its transform, and a line an operand."""
+def describe_gemm(name: str, gemm: GemmSpec, arch: str, in_features: int, out_features: int) -> list[str]:
+    """Lines for one GEMM: how it runs, its transform, and a line an operand; arguments as ``why_emulated``."""
     if not gemm.quantized:
         return [f"{name}  native, compute dtype"]
     transform = "no transform"
@@ -38,9 +39,10 @@ def describe_gemm(name: str, gemm: GemmSpec, device: str) -> list[str]:
     for quant in (getattr(gemm, first), getattr(gemm, second)):
         alpha /= quant.headroom if quant is not None else 1.0
     scaled = f", accumulator x {alpha:.6g}" if alpha != 1.0 else ""
-    lines = [
-        f"{name}  {execution(gemm, device)}, contracts {_CONTRACTED[name]}, {transform}, fp32 accumulation{scaled}"
-    ]
+    reason = why_emulated(name, gemm, arch, in_features, out_features)
+    runs = "native" if reason is None else f"emulated ({reason})"
+    accumulation = "fast" if reason is None and gemm.fast_accumulation else "fp32"
+    lines = [f"{name}  {runs}, contracts {_CONTRACTED[name]}, {transform}, {accumulation} accumulation{scaled}"]
     return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
 
 
@@ -56,7 +58,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"layer{'s' if len(numbers) > 1 else ''} {named}"
 
 
-def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, device: str) -> str:
+def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, arch: str) -> str:
     """Every linear layer, its three GEMMs, and each operand's format, scales, rounding and transform.
 
     Layers that run alike are shown once, with the range of their numbers.
@@ -64,7 +66,7 @@ def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, device
     Args:
         sites: the model's linear layers, in order.
         num_layers: transformer layers over all pipeline stages.
-        device: "cpu" or "cuda", which decides between emulated and native.
+        arch: "cpu", or a GPU's compute capability as "sm90", which decides between emulated and native.
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
 
@@ -79,6 +81,9 @@ def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, device
             f"{which}: {name} [{in_features} -> {out_features}]" + ("  kept in the compute dtype" if kept else "")
         )
         for gemm_name in GEMM_OPERANDS if not kept else ():
-            lines += ["  " + line for line in describe_gemm(gemm_name, getattr(recipe, gemm_name), device)]
+            lines += [
+                "  " + line
+                for line in describe_gemm(gemm_name, getattr(recipe, gemm_name), arch, in_features, out_features)
+            ]
     lines += ["", "never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

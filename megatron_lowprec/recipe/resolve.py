@@ -1,6 +1,4 @@
-"""Which linear layers a recipe reaches, whether their sizes allow it, and how their GEMMs run: pure functions of the
-config.
-"""
+"""Which linear layers a recipe reaches, and whether their sizes allow it: pure functions of the config."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -58,9 +56,10 @@ def unmatched_names(recipe: Recipe, sites: Iterable[LinearSite]) -> list[str]:
     return [glob for glob in recipe.keep_bf16.names if not any(fnmatchcase(path, glob) for path in paths)]
 
 
-def execution(gemm: GemmSpec, device: str) -> Literal["native", "emulated"]:
-    """How a GEMM runs on ``device`` ("cpu" or "cuda"): so far a quantized one is emulated in the compute dtype."""
-    return "emulated" if gemm.quantized else "native"
+def weight_serves_microbatches(gemm: GemmSpec) -> bool:
+    """Whether all microbatches of a step multiply with the same quantized weight, so that one may be kept for them."""
+    drawn = gemm.hadamard is not None and gemm.hadamard.signs == "random"
+    return gemm.weight is not None and gemm.weight.rounding != "stochastic" and not drawn
 
 
 def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, tensor_parallel: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 from megatron_lowprec.errors import UserError
@@ -128,7 +129,7 @@ class QuantSpec:
         if self.history < 1:
             raise UserError(f"QuantSpec.history is {self.history}, but must be at least 1 step")
 
-    @property
+    @cached_property
     def block(self) -> tuple[int, int] | None:
         """(rows, columns) of a tile, columns along the contracted dimension; None for ``tensor`` and ``row``."""
         if self.tile in ("tensor", "row"):
@@ -136,7 +137,7 @@ class QuantSpec:
         rows, columns = self.tile.split("x")
         return int(rows), int(columns)
 
-    @property
+    @cached_property
     def power_of_two_scale(self) -> bool:
         """Whether every decode scale is a power of two, so that a dequantized operand is exact in bf16."""
         return self.scale_format == "e8m0" or self.scale_rule == "amax_pow2"

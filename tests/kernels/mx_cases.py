@@ -14,7 +14,7 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.philox.reference import WHOLE, Span
-from megatron_lowprec.kernels.quantize.reference import quantize_operand
+from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_tiles
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
 
 MOMENT = Moment(70_000, 3)
@@ -36,6 +36,7 @@ class Case:
     ways: str
     random_bits: int = 16
     sharded: bool = False
+    codes: bool = False  # codes and scale bytes in the place of dequantized operands
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
@@ -57,50 +58,72 @@ def input_of(case: Case, device: str) -> torch.Tensor:
 
 def differences(case: Case, device: str) -> list[str]:
     """What the kernel and the reference disagree about, one line a direction; empty where all bits agree."""
-    from megatron_lowprec.kernels.quantize.triton import Direction, quantize_mx, scaled_signs
+    from megatron_lowprec.kernels.quantize.triton import (
+        Direction,
+        Key,
+        Rule,
+        quantize_mx,
+        quantize_mx_codes,
+        scaled_signs,
+    )
 
     x, fmt = input_of(case, device), FORMATS[case.fmt]
     spans = SPANS if case.sharded else (WHOLE, WHOLE)
     headroom = 0.75 if case.rounding == "stochastic" else 1.0
-    options = {"scale_rule": case.rule, "rounding": case.rounding, "headroom": headroom}
     moment = torch.tensor(MOMENT, dtype=torch.int32, device=device)
-    directions, expected = {}, {}
+    directions: dict[str, Direction] = {}
+    wanted: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     for way in case.ways:
         signs_key = stream_key(1, "sign", layer=2, linear="x", gemm=way)
         row_span, column_span = spans if way == "r" else spans[::-1]
         stream = RandomStream(
             stream_key(1, "rounding", layer=2, linear="x", gemm=way, operand=way), MOMENT, row_span, column_span
         )
-        signs = scaled_signs(signs_key, moment, case.block) if case.block else None
-        directions[way] = Direction(stream.key, signs)
+        # drawn in the second place of a launch for two, as a layer has them
+        scaled = scaled_signs((Key(), Key.of(signs_key)), moment, case.block)[1] if case.block else None
+        directions[way] = Direction(Key.of(stream.key), scaled)
         matrix = x if way == "r" else x.t()
-        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % max(1, case.block)))
-        uniform = stream.uniform(matrix.shape[1], case.random_bits, x.device)
+        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or 32)))
         signs = RandomStream(signs_key, MOMENT).signs(case.block, x.device) if case.block else None
-        expected[way], _ = quantize_operand(
-            matrix, fmt, (1, 32), scale_format="e8m0", signs=signs, uniform=uniform, dequantize=True, **options
+        elements, scale = quantize_operand(
+            matrix,
+            fmt,
+            (1, 32),
+            scale_format="e8m0",
+            scale_rule=case.rule,
+            rounding=case.rounding,
+            headroom=headroom,
+            signs=signs,
+            uniform=stream.uniform(matrix.shape[1], case.random_bits, x.device),
         )
-    got = quantize_mx(
-        x,
-        fmt,
-        rows=directions.get("r"),
-        columns=directions.get("c"),
-        moment=moment,
-        spans=spans,
-        random_bits=case.random_bits,
-        **options,
-    )
+        wanted[way] = elements, scale, scale_tiles(elements.float(), e8m0_decode_scale(scale), (1, 32)).to(x.dtype)
+    rule = Rule(fmt, case.rule, case.rounding, case.random_bits, headroom)
+    ways = {"rows": directions.get("r"), "columns": directions.get("c"), "moment": moment, "spans": spans}
     lines = []
-    for way, out in zip("rc", got, strict=True):
-        if out is None:
-            continue
-        want = expected[way] if way == "r" else expected[way].t()
-        bits = torch.int16 if out.element_size() == 2 else torch.int32
-        same = (out.view(bits) == want.contiguous().view(bits)) | (out.isnan() & want.isnan())
-        if not bool(same.all()):
-            at = tuple((~same).nonzero()[0].tolist())
-            lines.append(f"{case} along {way}: {int((~same).sum())} differ, at {at} {out[at]} instead of {want[at]}")
+    for way, out in zip("rc", (None, None) if case.codes else quantize_mx(x, rule, **ways), strict=True):  # type: ignore[arg-type]
+        if out is not None:
+            want = wanted[way][2] if way == "r" else wanted[way][2].t()[: out.shape[0]]
+            bits = torch.int16 if out.element_size() == 2 else torch.int32
+            same = (out.view(bits) == want.contiguous().view(bits)) | (out.isnan() & want.isnan())
+            lines += difference(f"{case} along {way}", same, out, want)
+    for way, made in zip("rc", (None, None) if not case.codes else quantize_mx_codes(x, rule, **ways), strict=True):  # type: ignore[arg-type]
+        if made is not None:
+            elements, scale, _ = wanted[way]
+            codes, want = made.codes, encode(elements, fmt)
+            if fmt.bits == 4:
+                codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
+            sign_of_nan = elements.isnan() & ((codes ^ want) == 1 << (fmt.bits - 1))
+            lines += difference(f"{case} codes along {way}", (codes == want) | sign_of_nan, codes, want)
+            lines += difference(f"{case} scales along {way}", made.scale == scale, made.scale, scale)
     return lines
+
+
+def difference(name: str, same: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> list[str]:
+    """A line with the first disagreement; nothing where all is the same."""
+    if bool(same.all()):
+        return []
+    at = tuple((~same).nonzero()[0].tolist())
+    return [f"{name}: {int((~same).sum())} differ, at {at} {got[at]} instead of {want[at]}"]
 
 
 def small_cases() -> list[Case]:
@@ -116,6 +139,10 @@ def small_cases() -> list[Case]:
         Case(70, 64, fp32, "e2m1", "floor", "stochastic", 32, "rc", random_bits=8),
         Case(20, 128, bf16, "e3m2", "floor", "half_away", 128, "c"),
         Case(20, 256, bf16, "e2m1", "floor", "stochastic", 256, "rc"),
+        Case(37, 64, bf16, "e4m3", "round_up", "nearest_even", 0, "rc", codes=True),
+        Case(37, 64, bf16, "e5m2", "even", "nearest_even", 0, "c", codes=True),
+        Case(37, 64, bf16, "e2m1", "floor", "stochastic", 64, "rc", codes=True),
+        Case(37, 64, fp32, "e3m2", "ceil", "nearest_even", 0, "r", codes=True),
     ]
 
 
@@ -135,6 +162,11 @@ def gpu_cases() -> list[Case]:
     cases += [
         Case(37, 256, bf16, *rule, rounding, block, "rc")
         for rule, rounding, block in product(rules, ("nearest_even", "half_away", "stochastic"), (0, 64))
+    ]
+    cases += [Case(333, 256, bf16, *rule, "nearest_even", 0, ways, codes=True) for rule in rules for ways in ("r", "c")]
+    cases += [
+        Case(333, 512, bf16, "e2m1", "floor", rounding, block, ways, codes=True)
+        for rounding, block, ways in product(("nearest_even", "stochastic"), (0, 64), ("r", "c", "rc"))
     ]
     return cases
 

@@ -1,27 +1,14 @@
 """The fused MX kernel gives the reference's bits: interpreted here, compiled where there is a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.kernels.interpreted import assert_no_differences
 from tests.kernels.mx_cases import Case, differences, gpu_cases, small_cases
 
 
 def test_interpreted_kernel_equals_the_reference() -> None:
-    """In a process of its own: Triton decides at import whether it interprets."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.mx_cases"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{len(small_cases())} cases compared" in run.stdout
+    assert f"{len(small_cases())} cases compared" in assert_no_differences("tests.kernels.mx_cases")
 
 
 @pytest.mark.gpu

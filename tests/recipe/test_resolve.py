@@ -7,7 +7,8 @@ import pytest
 
 from megatron_lowprec import GemmSpec, KeepBf16, QuantSpec, Recipe, UserError, get_recipe, recipes
 from megatron_lowprec.recipe.explain import explain
-from megatron_lowprec.recipe.resolve import LinearSite, check_sizes, execution, kept_in_bf16, unmatched_names
+from megatron_lowprec.recipe.native import execution, native_gemms, why_emulated
+from megatron_lowprec.recipe.resolve import LinearSite, check_sizes, kept_in_bf16, unmatched_names
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 
@@ -162,7 +163,7 @@ def test_explanation_has_every_layer_gemm_and_operand(name: str) -> None:
             about = text[text.index(f"  {gemm}  ") :].split(
                 "\n  " + {"fprop": "dgrad", "dgrad": "wgrad"}.get(gemm, "?")
             )[0]
-            assert execution(spec, "cpu") in about
+            assert execution(gemm, spec, "cpu") in about
             for operand in operands if spec.quantized else ():
                 quant: QuantSpec | None = getattr(spec, operand)
                 row = next(entry for entry in about.splitlines() if entry.strip().startswith(operand))
@@ -186,5 +187,33 @@ def test_explanation_of_layers_that_are_not_consecutive() -> None:
 
 
 def test_execution() -> None:
-    assert execution(GemmSpec(), "cpu") == "native"
-    assert execution(get_recipe("mxfp8").fprop, "cpu") == "emulated"
+    assert execution("fprop", GemmSpec(), "cpu") == "native"
+    assert execution("fprop", get_recipe("mxfp8").fprop, "cpu") == "emulated"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch", "native"),
+    [
+        ("fp8_delayed", "cpu", ""),
+        ("fp8_delayed", "sm80", ""),
+        ("fp8_delayed", "sm89", "fprop dgrad wgrad"),
+        ("fp8_rowwise", "sm89", ""),
+        ("fp8_rowwise", "sm90", "fprop dgrad wgrad"),
+        ("fp8_rowwise_gw_hp", "sm90", "fprop dgrad"),
+        ("fp8_blockwise", "sm90", "fprop dgrad wgrad"),
+        ("fp8_blockwise", "sm100", ""),
+        ("mxfp8", "sm90", ""),
+        ("fp8_mxfp4_rht_sr", "sm90", "fprop"),
+        ("bf16", "sm90", ""),
+    ],
+)
+def test_native_gemms(recipe: str, arch: str, native: str) -> None:
+    assert native_gemms(get_recipe(recipe), arch, 256, 384) == set(native.split())
+
+
+def test_sizes_that_fp8_products_cannot_take() -> None:
+    recipe = get_recipe("fp8_blockwise")
+    assert native_gemms(recipe, "sm90", 256, 200) == set()  # dgrad contracts 200, and columns must be multiples of 16
+    assert native_gemms(recipe, "sm90", 256, 208) == {"fprop", "wgrad"}
+    assert native_gemms(recipe, "sm90", 208, 256) == {"dgrad", "wgrad"}
+    assert why_emulated("fprop", recipe.fprop, "sm90", 200, 256) == "in_features 200 is no multiple of 16"

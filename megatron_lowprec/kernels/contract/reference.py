@@ -1,5 +1,6 @@
 """Products of two operands along their last dimension, with scales and alpha applied to the fp32 accumulator."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ def contract(
     alpha: float = 1.0,
     out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None = None,
+    overwrite: bool = False,
 ) -> torch.Tensor:
     """``alpha * (a * scale) @ (b * scale).T``, summed in fp32 and rounded once.
 
@@ -39,10 +41,11 @@ def contract(
         alpha: multiplies the fp32 sum.
         out_dtype: dtype of the result.
         accumulate_into: fp32 [M, N]; the product is added to it in fp32 and it is returned.
+        overwrite: take ``accumulate_into`` as zeros, unread.
     """
     if a.scale is None and b.scale is None:
         if accumulate_into is not None:
-            return _accumulate(a.elements, b.elements, alpha, accumulate_into)
+            return _accumulate(a.elements, b.elements, alpha, accumulate_into, overwrite)
         return _product(a.elements, b.elements, alpha, out_dtype)
     total: torch.Tensor | None = None
     for k in _k_slices(a, b):
@@ -54,7 +57,9 @@ def contract(
     assert total is not None
     if alpha != 1.0:
         total = total * alpha
-    return total.to(out_dtype) if accumulate_into is None else accumulate_into.add_(total)
+    if accumulate_into is None:
+        return total.to(out_dtype)
+    return accumulate_into.copy_(total) if overwrite else accumulate_into.add_(total)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, alpha: float, out_dtype: torch.dtype) -> torch.Tensor:
@@ -62,7 +67,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, alpha: float, out_dtype: torch.dt
     if alpha == 1.0 and a.dtype == out_dtype:
         return torch.mm(a, b.t())
     if a.is_cuda and a.dtype == out_dtype:
-        return torch.addmm(a.new_zeros(1), a, b.t(), beta=0.0, alpha=alpha)
+        return torch.addmm(_ignored(a.device, a.dtype), a, b.t(), beta=0.0, alpha=alpha)
     if a.is_cuda and a.dtype != torch.float32 and out_dtype == torch.float32:
         product = torch.mm(a, b.t(), out_dtype=torch.float32)
     else:  # torch has no product of narrow operands with an fp32 result on a CPU
@@ -70,10 +75,19 @@ def _product(a: torch.Tensor, b: torch.Tensor, alpha: float, out_dtype: torch.dt
     return (product * alpha if alpha != 1.0 else product).to(out_dtype)
 
 
-def _accumulate(a: torch.Tensor, b: torch.Tensor, alpha: float, total: torch.Tensor) -> torch.Tensor:
+@lru_cache(maxsize=16)
+def _ignored(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """What addmm would add, were beta not 0."""
+    return torch.zeros(1, device=device, dtype=dtype)
+
+
+def _accumulate(a: torch.Tensor, b: torch.Tensor, alpha: float, total: torch.Tensor, overwrite: bool) -> torch.Tensor:
     if a.is_cuda and a.dtype != torch.float32:
-        return torch.addmm(total, a, b.t(), alpha=alpha, out_dtype=torch.float32, out=total)
-    return total.add_(_product(a, b, alpha, torch.float32))
+        if overwrite and alpha == 1.0:
+            return torch.mm(a, b.t(), out_dtype=torch.float32, out=total)
+        return torch.addmm(total, a, b.t(), beta=not overwrite, alpha=alpha, out_dtype=torch.float32, out=total)
+    product = _product(a, b, alpha, torch.float32)
+    return total.copy_(product) if overwrite else total.add_(product)
 
 
 def _k_slices(a: Operand, b: Operand) -> list[slice]:

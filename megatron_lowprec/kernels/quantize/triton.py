@@ -6,7 +6,9 @@ read in 16-byte pieces and goes through shared memory once each way, as bf16. Bi
 operations in the same order, none contracted, and rounding on the bits of an fp32 number.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,10 +16,11 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.formats import Format
-from megatron_lowprec.kernels.launch import launch
-from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.launch import Specialized, signed
+from megatron_lowprec.kernels.philox.reference import WHOLE, Span
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
 from megatron_lowprec.kernels.quantize.triton_ops import MX_BLOCK, quantize_groups
+from megatron_lowprec.kernels.tuning import fastest
 
 _RULES = {"floor": 0, "round_up": 1, "ceil": 2, "even": 3}
 _ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
@@ -27,17 +30,21 @@ _KEYS = ["rk0", "rk1", "ck0", "ck1"]
 _SPANS = ["m_start", "m_seam", "m_jump", "n_start", "n_seam", "n_jump"]
 
 
-@triton.jit(do_not_specialize=[*_KEYS, *_SPANS, "unit"])
+@triton.jit(do_not_specialize=["M", "padded_M", *_KEYS, *_SPANS, "unit"])
 def _mx_kernel(
     x_ptr,
     row_ptr,
+    row_scale_ptr,
     col_ptr,
+    col_scale_ptr,
     row_signs_ptr,
     col_signs_ptr,
     M,
     padded_M,
     N,
     stride,
+    row_pitch,
+    col_pitch,
     rk0,
     rk1,
     ck0,
@@ -65,7 +72,16 @@ def _mx_kernel(
     ROUNDING: tl.constexpr,
     RANDOM_BITS: tl.constexpr,
     HEADROOM: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
 ):
+    """Dequantized tiles for ``CODE_BITS`` 0, else codes and scale bytes, those along columns transposed.
+
+    ``row_pitch`` and ``col_pitch`` are the bytes of a row of codes, multiples of 16.
+    """
+    # codes of 4 bits share a byte
+    SHARE: tl.constexpr = 2 if CODE_BITS == 4 else 1
+    BLOCKS: tl.constexpr = GROUP // MX_BLOCK
     tiles_n = tl.cdiv(N, BN)
     tile = tl.program_id(0)
     first_m = (tile // tiles_n) * BM
@@ -95,11 +111,11 @@ def _mx_kernel(
         else:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
             y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
-        row = place(first_m + group // PER_ROW, m_start, m_seam, m_jump)
+        m = first_m + group // PER_ROW
         first_column = first_n + (group % PER_ROW) * GROUP
-        out, _ = quantize_groups(
+        out, byte = quantize_groups(
             y,
-            row,
+            place(m, m_start, m_seam, m_jump),
             first_column,
             n_start,
             n_seam,
@@ -120,9 +136,19 @@ def _mx_kernel(
             ROUNDING,
             RANDOM_BITS,
             HEADROOM,
+            CODE_BITS,
+            NAN_CODE,
         )
-        out = tl.reshape(tl.trans(out.to(row_ptr.dtype.element_ty)), [BM, BN])
-        tl.store(row_ptr + out_offsets, out, mask=mask)
+        if CODE_BITS == 0:
+            out = tl.reshape(tl.trans(out.to(row_ptr.dtype.element_ty)), [BM, BN])
+            tl.store(row_ptr + out_offsets, out, mask=mask)
+        else:
+            inside = ((m < M) & (first_column < N))[None, :]
+            byte_column = (tile % tiles_n) * (BN // SHARE) + (group % PER_ROW) * (GROUP // SHARE)
+            first = (m.to(tl.int64) * row_pitch + byte_column)[None, :]
+            tl.store(row_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
+            block = (m.to(tl.int64) * (N // MX_BLOCK) + first_column // MX_BLOCK)[None, :]
+            tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
     if ALONG_COLUMNS:
         # where rows came first, this read comes from the cache: registers for the tile are better spent on warps
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
@@ -130,11 +156,11 @@ def _mx_kernel(
         TALL: tl.constexpr = BM // GROUP
         y = tl.reshape(tl.permute(tl.reshape(x, [TALL, GROUP, BN]), (1, 0, 2)), [GROUP, TALL * BN]).to(tl.float32)
         lane = tl.arange(0, TALL * BN)
-        row = place(first_n + lane % BN, n_start, n_seam, n_jump)
+        n = first_n + lane % BN
         first_column = first_m + (lane // BN) * GROUP
-        out, _ = quantize_groups(
+        out, byte = quantize_groups(
             y,
-            row,
+            place(n, n_start, n_seam, n_jump),
             first_column,
             m_start,
             m_seam,
@@ -155,20 +181,31 @@ def _mx_kernel(
             ROUNDING,
             RANDOM_BITS,
             HEADROOM,
+            CODE_BITS,
+            NAN_CODE,
         )
-        out = out.to(col_ptr.dtype.element_ty)
-        out = tl.reshape(tl.permute(tl.reshape(out, [GROUP, TALL, BN]), (1, 0, 2)), [BM, BN])
-        tl.store(col_ptr + out_offsets, out, mask=(rows < padded_M)[:, None] & (cols < N)[None, :])
+        if CODE_BITS == 0:
+            out = out.to(col_ptr.dtype.element_ty)
+            out = tl.reshape(tl.permute(tl.reshape(out, [GROUP, TALL, BN]), (1, 0, 2)), [BM, BN])
+            tl.store(col_ptr + out_offsets, out, mask=(rows < padded_M)[:, None] & (cols < N)[None, :])
+        else:
+            inside = ((n < N) & (first_column < padded_M))[None, :]
+            byte_column = (tile // tiles_n) * (BM // SHARE) + (lane // BN) * (GROUP // SHARE)
+            first = (n.to(tl.int64) * col_pitch + byte_column)[None, :]
+            tl.store(col_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
+            block = (n.to(tl.int64) * (padded_M // MX_BLOCK) + first_column // MX_BLOCK)[None, :]
+            tl.store(col_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["k0", "k1"])
-def _signs_kernel(out_ptr, k0, k1, moment_ptr, scale, GROUP: tl.constexpr):
+@triton.jit(do_not_specialize=["a0", "a1", "b0", "b1"])
+def _signs_kernel(out_ptr, a0, a1, b0, b1, moment_ptr, scale, GROUP: tl.constexpr):
+    second = tl.program_id(0) == 1
     zero = tl.zeros([1], tl.int32)
     bits = draw_bits(
         zero.to(tl.uint32),
         zero,
-        k0.to(tl.uint32, bitcast=True),
-        k1.to(tl.uint32, bitcast=True),
+        tl.where(second, b0, a0).to(tl.uint32, bitcast=True),
+        tl.where(second, b1, a1).to(tl.uint32, bitcast=True),
         tl.load(moment_ptr).to(tl.uint32, bitcast=True),
         tl.load(moment_ptr + 1).to(tl.uint32, bitcast=True),
         0,
@@ -177,56 +214,101 @@ def _signs_kernel(out_ptr, k0, k1, moment_ptr, scale, GROUP: tl.constexpr):
         GROUP,
     )
     signs = tl.reshape(1.0 - 2.0 * (bits >> 15).to(tl.float32), [GROUP])
-    tl.store(out_ptr + tl.arange(0, GROUP), signs * scale)
+    tl.store(out_ptr + tl.program_id(0) * GROUP + tl.arange(0, GROUP), signs * scale)
 
 
-@dataclass(frozen=True)
-class Direction:
+@lru_cache(maxsize=len((32, 64, 128, 256)))
+def _signs_launcher(group: int) -> Specialized:
+    return Specialized(_signs_kernel, {"GROUP": group}, num_warps=1)
+
+
+class Key(NamedTuple):
+    """A Philox key as Triton's int32 arguments."""
+
+    word0: int = 0
+    word1: int = 0
+
+    @staticmethod
+    @lru_cache(maxsize=1 << 14)
+    def of(key: tuple[int, int]) -> "Key":
+        """From two 32-bit words."""
+        return Key(signed(key[0]), signed(key[1]))
+
+
+class Direction(NamedTuple):
     """One way to quantize a matrix: the key of its rounding, and its transform.
 
     Attributes:
-        key: Philox key of stochastic rounding.
+        key: of stochastic rounding.
         signs: fp32 [g] of +-1/sqrt(g) for the Hadamard transform, from ``scaled_signs``; None for no transform.
     """
 
-    key: tuple[int, int] = (0, 0)
+    key: Key = Key()
     signs: torch.Tensor | None = None
 
 
-def scaled_signs(key: tuple[int, int], moment: torch.Tensor, group: int) -> torch.Tensor:
-    """fp32 [group] of random signs times fl32(1/sqrt(group)), from the stream of ``philox/reference.py``.
+_NOTHING = Direction()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How entries become elements, as in ``recipe.schema.QuantSpec``; one for both directions.
+
+    It keeps the kernels that were specialized for it: looking one up must cost less than launching it.
+    """
+
+    fmt: Format
+    scale_rule: str
+    rounding: str = "nearest_even"
+    random_bits: int = 16
+    headroom: float = 1.0
+    kernels: dict[tuple[int, bool, bool, bool, bool], "_MxKernel"] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+
+class MxCodes(NamedTuple):
+    """An operand in the layout of native products, contracted dimension last.
+
+    Attributes:
+        codes: uint8 [R, K], or [R, K / 2] for 4-bit formats, entry 2i in the low nibble.
+        scale: E8M0 bytes, uint8 [R, K / 32].
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+
+def scaled_signs(keys: tuple[Key, ...], moment: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+    """fp32 [group] for each of one or two keys: random signs times fl32(1/sqrt(group)), as ``philox/reference.py``.
 
     Args:
-        key: Philox key.
+        keys: Philox keys.
         moment: int32 [2], (step, microbatch), on the device of the result.
     """
-    out = torch.empty(group, dtype=torch.float32, device=moment.device)
-    arguments = (out, *map(_signed, key), moment, group**-0.5)
-    launch(_signs_kernel, (1, 1, 1), arguments, {"GROUP": group}, specialized_on=moment.device, num_warps=1)
-    return out
+    out = torch.empty((len(keys), group), dtype=torch.float32, device=moment.device)
+    arguments = (out, *keys[0], *keys[-1], moment, group**-0.5)
+    _signs_launcher(group).launch(len(keys), moment.device, arguments, None)
+    return out.unbind()
 
 
 def quantize_mx(
     x: torch.Tensor,
-    fmt: Format,
+    rule: Rule,
     *,
     rows: Direction | None = None,
     columns: Direction | None = None,
-    scale_rule: str,
-    rounding: str = "nearest_even",
-    random_bits: int = 16,
-    headroom: float = 1.0,
     moment: torch.Tensor,
-    spans: tuple[Span, Span] = (Span(), Span()),
+    spans: tuple[Span, Span] = (WHOLE, WHOLE),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Dequantized MX operands of a matrix, along its rows, along its columns, or both from one read.
 
     Args:
         x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of 32 and of len(signs) where ``rows`` is
             given. Any M: columns are padded with zeros inside, which change no scale.
+        rule: format, scale and rounding.
         rows: blocks along the last dimension (the operand x); None to leave it out.
         columns: blocks along the first (the operand x.T); None to leave it out.
-        scale_rule, rounding, random_bits, headroom: as in ``recipe.schema.QuantSpec``; one transform size for both.
         moment: int32 [2] on the device of x: step and microbatch of the draws. In memory, not an argument, so that a
             captured CUDA graph draws anew in each replay.
         spans: where the rows and the columns of x lie in the unsharded matrix.
@@ -235,69 +317,154 @@ def quantize_mx(
         along rows [M, N]; along columns [M rounded up to whole groups where transformed, else M, N]; each in the dtype
         of x and row-major, or None. Headroom is left in.
     """
-    if rows is not None and columns is not None and rows.signs is not None and rounding == "stochastic":
+    if rows is not None and columns is not None and rows.signs is not None and rule.rounding == "stochastic":
         # bound by arithmetic: two programs that each keep a group in registers beat one that reads less
-        options = {"scale_rule": scale_rule, "rounding": rounding, "random_bits": random_bits, "headroom": headroom}
-        first, _ = quantize_mx(x, fmt, rows=rows, moment=moment, spans=spans, **options)  # type: ignore[arg-type]
-        _, second = quantize_mx(x, fmt, columns=columns, moment=moment, spans=spans, **options)  # type: ignore[arg-type]
-        return first, second
+        return (
+            quantize_mx(x, rule, rows=rows, moment=moment, spans=spans)[0],
+            quantize_mx(x, rule, columns=columns, moment=moment, spans=spans)[1],
+        )
     M, N = x.shape
-    directions = (rows, columns)
-    signs = next(direction.signs for direction in directions if direction is not None)
-    group = MX_BLOCK.value if signs is None else signs.numel()
+    kernel = _mx_kernel_for(x, rule, rows, columns, codes=False)
     # a transformed group is dense even where its entries were padding
-    padded_M = M if signs is None else triton.cdiv(M, group) * group
-    outputs = [
-        None if direction is None else torch.empty((height, N), dtype=x.dtype, device=x.device)
-        for direction, height in zip(directions, (M, padded_M), strict=True)
-    ]
-    words = [word for direction in directions for word in (direction or Direction()).key]
-    # the kernel does not touch what a direction that is left out would write or read
-    unused = next(out for out in outputs if out is not None)
-    signs_given = [direction.signs if direction is not None else None for direction in directions]
-    stochastic = rounding == "stochastic"
-    tiling = _tiling(group, rows is not None, columns is not None, signs is not None, stochastic)
-    sizes = (M, padded_M, N, x.stride(0))
-    arguments = (
-        x,
-        *(unused if out is None else out for out in outputs),
-        *(unused if vector is None else vector for vector in signs_given),
-        *sizes,
-        *map(_signed, words),
-        moment,
-        *spans[0],
-        *spans[1],
-        1 << max(0, 23 - fmt.mantissa_bits - random_bits),
-    )
-    constants = {
-        "PACKED": x.dtype == torch.bfloat16 and (N | x.stride(0) | x.data_ptr() // 2) % 2 == 0,
-        "ALONG_ROWS": rows is not None,
-        "ALONG_COLUMNS": columns is not None,
-        "BM": tiling.rows,
-        "BN": tiling.columns,
-        "GROUP": group,
-        "HADAMARD": signs is not None,
-        "MANTISSA": fmt.mantissa_bits,
-        "MIN_EXPONENT": fmt.min_exponent,
-        "MAX": fmt.max,
-        "MAX_EXPONENT": fmt.max_exponent,
-        "RULE": _RULES[scale_rule],
-        "ROUNDING": _ROUNDINGS[rounding],
-        "RANDOM_BITS": random_bits,
-        "HEADROOM": headroom,
-    }
-    launch(
-        _mx_kernel,
-        (triton.cdiv(M, tiling.rows) * triton.cdiv(N, tiling.columns), 1, 1),
-        arguments,
-        constants,
-        specialized_on=(x.device, x.dtype, x.data_ptr() % 16 == 0, *((size % 16 == 0, size == 1) for size in sizes)),
-        num_warps=tiling.warps,
-        maxnreg=tiling.registers,
-        # a contracted multiply-add rounds once where the reference rounds twice
-        enable_fp_fusion=False,
-    )
-    return outputs[0], outputs[1]
+    padded_M = _whole(M, kernel.group) if kernel.transforms else M
+    by_rows = None if rows is None else torch.empty((M, N), dtype=x.dtype, device=x.device)
+    by_columns = None if columns is None else torch.empty((padded_M, N), dtype=x.dtype, device=x.device)
+    kernel.launch(x, padded_M, rows, columns, (by_rows, None, by_columns, None), moment, spans)
+    return by_rows, by_columns
+
+
+def quantize_mx_codes(
+    x: torch.Tensor,
+    rule: Rule,
+    *,
+    rows: Direction | None = None,
+    columns: Direction | None = None,
+    moment: torch.Tensor,
+    spans: tuple[Span, Span] = (WHOLE, WHOLE),
+) -> tuple[MxCodes | None, MxCodes | None]:
+    """``quantize_mx`` as codes and scale bytes; arguments as there.
+
+    Returns:
+        along rows: codes of [M, N]; along columns: of the transposed matrix [N, M rounded up to whole groups], padding
+        being quantized zeros. Each None where it was left out.
+    """
+    M, N = x.shape
+    kernel = _mx_kernel_for(x, rule, rows, columns, codes=True)
+    padded_M = _whole(M, kernel.group)
+    share = 2 if rule.fmt.bits == 4 else 1
+
+    def empty(height: int, length: int) -> MxCodes:
+        return MxCodes(
+            torch.empty((height, length // share), dtype=torch.uint8, device=x.device),
+            torch.empty((height, length // MX_BLOCK.value), dtype=torch.uint8, device=x.device),
+        )
+
+    by_rows = None if rows is None else empty(M, N)
+    by_columns = None if columns is None else empty(N, padded_M)
+    outputs = (*(by_rows or (None, None)), *(by_columns or (None, None)))
+    kernel.launch(x, padded_M, rows, columns, outputs, moment, spans)
+    return by_rows, by_columns
+
+
+def _mx_kernel_for(
+    x: torch.Tensor, rule: Rule, rows: Direction | None, columns: Direction | None, codes: bool
+) -> "_MxKernel":
+    signs = (rows or columns or _NOTHING).signs
+    packed = x.dtype == torch.bfloat16 and (x.shape[1] | x.stride(0) | x.data_ptr() // 2) % 2 == 0
+    key = (0 if signs is None else signs.numel(), rows is not None, columns is not None, packed, codes)
+    found = rule.kernels.get(key)
+    if found is None:
+        found = rule.kernels[key] = _MxKernel(rule, *key)
+    return found
+
+
+class _MxKernel:
+    """The kernel for one rule, transform block (0 for none), direction and output, in the tiling that is fastest."""
+
+    def __init__(self, rule: Rule, block: int, rows: bool, columns: bool, packed: bool, codes: bool) -> None:
+        fmt = rule.fmt
+        self.group, self.transforms = block or MX_BLOCK.value, block > 0
+        self._share = 0 if not codes else 2 if fmt.bits == 4 else 1  # codes a byte
+        self._unit = 1 << max(0, 23 - fmt.mantissa_bits - rule.random_bits)
+        constants = {
+            "GROUP": self.group,
+            "HADAMARD": self.transforms,
+            "MANTISSA": fmt.mantissa_bits,
+            "MIN_EXPONENT": fmt.min_exponent,
+            "MAX": fmt.max,
+            "MAX_EXPONENT": fmt.max_exponent,
+            "RULE": _RULES[rule.scale_rule],
+            "ROUNDING": _ROUNDINGS[rule.rounding],
+            "RANDOM_BITS": rule.random_bits,
+            "HEADROOM": rule.headroom,
+            "CODE_BITS": fmt.bits if codes else 0,
+            "NAN_CODE": 0 if fmt.specials == "none" else (1 << (fmt.bits - 1)) - 1,
+        }
+        ways = {"PACKED": packed, "ALONG_ROWS": rows, "ALONG_COLUMNS": columns}
+        self._name = f"{_mx_kernel.__name__} {ways | constants}"
+        self._tilings = _tilings(self.group, rows, columns, self.transforms, rule.rounding == "stochastic")
+        self._specialized = {
+            tiling: Specialized(
+                _mx_kernel,
+                ways | {"BM": tiling.rows, "BN": tiling.columns} | constants,
+                num_warps=tiling.warps,
+                maxnreg=tiling.registers,
+                # a contracted multiply-add rounds once where the reference rounds twice
+                enable_fp_fusion=False,
+            )
+            for tiling in self._tilings
+        }
+        self._tiling: _Tiling | None = None
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        padded_M: int,
+        rows: Direction | None,
+        columns: Direction | None,
+        outputs: tuple[torch.Tensor | None, ...],
+        moment: torch.Tensor,
+        spans: tuple[Span, Span],
+    ) -> None:
+        """Fill ``outputs``: along rows and its scales, along columns and its scales; None where nothing is written."""
+        (M, N), stride = x.shape, x.stride(0)
+        pitches = (N // self._share, padded_M // self._share) if self._share else (0, 0)
+        rows, columns = rows or _NOTHING, columns or _NOTHING
+        # the kernel does not touch what a direction that is left out would read or write
+        arguments = (
+            x,
+            *(x if out is None else out for out in outputs),
+            x if rows.signs is None else rows.signs,
+            x if columns.signs is None else columns.signs,
+            M,
+            padded_M,
+            N,
+            stride,
+            *pitches,
+            *rows.key,
+            *columns.key,
+            moment,
+            *spans[0],
+            *spans[1],
+            self._unit,
+        )
+        specialized_on = (x.dtype, x.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
+
+        def run(tiling: _Tiling) -> None:
+            programs = -(-M // tiling.rows) * -(-N // tiling.columns)
+            self._specialized[tiling].launch(programs, x.device, arguments, specialized_on)
+
+        run(self._tiling or self._choose(run, x))
+
+    def _choose(self, run: Callable[["_Tiling"], None], x: torch.Tensor) -> "_Tiling":
+        if x.numel() < _LARGE_ENOUGH:
+            return self._tilings[0]
+        self._tiling = fastest(self._name, self._tilings, run, x.device)
+        return self._tiling
+
+
+_LARGE_ENOUGH = 1 << 24
+"""Entries from which an operand tells tilings apart."""
 
 
 class _Tiling(NamedTuple):
@@ -307,23 +474,30 @@ class _Tiling(NamedTuple):
     registers: int | None  # a thread's limit, where more resident warps are worth some spilling
 
 
-def _tiling(group: int, rows: bool, columns: bool, transformed: bool, stochastic: bool) -> _Tiling:
-    """A program's tile, about a group a thread, with whole groups in each direction; fastest of those tried on an H200.
+def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochastic: bool) -> tuple[_Tiling, ...]:
+    """A program's tile, about a group a thread, with whole groups in each direction; fastest on an H200 first.
 
     Few warps a program, since they share nothing; see docs/kernels.md for what was tried.
     """
     limit = 128 if transformed and stochastic and group <= 64 else None
     if rows and columns:
         if transformed:
-            return _Tiling(group, max(64, group), 2, limit)
-        return _Tiling(group, 64, 2, limit) if stochastic else _Tiling(group, 128, 4, limit)
-    if columns:
-        return (
+            first = _Tiling(group, max(64, group), 2, limit)
+        else:
+            first = _Tiling(group, 64, 2, limit) if stochastic else _Tiling(group, 128, 4, limit)
+    elif columns:
+        first = (
             _Tiling(group, 32, 1, limit) if stochastic and transformed else _Tiling(group, 64, 1 + transformed, limit)
         )
-    return _Tiling(8, group * 8, 2, limit) if transformed else _Tiling(4, group * 8, 1, limit)
+    else:
+        first = _Tiling(8, group * 8, 2, limit) if transformed else _Tiling(4, group * 8, 1, limit)
+    others = [first._replace(registers=None), first._replace(columns=first.columns * 2, warps=first.warps * 2)]
+    if rows and not columns:
+        others.append(first._replace(rows=first.rows * 2, warps=first.warps * 2))
+    else:
+        others.append(first._replace(columns=max(32 if not rows else group, first.columns // 2)))
+    return tuple(dict.fromkeys((first, *others)))
 
 
-def _signed(word: int) -> int:
-    """A 32-bit word as Triton's int32 argument, so that no value changes a kernel's signature."""
-    return word - (1 << 32) if word >= 1 << 31 else word
+def _whole(length: int, group: int) -> int:
+    return -(-length // group) * group

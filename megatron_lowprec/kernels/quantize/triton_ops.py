@@ -95,6 +95,21 @@ def round_to_grid(
 
 
 @triton.jit
+def element_codes(
+    elements, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, BITS: tl.constexpr, NAN_CODE: tl.constexpr, is_nan
+):
+    """fp32 values on the format's grid -> int32 codes in the low bits; ``NAN_CODE`` where ``is_nan``."""
+    SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
+    bits = elements.to(tl.int32, bitcast=True)
+    magnitude = tl.abs(elements)
+    normal = magnitude >= SMALLEST
+    # as in the rounding: a subnormal number plus the smallest normal one has its code in the mantissa
+    field = (magnitude + tl.where(normal, 0.0, SMALLEST)).to(tl.int32, bitcast=True) >> (23 - MANTISSA)
+    code = field - tl.where(normal, (MIN_EXPONENT + 126) << MANTISSA, (MIN_EXPONENT + 127) << MANTISSA)
+    return tl.where(is_nan, NAN_CODE, code | (((bits >> 31) & 1) << (BITS - 1)))
+
+
+@triton.jit
 def quantize_groups(
     y,
     row,
@@ -118,8 +133,14 @@ def quantize_groups(
     ROUNDING: tl.constexpr,
     RANDOM_BITS: tl.constexpr,
     HEADROOM: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    NAN_CODE: tl.constexpr,
 ):
-    """[GROUP, P] fp32 -> elements times their scale, fp32 [GROUP, P], and scale bytes [GROUP / 32, P]."""
+    """[GROUP, P] fp32 -> elements and scale bytes, int32 [GROUP / 32, P].
+
+    Elements are fp32 [GROUP, P] times their scale, or, with ``CODE_BITS`` above 0, uint8 codes of that many bits, two
+    of 4 bits a byte: [GROUP or GROUP / 2, P].
+    """
     P: tl.constexpr = y.shape[1]
     if HADAMARD:
         signs = tl.load(signs_ptr + tl.arange(0, GROUP))
@@ -140,5 +161,13 @@ def quantize_groups(
     # below 2^(MAX_EXPONENT + 1) times the scale by the floor rule: with enough headroom nothing can saturate
     SATURATES: tl.constexpr = RULE != 0 or HEADROOM * 2.0 ** (MAX_EXPONENT + 1) > MAX
     elements = round_to_grid(v, draws, unit, MANTISSA, MIN_EXPONENT, MAX, ROUNDING, RANDOM_BITS, SATURATES)
-    out = elements * power_of_two(byte)[:, None, :]
-    return tl.reshape(out, [GROUP, P]), byte
+    if CODE_BITS == 0:
+        out = tl.reshape(elements * power_of_two(byte)[:, None, :], [GROUP, P])
+    else:
+        codes = element_codes(elements, MANTISSA, MIN_EXPONENT, CODE_BITS, NAN_CODE, (byte == 255)[:, None, :])
+        if CODE_BITS == 4:
+            low, high = tl.split(tl.permute(tl.reshape(codes, [GROUP // 2, 2, P]), (0, 2, 1)))
+            out = (low | (high << 4)).to(tl.uint8)
+        else:
+            out = tl.reshape(codes, [GROUP, P]).to(tl.uint8)
+    return out, byte

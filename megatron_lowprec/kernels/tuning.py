@@ -1,0 +1,87 @@
+"""Which of a few tilings of a kernel is fastest on this machine: measured once, remembered on disk.
+
+A tiling changes a kernel's speed, never its bits, so that ranks may choose differently. The measurement is bounded: a
+handful of candidates, some twenty launches each, on the first operand that is large enough to tell them apart.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+SWITCH = "MEGATRON_LOWPREC_TUNE"
+FOLDER = "MEGATRON_LOWPREC_CACHE"
+_LAUNCHES = 20
+
+T = TypeVar("T")
+
+
+def fastest(name: str, candidates: Sequence[T], run: Callable[[T], None], device: torch.device) -> T:
+    """The candidate whose ``run`` takes least time on ``device``; from the cache where one of this name was tuned.
+
+    ``candidates[0]``, unmeasured, with ``MEGATRON_LOWPREC_TUNE=0``, where the device is no GPU, or under graph capture.
+
+    Args:
+        name: what was tuned, the kernel's source and options included; the GPU's name and Triton's version are added.
+    """
+    if len(candidates) == 1 or not tunes(device):
+        return candidates[0]
+    cache = _cache(device)
+    found = _read(cache).get(name)
+    if isinstance(found, int) and found < len(candidates):
+        return candidates[found]
+    times = [_milliseconds(run, candidate) for candidate in candidates]
+    best = times.index(min(times))
+    _remember(cache, name, best)
+    return candidates[best]
+
+
+def tunes(device: torch.device) -> bool:
+    """Whether candidates are measured on this device."""
+    return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0" and not torch.cuda.is_current_stream_capturing()
+
+
+def _milliseconds(run: Callable[[T], None], candidate: T) -> float:
+    run(candidate)  # compiles
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    best = float("inf")
+    for _ in range(_LAUNCHES):
+        start.record()
+        run(candidate)
+        stop.record()
+        stop.synchronize()
+        best = min(best, start.elapsed_time(stop))
+    return best
+
+
+@lru_cache(maxsize=8)
+def _cache(device: torch.device) -> Path:
+    import triton
+
+    folder = os.environ.get(FOLDER) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megatron_lowprec")
+    gpu = torch.cuda.get_device_name(device).replace(" ", "-")
+    return Path(folder, f"tilings-{gpu}-triton-{triton.__version__}.json").expanduser()
+
+
+def _read(path: Path) -> dict[str, int]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or damaged: both mend themselves by measuring
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(path: Path, name: str, best: int) -> None:
+    """Into the cache, whole or not at all: other ranks write it, too."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(_read(path) | {name: best}, file, indent=1)
+        os.replace(file.name, path)
+    except OSError:  # a home that cannot be written costs a measurement at each start, and nothing else
+        return

@@ -1,0 +1,94 @@
+"""Hadamard transforms of a layer's GEMMs, moment by moment; the signs of a GEMM are drawn once for both operands."""
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.quantization.device_moment import capturing, device_moment
+from megatron_lowprec.quantization.random_stream import Moment, RandomStream
+from megatron_lowprec.recipe.schema import HadamardSpec
+
+
+class Transform:
+    """A GEMM's transform at one moment: its block, and the stream of its signs; None for no signs.
+
+    Without a moment it is the stream's own.
+    """
+
+    def __init__(self, block: int, stream: RandomStream | None, moment: Moment | None = None) -> None:
+        self.block, self.stream, self._moment = block, stream, moment
+        self._scaled: torch.Tensor | None = None
+        self._drawn_with: Transform | None = None
+
+    def draw_with(self, other: "Transform") -> None:
+        """Let one launch draw the signs of both."""
+        if self.block == other.block and self.stream is not None and other.stream is not None:
+            self._drawn_with, other._drawn_with = other, self
+
+    def signs(self, device: torch.device) -> torch.Tensor:
+        """fp32 [block] of +1 and -1."""
+        if self.stream is None:
+            return torch.ones(self.block, device=device)
+        stream = self.stream if self._moment is None else self.stream.at(self._moment)
+        return stream.signs(self.block, device)
+
+    def scaled_signs(self, device: torch.device) -> torch.Tensor:
+        """fp32 [block] of signs times 1/sqrt(block), as the fused kernel takes them; on a GPU."""
+        if self._scaled is None:
+            self._draw(device)
+        assert self._scaled is not None
+        return self._scaled
+
+    def _draw(self, device: torch.device) -> None:
+        if self.stream is None:
+            self._scaled = torch.full((self.block,), self.block**-0.5, device=device)
+            return
+        from megatron_lowprec.kernels.quantize.triton import Key, scaled_signs
+
+        both = [self] if self._drawn_with is None else [self, self._drawn_with]
+        keys = tuple(Key.of(one.stream.key) for one in both if one.stream is not None)
+        moment = self.stream.moment if self._moment is None else self._moment
+        drawn = scaled_signs(keys, device_moment(moment, device), self.block)
+        for one, signs in zip(both, drawn, strict=True):
+            one._scaled = signs
+
+    def apply(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Transform [R, K] along K in fp32, padded with zeros to whole blocks: neither scale nor product sees them."""
+        return hadamard_transform(padded(matrix, self.block), self.signs(matrix.device))
+
+
+class Transforms:
+    """The transforms of one layer's GEMMs.
+
+    Args:
+        specs: by GEMM.
+    """
+
+    def __init__(self, specs: Mapping[str, HadamardSpec | None]) -> None:
+        self._specs = {gemm: spec for gemm, spec in specs.items() if spec is not None}
+        self.streams: Mapping[str, RandomStream] = {}
+        self._last: tuple[Moment, dict[str, Transform]] | None = None
+
+    def at(self, gemm: str, moment: Moment) -> Transform | None:
+        """The GEMM's transform, one object for all who ask in a moment; None where it has none."""
+        if gemm not in self._specs:
+            return None
+        if self._last is not None and self._last[0] == moment and not capturing():
+            return self._last[1][gemm]
+        made = {
+            name: Transform(spec.block, self.streams[name] if spec.signs == "random" else None, moment)
+            for name, spec in self._specs.items()
+        }
+        if "dgrad" in made and "wgrad" in made:
+            made["dgrad"].draw_with(made["wgrad"])
+        if not capturing():  # signs of a graph change with its replays
+            self._last = moment, made
+        return made[gemm]
+
+
+def padded(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
+    """[R, K] with zeros up to a multiple along K."""
+    missing = -matrix.shape[1] % multiple
+    return pad(matrix, (0, missing)) if missing else matrix

@@ -1,0 +1,72 @@
+"""Which GEMMs of a recipe run on a device's FP8 units, and why others are emulated: pure functions of the config."""
+
+from typing import Literal
+
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, Recipe
+
+_MULTIPLE = 16
+_BLOCK = 128
+_CONTRACTED = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}
+
+# first compute capability whose products torch offers for these tiles; 1x128 tiles exist on Hopper alone
+_SINCE: dict[frozenset[str], int] = {
+    frozenset({"tensor"}): 89,
+    frozenset({"row"}): 90,
+    frozenset({"row", "tensor"}): 90,
+    frozenset({"1x128"}): 90,
+    frozenset({"1x128", "128x128"}): 90,
+}
+
+
+def execution(
+    name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out_features: int = 0
+) -> Literal["native", "emulated"]:
+    """How one GEMM runs; arguments as in ``why_emulated``."""
+    return "emulated" if why_emulated(name, gemm, arch, in_features, out_features) else "native"
+
+
+def native_gemms(recipe: Recipe, arch: str, in_features: int, out_features: int) -> frozenset[str]:
+    """The quantized GEMMs of a bf16 layer that run natively."""
+    return frozenset(
+        name
+        for name, gemm in recipe.gemms.items()
+        if gemm.quantized and why_emulated(name, gemm, arch, in_features, out_features) is None
+    )
+
+
+def why_emulated(name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out_features: int = 0) -> str | None:
+    """Why a GEMM of a bf16 layer is emulated in the compute dtype; None where it is not.
+
+    Args:
+        name: fprop, dgrad or wgrad.
+        arch: "cpu", or a GPU's compute capability as "sm90".
+        in_features, out_features: of the layer on one rank; 0 leaves the question of sizes open.
+    """
+    if not gemm.quantized:
+        return None
+    operands = [getattr(gemm, operand) for operand in GEMM_OPERANDS[name]]
+    if None in operands:
+        return "one operand stays in the compute dtype"
+    formats = {quant.format for quant in operands}
+    if not formats <= {"e4m3", "e5m2"} or formats == {"e5m2"}:
+        return f"no product of {' and '.join(sorted(formats))} on {arch}"
+    if any(quant.scale_format == "e8m0" for quant in operands):
+        return f"no product of MX blocks on {arch}"
+    if gemm.hadamard is not None or any((q.rounding, q.headroom) != ("nearest_even", 1.0) for q in operands):
+        return "FP8 casts have no transform, no other rounding and no headroom"
+    tiles = frozenset(quant.tile for quant in operands)
+    since = _SINCE.get(tiles)
+    number = int(arch[2:]) if arch.startswith("sm") else 0
+    if since is None or tiles == {"128x128"}:
+        return f"no product of tiles {' and '.join(sorted(tiles))}"
+    if number < since or ("1x128" in tiles and number != since):
+        return f"no FP8 products of tiles {' and '.join(sorted(tiles))} on {arch}"
+    if "1x128" in tiles and formats != {"e4m3"}:
+        return "products of 1x128 tiles are of E4M3"
+    for label, size in (("in_features", in_features), ("out_features", out_features)):
+        if size % _MULTIPLE:
+            return f"{label} {size} is no multiple of {_MULTIPLE}"
+    contracted = {"input": in_features, "output": out_features, "tokens": 0}[_CONTRACTED[name]]
+    if "1x128" in tiles and contracted % _BLOCK:
+        return f"the contracted size {contracted} is no multiple of {_BLOCK}"
+    return None

@@ -1,0 +1,154 @@
+"""Cases of the FP8 cast kernels against the reference, bit for bit; run interpreted on a CPU, and natively on a GPU.
+
+``python -m tests.kernels.cast_cases`` runs the small set under Triton's interpreter, which must be chosen before Triton
+is imported, and prints what differs.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, fields
+from itertools import product
+
+import torch
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand, tile_amax
+from tests.kernels.mx_cases import difference
+
+FLOOR = 1e-12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch on [rows, columns], along ``ways`` ("r" rows, "c" columns)."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    fmt: str
+    tile: str
+    rule: str
+    ways: str
+    given: float | None = None  # an amax that is known before, as delayed scaling has it
+    special: bool = True  # NaN and Inf in it: every scale of a whole tensor is then NaN
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
+
+
+def input_of(case: Case, device: str) -> torch.Tensor:
+    """Normal numbers over 24 binades, ties, zeros of both signs, tiny and huge numbers, a zero block and column."""
+    generator = torch.Generator().manual_seed(case.rows * 1000 + case.columns)
+    shape = (case.rows, case.columns)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 12, shape, generator=generator).float())
+    edge = [0.0, -0.0, 1e-40, -1e-38, 1e-13, 464.0, 0.0009765625, -0.0029296875]
+    edge += [torch.inf, torch.nan, -torch.inf, 3e38] if case.special else []
+    where = torch.randperm(x.numel(), generator=generator)[: 2 * len(edge)]
+    x.view(-1)[where] = torch.tensor(edge).repeat(2)
+    x[:, 3] = 0
+    x[: min(case.rows, 128), :128] = 0
+    x[5, 130] = 1e-40  # so small that fl(M / amax) leaves fp32
+    return x.to(case.dtype).to(device)
+
+
+def reference_of(case: Case, matrix: torch.Tensor, shared: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and fp32 decode scales of [R, K]."""
+    rows, columns = matrix.shape
+    tile = {"tensor": (rows, columns), "row": (1, columns), "1x128": (1, 128), "128x128": (128, 128)}[case.tile]
+    fmt, floor = FORMATS[case.fmt], FLOOR if case.tile == "row" else 0.0
+    encode_scale = None
+    if case.tile in ("tensor", "row"):
+        amax = tile_amax(matrix, tile) if shared is None else shared.view(1, 1)
+        encode_scale = fp32_encode_scale(amax, fmt, case.rule, floor)
+    elements, scale = quantize_operand(
+        matrix,
+        fmt,
+        tile,
+        scale_format="fp32",
+        scale_rule=case.rule,
+        amax_floor=floor,
+        encode_scale=encode_scale,
+    )
+    return encode(elements, fmt), scale
+
+
+def differences(case: Case, device: str) -> list[str]:
+    """What the kernels and the reference disagree about, a line each; empty where all bits agree."""
+    from megatron_lowprec.kernels.cast.triton import Fp8Rule, cast_fp8
+
+    x = input_of(case, device)
+    rule = Fp8Rule(FORMATS[case.fmt], case.tile, case.rule, FLOOR if case.tile == "row" else 0.0)
+    given = None if case.given is None else torch.tensor([case.given], device=device)
+    observed = torch.full((1,), 1e-3, device=device)
+    made = cast_fp8(x, rule, rows="r" in case.ways, columns="c" in case.ways, amax=given, observed=observed, sums=True)
+    lines = []
+    for way, operand in (("rows", made.rows), ("columns", made.columns)):
+        if operand is not None:
+            matrix = x if way == "rows" else x.t()
+            codes, scale = reference_of(case, matrix, given)
+            lines += _compare(f"{case} along {way}", operand, codes, scale)
+    amax = x.abs().max().float()
+    want = torch.full_like(amax, torch.inf) if amax.isnan() else amax.clamp(min=1e-3)
+    lines += difference(f"{case} observed", observed == want, observed, want.view(1))
+    if not case.special:
+        sums, exact = made.sums.double().sum(0), x.double().sum(0)  # type: ignore[union-attr]
+        bound = 2.0**-20 * x.double().abs().sum(0)
+        lines += difference(f"{case} sums", (sums - exact).abs() <= bound, sums, exact)
+    return lines
+
+
+def _compare(name: str, operand: ScaledOperand, codes: torch.Tensor, scale: torch.Tensor) -> list[str]:
+    (rows, length), padded = codes.shape, operand.elements.view(torch.uint8)
+    got = padded[:rows]
+    assert operand.rows == rows
+    is_nan = (codes & 0x7F) == 0x7F
+    lines = difference(
+        f"{name} codes", (got[:, :length] == codes) | (is_nan & ((got[:, :length] ^ codes) == 0x80)), got, codes
+    )
+    padding = torch.cat((padded[:rows, length:].flatten(), padded[rows:].flatten()))
+    lines += difference(f"{name} padding", (padding == 0) | (padding == 0x7F), padding, padding)
+    decode = operand.decode_scale()[: scale.shape[0]]
+    same = (decode.contiguous().view(torch.int32) == scale.view(torch.int32)) | (decode.isnan() & scale.isnan())
+    return lines + difference(f"{name} scales", same, decode, scale)
+
+
+def small_cases() -> list[Case]:
+    """A few launches that together pass through every branch."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return [
+        Case(37, 144, bf16, "e4m3", "tensor", "amax", "rc", special=False),
+        Case(150, 144, fp32, "e5m2", "tensor", "amax", "rc"),
+        Case(37, 144, bf16, "e4m3", "tensor", "amax", "rc", given=3.0),
+        Case(37, 144, bf16, "e5m2", "tensor", "amax", "c", given=0.0),
+        Case(150, 144, bf16, "e4m3", "row", "amax_pow2", "rc"),
+        Case(150, 144, bf16, "e4m3", "row", "amax_pow2", "r", special=False),
+        Case(150, 256, bf16, "e4m3", "1x128", "amax", "rc"),
+        Case(150, 256, fp32, "e4m3", "1x128", "amax", "c"),
+        Case(150, 384, bf16, "e4m3", "128x128", "amax", "rc"),
+        Case(300, 256, bf16, "e4m3", "128x128", "amax_pow2", "c"),
+    ]
+
+
+def gpu_cases() -> list[Case]:
+    """Every format, tile, direction and dtype, at odd sizes and at one that is large enough to tune."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cases = [
+        Case(*size, dtype, fmt, tile, rule, ways, special=special)
+        for (*size, dtype), fmt, (tile, rule), ways, special in product(
+            ((37, 256, bf16), (1000, 1152, bf16), (333, 256, fp32)),
+            ("e4m3", "e5m2"),
+            (("tensor", "amax"), ("row", "amax_pow2"), ("1x128", "amax"), ("128x128", "amax")),
+            ("r", "c", "rc"),
+            (True, False),
+        )
+    ]
+    cases += [Case(*c, "e4m3", "tensor", "amax", "rc", given=amax) for c in ((37, 144, bf16),) for amax in (0.0, 3.0)]
+    return cases + [Case(2053, 2304, bf16, "e4m3", tile, "amax", "rc") for tile in ("tensor", "1x128", "128x128")]
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    found = [line for case in small_cases() for line in differences(case, "cpu")]
+    print(*found, f"{len(small_cases())} cases compared", sep="\n")
+    sys.exit(bool(found))

@@ -1,0 +1,16 @@
+"""The FP8 cast kernels give the reference's bits: interpreted here, compiled where there is a GPU."""
+
+import pytest
+
+from tests.kernels.cast_cases import Case, differences, gpu_cases, small_cases
+from tests.kernels.interpreted import assert_no_differences
+
+
+def test_interpreted_kernels_equal_the_reference() -> None:
+    assert f"{len(small_cases())} cases compared" in assert_no_differences("tests.kernels.cast_cases")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", gpu_cases(), ids=str)
+def test_compiled_kernels_equal_the_reference(case: Case) -> None:
+    assert differences(case, "cuda") == []

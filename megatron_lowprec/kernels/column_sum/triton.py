@@ -1,0 +1,35 @@
+"""Second stage of sums over rows: the first is part of the kernels that have the rows at hand.
+
+Each program of such a kernel sums its own rows and writes one row of partial sums; here those are added. Nothing is
+atomic, so that a sum has the same bits each time. fp32 [512, 1024] partial sums are 2 MB, which stay in the L2 cache:
+launching it takes longer than reading them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS, _COLUMNS = 64, 32
+
+
+@triton.jit
+def _sum_kernel(partial_ptr, out_ptr, P, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    which = tl.program_id(1)
+    inside = columns < N
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, P, ROWS):
+        row = first + rows
+        at = (which * P + row)[:, None] * N + columns[None, :]
+        total += tl.load(partial_ptr + at, mask=(row < P)[:, None] & inside[None, :], other=0.0)
+    out = tl.sum(total, 0)
+    tl.store(out_ptr + which * N + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def sum_partials(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 [k, P, N], contiguous, summed over P and rounded once -> [k, N] of ``dtype``."""
+    k, P, N = partial.shape
+    out = torch.empty((k, N), dtype=dtype, device=partial.device)
+    _sum_kernel[(triton.cdiv(N, _COLUMNS), k)](partial, out, P, N, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    return out

@@ -1,0 +1,34 @@
+"""GELU in its tanh form (arXiv 1606.08415) after a bias, in fp32 inside, and its gradients.
+
+With u = sqrt(2/pi) (x + 0.044715 x^3), (1 + tanh u) / 2 is the logistic function of 2u: one exponential instead of a
+tanh, and digits left where it is small.
+"""
+
+import math
+
+import torch
+
+SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+CUBIC = 0.044715
+# Largest x^2 that is told from a larger one: beyond it the logistic function is 0 or 1 and its slope 0, not inf * 0.
+MAX_SQUARE = 1e8
+
+
+def bias_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """``gelu(y + bias)``, rounded once to the dtype of y; y [T, F], bias [F]."""
+    x = y.float() + bias.float()
+    return (x * _gate(x)[0]).to(y.dtype)
+
+
+def bias_gelu_backward(dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of y [T, F] and of bias [F], the latter summed in fp32 before any rounding."""
+    x = y.float() + bias.float()
+    gate, square = _gate(x)
+    slope = SLOPE * (1.0 + 3.0 * CUBIC * square)
+    dy = dout.float() * (gate + x * gate * (1.0 - gate) * slope)
+    return dy.to(y.dtype), dy.sum(0).to(bias.dtype)
+
+
+def _gate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    square = x.square().clamp(max=MAX_SQUARE)
+    return torch.sigmoid(SLOPE * x * (1.0 + CUBIC * square)), square

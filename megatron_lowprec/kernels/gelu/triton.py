@@ -1,0 +1,110 @@
+"""``reference.py``'s bias and GELU: one pass forward, and one backward that also sums the bias gradient.
+
+Bytes an entry in bf16: forward 4, backward 6; summing the gradient afterwards would read it again, 2 more. For
+[32768, 4096] at 4.2 TB/s: 128 and 192 microseconds, and 64 saved.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.column_sum.triton import sum_partials
+from megatron_lowprec.kernels.gelu import reference
+
+# 2u as x (A + B x^2), in base 2 for the exponential; and its derivative C + D x^2
+_SLOPE, _CUBIC = reference.SLOPE, reference.CUBIC
+_A, _B = tl.constexpr(-_SLOPE / math.log(2.0)), tl.constexpr(-_SLOPE * _CUBIC / math.log(2.0))
+_C, _D = tl.constexpr(_SLOPE), tl.constexpr(3.0 * _SLOPE * _CUBIC)
+_MAX_SQUARE = tl.constexpr(reference.MAX_SQUARE)
+_COLUMNS, _WARPS = 1024, 4
+_FORWARD_ROWS, _BACKWARD_ROWS = 4, 2
+_BACKWARD_PROGRAMS = 1024  # all run at once: eight on each of 128 multiprocessors
+
+
+@triton.jit
+def gate(x):
+    """(the factor of x in its GELU, x^2 bounded)"""
+    square = tl.minimum(x * x, _MAX_SQUARE)
+    return 1.0 / (1.0 + tl.exp2(x * (_A + _B * square))), square
+
+
+@triton.jit
+def _forward_kernel(y_ptr, bias_ptr, out_ptr, T, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < T)[:, None] & (columns < F)[None, :]
+    at = rows.to(tl.int64)[:, None] * F + columns[None, :]
+    bias = tl.load(bias_ptr + columns, mask=columns < F, other=0.0).to(tl.float32)
+    x = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+    factor, _ = gate(x)
+    tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    dout_ptr,
+    y_ptr,
+    bias_ptr,
+    dy_ptr,
+    partial_ptr,
+    T,
+    F,
+    rows_a_program,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    within = columns < F
+    bias = tl.load(bias_ptr + columns, mask=within, other=0.0).to(tl.float32)
+    dbias = tl.zeros([COLUMNS], tl.float32)
+    first = tl.program_id(0) * rows_a_program
+    for start in tl.range(0, rows_a_program, ROWS, num_stages=STAGES):
+        rows = first + start + tl.arange(0, ROWS)
+        inside = (rows < T)[:, None] & within[None, :]
+        at = rows.to(tl.int64)[:, None] * F + columns[None, :]
+        x = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+        dout = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        factor, square = gate(x)
+        dy = dout * (factor + (x * (_C + _D * square)) * (factor - factor * factor))
+        tl.store(dy_ptr + at, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+        dbias += tl.sum(dy, 0)
+    tl.store(partial_ptr + tl.program_id(0) * F + columns, dbias, mask=within)
+
+
+def bias_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """As ``reference.bias_gelu``; y contiguous."""
+    T, F = y.shape
+    out = torch.empty_like(y)
+    grid = (triton.cdiv(T, _FORWARD_ROWS), triton.cdiv(F, _COLUMNS))
+    _forward_kernel[grid](y, bias, out, T, F, ROWS=_FORWARD_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS)
+    return out
+
+
+def bias_gelu_backward(
+    dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, stages: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``reference.bias_gelu_backward``; dout and y contiguous. ``stages`` of 2 and more read rows ahead."""
+    T, F = y.shape
+    across = triton.cdiv(F, _COLUMNS)
+    rows = triton.cdiv(triton.cdiv(T, max(1, _BACKWARD_PROGRAMS // across)), _BACKWARD_ROWS) * _BACKWARD_ROWS
+    programs = triton.cdiv(T, rows)
+    dy = torch.empty_like(y)
+    partial = torch.empty((1, programs, F), dtype=torch.float32, device=y.device)
+    _backward_kernel[(programs, across)](
+        dout,
+        y,
+        bias,
+        dy,
+        partial,
+        T,
+        F,
+        rows,
+        ROWS=_BACKWARD_ROWS,
+        COLUMNS=_COLUMNS,
+        STAGES=stages,
+        num_warps=_WARPS,
+    )
+    return dy, sum_partials(partial, bias.dtype)[0]

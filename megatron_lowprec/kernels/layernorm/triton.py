@@ -1,0 +1,200 @@
+"""LayerNorm and RMSNorm with one read of x, and their backward pass with one read of x and dy.
+
+Bytes an entry in bf16: forward 4 (x in, y out), backward 6 (x and dy in, dx out) and 2% for partial sums. For
+[32768, 1024] at 4.2 TB/s that is 32 and 49 microseconds. A row is spread over all of a program's threads, eight entries
+each, and a program has several rows: what a thread adds up over rows for the gradients of weight and bias stays in its
+registers until the program ends (``column_sum`` adds the programs' sums). Rows of a program follow from the sizes
+alone, so that the gradients have the same bits on every GPU. Against ``reference.py`` only the order of sums differs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.column_sum.triton import sum_partials
+from megatron_lowprec.kernels.layernorm.reference import Normalized
+
+
+@triton.jit
+def affine_norm(x, weight, bias, inside, eps, WIDTH: tl.constexpr, CENTERED: tl.constexpr):
+    """fp32 [R, BLOCK] -> (y, mean, rstd), y before any rounding; entries beyond WIDTH are zeros in x."""
+    mean = tl.sum(x, 1) / WIDTH
+    if CENTERED:
+        # the variance of what is left, not a difference of squares: an offset costs no digits
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
+    y = x * rstd[:, None] * weight[None, :]
+    if CENTERED:
+        y += bias[None, :]
+    return y, mean, rstd
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    T,
+    eps,
+    WIDTH: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < T)[:, None] & (columns < WIDTH)[None, :]
+    at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    bias = weight
+    if CENTERED:
+        bias = tl.load(bias_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    y, mean, rstd = affine_norm(x, weight, bias, inside, eps, WIDTH, CENTERED)
+    # y is whole here, in fp32 registers: another form of it, such as codes and an amax, is one more store
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if CENTERED:
+        tl.store(mean_ptr + rows, mean, mask=rows < T)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < T)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    T,
+    rows_a_program,
+    WIDTH: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    within = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, mask=within, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0) * rows_a_program
+    for start in tl.range(0, rows_a_program, ROWS, num_stages=STAGES):
+        rows = first + start + tl.arange(0, ROWS)
+        valid = rows < T
+        inside = valid[:, None] & within[None, :]
+        at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        x_hat = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=valid, other=0.0)
+        if CENTERED:
+            x_hat -= tl.load(mean_ptr + rows, mask=valid, other=0.0)[:, None]
+            dbias += tl.sum(dy, 0)
+        x_hat *= rstd[:, None]
+        dweight += tl.sum(dy * x_hat, 0)
+        wdy = dy * weight[None, :]
+        dx = wdy - x_hat * (tl.sum(x_hat * wdy, 1) / WIDTH)[:, None]
+        if CENTERED:
+            dx -= (tl.sum(wdy, 1) / WIDTH)[:, None]
+        dx *= rstd[:, None]
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    at = tl.program_id(0) * WIDTH + columns
+    tl.store(partial_ptr + at, dweight, mask=within)
+    if CENTERED:
+        tl.store(partial_ptr + tl.num_programs(0) * WIDTH + at, dbias, mask=within)
+
+
+class Tiling(NamedTuple):
+    """How a norm is cut into programs.
+
+    Attributes:
+        warps: of a program, over which each row is spread.
+        rows: that a program of the forward pass holds.
+        backward_rows: that a program of the backward pass holds at once, of its many.
+        programs: of the backward pass, at most.
+        stages: 2 and more read rows ahead through shared memory.
+    """
+
+    warps: int
+    rows: int
+    backward_rows: int
+    programs: int
+    stages: int = 1
+
+
+def tiling(width: int) -> Tiling:
+    """Eight entries of a row a thread where the warps suffice; all programs of a backward pass run at once."""
+    block = triton.next_power_of_2(width)
+    warps = min(16, max(4, block // 256))
+    # of rows that a program holds at once, a thread has 32 entries in the forward pass, 16 of x and dy in the backward
+    rows = max(1, warps * 1024 // block)
+    # 512 threads on each of 128 multiprocessors: at 128 registers a thread there is room for all
+    return Tiling(warps, rows, max(1, rows // 2), 2048 // warps)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> Normalized:
+    """As ``reference.norm``; x contiguous."""
+    T, width = x.shape
+    y = torch.empty_like(x)
+    mean = torch.empty(T, dtype=torch.float32, device=x.device) if bias is not None else None
+    rstd = torch.empty(T, dtype=torch.float32, device=x.device)
+    sizes = tiling(width)
+    _forward_kernel[(triton.cdiv(T, sizes.rows),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        y,
+        rstd if mean is None else mean,
+        rstd,
+        T,
+        eps,
+        WIDTH=width,
+        CENTERED=bias is not None,
+        ROWS=sizes.rows,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=sizes.warps,
+    )
+    return Normalized(y, mean, rstd)
+
+
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    sizes: Tiling | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As ``reference.norm_backward``; dy and x contiguous."""
+    T, width = x.shape
+    sizes = sizes or tiling(width)
+    rows = triton.cdiv(triton.cdiv(T, sizes.programs), sizes.backward_rows) * sizes.backward_rows
+    programs = triton.cdiv(T, rows)
+    dx = torch.empty_like(x)
+    partial = torch.empty((1 if mean is None else 2, programs, width), dtype=torch.float32, device=x.device)
+    _backward_kernel[(programs,)](
+        dy,
+        x,
+        weight,
+        rstd if mean is None else mean,
+        rstd,
+        dx,
+        partial,
+        T,
+        rows,
+        WIDTH=width,
+        CENTERED=mean is not None,
+        ROWS=sizes.backward_rows,
+        BLOCK=triton.next_power_of_2(width),
+        STAGES=sizes.stages,
+        num_warps=sizes.warps,
+    )
+    sums = sum_partials(partial, weight.dtype)
+    return dx, sums[0], None if mean is None else sums[1]

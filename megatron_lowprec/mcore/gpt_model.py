@@ -1,0 +1,63 @@
+"""Megatron-core's GPTModel with a cross entropy that keeps no softmax."""
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from megatron_lowprec.kernels.dispatch import fuses
+
+
+class _CrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        from megatron_lowprec.kernels.cross_entropy.triton import logit_sums
+
+        logits, flat = logits.contiguous(), targets.reshape(-1).contiguous()
+        width = logits.shape[-1]
+        first = group.rank() * width
+        maximum, total, target = logit_sums(logits.view(-1, width), flat, first)
+        if group.size() > 1:
+            highest = maximum.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+            both = torch.stack((total * (maximum - highest).exp(), target))
+            dist.all_reduce(both, group=group)
+            maximum, (total, target) = highest, both.unbind(0)
+        log_total = total.log() + maximum
+        ctx.save_for_backward(logits, flat, log_total)
+        ctx.first = first
+        return (log_total - target).view(targets.shape)
+
+    @staticmethod
+    def backward(ctx, dloss):  # type: ignore[no-untyped-def]
+        from megatron_lowprec.kernels.cross_entropy.triton import logits_gradient_
+
+        logits, flat, log_total = ctx.saved_tensors
+        rows = logits.view(-1, logits.shape[-1])
+        gradient = logits_gradient_(rows, flat, ctx.first, log_total, dloss.reshape(-1).float().contiguous())
+        # autograd cannot see the write: a second backward pass over these logits must fail, not find gradients there
+        torch.autograd.graph.increment_version(logits)
+        return gradient.view(logits.shape), None, None
+
+
+def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Loss of each token in nats, fp32, alike on all ranks. The backward pass writes its gradient over ``logits``.
+
+    Args:
+        logits: [..., V / ranks], this rank's part of the vocabulary; nothing else may need them in a backward pass.
+        targets: int64 [...], numbers in the whole vocabulary.
+        group: the tensor-parallel ranks.
+    """
+    return _CrossEntropyFunction.apply(logits, targets, group)
+
+
+class LowPrecGPTModel(GPTModel):
+    """``GPTModel``; its loss is fused on a GPU, where ``config.cross_entropy_loss_fusion`` allows it."""
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """labels int64 [b, s], logits [s, b, V / ranks] -> loss of each token [b, s]."""
+        if not self.config.cross_entropy_loss_fusion or not fuses(logits):
+            return super().compute_language_model_loss(labels, logits)
+        losses = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp)
+        return losses.transpose(0, 1).contiguous()

@@ -1,0 +1,86 @@
+"""One update by Megatron-core's optimizer in a few launches, with one wait for the device.
+
+Without TransformerEngine and apex Megatron-core goes through the gradients one by one: its norm waits for the device
+once a tensor, its clipping takes two launches a tensor, its copy of main weights one. The functions here are the steps
+of its ``ChainedOptimizer.step``, in its order, over all tensors at once (torch's foreach functions), whichever of the
+libraries is there. One thing has no handle but a method of the optimizer objects: ``copy_weights_at_once``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch.nn.utils import get_total_norm
+
+
+@torch.no_grad()
+def optimizer_step(optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
+    """One update, and (whether it happened, gradient norm before clipping, gradient values that are zero).
+
+    Megatron-core notices a gradient that is not finite by its loss scaler alone; bf16 has none, so the norm decides
+    here, and weights and moments stay as they are.
+
+    Args:
+        optimizer: the ``ChainedOptimizer`` that ``get_megatron_optimizer`` returns.
+    """
+    if optimizer.prepare_grads():
+        return False, None, None
+    parts = optimizer.chained_optimizers
+    # Gathered while the device is still busy with the backward pass: after the wait it has nothing to do.
+    clipped = [(part.config.clip_grad, gradients(part)) for part in parts]
+    norm = float(grad_norm(optimizer))
+    if not math.isfinite(norm):
+        return False, norm, None
+    for limit, grads in clipped:
+        factor = limit / (norm + 1.0e-6)
+        if limit > 0.0 and grads and factor < 1.0:
+            torch._foreach_mul_(grads, factor)
+    zeros = optimizer.count_zeros() if optimizer.config.log_num_zeros_in_grad else None
+    return optimizer.step_with_ready_grads(), norm, zeros
+
+
+def gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
+    """fp32 gradients of all weights that this part updates, those that ranks share included."""
+    return [weight.grad for weight in part.get_parameters() if weight.grad is not None]
+
+
+@torch.no_grad()
+def grad_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
+    """L2 norm of all gradients of the model, each counted once, over all ranks: float64 scalar on the device.
+
+    Only the squares' sum over ranks is in float64; a rank's own is torch's, in fp32.
+    """
+    by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    for part in optimizer.chained_optimizers:
+        # Dense and expert weights lie on different ranks; most often both are reduced over the same ones.
+        grads = by_group.setdefault(part.get_grad_stats_parallel_group(), [])
+        grads += part.get_main_grads_for_grad_norm()
+    total = torch.zeros((), dtype=torch.float64, device=optimizer.get_loss_scale().device)
+    for group, grads in by_group.items():
+        # A rank without weights reduces with the others.
+        square = get_total_norm(grads).double().square() if grads else torch.zeros_like(total)
+        dist.all_reduce(square, group=group)
+        total += square
+    return total.sqrt()
+
+
+def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
+    """Let the optimizer round its fp32 main weights into the model's bf16 ones by one call instead of one a weight.
+
+    Megatron-core reaches this through a method of its own, in the middle of ``step_with_ready_grads``; the method is
+    replaced on these objects alone. The result is the same. Main weights of fp32 models are the model's own.
+    """
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, (Float16OptimizerWithFloat16Params, DistributedOptimizer)) and not part.is_stub_optimizer:
+            part._copy_main_params_to_model_params = partial(_copy_weights, part)
+
+
+def _copy_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer) -> None:
+    model, main = part._get_model_and_main_params_data_float16()
+    if model:
+        torch._foreach_copy_(model, main)

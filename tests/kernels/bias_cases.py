@@ -1,0 +1,128 @@
+"""A bias alone, with GELU, and with dropout and a residual, against float64: references and kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from megatron_lowprec.kernels.bias import reference as bias_reference
+from megatron_lowprec.kernels.dropout import reference as dropout_reference
+from megatron_lowprec.kernels.gelu import reference as gelu_reference
+from megatron_lowprec.kernels.philox.reference import draw_bits
+from tests.kernels.interpreted import main, steps_of
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def sizes(large: bool) -> list[tuple[int, int]]:
+    """Odd and even, smaller and larger than a kernel's tile."""
+    return [(5, 64), (33, 1000), (3, 2056)] + ([(1, 1), (4097, 3072), (1025, 8192), (20000, 96)] if large else [])
+
+
+def tensors(rows: int, columns: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """(y, bias, dout): y over many binades, with a row of zeros and one of huge numbers."""
+    generator = torch.Generator().manual_seed(rows * 10_000 + columns)
+    y, dout = 3 * torch.randn(2, rows, columns, generator=generator)
+    y *= torch.exp2(torch.randint(-8, 3, (rows, columns), generator=generator).float())
+    y[0] = 0.0
+    y[rows // 2] *= 1e25
+    return [t.to(device, dtype) for t in (y, torch.randn(columns, generator=generator), dout)]
+
+
+def bias_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, device: str) -> Iterator[str]:
+    """Sums that do not have torch's bits; cut ones where the interpreter runs the kernel."""
+    y, bias, _ = tensors(rows, columns, dtype, device)
+    want = y + bias
+    got = module.add_bias_(y.clone(), bias)
+    step = want.abs() * torch.finfo(dtype).eps if steps_of(module, device) > 0.5 and dtype == torch.bfloat16 else 0.0
+    if got.dtype != dtype or not bool(((got - want).abs() <= step).all()):
+        yield f"bias {rows}x{columns} {dtype}: differs from torch's"
+
+
+def gelu_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, device: str) -> Iterator[str]:
+    """Outputs and gradients further from float64 than rounding explains."""
+    y, bias, dout = tensors(rows, columns, dtype, device)
+    # Both are added in fp32: what that loses is not the function's.
+    x = (y.float() + bias.float()).double().requires_grad_()
+    # torch's own takes 1 + tanh, which leaves no digits far on the negative side
+    want = x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    torch.testing.assert_close(want, torch.nn.functional.gelu(x, approximate="tanh"), rtol=1e-14, atol=1e-14)
+    want.backward(dout.double())
+    assert x.grad is not None
+    dy_want = x.grad
+    got = module.bias_gelu(y, bias)
+    dy, dbias = module.bias_gelu_backward(dout, y, bias)
+    steps, unit, eps = steps_of(module, device), 2.0**-24, torch.finfo(dtype).eps
+    value, g = x.detach().abs(), dout.double().abs()
+    # A GPU's exponential and division are good to two last bits each, and the exponential's argument carries some of
+    # its own, as far as it reaches.
+    reach = (1.6 * value * (1 + 0.045 * value.clamp(max=20) ** 2)).clamp(max=100)
+    slack = {
+        "out": 12 * unit * (1 + reach) * want.detach().abs() + 1e-37,
+        "dy": 16 * unit * g * (1 + reach * (want.detach().abs() / (value + 1e-30) * (1 + value.clamp(max=20)))) + 1e-37,
+    }
+    slack["dbias"] = slack["dy"].sum(0) + 4 * unit * rows**0.5 * dy_want.abs().sum(0)
+    exact = {"out": want.detach(), "dy": dy_want, "dbias": dy_want.sum(0)}
+    for (name, value), found in zip(exact.items(), (got, dy, dbias), strict=True):
+        over = (found.double() - value).abs() - (1.01 * eps * steps * value.abs() + slack[name])
+        if found.dtype != dtype or not bool((over <= 0).all()):
+            at = int(over.argmax())
+            yield (
+                f"gelu {rows}x{columns} {dtype}: {name} is {found.flatten()[at]} instead of {value.flatten()[at]}, "
+                f"{int((~(over <= 0)).sum())} entries are off"
+            )
+
+
+def dropout_errors(rows: int, columns: int, dtype: torch.dtype, module: Any, device: str) -> Iterator[str]:
+    """As above; which entries are dropped must be what the stream says, to the last one."""
+    x, bias, dout = tensors(rows, columns, dtype, device)
+    residual = dout.flip(0).contiguous()
+    steps, eps, unit = steps_of(module, device), torch.finfo(dtype).eps, 2.0**-24
+    words = torch.tensor([-1234567, 987654321], dtype=torch.int32)
+    draws = draw_bits((int(words[0]) & 0xFFFFFFFF, int(words[1])), (0, 0), rows, columns).to(device)
+    for p, with_bias in product((0.0, 0.1, 0.5), (True, False)):
+        key = words.to(device) if p else None
+        kept = (draws >= round(p * 65536)).double()
+        factors = kept * 65536 / (65536 - round(p * 65536))
+        b = bias if with_bias else None
+        v = x.double() + (bias.double() if with_bias else 0.0)
+        dx_want = dout.double() * factors
+        exact = {"out": residual.double() + v * factors, "dx": dx_want, "dbias": dx_want.sum(0)}
+        out = module.bias_dropout_add(x, b, residual, p, key)
+        dx, dbias = module.bias_dropout_add_backward(dout, p, key, bias.dtype if with_bias else None)
+        assert (dbias is not None) == with_bias
+        slack = {
+            "out": 4 * unit * (residual.double().abs() + (x.double().abs() + bias.double().abs()) * factors),
+            "dx": 2 * unit * dx_want.abs(),
+            "dbias": 4 * unit * rows**0.5 * dx_want.abs().sum(0),
+        }
+        for (name, value), found in zip(exact.items(), (out, dx, dbias), strict=True):
+            if found is None:
+                continue
+            over = (found.double() - value).abs() - (1.01 * eps * steps * value.abs() + slack[name] + 1e-37)
+            if found.dtype != dtype or not bool((over <= 0).all()):
+                wrong = int((~(over <= 0)).sum())
+                yield f"dropout {p} of {rows}x{columns} {dtype}, bias {with_bias}: {wrong} entries of {name} are off"
+
+
+def differences(device: str, reference: bool = False, large: bool = False) -> tuple[int, list[str]]:
+    """(cases, faults) of the Triton kernels, or of the references."""
+    bias: Any = bias_reference
+    gelu: Any = gelu_reference
+    dropout: Any = dropout_reference
+    if not reference:
+        from megatron_lowprec.kernels.bias import triton as bias
+        from megatron_lowprec.kernels.dropout import triton as dropout
+        from megatron_lowprec.kernels.gelu import triton as gelu
+    cases = list(product(sizes(large), DTYPES))
+    checks = ((bias_errors, bias), (gelu_errors, gelu), (dropout_errors, dropout))
+    found = [line for check, module in checks for size, dtype in cases for line in check(*size, dtype, module, device)]
+    return len(checks) * len(cases), found
+
+
+if __name__ == "__main__":
+    main(differences)

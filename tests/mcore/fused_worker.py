@@ -1,0 +1,208 @@
+"""A GPT through the fused kernels and without them: two tensor-parallel processes under Triton's interpreter, or a GPU.
+
+``test_fused_model.py`` starts it, by torchrun. Rank 0 writes one JSON object: check -> "" or what went wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+HIDDEN, SEQUENCE, BATCH, VOCABULARY = 64, 16, 2, 192
+# normalization, activation, sequence parallel
+SHAPES = {
+    "gpt": ("LayerNorm", "gelu", False),
+    "gpt-sp": ("LayerNorm", "gelu", True),
+    "llama": ("RMSNorm", "silu", True),
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+USERS = ("kernels.dispatch", "mcore.norm", "mcore.mlp", "mcore.gpt_model", "mcore.bias_dropout_add")
+
+
+def build(shape: str, fused: bool, **more: Any) -> Any:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_lowprec import get_recipe
+    from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
+    from megatron_lowprec.mcore.runtime import bind_recipe
+    from megatron_lowprec.mcore.spec import gpt_block_spec
+
+    normalization, activation, sequence_parallel = SHAPES[shape]
+    gated = activation == "silu"
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=2 * HIDDEN,
+        num_attention_heads=2,
+        tensor_model_parallel_size=dist.get_world_size(),
+        sequence_parallel=sequence_parallel and dist.get_world_size() > 1,
+        normalization=normalization,
+        gated_linear_unit=gated,
+        activation_func=getattr(torch.nn.functional, activation),
+        add_bias_linear=not gated,
+        bias_activation_fusion=True,
+        # Megatron-core's own fusion rounds the logits' gradient to bf16 whatever the model is
+        cross_entropy_loss_fusion=fused,
+        params_dtype=torch.float32,
+        bias_dropout_fusion=True,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        **{"hidden_dropout": 0.0, **more},
+    )
+    model_parallel_cuda_manual_seed(5)
+    torch.manual_seed(5)
+    model = LowPrecGPTModel(config, gpt_block_spec(config), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:  # biases begin as zeros, weights of norms as ones
+            shared = "norm" in name or "proj.bias" in name or "fc2.bias" in name
+            noise = torch.Generator().manual_seed(7) if shared else generator
+            weight.data += 0.3 * torch.randn(weight.shape, generator=noise)
+    bind_recipe([model], get_recipe("bf16"), num_layers=2, seed=1)
+    return model.to(DEVICE)
+
+
+@contextlib.contextmanager
+def switched(on: bool) -> Iterator[dict[str, int]]:
+    """Every place that asks for fused kernels is told ``on``; how often each was asked."""
+    asked = dict.fromkeys(USERS, 0)
+    with contextlib.ExitStack() as stack:
+        for user in USERS:
+
+            def fuses(x: torch.Tensor, user: str = user) -> bool:
+                asked[user] += 1
+                return on
+
+            stack.enter_context(patch(f"megatron_lowprec.{user}.fuses", fuses))
+        yield asked
+
+
+def run(shape: str, fused: bool, **more: Any) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Losses and all gradients."""
+    model = build(shape, fused, **more)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).to(DEVICE)
+    positions = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
+    with switched(fused) as asked:
+        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        (losses * torch.rand(losses.shape, generator=generator).to(DEVICE)).sum().backward()
+    found = {"losses": losses.detach()}
+    return found | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, asked
+
+
+def same(shape: str) -> None:
+    """The kernels are used, and give torch's results."""
+    want, _ = run(shape, False)
+    got, asked = run(shape, True)
+    gelu, bias = SHAPES[shape][1] == "gelu", SHAPES[shape][0] == "LayerNorm"
+    calls = (2 * bias, 5, 2 * gelu, 1, 4)
+    assert asked == dict(zip(USERS, calls, strict=True)), asked
+    assert got.keys() == want.keys()
+    assert len(got) > 15
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=2e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def dropout(shape: str) -> None:
+    """It drops, alike on ranks that hold the same tokens; and a repeated forward pass drops the same."""
+    found, _ = run(shape, True, hidden_dropout=0.2)
+    none, _ = run(shape, True)
+    assert not torch.equal(found["losses"], none["losses"])
+    other = found["losses"].clone()
+    dist.broadcast(other, 0)
+    assert torch.equal(other, found["losses"])
+    again, asked = run(
+        shape,
+        True,
+        hidden_dropout=0.2,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    assert asked["mcore.bias_dropout_add"] == 8  # it was really run again
+    assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+def dropped_entries() -> None:
+    """A fresh mask each time, of the right size, and the same one backwards."""
+    from megatron_lowprec.mcore.bias_dropout_add import get_bias_dropout_add
+
+    x, bias, residual = (
+        torch.full(shape, value, device=DEVICE, requires_grad=True)
+        for shape, value in (((40, 3, 64), 0.5), ((64,), 0.5), ((40, 3, 64), 2.0))
+    )
+    with switched(True):
+        first, second = (get_bias_dropout_add(True, True)((x, bias), residual, 0.5) for _ in range(2))
+        still = get_bias_dropout_add(False, True)((x, bias), residual, 0.5)
+    assert torch.equal(still, torch.full_like(still, 3.0))
+    assert not torch.equal(first, second)
+    assert set(first.unique().tolist()) == {2.0, 4.0}
+    assert abs(float((first == 2.0).float().mean()) - 0.5) < 4 * (0.25 / x.numel()) ** 0.5
+    first.sum().backward()
+    assert torch.equal(x.grad != 0, first != 2.0)
+    assert torch.equal(residual.grad, torch.ones_like(residual))
+    torch.testing.assert_close(bias.grad, x.grad.sum((0, 1)))
+
+
+def second_backward_fails() -> None:
+    """The logits are gone after one: a second backward pass over them says so."""
+    from megatron_lowprec.mcore.gpt_model import vocab_parallel_cross_entropy
+
+    logits = torch.randn(3, 8, device=DEVICE, requires_grad=True) * 1.0
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([1, 3, 7], device=DEVICE), dist.group.WORLD).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def norm_marks_its_parameters() -> None:
+    model = build("gpt-sp", False)
+    norms = [(name, p) for name, p in model.named_parameters() if "layernorm" in name]
+    assert {name.rsplit(".", 1)[1] for name, _ in norms} == {"weight", "bias"}
+    assert len(norms) == 10
+    assert all(p.sequence_parallel == (dist.get_world_size() > 1) for _, p in norms)
+
+
+CHECKS = {f"same-{shape}": lambda shape=shape: same(shape) for shape in SHAPES}
+CHECKS |= {f"dropout-{shape}": lambda shape=shape: dropout(shape) for shape in ("gpt", "gpt-sp")}
+CHECKS |= {check.__name__: check for check in (dropped_entries, second_backward_fails, norm_marks_its_parameters)}
+
+
+def main(out: str) -> None:
+    from megatron_lowprec.mcore.cpu_stand_in import install
+
+    install()
+    from megatron.core import parallel_state
+
+    torch._dynamo.config.disable = True
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    results: dict[str, str] = {}
+    for name, check in CHECKS.items():
+        fault = ""
+        try:
+            check()
+        except Exception:  # noqa: BLE001  reported by name, and the other checks still run
+            fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        faults: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(faults, fault)
+        results[name] = "".join(faults)
+    if dist.get_rank() == 0:
+        with open(out, "w") as file:
+            json.dump(results, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

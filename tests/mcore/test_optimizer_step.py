@@ -1,0 +1,172 @@
+"""The update in few launches: against float64, against Megatron-core's own, and counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once, grad_norm, optimizer_step
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.training import model, schedule, startup
+from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.model import Trainer
+from megatron_lowprec.training.resolve import resolve_model, resolve_run, total_samples
+from tests.training.helpers import argv
+
+Build = Callable[..., Trainer]
+KINDS: list[dict[str, Any]] = [
+    {"bf16": True},
+    {"bf16": True, "use_distributed_optimizer": True},
+    {"bf16": True, "grad_reduce_in_bf16": True},
+    {"use_distributed_optimizer": True},
+    {},
+    {"bf16": True, "num_experts": 2, "disable_bias_linear": True},
+]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "fp32")
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    """Trainers of a world of one process, as the driver makes them; gradients are random, some of them large."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+
+    def make(scale: float = 1.0, **options: Any) -> Trainer:
+        ranks = startup.prepare_environment()
+        config, _, _ = parse(argv(**options))
+        config = resolve_run(resolve_model(config), 1, gpus=False)
+        if not dist.is_initialized():
+            startup.initialize(config, ranks)
+        torch.manual_seed(1)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        trainer = model.build(config, get_recipe("bf16"), schedule.plan(config, total_samples(config))[0], 256)
+        generator = torch.Generator().manual_seed(3)
+        for chunk in trainer.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                noise = torch.randn(buffer.grad_data.shape, generator=generator)
+                buffer.grad_data.copy_(noise * scale * torch.exp2(4 * noise.roll(1)))
+        return trainer
+
+    yield make
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        destroy_num_microbatches_calculator()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+
+
+def main_weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [getattr(weight, "main_param", weight) for chunk in trainer.chunks for weight in chunk.parameters()]
+
+
+def main_grads(trainer: Trainer) -> list[torch.Tensor]:
+    return [weight.main_grad for chunk in trainer.chunks for weight in chunk.parameters()]
+
+
+@kinds
+def test_the_norm_is_that_of_all_gradients(build: Build, kind: dict[str, Any]) -> None:
+    trainer = build(**kind)
+    trainer.optimizer.prepare_grads()
+    exact = math.sqrt(sum(float(grad.double().square().sum()) for grad in main_grads(trainer)))
+    norm = grad_norm(trainer.optimizer)
+    assert norm.dtype == torch.float64
+    assert float(norm) == pytest.approx(exact, rel=1e-6)
+    assert float(norm) == pytest.approx(trainer.optimizer.get_grad_norm(), rel=1e-6)
+
+
+@kinds
+@pytest.mark.parametrize("scale", [1e-5, 1.0], ids=["small", "clipped"])
+def test_one_update_is_megatron_s(build: Build, kind: dict[str, Any], scale: float) -> None:
+    trainer, stock = build(scale, lr_warmup_iters=0, **kind), build(scale, lr_warmup_iters=0, **kind)
+    for part in stock.optimizer.chained_optimizers:
+        vars(part).pop("_copy_main_params_to_model_params", None)
+    before = weights(trainer)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(stock), strict=True))
+    for _ in range(2):  # moments and step count are right, too
+        updated, norm, zeros = optimizer_step(trainer.optimizer)
+        stock_updated, stock_norm, _ = stock.optimizer.step()
+        assert (updated, stock_updated, zeros) == (True, True, None)
+        assert norm == pytest.approx(stock_norm, rel=1e-6)
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+    for mine, theirs in zip(main_weights(trainer), main_weights(stock), strict=True):
+        # the two norms may differ in their last bit
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_model_weights_are_the_main_weights_rounded(build: Build, distributed: bool) -> None:
+    trainer = build(bf16=True, use_distributed_optimizer=distributed or None)
+    optimizer_step(trainer.optimizer)
+    for chunk in trainer.chunks:
+        for weight in chunk.parameters():
+            assert torch.equal(weight.detach().view(-1), weight.main_param.bfloat16().view(-1))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(build: Build, bad: float) -> None:
+    trainer = build(bf16=True)
+    before = weights(trainer)
+    main_grads(trainer)[3].view(-1)[5] = bad
+    updated, norm, _ = optimizer_step(trainer.optimizer)
+    assert not updated
+    assert norm is not None
+    assert not math.isfinite(norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+    inner = trainer.optimizer.chained_optimizers[0].optimizer
+    assert not any(state for state in inner.state.values())
+
+
+def test_zeros_are_counted_where_asked(build: Build) -> None:
+    trainer = build(bf16=True, log_num_zeros_in_grad=True)
+    main_grads(trainer)[0].zero_()
+    assert optimizer_step(trainer.optimizer)[2] == main_grads(trainer)[0].numel()
+
+
+# what Python calls and nothing runs for
+VIEWS = ("aten::view", "aten::detach", "aten::slice", "aten::alias", "aten::to", "aten::empty")
+
+
+def launches(step: Callable[[], object]) -> tuple[int, int]:
+    """(calls of torch's functions that compute, waits for a number) in ``step``, by Python."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    outermost = [e.name for e in profiled.events() if e.cpu_parent is None and e.name.startswith("aten::")]
+    return sum(name not in VIEWS for name in outermost), outermost.count("aten::item")
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_launches_do_not_grow_with_the_number_of_weights(build: Build, distributed: bool) -> None:
+    """A layer has 12 weights; Megatron-core's own step is counted beside it."""
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+    for layers in (2, 6):
+        trainer = build(bf16=True, use_distributed_optimizer=distributed or None, num_layers=layers)
+        optimizer = trainer.optimizer
+        optimizer_step(optimizer)  # makes Adam's state
+        found["ours", layers] = launches(lambda optimizer=optimizer: optimizer_step(optimizer))  # type: ignore[misc]
+        for part in optimizer.chained_optimizers:
+            del part._copy_main_params_to_model_params
+        found["stock", layers] = launches(optimizer.step)
+    assert found["ours", 6] == found["ours", 2], found
+    assert found["ours", 6][1] == 1
+    computing, waiting = (found["stock", 6][i] - found["stock", 2][i] for i in range(2))
+    assert computing >= 4 * 12, found
+    assert waiting == 4 * 12, found
+
+
+def test_copying_at_once_leaves_other_optimizers_alone(build: Build) -> None:
+    trainer = build()
+    copy_weights_at_once(trainer.optimizer)
+    assert "_copy_main_params_to_model_params" not in vars(trainer.optimizer.chained_optimizers[0])

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron_lowprec.errors import UserError
-from tools.bench import layer, overhead, quantize, shapes
+from tools.bench import around, layer, overhead, quantize, shapes
 from tools.bench.__main__ import main
-from tools.bench.measure import Bench, Timing, combined, in_turn, rate
+from tools.bench.measure import Bench, Copy, Timing, combined, in_turn, rate
+from tools.bench.pieces import Piece
 from tools.bench.table import Column, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -78,6 +79,7 @@ def test_configs_of_the_table_have_the_same_sizes() -> None:
         (["quantize", "--sizes", "8192by4096"], "ROWSxCOLUMNS"),
         (["quantize", "--sizes", "128x100"], "multiple of 64"),
         (["step", "--shapes", "70b"], "no config"),
+        (["around", "--pieces", "softmax"], "norm, bias, gelu"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,6 +256,32 @@ def test_quantize_end_to_end_by_tritons_interpreter() -> None:
 
 
 @pytest.mark.slow
+def test_around_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "around.json"
+    done = bench("around", "--shapes", "smoke", "--rounds", "1", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = json.loads(out.read_text())["tables"]
+    found = {(row["piece"], row["way"]): row for row in table["rows"]}
+    forward, backward = (found[f"norm {way}", "ours"] for way in ("forward", "backward"))
+    assert (forward["moved_bytes"], backward["moved_bytes"]) == (32 * 128 * 4, 32 * 128 * 6)
+    assert forward["over"] == pytest.approx(forward["ms"] / found["norm forward", "torch"]["ms"])
+    assert forward["step_ms"] == pytest.approx(49 * forward["ms"])
+    ours = {piece for piece, way in found if way == "ours"}
+    assert ours == {piece for piece, way in found if way in ("torch", "Megatron-core")}
+    assert len(ours) == 11
+
+
+def test_a_piece_with_another_result_has_no_number() -> None:
+    right, wrong = torch.ones(4), torch.ones(4) * 1.1
+    piece = Piece("x", "4", 16, 1, {"torch": lambda: None, "ours": lambda: None}, lambda: iter([(wrong, right)]))
+    copy = Copy(16, 1.0)
+    (row,) = around._rows(shapes.MODELS["smoke"], piece, 1, Bench(CPU), copy, set())
+    assert row["failed"].startswith("results are 1.0e-01 apart")
+    assert "ms" not in row
+
+
+@pytest.mark.slow
 def test_overhead_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out = tmp_path / "overhead.json"
@@ -277,4 +305,6 @@ def test_step_end_to_end(tmp_path: Path) -> None:
     assert len(plain["runs"][0]["milliseconds"]) == 3
     assert plain["runs"][0]["losses"] != mxfp8["runs"][0]["losses"]
     assert mxfp8["over_bf16"] == pytest.approx(mxfp8["ms"] / plain["ms"])
+    assert plain["update_ms"] > 0
+    assert plain["stock_update_ms"] > 0
     assert plain["tokens_per_second"] == pytest.approx(2 * 128 / plain["ms"] * 1e3)

@@ -13,10 +13,11 @@ WHAT = {
     "quantize": "fused MX quantizers against a plain copy",
     "linear": "a linear layer's forward and backward over bf16",
     "step": "a whole training step over bf16",
+    "around": "what a step does around its linear layers, against torch and Megatron-core",
     "overhead": "what the Hadamard transform and stochastic rounding cost on top of FP8 and MXFP4",
 }
 # The overhead at 70B is about as small as the noise of one round; a round of step starts processes.
-ROUNDS = {"quantize": 2, "linear": 3, "step": 1, "overhead": 7}
+ROUNDS = {"quantize": 2, "linear": 3, "step": 1, "around": 3, "overhead": 7}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -25,6 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a smoke test, tiny sizes only")
     common.add_argument("--shapes", type=_names, help="models of the table: 345m,1.3b,6.7b,7b,70b")
     common.add_argument("--recipes", type=_names, help="recipes to compare; bf16 is always among them")
+    beside = argparse.ArgumentParser(add_help=False)
+    beside.add_argument("--peers", type=_names, default=[], help="measure these in the same run: te,torchao")
     common.add_argument("--linears", type=_names, default=["qkv", "proj", "fc1", "fc2"], help="of a decoder layer")
     common.add_argument("--tokens", type=int, default=8192, help="rows of an activation (default: %(default)s)")
     common.add_argument("--rounds", type=int, help=f"alternatives are measured in turn so many times: {ROUNDS}")
@@ -33,7 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--out", type=Path, metavar="FILE.json", help="also write everything there")
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     what = parser.add_subparsers(dest="what", required=True)
-    parts = {name: what.add_parser(name, parents=[common], help=text) for name, text in WHAT.items()}
+    parents = {"linear": [common, beside], "step": [common, beside]}
+    parts = {name: what.add_parser(name, parents=parents.get(name, [common]), help=text) for name, text in WHAT.items()}
     quantize = parts["quantize"]
     quantize.add_argument("--sizes", default="8192x4096,8192x16384,16384x8192", help="ROWSxCOLUMNS, where no --shapes")
     quantize.add_argument("--formats", type=_names, default=["e2m1", "e4m3"])
@@ -44,6 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("--micro-batch", type=int, help="sequences; the table's unless given")
     step.add_argument("--warm-up", type=int, default=5, help="iterations before the timed ones")
     step.add_argument("--iterations", type=int, default=20, help="timed iterations")
+    parts["around"].add_argument(
+        "--pieces", type=_names, help="norm,bias,gelu,dropout,loss,attention; all unless given"
+    )
     parts["overhead"].add_argument(
         "--full-accumulation", action="store_true", help="FP8 GEMM without fast accumulation"
     )
@@ -83,6 +90,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         args.seed = int.from_bytes(os.urandom(4), "little")
     args.copy_bytes = 2**31 if args.device == "cuda" else 2**20
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    torch.autograd.set_multithreading_enabled(False)  # as the driver has it
     shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     report = Report(header(device, argv), shown)
     try:
@@ -104,6 +112,16 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("tokens", "rounds"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: wants at least 1")
+    known_peers = {"linear": ("te", "torchao"), "step": ("te",)}
+    for name in getattr(args, "peers", []):
+        if name not in known_peers[args.what]:
+            raise UserError(f"--peers {name}: {args.what} has {' and '.join(known_peers[args.what])}")
+    if args.what == "around":
+        from tools.bench.pieces import PIECES
+
+        unknown = [name for name in args.pieces or () if name not in PIECES]
+        if unknown:
+            raise UserError(f"--pieces {','.join(unknown)}: wants some of {', '.join(PIECES)}")
     if args.what == "quantize":
         from tools.bench.quantize import DIRECTIONS, FORMAT_NAMES, KINDS, sizes_of
 

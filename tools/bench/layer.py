@@ -1,7 +1,7 @@
 """One linear layer without bias, forward and backward, as plain torch has it and as a recipe does.
 
-The only place in this tool that calls ``LinearNumerics``. Weight gradients are added to an fp32 ``main_grad`` in all of
-them, as Megatron's layers do.
+The only place in this tool that calls ``LinearNumerics``. Weight gradients go into an fp32 ``main_grad`` in all of
+them, as in Megatron's layers: put there by a step's first microbatch, added by later ones (with cached weights).
 """
 
 from collections.abc import Callable
@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_lowprec.linear import LinearNumerics, LinearPlace
+from megatron_lowprec.linear import Kept, LinearNumerics, LinearPlace
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.resolve import weight_serves_microbatches
 from megatron_lowprec.recipe.schema import HistoryRule
 from tools.bench.measure import errors, one_line
 from tools.bench.shapes import LinearShape
@@ -40,78 +41,100 @@ def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: to
     return Tensors(x.requires_grad_(), weight.requires_grad_(), dy, torch.zeros_like(weight, dtype=torch.float32))
 
 
+Saved = tuple[Any, ...]
+"""``Kept.saved`` and ``Kept.tile``."""
+
+
+def unmade(x: torch.Tensor) -> Saved:
+    """What is saved where no operand was made for the backward pass."""
+    return *Kept(None, None).saved(x), ""
+
+
 class Gemms(Protocol):
     """The three GEMMs of a layer."""
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """y_TO"""
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        """y_TO, and what the backward pass takes in the place of x."""
 
-    def backward(self, t: Tensors) -> torch.Tensor:
-        """dx_TI; the weight gradient is added to ``t.main_grad``."""
+    def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
+        """dx_TI; the weight gradient is added to ``main_grad``, or put there by the first microbatch of a step."""
 
 
 class RecipeGemms:
     """Under a recipe, through ``LinearNumerics`` as in ``mcore.parallel_linear``.
 
     Each ``forward`` begins a training step, so that nothing kept within one is found ready made; ``begin_step`` does
-    the same for a backward timed alone.
+    the same for a backward timed alone. With ``cached`` it begins a later microbatch of one step instead: weights that
+    are quantized alike for all of them are there.
     """
 
-    def __init__(self, recipe: str, device: torch.device, seed: int = 1234) -> None:
+    def __init__(self, recipe: str, device: torch.device, seed: int = 1234, cached: bool = False) -> None:
         histories: dict[tuple[int, HistoryRule], AmaxHistory] = {}
 
         def history_of(length: int, rule: HistoryRule) -> AmaxHistory:
             return histories.setdefault((length, rule), AmaxHistory(length, rule, device))
 
-        self.numerics = LinearNumerics(get_recipe(recipe), LinearPlace(1, "bench"), seed, history_of)
-        self.moment = Moment(0, 0)
+        place = LinearPlace(1, "bench")
+        self.numerics = LinearNumerics(get_recipe(recipe), place, seed, history_of, cache_weights=True)
+        self.moment, self.cached = Moment(0, 0), cached
 
     def begin_step(self) -> None:
         """On to other random numbers."""
-        self.moment = Moment(self.moment.step + 1, 0)
+        # round and round: a training step writes its moment to the device once, for all layers
+        self.moment = Moment((self.moment.step + 1) % 8, 0)
+        self.numerics.main_grad_is_zero = not self.cached
+        if not self.cached:
+            self.numerics.forget_weights()
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """y_TO"""
         self.begin_step()
-        return self.numerics.fprop(x, weight, self.moment)
+        return self.numerics.forward(x, weight, self.moment, keep=True)
 
-    def backward(self, t: Tensors) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
         """dx_TI"""
-        dy = self.numerics.grad_output(t.dy, self.moment)
-        dx = self.numerics.dgrad(dy, t.weight, self.moment)
-        self.numerics.wgrad(dy, t.x, self.moment, accumulate_into=t.main_grad)
+        elements, scale, amax, tile = saved
+        made = self.numerics.grad_output(dy, self.moment)
+        dx = self.numerics.dgrad(made, weight, self.moment, amax)
+        self.numerics.wgrad(made, Kept.restored(elements, scale, tile), self.moment, accumulate_into=main_grad)
         return dx
 
 
+def keeps_weights(recipe: str) -> bool:
+    """Whether any of the recipe's quantized weights is the same for all microbatches of a step, and so can be kept."""
+    return any(map(weight_serves_microbatches, get_recipe(recipe).gemms.values()))
+
+
 class TorchGemms:
-    """Three bare bf16 products, the third accumulating in fp32: the least that a layer can do."""
+    """Three bare bf16 products, the third written in fp32: the least that a layer can do."""
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """y_TO"""
-        return torch.mm(x, weight.t())
+        return torch.mm(x, weight.t()), Kept(None, None)
 
-    def backward(self, t: Tensors) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
         """dx_TI"""
-        dx = torch.mm(t.dy, t.weight)
-        if t.dy.is_cuda:
-            torch.addmm(t.main_grad, t.dy.t(), t.x, out_dtype=torch.float32, out=t.main_grad)
+        dx = torch.mm(dy, weight)
+        if dy.is_cuda:
+            torch.mm(dy.t(), saved[0], out_dtype=torch.float32, out=main_grad)
         else:
-            t.main_grad.addmm_(t.dy.t().float(), t.x.float())
+            torch.mm(dy.t().float(), saved[0].float(), out=main_grad)
         return dx
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gemms: Gemms, main_grad: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gemms, ctx.main_grad = gemms, main_grad
-        return gemms.forward(x, weight)
+        y, kept = gemms.forward(x, weight)
+        ctx.save_for_backward(weight, *kept.saved(x))
+        ctx.gemms, ctx.main_grad, ctx.tile = gemms, main_grad, kept.tile
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
         # A dummy for the weight, as Megatron's data parallelism expects it.
-        return ctx.gemms.backward(Tensors(x, weight, dy, ctx.main_grad)), torch.empty_like(weight), None, None
+        return ctx.gemms.backward(dy, weight, (*saved, ctx.tile), ctx.main_grad), torch.empty_like(weight), None, None
 
 
 def through_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
@@ -125,10 +148,10 @@ def through_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
 
 
 def plain_torch(t: Tensors) -> None:
-    """``torch.nn.functional.linear``, its bf16 weight gradient added to ``main_grad`` afterwards."""
+    """``torch.nn.functional.linear``, its bf16 weight gradient copied to ``main_grad`` afterwards."""
     t.x.grad = t.weight.grad = None
     torch.nn.functional.linear(t.x, t.weight).backward(t.dy)
-    t.main_grad.add_(_grad(t.weight))
+    t.main_grad.copy_(_grad(t.weight))
 
 
 def _grad(weight: torch.Tensor) -> torch.Tensor:
@@ -141,8 +164,8 @@ def without_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
 
     @torch.no_grad()
     def call(t: Tensors) -> None:
-        gemms.forward(t.x, t.weight)
-        gemms.backward(t)
+        _, kept = gemms.forward(t.x, t.weight)
+        gemms.backward(t.dy, t.weight, (*kept.saved(t.x), kept.tile), t.main_grad)
 
     return call
 
@@ -162,13 +185,14 @@ def _distance(recipe: str, device: torch.device, generator: torch.Generator) -> 
     shape = LinearShape("check", "check", 256, 128)
     there = tensors(shape, 333, device, generator)
     here = Tensors(*(tensor.detach().cpu().clone() for tensor in (there.x, there.weight, there.dy, there.main_grad)))
-    found, expected = RecipeGemms(recipe, device), RecipeGemms(recipe, torch.device("cpu"))
-    with torch.no_grad():
-        pairs = {
-            "fprop": (found.forward(there.x, there.weight), expected.forward(here.x, here.weight)),
-            "dgrad": (found.backward(there), expected.backward(here)),
-            "wgrad": (there.main_grad, here.main_grad),
-        }
+    sides = []
+    for where, t in ((device, there), (torch.device("cpu"), here)):
+        gemms = RecipeGemms(recipe, where)
+        with torch.no_grad():
+            y, kept = gemms.forward(t.x, t.weight)
+            dx = gemms.backward(t.dy, t.weight, (*kept.saved(t.x), kept.tile), t.main_grad)
+        sides.append((y, dx, t.main_grad))
+    pairs = dict(zip(("fprop", "dgrad", "wgrad"), zip(*sides, strict=True), strict=True))
     for name, (ours, theirs) in pairs.items():
         error = float((ours.cpu().double() - theirs.double()).norm() / theirs.double().norm())
         if not error < 4e-3:

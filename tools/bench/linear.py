@@ -2,26 +2,32 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from megatron_lowprec.quantization.device_moment import enter_moment
+from megatron_lowprec.quantization.random_stream import Moment
 from tools.bench.layer import (
     Gemms,
     RecipeGemms,
     Tensors,
     TorchGemms,
     fault,
+    keeps_weights,
     plain_torch,
     tensors,
     through_autograd,
     without_autograd,
 )
-from tools.bench.measure import Bench, Timing, in_turn
+from tools.bench.measure import Bench, Timing, errors, in_turn, one_line
+from tools.bench.peers import layers as peers
 from tools.bench.report import Report
 from tools.bench.shapes import LinearShape, linears
 from tools.bench.table import Column, Row
 
 RECIPES = ("bf16", "mxfp8", "mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr")
+BESIDE_PEERS = ("bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", *RECIPES[1:])
 PLAIN, BARE = "torch F.linear", "torch, bare GEMMs"
 COLUMNS = (
     Column("linear", "linear"),
@@ -41,25 +47,29 @@ COLUMNS = (
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
-    """Every chosen linear layer under every recipe."""
+    """Every chosen linear layer under every recipe, and of every peer."""
     generator = torch.Generator(bench.device).manual_seed(args.seed)
-    recipes = list(dict.fromkeys(["bf16", *(args.recipes or RECIPES)]))
+    recipes = list(dict.fromkeys(["bf16", *(args.recipes or (BESIDE_PEERS if args.peers else RECIPES))]))
     faults = {recipe: fault(recipe, bench.device, generator) for recipe in recipes}
-    for recipe, reason in faults.items():
-        report.progress(f"{recipe}: {reason or 'agrees with the reference'}")
+    makes, notes = peers.peer_layers(args.peers, bench.device)
+    faults |= {row: peers.fault(row, make, bench.device, generator) for row, make in makes.items()}
+    for name, reason in faults.items():
+        report.progress(f"{name}: {reason or 'agrees with the reference'}")
     rows: list[Row] = []
     for shape in linears(args.shapes or ("345m", "1.3b", "6.7b"), args.linears):
-        sound = [recipe for recipe, reason in faults.items() if reason is None]
-        rows += _rows(shape, sound, args, bench, generator)
-        rows += [_named(shape, args.tokens, recipe) | {"failed": reason} for recipe, reason in faults.items() if reason]
+        sound = [recipe for recipe in recipes if faults[recipe] is None]
+        sound_makes = {row: make for row, make in makes.items() if faults[row] is None}
+        rows += _rows(shape, sound, sound_makes, args, bench, generator)
+        rows += [_named(shape, args.tokens, name) | {"failed": reason} for name, reason in faults.items() if reason]
         report.progress(f"{shape.model} {shape.name} done")
     reasons = {str(row["no_graph"]) for row in rows if row.get("no_graph")}
     report.note(
         "ms: forward and backward with autograd, the host included where it is slower",
         f"{args.rounds} rounds in turn; 'rounds': the largest difference between their medians",
-        f"{PLAIN}: bf16 weight gradient, then main_grad.add_",
-        f"{BARE}: three products in one autograd function, the third accumulating in fp32, as every recipe does",
+        f"{PLAIN}: bf16 weight gradient, then copied to main_grad",
+        f"{BARE}: three products in one autograd function, the third in fp32",
         "kernels ms: GEMMs and casts replayed as a CUDA graph; host us: until the call returns, device idle before it",
+        *(["cached: as a later microbatch of a step, which finds the quantized weight", *notes] if args.peers else []),
         *(f"no graph: {reason}" for reason in sorted(reasons)),
     )
     report.table(f"linear, forward + backward, bf16, {args.tokens} tokens: {args.device}", rows, COLUMNS)
@@ -74,20 +84,35 @@ def _named(shape: LinearShape, tokens: int, recipe: str) -> dict[str, object]:
 
 
 def _rows(
-    shape: LinearShape, recipes: list[str], args: argparse.Namespace, bench: Bench, generator: torch.Generator
+    shape: LinearShape,
+    recipes: list[str],
+    makes: dict[str, peers.Make],
+    args: argparse.Namespace,
+    bench: Bench,
+    generator: torch.Generator,
 ) -> list[Row]:
     smallest = 2 * args.tokens * min(shape.in_features, shape.out_features)
     inputs = bench.input_sets(lambda: tensors(shape, args.tokens, bench.device, generator), smallest)
-    gemms: dict[str, Gemms] = {BARE: TorchGemms(), **{recipe: RecipeGemms(recipe, bench.device) for recipe in recipes}}
+    gemms = _gemms(recipes, bench.device, with_cached=bool(args.peers))
     calls: dict[str, Callable[[Tensors], None]] = {PLAIN: plain_torch}
     calls |= {name: through_autograd(g) for name, g in gemms.items()}
+    failed: list[Row] = []
+    for name, make in makes.items():
+        try:
+            call = make(inputs[0])
+            call(inputs[0])
+            calls[name] = call
+        except errors() as error:
+            failed.append(_named(shape, args.tokens, name) | {"failed": one_line(error)})
     timings = bench.compare({name: in_turn(inputs, call) for name, call in calls.items()}, args.rounds)
     host = {name: bench.host_microseconds(in_turn(inputs, call)) for name, call in calls.items()}
     graphs: dict[str, Timing | str] = {}
     if not args.no_graph:
-        for name, g in gemms.items():
-            kernels = without_autograd(g)
-            graphs[name] = bench.graph(lambda kernels=kernels: kernels(inputs[0]))  # type: ignore[misc]
+        if bench.device.type == "cuda":
+            enter_moment(Moment(0, 0), bench.device)  # which the graphs' draws read
+        kernels = {name: without_autograd(g) for name, g in gemms.items()}
+        kernels |= {name: calls[name] for name in makes if name in calls}
+        graphs = {name: bench.graph(partial(call, inputs[0])) for name, call in kernels.items()}
     bf16, bf16_graph = timings.get("bf16"), graphs.get("bf16")
     rows: list[Row] = []
     for name, timing in timings.items():
@@ -106,4 +131,14 @@ def _rows(
         elif graph is not None:
             row["no_graph"] = f"{name}: {graph}"
         rows.append(row)
-    return rows
+    return rows + failed
+
+
+def _gemms(recipes: list[str], device: torch.device, with_cached: bool) -> dict[str, Gemms]:
+    """Row -> the GEMMs of plain torch, of each recipe, and of each that can keep a weight with the weight kept."""
+    gemms: dict[str, Gemms] = {BARE: TorchGemms()}
+    for recipe in recipes:
+        gemms[recipe] = RecipeGemms(recipe, device)
+        if with_cached and keeps_weights(recipe):
+            gemms[f"{recipe}, cached"] = RecipeGemms(recipe, device, cached=True)
+    return gemms

@@ -66,6 +66,6 @@ def _commit() -> str:
 def _digest() -> str:
     """Of the package's and this tool's Python files: names the code where the commit does not."""
     total = hashlib.sha256()
-    for path in sorted([*REPOSITORY.glob("megatron_lowprec/**/*.py"), *REPOSITORY.glob("tools/bench/*.py")]):
+    for path in sorted([*REPOSITORY.glob("megatron_lowprec/**/*.py"), *REPOSITORY.glob("tools/bench/**/*.py")]):
         total.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]

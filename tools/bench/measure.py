@@ -99,6 +99,11 @@ class Bench:
 
     def graph(self, call: Call) -> Timing | str:
         """Time of the call's kernels alone, by replaying a CUDA graph of it, or why there is none."""
+        captured = self.captured(call)
+        return captured if isinstance(captured, str) else self.time(captured)
+
+    def captured(self, call: Call) -> Call | str:
+        """The call as the replay of a CUDA graph, which costs the host next to nothing, or why there is none."""
         if not self.on_gpu:
             return "no CUDA graphs on a CPU"
         graph = torch.cuda.CUDAGraph()
@@ -111,10 +116,10 @@ class Bench:
             torch.cuda.current_stream().wait_stream(side)
             with torch.cuda.graph(graph):
                 call()
-        except RuntimeError as error:
+        except errors() as error:
             self.synchronize()
             return one_line(error)
-        return self.time(graph.replay)
+        return graph.replay
 
     def copy_call(self, tensor_bytes: int) -> Call:
         """A plain device copy of a tensor of that size."""

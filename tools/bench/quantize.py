@@ -17,6 +17,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import quantize_operand
 from megatron_lowprec.quantization.device_moment import device_moment
+from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
@@ -86,18 +87,14 @@ def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[
 
 def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What is timed: one call of the fused kernel. ``signs``: scaled signs by direction, made beforehand."""
-    from megatron_lowprec.kernels.quantize.triton import Direction, quantize_mx
+    from megatron_lowprec.kernels.quantize.triton import Direction, Key, quantize_mx
 
-    ways = {way: Direction(_KEYS[way], signs.get(way)) for way in variant.directions}
+    ways = {way: Direction(Key.of(_KEYS[way]), signs.get(way)) for way in variant.directions}
     rows, columns = quantize_mx(
         x,
-        FORMATS[variant.spec.format],
+        mx_rule(variant.spec),
         rows=ways.get("rows"),
         columns=ways.get("columns"),
-        scale_rule=variant.spec.scale_rule,
-        rounding=variant.spec.rounding,
-        random_bits=variant.spec.random_bits,
-        headroom=variant.spec.headroom,
         moment=device_moment(_MOMENT, x.device),
     )
     return {way: out for way, out in (("rows", rows), ("columns", columns)) if out is not None}
@@ -105,13 +102,12 @@ def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]
 
 def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tensor]:
     """Scaled signs of each direction; empty without a transform."""
-    from megatron_lowprec.kernels.quantize.triton import scaled_signs
+    from megatron_lowprec.kernels.quantize.triton import Key, scaled_signs
 
     if variant.group is None:
         return {}
-    return {
-        way: scaled_signs(_SIGN_KEYS[way], device_moment(_MOMENT, device), variant.group) for way in variant.directions
-    }
+    keys = tuple(Key.of(_SIGN_KEYS[way]) for way in variant.directions)
+    return dict(zip(variant.directions, scaled_signs(keys, device_moment(_MOMENT, device), variant.group), strict=True))
 
 
 def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:

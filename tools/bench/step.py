@@ -12,11 +12,13 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench
+from tools.bench.peers.layers import TE_RECIPES, absent
 from tools.bench.report import Report
 from tools.bench.shapes import ModelShape, models
 from tools.bench.table import Column, Row
 
 RECIPES = ("bf16", "mxfp8", "mxfp4_rht_sr")
+BESIDE_PEERS = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr")
 COLUMNS = (
     Column("model", "model"),
     Column("batch", "batch"),
@@ -26,7 +28,11 @@ COLUMNS = (
     Column("high", "p80", ".2f"),
     Column("noise", "rounds", ".1%"),
     Column("over_bf16", "/bf16", ".3f"),
+    Column("over_own", "/own bf16", ".3f"),
     Column("tokens_per_second", "tokens/s", ",.0f"),
+    Column("kernel_ms", "kernels", ".1f"),
+    Column("update_ms", "update", ".2f"),
+    Column("stock_update_ms", "its own", ".2f"),
     Column("peak_gib", "peak GiB", ".1f"),
     Column("reserved_gib", "reserved", ".1f"),
     Column("first_seconds", "first step s", ".1f"),
@@ -36,35 +42,46 @@ COLUMNS = (
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     """Each model under each recipe, --rounds times in turn."""
-    recipes = list(dict.fromkeys(["bf16", *(args.recipes or RECIPES)]))
+    recipes = list(dict.fromkeys(["bf16", *(args.recipes or (BESIDE_PEERS if args.peers else RECIPES))]))
+    variants = {recipe: ["--recipe", recipe] for recipe in recipes}
+    if args.peers:
+        reason = absent("te", bench.device)
+        if reason is None:
+            te = ["--transformer-impl", "transformer_engine", "--recipe"]
+            variants |= {f"TE {recipe}": [*te, recipe] for recipe in TE_RECIPES}
+        else:
+            report.note(f"peer te is missing: {reason}")
     rows: list[Row] = []
     chosen = models(args.shapes or ("345m", "1.3b"))
     without = [model.name for model in chosen if model.config is None]
     if without:
         raise UserError(f"--shapes {','.join(without)}: there is no config of it in configs/models; leave it out")
     for model in chosen:
-        found: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
+        found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
         for turn in range(args.rounds):
-            for recipe in recipes:
-                result = _in_fresh_process(model, recipe, args)
-                found[recipe].append(result)
-                said = result.get("failed") or f"{result['ms']:.2f} ms"
-                report.progress(f"{model.name} {recipe}, round {turn + 1}: {said}")
-        rows += [_row(model, recipe, found, args) for recipe in recipes]
+            for variant, flags in variants.items():
+                result = _in_fresh_process(model, flags, args)
+                found[variant].append(result)
+                said = result.get("failed") or f"{result['ms']:.2f} ms, peak {result['peak_gib']:.1f} GiB"
+                report.progress(f"{model.name} {variant}, round {turn + 1}: {said}")
+        rows += [_row(model, variant, found, args) for variant in variants]
     report.note(
         f"one process and device, mock data; {args.warm_up} iterations before {args.iterations} timed ones",
+        "kernels: sum of the kernels' times in one step; update: the optimizer's step alone, and Megatron-core's own",
         "wall clock around data, forward, backward, optimizer and scheduler, device idle at both ends; peak: allocated",
+        *(["/own bf16: of the same layers, ours or TransformerEngine's"] if args.peers else []),
+        *sorted({run["layers"] for row in rows for run in row.get("runs", [])}),
     )
-    report.table(f"step: {args.device}", rows, COLUMNS)
+    columns = [column for column in COLUMNS if args.peers or column.key != "over_own"]
+    report.table(f"step: {args.device}", rows, columns)
 
 
-def _in_fresh_process(model: ModelShape, recipe: str, args: argparse.Namespace) -> dict[str, Any]:
+def _in_fresh_process(model: ModelShape, flags: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """What ``step_worker`` writes, or the end of what it says on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         asked = {
-            "config": model.config,
-            "recipe": recipe,
+            "flags": ["--config", model.config, *flags],
             "micro_batch": args.micro_batch or model.micro_batch,
             "warm_up": args.warm_up,
             "iterations": args.iterations,
@@ -91,7 +108,7 @@ def _row(model: ModelShape, recipe: str, found: dict[str, list[dict[str, Any]]],
     if failures:
         return named | {"failed": failures[0]}
     ms = median(run["ms"] for run in runs)
-    plain = [run["ms"] for run in found["bf16"] if "ms" in run]
+    plain, own = _bf16_ms(found, "bf16"), _bf16_ms(found, "TE bf16" if recipe.startswith("TE ") else "bf16")
     first = runs[0]
     return named | {
         "batch": f"{first['micro_batch']}x{first['sequence']}",
@@ -99,11 +116,20 @@ def _row(model: ModelShape, recipe: str, found: dict[str, list[dict[str, Any]]],
         "low": min(run["low"] for run in runs),
         "high": max(run["high"] for run in runs),
         "noise": (max(run["ms"] for run in runs) - min(run["ms"] for run in runs)) / ms,
-        "over_bf16": ms / median(plain) if plain else None,
+        "over_bf16": ms / plain if plain else None,
+        "over_own": ms / own if own else None,
         "tokens_per_second": first["micro_batch"] * first["sequence"] / ms * 1e3,
         "peak_gib": max(run["peak_gib"] for run in runs),
         "reserved_gib": max(run["reserved_gib"] for run in runs),
+        "kernel_ms": first["kernel_ms"],
+        "update_ms": median(run["update_ms"] for run in runs),
+        "stock_update_ms": median(run["stock_update_ms"] for run in runs),
         "first_seconds": first["first_seconds"],
         "last_loss": first["losses"][-1],
         "runs": runs,
     }
+
+
+def _bf16_ms(found: dict[str, list[dict[str, Any]]], variant: str) -> float | None:
+    taken = [run["ms"] for run in found[variant] if "ms" in run]
+    return median(taken) if taken else None

@@ -1,12 +1,13 @@
 """One process of ``step``: a run built as by ``megatron_lowprec.training.run``, without data files, log or checkpoint.
 
-Takes one argument, JSON with config, recipe, micro_batch, warm_up, iterations and result (the file to write).
+Takes one argument, JSON with flags (of the driver), micro_batch, warm_up, iterations and result (the file to write).
 """
 
 import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -22,25 +23,20 @@ def main(asked: dict[str, Any]) -> None:
 
     from megatron_lowprec.recipe.load import load_recipe
     from megatron_lowprec.training import schedule as schedules
+    from megatron_lowprec.training import te_recipe
     from megatron_lowprec.training.arguments import parse
     from megatron_lowprec.training.resolve import resolve_model, resolve_run, total_samples
-    from megatron_lowprec.training.tokenizer import build_tokenizer, padded_vocab_size
+    from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
 
     on_gpu = torch.cuda.is_available()
     batch, steps = asked["micro_batch"], asked["warm_up"] + asked["iterations"]
-    flags = ["--config", asked["config"], "--recipe", asked["recipe"], "--mock-data", "--micro-batch-size", str(batch)]
-    flags += ["--global-batch-size", str(batch), "--train-iters", str(max(1000, steps))]
-    config, _, _ = parse(flags)
+    length = ["--global-batch-size", str(batch), "--train-iters", str(max(1000, steps))]
+    config, _, _ = parse([*asked["flags"], "--mock-data", "--micro-batch-size", str(batch), *length])
     config = resolve_run(resolve_model(config), ranks.world_size, gpus=on_gpu)
     recipe = load_recipe(config.recipe, config.recipe_set)
+    te_recipe.prepare(config, recipe)
     schedule, _ = schedules.plan(config, total_samples(config))
-    tokenizer = build_tokenizer(
-        config.tokenizer_type,
-        vocab_file=config.vocab_file,
-        merge_file=config.merge_file,
-        tokenizer_model=config.tokenizer_model,
-        vocab_size=config.vocab_size,
-    )
+    tokenizer = tokenizer_of(config)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
@@ -69,6 +65,15 @@ def main(asked: dict[str, Any]) -> None:
         losses.append(result.loss)
         if not result.updated or not math.isfinite(result.loss):
             sys.exit(f"step {iteration}: loss {result.loss}, updated: {result.updated}")
+    peak, reserved = (0, 0)
+    if on_gpu:
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+    def step() -> None:
+        train_step(trainer, batches, config, steps, device)
+
+    kernel_ms = _kernel_milliseconds(step) if on_gpu else None
+    update_ms, stock_update_ms = _updates(trainer.optimizer, on_gpu)
     timed = milliseconds[asked["warm_up"] :]
     fifths = quantiles(timed, n=5, method="inclusive") if len(timed) > 1 else timed * 4
     found = {
@@ -80,12 +85,48 @@ def main(asked: dict[str, Any]) -> None:
         "losses": losses,
         "micro_batch": batch,
         "sequence": config.seq_length,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else 0.0,
+        "peak_gib": peak / 2**30,
+        "reserved_gib": reserved / 2**30,
+        "kernel_ms": kernel_ms,
+        "update_ms": update_ms,
+        "stock_update_ms": stock_update_ms,
         "runtime": trainer.runtime.header(),
+        "layers": model.implementation(config, trainer),
     }
     Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
     startup.finalize()
+
+
+def _kernel_milliseconds(step: Callable[[], None]) -> float:
+    """How long the GPU's kernels and copies run in one step, each for itself."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        _synchronize(True)
+    events = (event for event in profiled.events() if event.device_type == DeviceType.CUDA)
+    return sum(event.self_device_time_total for event in events) / 1e3
+
+
+def _updates(optimizer: Any, on_gpu: bool) -> tuple[float, float]:
+    """Milliseconds of one optimizer step, the driver's and then Megatron-core's own, device idle at both ends."""
+    from megatron_lowprec.mcore.optimizer_step import optimizer_step
+
+    def milliseconds(update: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(6):
+            _synchronize(on_gpu)
+            started = time.perf_counter()
+            update()
+            _synchronize(on_gpu)
+            taken.append((time.perf_counter() - started) * 1e3)
+        return median(taken[1:])
+
+    ours = milliseconds(lambda: optimizer_step(optimizer))
+    for part in optimizer.chained_optimizers:
+        vars(part).pop("_copy_main_params_to_model_params", None)
+    return ours, milliseconds(optimizer.step)
 
 
 def _synchronize(on_gpu: bool) -> None:

@@ -1,0 +1,399 @@
+"""tools.bench.peers: fetched, carried in pieces, made smaller, installed, measured; no network, no GPU, no peers."""
+
+import base64
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from megatron_lowprec import recipes
+from megatron_lowprec.training.te_recipe import TESTED_VERSION
+from tools.bench import layer, shapes, step
+from tools.bench.__main__ import main
+from tools.bench.peers import download, install, layers, pieces, slim
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``--device cpu`` sets must not reach other tests of this process."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_packages_are_pinned_and_transformer_engine_is_the_tested_one() -> None:
+    wheels, sources = download.packages()
+    pins = {r.name: str(r.specifier) for r in map(Requirement, [*wheels, *sources])}
+    assert all(pin.startswith("==") for pin in pins.values())
+    assert {pin for name, pin in pins.items() if name.startswith("transformer-engine")} == {f"=={TESTED_VERSION}"}
+    assert sources == [f"transformer-engine-torch=={TESTED_VERSION}"]
+    assert {name.replace("-", "_") for name in pins} >= set(install.PEERS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    found = tmp_path / "wheels"
+    found.mkdir()
+    (found / "large.whl").write_bytes(bytes(range(256)) * 1000)
+    (found / "small.tar.gz").write_bytes(b"x")
+    (found / "empty.whl").write_bytes(b"")
+    return found
+
+
+def test_pieces_hold_the_folder_and_no_more_than_asked(tmp_path: Path, folder: Path) -> None:
+    written = pieces.split(folder, tmp_path / "pieces", 100_000)
+    assert len(written) == 3
+    assert [path.stat().st_size for path in written[:-1]] == [100_000] * 2
+    assert len({path.parent for path in written}) == 3, "each is carried by itself"
+    carried = tmp_path / "carried"
+    for path in reversed(written):  # in any order, into one folder
+        carried.mkdir(exist_ok=True)
+        path.rename(carried / path.name)
+        (path.parent / pieces.SUMS).replace(carried / pieces.SUMS)
+    joined = pieces.join(carried, tmp_path / "joined")
+    assert {path.name: path.read_bytes() for path in joined} == {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_a_damaged_or_missing_piece_is_named(tmp_path: Path, folder: Path) -> None:
+    written = pieces.split(folder, tmp_path / "pieces", 100_000)
+    written[0].write_bytes(written[0].read_bytes()[:-1] + b"?")
+    written[2].unlink()
+    with pytest.raises(SystemExit, match=r"missing or damaged: peers\.00, peers\.02;"):
+        pieces.join(tmp_path / "pieces", tmp_path / "joined")
+    assert not (tmp_path / "joined").exists()
+
+
+def library(images: dict[int, bytes]) -> bytes:
+    """An ELF file with one section of two fat binaries, each with these kernel images, and one that looks alike."""
+    image = b"".join(
+        struct.pack("<HHIQ", 2, 1, 64, len(code)) + bytes(12) + struct.pack("<I", arch) + bytes(32) + code
+        for arch, code in images.items()
+    )
+    fatbin = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(image)) + image + bytes(8)
+    names = b"\0.nv_fatbin\0.text\0.shstrtab\0"
+    text = b"some code"
+    place = 64
+    sections = []
+    for name, data in ((0, b""), (1, fatbin * 2), (12, text), (18, names)):
+        sections.append(struct.pack("<II8xQQQ24x", name, 1, 0, place, len(data)))
+        place += len(data)
+    header = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", place) + bytes(10)
+    header += struct.pack("<HHH", 64, len(sections), 3)
+    return header.ljust(64, b"\0") + fatbin * 2 + text + names + b"".join(sections)
+
+
+def test_only_other_gpus_code_is_blanked() -> None:
+    before = library({80: b"ampere, ampere", 90: b"hopper", 100: b"blackwell"})
+    after = slim.blanked(before, 90)
+    expected = before.replace(b"ampere, ampere", bytes(14)).replace(b"blackwell", bytes(9))
+    assert after == expected
+    assert after.count(b"hopper") == 2
+
+
+def test_a_library_without_code_for_that_gpu_stays() -> None:
+    before = library({80: b"ampere"})
+    assert slim.blanked(before, 90) == before
+    assert slim.blanked(b"no library", 90) == b"no library"
+
+
+def wheel(folder: Path, name: str, files: dict[str, bytes]) -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    files = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = [f"{n},sha256={digest(data)},{len(data)}\n" for n, data in files.items()]
+    files[f"{info}/RECORD"] = "".join([*record, f"{info}/RECORD,,\n"]).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for n, data in files.items():
+            archive.writestr(n, data)
+    return path
+
+
+def digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+def test_a_slimmer_wheel_s_record_is_of_its_files(tmp_path: Path) -> None:
+    path = wheel(tmp_path, "fat", {"fat/lib.so": library({80: b"a" * 100, 90: b"h"}), "fat/__init__.py": b"x = 1\n"})
+    slim.slim(path, 90)
+    with zipfile.ZipFile(path) as archive:
+        lines = archive.read("fat-1.0.dist-info/RECORD").decode().splitlines()
+        for line in lines[:-1]:
+            name, sum_, size = line.split(",")
+            assert (f"sha256={digest(archive.read(name))}", len(archive.read(name))) == (sum_, int(size)), name
+        assert b"a" * 100 not in archive.read("fat/lib.so")
+
+
+def test_install_builds_the_binding_and_leaves_alone_what_is_there(tmp_path: Path) -> None:
+    """With wheels and a source that have the peers' names and nothing else of them."""
+    wheels, cuda = tmp_path / "wheels", tmp_path / "cuda"
+    wheels.mkdir()
+    (cuda / "include").mkdir(parents=True)
+    (cuda / "include/cuda_runtime.h").write_text("")
+    (tmp_path / "site/nvidia/cudnn/include").mkdir(parents=True)
+    check = (
+        b"import pathlib, sys\nassert any(pathlib.Path(p, 'transformer_engine_torch.so').exists() for p in sys.path)\n"
+    )
+    wheel(wheels, "transformer_engine", {"transformer_engine/__init__.py": b"", "transformer_engine/pytorch.py": check})
+    wheel(wheels, "torchao", {"torchao/__init__.py": b"", "torchao/float8.py": b""})
+    wheel(wheels, "numpy", {"numpy/__init__.py": b"raise RuntimeError('not the one that was there')\n"})
+    source = tmp_path / "transformer_engine_torch-1.0"
+    source.mkdir()
+    (source / "setup.py").write_text(
+        "import os, sys\n"
+        "assert sys.argv[1:] == ['-q', 'build_ext', '--inplace']\n"
+        "assert os.environ['CPATH'].split(os.pathsep)[0].endswith('nvidia/cudnn/include')\n"
+        "open('transformer_engine_torch.so', 'w').write('built')\n"
+    )
+    with tarfile.open(wheels / "transformer_engine_torch-1.0.tar.gz", "w:gz") as archive:
+        archive.add(source, arcname=source.name)
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tools.bench.peers.install",
+                wheels,
+                tmp_path / "target",
+                "--keep",
+                tmp_path / "kept",
+            ],
+            cwd=REPOSITORY,
+            env={**os.environ, "CUDA_HOME": str(cuda), "PYTHONPATH": str(tmp_path / "site")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "numpy" in done.stdout
+    assert not (tmp_path / "target/numpy").exists()
+    assert (tmp_path / "kept/transformer_engine_torch.so").read_text() == "built"
+    (source / "setup.py").write_text("raise SystemExit('the compiler does not like it')\n")
+    with tarfile.open(wheels / "transformer_engine_torch-1.0.tar.gz", "w:gz") as archive:
+        archive.add(source, arcname=source.name)
+    done = run()
+    assert done.returncode == 1
+    assert "the compiler does not like it" in done.stdout
+    assert "was not built: exit code 1" in done.stderr
+
+
+# ---- the layers
+class Emulated:
+    """A TransformerEngine with a Linear that rounds operands to E4M3 under an FP8 recipe, or only says so."""
+
+    def __init__(self, honest: bool = True) -> None:
+        self.honest, self.recipe, self.calls = honest, None, []  # type: tuple[bool, Any, list[tuple[Any, bool | None]]]
+        emulated = self
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, linear: Any, first: bool | None) -> torch.Tensor:
+                quantized = emulated.rounded(linear.weight.detach())
+                if first is False:
+                    quantized = linear.kept
+                elif first:
+                    linear.kept = quantized
+                ctx.x, ctx.weight, ctx.linear, ctx.first = emulated.rounded(x), quantized, linear, first
+                return ctx.x @ quantized.t()
+
+            @staticmethod
+            def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+                weight = ctx.linear.weight
+                fresh = ctx.first or getattr(weight, "overwrite_main_grad", False)
+                weight.main_grad.mul_(0 if fresh else 1).add_((dy.t() @ ctx.x).float())
+
+                return dy @ ctx.weight, None, None
+
+        class Linear:
+            def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+                assert options == {
+                    "bias": False,
+                    "params_dtype": torch.bfloat16,
+                    "device": CPU,
+                    "fuse_wgrad_accumulation": True,
+                }
+                self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=torch.bfloat16))
+
+            def __call__(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+                emulated.calls.append((emulated.recipe, is_first_microbatch))
+                return Function.apply(x, self, is_first_microbatch)
+
+        self.Linear = Linear
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recipe is None or not self.honest:
+            return x.detach()
+        scale = 448 / x.detach().abs().max()
+        return ((x.detach() * scale).to(torch.float8_e4m3fn).to(torch.float32) / scale).to(x.dtype)
+
+    @contextmanager
+    def autocast(self, recipe: Any) -> Iterator[None]:
+        self.recipe = recipe
+        yield
+        self.recipe = None
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
+    return install_emulated(monkeypatch, Emulated())
+
+
+def install_emulated(monkeypatch: pytest.MonkeyPatch, te: Emulated) -> Emulated:
+    named = SimpleNamespace(
+        Format=SimpleNamespace(HYBRID="hybrid", E4M3="e4m3"),
+        DelayedScaling=lambda **arguments: ("delayed", arguments),
+        Float8CurrentScaling=lambda **arguments: ("current", arguments),
+        Float8BlockScaling=lambda **arguments: ("blockwise", arguments),
+    )
+    common = SimpleNamespace(recipe=named)
+    package = SimpleNamespace(pytorch=te, common=common)
+    for name, module in {"": package, ".pytorch": te, ".common": common, ".common.recipe": named}.items():
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
+    return te
+
+
+def test_transformer_engine_s_rows(emulated: Emulated, generator: torch.Generator) -> None:
+    makes = layers._te_layers()
+    fp8 = [f"TE {name}{end}" for name in ("fp8_delayed", "fp8_current", "fp8_blockwise") for end in ("", ", cached")]
+    assert list(makes) == ["TE bf16", *fp8]
+    asked = {}
+    for row, make in makes.items():
+        emulated.calls.clear()
+        t = layer.tensors(shapes.LinearShape("check", "check", 64, 32), 16, CPU, generator)
+        call = make(t)
+        for _ in range(3):
+            call(t)
+        recipe, _ = emulated.calls[0]
+        asked[row] = recipe
+        cached = row.endswith("cached")
+        assert [first for _, first in emulated.calls] == ([True, False, False] if cached else [None] * 3)
+        one = t.dy.float().t() @ t.x.detach().float()
+        added = 3 if cached else 1  # each call adds to main_grad; a step's first microbatch takes its place
+        assert (t.main_grad - added * one).norm() < 0.1 * t.main_grad.norm()
+    assert asked["TE bf16"] is None
+    history = {"margin": 0, "fp8_format": "hybrid", "amax_history_len": 1024, "amax_compute_algo": "max"}
+    assert asked["TE fp8_delayed"] == ("delayed", history)
+    assert asked["TE fp8_current, cached"] == ("current", {"fp8_format": "hybrid"})
+    assert asked["TE fp8_blockwise"] == ("blockwise", {"fp8_format": "e4m3"})
+
+
+def test_the_gate_lets_fp8_through_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, emulated: Emulated, generator: torch.Generator
+) -> None:
+    makes = layers._te_layers()
+    assert [layers.fault(row, make, CPU, generator) for row, make in makes.items()] == [None] * len(makes)
+    install_emulated(monkeypatch, Emulated(honest=False))
+    makes = layers._te_layers()
+    assert layers.fault("TE bf16", makes["TE bf16"], CPU, generator) is None
+    assert "away from the exact one; 0.01 to 0.15" in str(
+        layers.fault("TE fp8_current", makes["TE fp8_current"], CPU, generator)
+    ), "that was bf16"
+
+    def broken(t: layer.Tensors) -> layers.Layer:
+        raise RuntimeError("no such kernel")
+
+    assert layers.fault("TE bf16", broken, CPU, generator) == "RuntimeError: no such kernel"
+
+
+def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    makes, notes = layers.peer_layers(["te", "torchao"], CPU)
+    assert makes == {}
+    assert [note.split(":")[0] for note in notes] == ["peer te is missing", "peer torchao is missing"]
+    assert "tools/bench/peers" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["linear", "--peers", "apex"], "linear has te and torchao"), (["step", "--peers", "torchao"], "step has te")],
+)
+def test_an_unknown_peer_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_which_recipes_keep_a_weight(recipe: str, generator: torch.Generator) -> None:
+    """Those, and only those, whose product does not change with a weight that changes within a step."""
+    shape = shapes.LinearShape("check", "check", 128, 128)
+    t = layer.tensors(shape, 32, CPU, generator)
+    other = replace(t, weight=t.weight.detach() * 2)
+
+    def outputs(cached: bool) -> tuple[bool, ...]:
+        gemms = layer.RecipeGemms(recipe, CPU, cached=cached)
+        with torch.no_grad():
+            before, after = (
+                (gemms.forward(t.x, w)[0], gemms.backward(t.dy, w, layer.unmade(t.x), t.main_grad))
+                for w in (t.weight, other.weight)
+            )
+        return tuple(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    assert any(outputs(cached=True)) == layer.keeps_weights(recipe)
+    assert not any(outputs(cached=False))
+
+
+def test_a_peer_s_failure_costs_its_number_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plain(t: layer.Tensors) -> layers.Layer:
+        return layer.plain_torch
+
+    def large_only(t: layer.Tensors) -> layers.Layer:
+        if t.x.shape[0] < 100:
+            raise RuntimeError("wants 128 tokens")
+        return layer.plain_torch
+
+    makes = {"peer bf16": plain, "other bf16": large_only}
+    monkeypatch.setattr(layers, "peer_layers", lambda names, device: (makes, ["peer te: of this test"]))
+    out = tmp_path / "linear.json"
+    asked = ["--shapes", "smoke", "--linears", "proj", "--recipes", "mxfp8", "--tokens", "32", "--rounds", "1"]
+    assert main(["linear", "--device", "cpu", *asked, "--peers", "te", "--out", str(out)]) == 1
+    rows = {row["recipe"]: row for row in json.loads(out.read_text())["tables"][0]["rows"]}
+    ours = {"torch F.linear", "torch, bare GEMMs", "bf16", "mxfp8", "mxfp8, cached"}
+    assert set(rows) == ours | set(makes)
+    assert rows["other bf16"]["failed"] == "RuntimeError: wants 128 tokens"
+    assert rows["peer bf16"]["over_bf16"] == rows["peer bf16"]["ms"] / rows["bf16"]["ms"]
+    assert "peer te: of this test" in capsys.readouterr().out
+
+
+def test_step_compares_with_the_peer_s_own_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+
+    def run(model: shapes.ModelShape, flags: list[str], args: object) -> dict[str, Any]:
+        asked.append(flags)
+        ms = (5.0 if "transformer_engine" in flags else 4.0) * (1 if flags[-1] == "bf16" else 2)
+        sizes = {"micro_batch": 2, "sequence": 128, "peak_gib": 1.0, "reserved_gib": 2.0, "first_seconds": 1.0}
+        parts = {"kernel_ms": ms, "update_ms": 1.0, "stock_update_ms": 1.0}
+        return {"ms": ms, "low": ms, "high": ms, "losses": [1.0], "layers": "x", **sizes, **parts}
+
+    monkeypatch.setattr(step, "_in_fresh_process", run)
+    monkeypatch.setattr(step, "absent", lambda name, device: None)
+    out = tmp_path / "step.json"
+    arguments = ["--shapes", "smoke", "--recipes", "mxfp8", "--peers", "te", "--out", str(out)]
+    assert main(["step", "--device", "cpu", *arguments]) == 0
+    rows = {row["recipe"]: row for row in json.loads(out.read_text())["tables"][0]["rows"]}
+    assert list(rows) == ["bf16", "mxfp8", "TE bf16", "TE fp8_delayed", "TE fp8_current", "TE fp8_blockwise"]
+    assert (rows["TE fp8_current"]["over_bf16"], rows["TE fp8_current"]["over_own"]) == (2.5, 2.0)
+    assert rows["mxfp8"]["over_own"] == 2.0
+    assert asked[-1] == ["--transformer-impl", "transformer_engine", "--recipe", "fp8_blockwise"]

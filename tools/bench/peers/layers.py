@@ -1,0 +1,178 @@
+"""One linear layer without bias of each peer, forward and backward: a row each of ``tools.bench linear --peers``.
+
+A peer's weight gradient goes into fp32 ``main_grad`` inside its GEMM where the peer can do that (TransformerEngine),
+and is copied there afterwards where it cannot (torchao); rows with cached weights add it, as ours do. A layer keeps the
+weight it was made with, whatever inputs it gets.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.training.te_recipe import TERecipe, te_recipe
+from tools.bench.layer import Tensors, tensors
+from tools.bench.measure import errors, one_line
+from tools.bench.shapes import LinearShape
+
+PEERS = {"te": ("transformer_engine", "transformer_engine.pytorch"), "torchao": ("torchao", "torchao.float8")}
+"""Name on the command line -> distribution, module."""
+TE_RECIPES = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise")
+
+Layer = Callable[[Tensors], None]
+Make = Callable[[Tensors], Layer]
+
+
+def peer_layers(names: Sequence[str], device: torch.device) -> tuple[dict[str, Make], list[str]]:
+    """Row -> what makes its layer from the first inputs, for the peers that are here; and lines about each peer."""
+    makes: dict[str, Make] = {}
+    notes = []
+    for name in names:
+        distribution, _ = PEERS[name]
+        reason = absent(name, device)
+        if reason is not None:
+            notes.append(f"peer {name} is missing: {reason}")
+            continue
+        makes |= {"te": _te_layers, "torchao": _torchao_layers}[name]()
+        notes.append(f"peer {name}: {distribution} {importlib.metadata.version(distribution)}")
+    if any(row.startswith("TE ") for row in makes):
+        notes.append("TE fp8_blockwise: fp32 scales, as ours; its own default is powers of two")
+    return makes, notes
+
+
+def absent(name: str, device: torch.device) -> str | None:
+    """Why a peer cannot be measured here, or None; imports it."""
+    distribution, module = PEERS[name]
+    if importlib.util.find_spec(distribution) is None:
+        return "not installed; see tools/bench/peers"
+    if name == "te" and device.type != "cuda":
+        return "it runs on a GPU alone"
+    # Read when TransformerEngine is imported: fp32 scales for its blocks, as our recipe has them.
+    os.environ.update(te_recipe(get_recipe("fp8_blockwise")).environment())
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        return f"cannot be imported: {one_line(error)}"
+    return None
+
+
+# ---- TransformerEngine
+def _te_layers() -> dict[str, Make]:
+    rows: dict[str, Make] = {}
+    for name in TE_RECIPES:
+        recipe = te_recipe(get_recipe(name))
+        rows[f"TE {name}"] = _te_make(recipe, cached=False)
+        if recipe.kind is not None:
+            rows[f"TE {name}, cached"] = _te_make(recipe, cached=True)
+    return rows
+
+
+def _te_make(found: TERecipe, cached: bool) -> Make:
+    def make(t: Tensors) -> Layer:
+        import transformer_engine.pytorch as te
+
+        recipe = _te_object(found)
+        out_features, in_features = t.weight.shape
+        linear = te.Linear(
+            in_features,
+            out_features,
+            bias=False,
+            params_dtype=t.weight.dtype,
+            device=t.weight.device,
+            fuse_wgrad_accumulation=True,
+        )
+        linear.weight.data.copy_(t.weight.detach())
+        linear.weight.overwrite_main_grad = not cached  # as ours, by the first microbatch of a step
+        # None: quantize the weight for this call alone; True, then False: keep it, as for a step's microbatches.
+        first: bool | None = True if cached else None
+
+        def call(t: Tensors) -> None:
+            nonlocal first
+            t.x.grad = None
+            linear.weight.main_grad = t.main_grad
+            with te.autocast(recipe=recipe) if recipe is not None else nullcontext():
+                y = linear(t.x, is_first_microbatch=first)
+            y.backward(t.dy)
+            first = False if cached else None
+
+        return call
+
+    return make
+
+
+def _te_object(found: TERecipe) -> Any:
+    from transformer_engine.common import recipe as te_recipes
+
+    if found.kind is None:
+        return None
+    fp8_format = te_recipes.Format.HYBRID if found.format == "hybrid" else te_recipes.Format.E4M3
+    if found.kind == "delayed":
+        return te_recipes.DelayedScaling(
+            margin=found.margin,
+            fp8_format=fp8_format,
+            amax_history_len=found.history,
+            amax_compute_algo=found.history_rule,
+        )
+    kinds = {"tensorwise": te_recipes.Float8CurrentScaling, "blockwise": te_recipes.Float8BlockScaling}
+    return kinds[found.kind](fp8_format=fp8_format)
+
+
+# ---- torchao
+def _torchao_layers() -> dict[str, Make]:
+    return {f"torchao {name}, compiled": _torchao_make(name) for name in ("tensorwise", "rowwise")}
+
+
+def _torchao_make(name: str) -> Make:
+    def make(t: Tensors) -> Layer:
+        import torch._dynamo
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        # Code compiled for another shape would make this one's sizes variables.
+        torch._dynamo.reset()
+        out_features, in_features = t.weight.shape
+        linear = torch.nn.Linear(in_features, out_features, bias=False, device="meta", dtype=t.weight.dtype)
+        linear.weight = torch.nn.Parameter(t.weight.detach())
+        linear = convert_to_float8_training(linear, config=Float8LinearConfig.from_recipe_name(name))
+        compiled = torch.compile(linear, dynamic=False)
+
+        def call(t: Tensors) -> None:
+            t.x.grad = linear.weight.grad = None
+            compiled(t.x).backward(t.dy)
+            assert linear.weight.grad is not None
+            t.main_grad.copy_(linear.weight.grad)
+
+        return call
+
+    return make
+
+
+# ---- the gate
+def fault(row: str, make: Make, device: torch.device, generator: torch.Generator) -> str | None:
+    """How far a peer's gradients are from the exact ones, or how near for FP8; None where all is as it should be.
+
+    FP8 keeps 3 or 4 significant bits (1% to 10% of such sums), bf16 eight.
+    """
+    least, most = (0.0, 0.01) if row.endswith("bf16") else (0.01, 0.15)
+    try:
+        t = tensors(LinearShape("check", "check", 256, 384), 512, device, generator)
+        call = make(t)
+        for _ in range(3):  # the scales of delayed scaling are of steps before
+            t.main_grad.zero_()
+            call(t)
+        call(t)
+    except errors() as error:
+        return one_line(error)
+    x, weight, dy = (tensor.detach().double() for tensor in (t.x, t.weight, t.dy))
+    assert t.x.grad is not None
+    added = 2 if row.endswith("cached") else 1  # the last call's gradient, to the one before's or in its place
+    for name, found, exact in (("dgrad", t.x.grad, dy @ weight), ("wgrad", t.main_grad, added * dy.t() @ x)):
+        distance = float((found.double() - exact).norm() / exact.norm())
+        if not least < distance < most:
+            return f"{name} is {distance:.1e} away from the exact one; {least:g} to {most:g} was expected"
+    return None

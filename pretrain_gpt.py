@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 from megatron_lowprec.errors import UserError
@@ -23,21 +22,11 @@ def main(argv: Sequence[str]) -> int:
 
         run(argv, ranks)
     except UserError as error:
-        if ranks.rank == 0:
-            print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
-        else:
-            # torchrun ends the others at the first failure, which must not be before rank 0 has spoken.
-            time.sleep(20 if ranks.world_size > 1 else 0)
-        return 2
+        return startup.fail("pretrain_gpt.py", error, ranks)
     except BrokenPipeError:  # `--explain-recipe | head`: whoever read has what they wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    if code:
-        # At once: an interpreter that shuts down under a process group which others still wait in may abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    startup.leave(main(sys.argv[1:]))

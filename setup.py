@@ -28,9 +28,9 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb>=0.17"],
-        "datasets": ["datasets>=2.19"],
+        "datasets": ["datasets>=2.20"],  # whose streams can be resumed
         "zstd": ["zstandard>=0.22"],
-        "te": ["transformer-engine[pytorch]>=2.9"],
+        "te": ["transformer-engine[pytorch]==2.20.2"],
         "dev": [
             "pytest>=8.0",
             "pytest-xdist>=3.5",

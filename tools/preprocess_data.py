@@ -10,12 +10,12 @@ vocabulary. Inputs are read in the order given, plain or as .gz, .xz or .zst; do
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import corpus
-from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron_lowprec.training.progress import progress_bar
+from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, tokenizer_of
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,15 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.workers < 1:
             raise UserError(f"--workers {args.workers} was asked; at least 1 process is needed")
-        tokenizer = build_tokenizer(
-            args.tokenizer_type,
-            vocab_file=args.vocab_file,
-            merge_file=args.merge_file,
-            tokenizer_model=args.tokenizer_model,
-            vocab_size=args.vocab_size,
-        )
+        tokenizer = tokenizer_of(args)
         prefixes = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
-        with _progress(args.log_interval) as progress:
+        with progress_bar(args.log_interval) as progress:
             notes = corpus.write(
                 args.input,
                 prefixes,
@@ -74,44 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = sum(note.tokens for note in notes)
     print(f"{seconds:.1f} s, {tokens / seconds:.0f} tokens/s with --workers {args.workers}")
     return 0
-
-
-@contextmanager
-def _progress(log_interval: int) -> Iterator[Callable[[corpus.Progress], None]]:
-    """A bar on a terminal, else a line after every ``log_interval`` documents."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines(log_interval)
-        return
-    text = TextColumn("{task.fields[documents]} documents, {task.fields[tokens]} tokens")
-    with Progress(TaskProgressColumn(), BarColumn(), text, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("tokenizing", total=None, documents=0, tokens=0)
-
-        def update(now: corpus.Progress) -> None:
-            bar.update(
-                task, completed=now.bytes_read, total=now.bytes_total, documents=now.documents, tokens=now.tokens
-            )
-
-        yield update
-
-
-def _lines(log_interval: int) -> Callable[[corpus.Progress], None]:
-    start = time.perf_counter()
-    due = log_interval
-
-    def update(now: corpus.Progress) -> None:
-        nonlocal due
-        if now.documents < due:
-            return
-        due = now.documents - now.documents % max(log_interval, 1) + max(log_interval, 1)
-        rate = now.tokens / (time.perf_counter() - start)
-        done = now.bytes_read / now.bytes_total
-        print(f"{done:4.0%} {now.documents} documents, {now.tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
-
-    return update
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_lowprec.linear import GradOutput, LinearNumerics
+from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.linear import GradOutput, Kept, LinearNumerics
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.moment import current_moment
 from megatron_lowprec.quantization.random_stream import Moment
@@ -34,33 +35,37 @@ class _ParallelLinearFunction(torch.autograd.Function):
         sequence_parallel: bool,
         tp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.layer, ctx.moment, ctx.use_bias = layer, current_moment(), bias is not None
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
         total = gather_sequence(x, tp_group)[0] if sequence_parallel else x
-        y = layer.bound_numerics.fprop(total.reshape(-1, total.shape[-1]), weight, ctx.moment, observe)
-        return y if bias is None else y + bias
+        flat = total.reshape(-1, total.shape[-1])
+        # under sequence parallelism a rank keeps its part of x alone, and gathers again
+        keep = observe and not sequence_parallel
+        y, kept = layer.bound_numerics.forward(flat, weight, ctx.moment, observe, bias, keep=keep)
+        ctx.save_for_backward(weight, *kept.saved(x))
+        ctx.tile, ctx.x_shape = kept.tile, x.shape
+        return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        x, weight = ctx.saved_tensors
+        weight, x, scale, weight_amax = ctx.saved_tensors
         numerics: LinearNumerics = ctx.layer.bound_numerics
         total, gathering, reducing = x, None, None
         if ctx.sequence_parallel:
             total, gathering = gather_sequence(x, ctx.tp_group, async_op=True)
-        dy = numerics.grad_output(dy_TO, ctx.moment)
-        dx = numerics.dgrad(dy, weight, ctx.moment).view(-1, *x.shape[1:])
+        dy = numerics.grad_output(dy_TO, ctx.moment, bias=ctx.use_bias)
+        dx = numerics.dgrad(dy, weight, ctx.moment, weight_amax).view(-1, *ctx.x_shape[1:])
         if gathering is not None:
             gathering.wait()
         if ctx.allreduce_dgrad:
             reducing = dist.all_reduce(dx, group=ctx.tp_group, async_op=True)
         elif ctx.sequence_parallel:
             dx, reducing = scatter_sequence(dx, ctx.tp_group)
-        dw = ctx.layer.accumulate_wgrad(numerics, dy, total.reshape(-1, total.shape[-1]), weight, ctx.moment)
-        db = dy_TO.sum(dim=0) if ctx.use_bias else None
+        kept = total.reshape(-1, total.shape[-1]) if scale is None else Kept.restored(x, scale, ctx.tile)
+        dw = ctx.layer.accumulate_wgrad(numerics, dy, kept, weight, ctx.moment)
         if reducing is not None:
             reducing.wait()
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, dy.bias, None, None, None, None, None
 
 
 class LowPrecLinearMixin:
@@ -82,13 +87,18 @@ class LowPrecLinearMixin:
         return self.numerics
 
     def accumulate_wgrad(
-        self, numerics: LinearNumerics, dy: GradOutput, x_TI: torch.Tensor, weight: torch.Tensor, moment: Moment
+        self,
+        numerics: LinearNumerics,
+        dy: GradOutput,
+        x: torch.Tensor | ScaledOperand,
+        weight: torch.Tensor,
+        moment: Moment,
     ) -> torch.Tensor:
         """The weight gradient, or, added to an fp32 ``main_grad`` already, a dummy that DDP's hook drops."""
         main_grad = getattr(weight, "main_grad", None)
         if not self.accumulates_in_fp32 or main_grad is None or main_grad.dtype != torch.float32:
-            return numerics.wgrad(dy, x_TI, moment)
-        numerics.wgrad(dy, x_TI, moment, accumulate_into=main_grad)
+            return numerics.wgrad(dy, x, moment)
+        numerics.wgrad(dy, x, moment, accumulate_into=main_grad)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.empty_like(weight)
 

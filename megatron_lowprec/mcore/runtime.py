@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_lowprec.kernels.dispatch import has_mx_kernel
+from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.linear import LinearNumerics, LinearPlace
 from megatron_lowprec.mcore.collectives import max_over
@@ -18,8 +18,9 @@ from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, 
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_moment import enter_moment
 from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.native import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.resolve import execution, kept_in_bf16
+from megatron_lowprec.recipe.resolve import kept_in_bf16
 from megatron_lowprec.recipe.schema import HistoryRule, Recipe
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")
@@ -31,12 +32,15 @@ class RecipeRuntime:
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         self.kept: list[str] = []
+        self.emulated: dict[str, list[str]] = {}
         self.layers: list[LinearNumerics] = []
         self._histories: dict[tuple[int, HistoryRule, bool], AmaxHistory] = {}
 
     def begin_step(self, step: int) -> None:
-        """Before the first forward of a training step; ``step`` counts the iterations completed."""
+        """Before the first forward of a training step, gradients being zero; ``step`` counts iterations completed."""
         self._enter(Moment(step, 0))
+        for numerics in self.layers:
+            numerics.main_grad_is_zero = True
 
     def begin_microbatch(self, index: int) -> None:
         """Before a microbatch's forward; ``index`` from 0 within the step, for each model chunk."""
@@ -61,17 +65,27 @@ class RecipeRuntime:
     def header(self) -> list[str]:
         """Lines that say how the recipe runs here."""
         lines = [f"recipe {self.recipe.name}: {self.recipe.summary}"]
-        runs = {name: execution(gemm, self.device.type) for name, gemm in self.recipe.gemms.items()}
-        emulated = [name for name, how in runs.items() if how == "emulated"]
-        if emulated:
-            lines.append(f"{', '.join(emulated)} emulated on {self.device.type}: the format's numerics, not its speed")
+        emulated = {gemm for gemms in self.emulated.values() for gemm in gemms}
+        native = [name for name, gemm in self.recipe.gemms.items() if gemm.quantized and name not in emulated]
+        if native and len(self.kept) < len(self.layers):
+            lines.append(f"{', '.join(native)} native on {arch_of(self.device)}")
+        for reason, gemms in self.emulated.items():
+            lines.append(
+                f"{', '.join(gemms)} emulated on {self.device.type} ({reason}): the format's numerics, not its speed"
+            )
         operands = [
             quant for gemm in self.recipe.gemms.values() for quant in (gemm.input, gemm.weight, gemm.grad_output)
         ]
         if any(
             has_mx_kernel(self.device.type, quant.block, quant.scale_format) for quant in operands if quant is not None
         ):
-            lines.append("MX operands by fused kernels: the first step compiles them, once a machine (Triton's cache)")
+            lines.append("MX operands by fused kernels: the first step compiles and tunes them, once a machine")
+        elif native:
+            lines.append("FP8 operands by fused casts: the first step compiles and tunes them, once a machine")
+        fused = self.device.type == "cuda" and have_triton()
+        lines.append(
+            f"norms, GELU, dropout, biases and loss by {'fused kernels' if fused else 'torch and Megatron-core'}"
+        )
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
         return lines
@@ -86,6 +100,7 @@ def bind_recipe(
     accumulate_wgrad: bool = True,
     same_noise_on_data_parallel: bool = False,
     cache_weights: bool = False,
+    emulate: bool = False,
 ) -> RecipeRuntime:
     """Give every linear layer built by ``LowPrecSpecProvider`` its numerics, by global layer number.
 
@@ -98,6 +113,7 @@ def bind_recipe(
         seed: the run's seed, the base of all random streams.
         accumulate_wgrad: add weight gradients to an fp32 ``main_grad`` in fp32, not rounded to the compute dtype first.
         cache_weights: keep quantized weights for the microbatches of a step, where all multiply with the same.
+        emulate: multiply in the compute dtype also where the device has FP8 products.
         same_noise_on_data_parallel: draw the same rounding noise on every data-parallel rank (to study just that).
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -127,10 +143,33 @@ def bind_recipe(
             reduce_amax,
             cache_weights=cache_weights,
             stores_histories_of=recipe,
+            emulate=emulate,
         )
+        if not kept:
+            _note_emulated(runtime, module, name, layer_number, emulate)
         runtime.layers.append(module.numerics)
         module.accumulates_in_fp32 = accumulate_wgrad
     return runtime
+
+
+def _note_emulated(
+    runtime: RecipeRuntime, module: LowPrecLinearMixin, name: str, layer_number: int, emulate: bool
+) -> None:
+    """Which of a layer's GEMMs will not run natively, and why: one line of the header for each reason."""
+    out_features, in_features = module.weight.shape
+    arch = arch_of(runtime.device)
+    for gemm, spec in runtime.recipe.gemms.items():
+        if not spec.quantized:
+            continue
+        everywhere = why_emulated(gemm, spec, arch)
+        here = why_emulated(gemm, spec, arch, in_features, out_features)
+        if emulate:
+            everywhere = "asked"
+        elif everywhere is None and module.weight.dtype != torch.bfloat16:
+            everywhere = f"FP8 products are for bf16 models, this one is {str(module.weight.dtype)[6:]}"
+        reason, where = (everywhere, gemm) if everywhere else (here, f"layers.{layer_number}.{name}.{gemm}")
+        if reason is not None and where not in runtime.emulated.setdefault(reason, []):
+            runtime.emulated[reason].append(where)
 
 
 def _linears(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, int, LowPrecLinearMixin]]:

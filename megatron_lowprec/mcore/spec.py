@@ -3,14 +3,16 @@
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec_for_backend
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.attention import SdpaAttention
-from megatron_lowprec.mcore.norm import TorchNorm
+from megatron_lowprec.mcore.bias_dropout_add import get_bias_dropout_add
+from megatron_lowprec.mcore.mlp import LowPrecMLP
+from megatron_lowprec.mcore.norm import Norm
 from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 
 
@@ -40,7 +42,7 @@ class LowPrecSpecProvider(LocalSpecProvider):
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """Class of all norms."""
-        return TorchNorm
+        return Norm
 
     def core_attention(self) -> type:
         """Class of the attention products."""
@@ -78,6 +80,8 @@ def gpt_block_spec(
     attention = layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = provider.column_parallel_linear(), provider.row_parallel_linear()
     attention.core_attention = provider.core_attention()
-    layer.mlp = get_mlp_module_spec_for_backend(provider, num_experts=config.num_moe_experts)
+    mlp = get_mlp_module_spec_for_backend(provider, num_experts=config.num_moe_experts)
+    layer.self_attn_bda = layer.mlp_bda = get_bias_dropout_add
+    layer.mlp = LowPrecMLP.of(mlp.submodules) if mlp.module is MLP else mlp
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=provider.layer_norm())

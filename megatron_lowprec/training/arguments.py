@@ -135,6 +135,7 @@ _RIVALS: tuple[tuple[frozenset[str], ...], ...] = (
         frozenset({"train_data_path", "valid_data_path", "test_data_path"}),
         frozenset({"mock_data"}),
     ),
+    (frozenset({"data_phase_switch"}), frozenset({"data_phase_switch_samples"})),
     (frozenset({"num_layers_per_virtual_pipeline_stage"}), frozenset({"num_virtual_stages_per_pipeline_rank"})),
 )
 

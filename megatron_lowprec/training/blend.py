@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import corpus
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.jsonl import is_text_file
+from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
@@ -43,7 +46,54 @@ def parse_blend(items: Sequence[str]) -> list[tuple[str, float | None]]:
 
 def all_paths(config: Config) -> list[str]:
     """Every data path once, sorted, without weights."""
-    return sorted({path for split in SPLITS for path, _ in parse_blend(data_paths(config, split))})
+    blends = [*(data_paths(config, split) for split in SPLITS), config.data_phase_path or []]
+    return sorted({path for blend in blends for path, _ in parse_blend(blend)})
+
+
+def resolve_phase(config: Config, total_samples: int) -> Config:
+    """Put the change of blend at a whole number of iterations, in samples.
+
+    Raises:
+        UserError: a share without a second blend or the other way round, or a share that is none.
+    """
+    asked = config.data_phase_switch is not None or config.data_phase_switch_samples is not None
+    if asked != (config.data_phase_path is not None):
+        raise UserError(
+            "--data-phase-switch (or --data-phase-switch-samples) and --data-phase-path need each other: give when the "
+            "run changes its training data and to what, or leave both out"
+        )
+    if config.data_phase_path is None:
+        return config
+    if config.mock_data:
+        raise UserError("--data-phase-path has no meaning with --mock-data; leave one out")
+    samples = config.data_phase_switch_samples
+    if samples is None:
+        share, batch = config.data_phase_switch or 0.0, sized(config.global_batch_size)
+        if not 0 < share < 1:
+            raise UserError(f"--data-phase-switch {share}: wants a share of the run between 0 and 1")
+        samples = round(share * total_samples / batch) * batch
+    if not 0 < samples < total_samples:
+        raise UserError(
+            f"the training data would change at sample {samples} of a run of {total_samples}: "
+            "choose a --data-phase-switch inside of the run"
+        )
+    return replace(config, data_phase_switch_samples=samples)
+
+
+def continued_phase(config: Config, saved: Mapping[str, Any], given: Collection[str]) -> tuple[Config, list[str]]:
+    """The change of blend of a run that continues a checkpoint, and a line where options and checkpoint differ.
+
+    A share of a run that has become longer is another sample. The checkpoint's sample stays, for the data before it may
+    have been seen; --data-phase-switch-samples moves it.
+    """
+    before, now = saved.get("data_phase_switch_samples"), config.data_phase_switch_samples
+    if before is None or now is None or before == now or "data_phase_switch_samples" in given:
+        return config, []
+    note = (
+        f"data: the second blend begins at sample {before}, as the checkpoint's run had it, not at {now} "
+        "(--data-phase-switch-samples moves it)"
+    )
+    return replace(config, data_phase_switch_samples=before), [note]
 
 
 def check_paths(config: Config, tokenizer: Tokenizer) -> None:

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,16 @@ import yaml
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.te import EXTRA_STATE, trust_extra_states
+from megatron_lowprec.recipe.load import recipe_to_dict
 from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.model import Trainer, torch_optimizers
+from megatron_lowprec.training.model import Model, Trainer, torch_optimizers
 from megatron_lowprec.training.saved import CONFIG, TRACKER, Saved, iteration_folder
 
 # What Megatron-core and torch raise over a damaged or foreign checkpoint; torch's own derives from BaseException.
@@ -101,13 +103,15 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         _prime_adam(trainer.optimizer)
     state = _state(trainer, loading=True, with_optimizer=with_optimizer, with_random_state=with_random_state)
     try:
-        notes += _leave_out_histories(state, found.folder)
+        notes += [*_leave_out_histories(state, found.folder), *_leave_out_extra_states(state, found, trainer)]
         state = dist_checkpointing.load(state, str(found.folder))
     except _UNREADABLE as error:
         what = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"--load {found.folder}: cannot be loaded: {what}; choose an older checkpoint") from None
+    if trainer.config.transformer_impl == "transformer_engine":
+        trust_extra_states()
     for name, chunk in _named_chunks(trainer.chunks):
-        unwrap_model(chunk).load_state_dict(state[name])
+        _load_weights(unwrap_model(chunk), state[name])
     if with_optimizer:
         _load_optimizer(trainer.optimizer, state["optimizer"])
         trainer.scheduler.step(increment=int(state["scheduler"]["num_steps"]))
@@ -117,6 +121,28 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
     if with_random_state:
         _set_random_state(state["random_state"])
     return (Progress() if config.finetune else Progress(**found.progress)), notes
+
+
+def load_weights(folder: Path, model: Model) -> list[str]:
+    """Fill a model that is not trained on, whatever the layout that its checkpoint was written on; every rank calls it.
+
+    Returns lines that say what was not loaded.
+
+    Raises:
+        UserError: a damaged or foreign checkpoint.
+    """
+    metadata = {"singleton_local_shards": False, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    chunks = _named_chunks(model.chunks)
+    state = {name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in chunks}
+    try:
+        notes = _leave_out_histories(state, folder)
+        state = dist_checkpointing.load(state, str(folder))
+    except _UNREADABLE as error:
+        what = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"--load {folder}: cannot be loaded: {what}; choose an older checkpoint") from None
+    for name, chunk in chunks:
+        unwrap_model(chunk).load_state_dict(state[name])
+    return notes
 
 
 def _leave_out_histories(state: dict[str, Any], folder: Path) -> list[str]:
@@ -139,7 +165,32 @@ def _leave_out_histories(state: dict[str, Any], folder: Path) -> list[str]:
     )
 
 
-def _named_chunks(chunks: list[DistributedDataParallel]) -> list[tuple[str, DistributedDataParallel]]:
+def _leave_out_extra_states(state: dict[str, Any], found: Saved, trainer: Trainer) -> list[str]:
+    """Drop TransformerEngine's own state, its amax histories, unless the checkpoint holds it of this very recipe."""
+    before = found.content["options"].get("transformer_impl", "local")
+    same = found.content.get("recipe") == recipe_to_dict(trainer.runtime.recipe)
+    if same and before == trainer.config.transformer_impl:
+        return []
+    dropped = [
+        chunk.pop(key)
+        for name, chunk in state.items()
+        if name.startswith("model")
+        for key in [key for key in chunk if key.endswith(EXTRA_STATE)]
+    ]
+    delayed = trainer.config.fp8 and trainer.config.fp8_recipe == "delayed"
+    return ["checkpoint: it has no amax histories of TransformerEngine as this recipe keeps them; they begin anew"] * (
+        bool(dropped) and bool(delayed)
+    )
+
+
+def _load_weights(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """``load_state_dict``, which may lack what ``_leave_out_extra_states`` has dropped, and nothing else."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    wrong = [key for key in (*missing, *unexpected) if not key.endswith(EXTRA_STATE)]
+    assert not wrong, wrong
+
+
+def _named_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 

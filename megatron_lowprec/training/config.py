@@ -26,6 +26,9 @@ class RecipeOptions:
     recipe_set: list[str] = arg([], "change one field of the recipe, as in dgrad.hadamard.block=128; may be repeated")
     list_recipes: bool = arg(False, "print the named recipes and stop")
     explain_recipe: bool = arg(False, "print what every GEMM of every linear layer of this model runs in, and stop")
+    fp8_param_gather: bool = arg(
+        False, "keep weights in FP8 and gather them so (--transformer-impl transformer_engine alone)"
+    )
     stock_linears: bool = arg(
         False, "keep Megatron-core's own linear layers (for comparisons; the recipe must be bf16)"
     )
@@ -62,6 +65,9 @@ class ModelOptions:
     attention_dropout: float = arg(0.1, "dropout of the attention weights")
     init_method_std: float = arg(
         0.02, "standard deviation of the initial weights (output projections: / sqrt(2 layers))"
+    )
+    transformer_impl: Literal["local", "transformer_engine"] = arg(
+        "local", "local: this project's layers; transformer_engine: TransformerEngine's, for the recipes that it has"
     )
     attention_backend: Literal["auto", "local"] = arg(
         "auto", "auto: SDPA or TE; local: Megatron-core's unfused attention"
@@ -103,6 +109,7 @@ class TrainingOptions:
     no_gradient_accumulation_fusion: bool = arg(
         False, "round a weight gradient to bf16 before it is added to main_grad"
     )
+    emulate: bool = arg(False, "multiply in the compute dtype also where the GPU has FP8 products")
     recompute_granularity: Literal["full", "selective"] | None = arg(None, "recompute activations in the backward pass")
     recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
     recompute_num_layers: int | None = arg(
@@ -160,7 +167,7 @@ class ParallelOptions:
     pipeline_model_parallel_size: int = arg(1, "stages that the layers are cut into")
     num_layers_per_virtual_pipeline_stage: int | None = arg(None, "interleave: layers of one chunk of a stage")
     num_virtual_stages_per_pipeline_rank: int | None = arg(None, "interleave: chunks of a stage")
-    context_parallel_size: int = arg(1, "ranks that share a sequence (needs TransformerEngine)")
+    context_parallel_size: int = arg(1, "ranks that share a sequence (--transformer-impl transformer_engine alone)")
     expert_model_parallel_size: int = arg(1, "ranks that share the experts")
     sequence_parallel: bool = arg(False, "cut norms and dropout along the sequence, too")
     use_distributed_optimizer: bool = arg(False, "cut optimizer state over the data-parallel ranks")
@@ -169,6 +176,17 @@ class ParallelOptions:
     grad_reduce_in_bf16: bool = arg(False, "keep and reduce gradients in bf16 instead of fp32")
     distributed_backend: Literal["nccl", "gloo"] | None = arg(None, "default nccl with GPUs, else gloo")
     distributed_timeout_minutes: int = arg(10, "after which a collective fails")
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """memory (ours)"""
+
+    memory_plan: bool = arg(False, "print what a GPU will hold, part by part, and stop")
+    memory_plan_gpus: int | None = arg(
+        None, "GPUs to plan for; default those of this launch, but no fewer than the parallel sizes need"
+    )
+    no_memory_check: bool = arg(False, "start even where the plan does not fit into the GPU")
 
 
 @dataclass(frozen=True)
@@ -181,6 +199,11 @@ class DataOptions:
     train_data_path: list[str] | None = arg(None, "the same for training alone")
     valid_data_path: list[str] | None = arg(None, "the same for validation alone")
     test_data_path: list[str] | None = arg(None, "the same for the test alone")
+    data_phase_switch: float | None = arg(
+        None, "share of the run after which training goes on with --data-phase-path (ours)"
+    )
+    data_phase_switch_samples: int | None = arg(None, "the same in samples (ours)")
+    data_phase_path: list[str] | None = arg(None, "the second blend, written as --data-path (ours)")
     mock_data: bool = arg(False, "random tokens of a fixed seed instead of data")
     split: str = arg("969,30,1", "how --data-path's documents are cut into train, validation and test")
     data_cache_path: str | None = arg(
@@ -237,6 +260,7 @@ class Config(
     EvaluationOptions,
     CheckpointOptions,
     DataOptions,
+    MemoryOptions,
     ParallelOptions,
     OptimizerOptions,
     TrainingOptions,

@@ -13,7 +13,7 @@ import os
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ def prepare(
     prefix = str(Path(cache_dir) / f"{stem}-{tokenizer.fingerprint}-{_digest(identity)}")
     try:
         os.makedirs(cache_dir, exist_ok=True)
-        with _lock(f"{prefix}.lock"):
+        with lock(f"{prefix}.lock"):
             if not os.path.exists(f"{prefix}.json"):
                 report(f"tokenizing {path} into {prefix}.bin")
                 count = workers if stat.st_size >= _PARALLEL_BYTES else 1
@@ -129,19 +129,42 @@ def write(
         UserError: an input that cannot be used (file and line are named), a key without any token, or a dead worker.
         OSError: an output folder that cannot be written.
     """
+    _require_files(sources)
+    return write_batches(
+        jsonl.batches(sources),
+        prefixes,
+        tokenizer,
+        sources=sources,
+        bytes_total=sum(map(os.path.getsize, sources)),
+        workers=workers,
+        append_eod=append_eod,
+        progress=progress,
+    )
+
+
+def write_batches(
+    batches: Iterable[jsonl.Batch],
+    prefixes: Mapping[str, str],
+    tokenizer: Tokenizer,
+    *,
+    sources: Sequence[str],
+    bytes_total: int = 0,
+    workers: int = 1,
+    append_eod: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[Note, ...]:
+    """As :func:`write`, from lines that are not in files: ``sources`` says where they are from."""
     with warnings.catch_warnings():
         # Said at import about optimizers, which nothing here uses.
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    _require_files(sources)
-    bytes_total = sum(map(os.path.getsize, sources))
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     encoder = Encoder(tokenizer, tuple(prefixes), append_eod, dtype)
     documents, tokens, empty = (np.zeros(len(prefixes), np.int64) for _ in range(3))
     with _staged(list(prefixes.values())) as staged:
         builders = [IndexedDatasetBuilder(f"{place}.bin", dtype=dtype) for place in staged]
-        for batch in encode(encoder, jsonl.batches(sources), workers):
+        for batch in encode(encoder, batches, workers):
             for builder, ids, lengths in zip(builders, batch.ids, batch.lengths, strict=True):
                 for document in np.split(ids, np.cumsum(lengths)[:-1]) if lengths else ():
                     builder.add_document(document, [len(document)])
@@ -243,6 +266,25 @@ def read_index(prefix: str) -> Index:
     return Index(dtype, boundaries - 1, tokens)
 
 
+def tokens_of(prefix: str, share: tuple[float, float] = (0.0, 1.0)) -> npt.NDArray[np.integer]:
+    """The ids of the documents in ``share`` of a corpus, one after the other, mapped from the file.
+
+    ``share`` cuts the documents as --split does.
+
+    Raises:
+        UserError: as :func:`read_index`, or no token in that share.
+    """
+    index = read_index(prefix)
+    with open(f"{prefix}.idx", "rb") as file:
+        parts = _INDEX_HEADER.unpack(file.read(_INDEX_HEADER.size))[3]
+    lengths: npt.NDArray[np.int32] = np.fromfile(f"{prefix}.idx", np.int32, parts, offset=_INDEX_HEADER.size)
+    first, last = (round(len(lengths) * end) for end in share)
+    begin, end = (int(lengths[:cut].sum(dtype=np.int64)) for cut in (first, last))
+    if begin == end:
+        raise UserError(f"{prefix}: no token in its documents {first} to {last}; choose another --split")
+    return np.memmap(f"{prefix}.bin", index.dtype, "r")[begin:end]
+
+
 def unigram_entropy(prefix: str) -> float:
     """Entropy of a corpus's token frequencies, in nats a token: the lowest loss of a model that ignores the context.
 
@@ -324,7 +366,7 @@ def _staged(prefixes: Sequence[str]) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _lock(path: str) -> Iterator[None]:
+def lock(path: str) -> Iterator[None]:
     """Only one process at a time; freed by the system if it dies.
 
     It only saves work: where a file system has no locks all processes write, each the same bytes, each by renaming.

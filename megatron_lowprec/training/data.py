@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,12 +16,13 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import corpus
 from megatron_lowprec.training.blend import all_paths, data_paths, parse_blend
 from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.order import Blend, Epochs, Positions, Samples
+from megatron_lowprec.training.order import Blend, Epochs, Phases, Positions, Samples
 from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import Tokenizer
 
@@ -35,7 +36,7 @@ T = TypeVar("T")
 class SplitData:
     """One of train, validation and test: samples by position, and how large one epoch of it is."""
 
-    samples: Blend
+    samples: Blend | Phases
     epoch_samples: int
     epoch_tokens: int
 
@@ -93,10 +94,25 @@ def _build_split(
         share = convert_split_vector_to_split_matrix(parse_and_normalize_split(config.split))[split.value]
     if share is None:
         return None
-    blend = parse_blend(paths)
-    datasets = [_build_dataset(cached, prefixes[path], share, split, path) for path, _ in blend]
-    weights = [float(len(d)) if weight is None else weight for d, (_, weight) in zip(datasets, blend, strict=True)]
-    return _split_data(datasets, weights, config)
+    documents = share
+
+    def blend_of(items: Sequence[str]) -> tuple[list[str], list[GPTDataset], list[float]]:
+        blend = parse_blend(items)
+        datasets = [_build_dataset(cached, prefixes[path], documents, split, path) for path, _ in blend]
+        weights = [float(len(d)) if weight is None else weight for d, (_, weight) in zip(datasets, blend, strict=True)]
+        return [path for path, _ in blend], datasets, weights
+
+    named, datasets, weights = blend_of(paths)
+    found = _split_data(datasets, weights, config)
+    if split.name != "train" or config.data_phase_path is None:
+        return found
+    switch, first = sized(config.data_phase_switch_samples), found.samples
+    assert isinstance(first, Blend)
+    # A path of both blends goes on where the first one left it: no sample twice before all were seen.
+    taken = dict(zip(named, first.taken(switch), strict=True))
+    named, datasets, weights = blend_of(config.data_phase_path)
+    second = Blend([Epochs(d, config.seed) for d in datasets], weights, [taken.get(path, 0) for path in named])
+    return replace(found, samples=Phases(first, second, switch))
 
 
 def _build_dataset(
@@ -145,7 +161,8 @@ class MockSamples:
 class Batches:
     """Microbatches of this rank from position ``start`` on, as a dict of (micro-batch, sequence) tensors on ``device``.
 
-    Tensor-parallel rank 0 loads and broadcasts. A pipeline stage between the first and the last gets no data.
+    A context-parallel rank gets its share of each sequence. Tensor-parallel rank 0 loads and broadcasts. A pipeline
+    stage between the first and the last gets no data.
     """
 
     def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
@@ -153,6 +170,7 @@ class Batches:
         self._shape = (len(_FIELDS), sized(config.micro_batch_size), sized(config.seq_length))
         self._needed = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
         self._loader: Iterator[torch.Tensor] | None = None
+        self._ahead: dict[str, torch.Tensor | None] | None = None
         if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
             positions = Positions(
                 start, sized(config.micro_batch_size), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -172,6 +190,15 @@ class Batches:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor | None]:
+        ready, self._ahead = self._ahead, None
+        return self._load() if ready is None else ready
+
+    def prefetch(self) -> None:
+        """Load the next microbatch now, behind what the device is busy with; all ranks call it at the same place."""
+        if self._ahead is None:
+            self._ahead = self._load()
+
+    def _load(self) -> dict[str, torch.Tensor | None]:
         if not self._needed:
             return dict.fromkeys(_FIELDS)
         if self._loader is not None:
@@ -183,7 +210,8 @@ class Batches:
             dist.broadcast(packed, mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group())
         fields: dict[str, torch.Tensor | None] = dict(zip(_FIELDS, packed.unbind(0), strict=True))
         fields["loss_mask"] = packed[-1].float()
-        return fields
+        # A context-parallel rank takes two chunks of each sequence, from its beginning and its end.
+        return get_batch_on_this_cp_rank(fields)
 
 
 def _pack(samples: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:

@@ -38,7 +38,7 @@ def evaluate(trainer: Trainer, split: SplitData, config: Config, device: torch.d
     with _evaluating(trainer, config), torch.no_grad():
         # One call an iteration bounds the activations that a pipeline keeps.
         losses = [run_microbatches(trainer, batches, per_iteration, config, device) for _ in range(config.eval_iters)]
-    return Evaluation(sum(losses) / len(losses))
+    return Evaluation(sum(loss.mean() for loss in losses) / len(losses))
 
 
 @contextmanager

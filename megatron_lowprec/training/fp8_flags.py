@@ -18,7 +18,6 @@ FP8_FLAGS: dict[str, bool] = {
     "fp8_amax_compute_algo": False,
     "fp8_wgrad": True,
     "no_fp8_wgrad": True,
-    "fp8_param_gather": True,
     "fp4_format": False,
     "fp4_recipe": False,
     "first_last_layers_bf16": True,
@@ -42,7 +41,6 @@ _INSTEAD = {
     "--recipe fp8_delayed",
     "fp8_wgrad": "wgrad's precision belongs to the recipe: leave it out",
     "no_fp8_wgrad": "use --recipe-set wgrad.input=null --recipe-set wgrad.grad_output=null",
-    "fp8_param_gather": "weights are gathered in bf16; leave it out",
     "fp4_recipe": "use --recipe mxfp4_rht_sr or one of its relatives (--list-recipes)",
 }
 _INSTEAD["fp8"] = _INSTEAD["fp8_format"]

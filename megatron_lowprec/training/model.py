@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,56 +11,91 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import get_te_version
 
+from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
+from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
 from megatron_lowprec.mcore.spec import gpt_block_spec
+from megatron_lowprec.mcore.te import TERuntime, accumulate_wgrad, check_support, te_block_spec
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.resolve import virtual_stages
 from megatron_lowprec.training.schedule import Schedule
 from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.te_recipe import TERecipe, te_recipe
+
+Runtime = RecipeRuntime | TERuntime
 
 
 @dataclass
-class Trainer:
-    """What a training step works on: the chunks of this pipeline stage, and what belongs to them."""
+class Model:
+    """The chunks of this pipeline stage under a recipe: what a forward pass works on."""
 
     config: TransformerConfig
+    chunks: Sequence[torch.nn.Module]
+    runtime: Runtime
+
+
+@dataclass
+class Trainer(Model):
+    """What a training step works on."""
+
     chunks: list[DistributedDataParallel]
-    runtime: RecipeRuntime
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
 
 def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int) -> Trainer:
     """Model, recipe, data parallelism, optimizer and scheduler; every rank calls it, with the process groups there."""
-    transformer = transformer_config(config)
-    bare = _gpt_chunks(config, transformer, padded_vocab_size)
-    runtime = bind_recipe(
+    model = build_model(config, recipe, padded_vocab_size)
+    transformer = model.config
+    chunks = _data_parallel(config, transformer, list(model.chunks))
+    optimizer = _optimizer(config, transformer, chunks)
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = finalize_model_grads
+    return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer))
+
+
+def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model:
+    """The model and its recipe alone, without gradients or optimizer; every rank calls it."""
+    te = te_recipe(recipe) if config.transformer_impl == "transformer_engine" else None
+    if te is not None and te.kind is not None:
+        check_support(te.kind)
+    transformer = transformer_config(config, te)
+    chunks = _gpt_chunks(config, transformer, padded_vocab_size)
+    return Model(transformer, chunks, _runtime(config, recipe, te, chunks))
+
+
+def _runtime(config: Config, recipe: Recipe, te: TERecipe | None, bare: list[MegatronModule]) -> Runtime:
+    fused = not config.no_gradient_accumulation_fusion
+    if te is not None:
+        if fused:
+            accumulate_wgrad(bare)
+        return TERuntime(recipe, str(te))
+    return bind_recipe(
         bare,
         recipe,
         num_layers=sized(config.num_layers),
         seed=config.seed,
-        accumulate_wgrad=not config.no_gradient_accumulation_fusion,
+        accumulate_wgrad=fused,
         cache_weights=get_num_microbatches() > 1,
+        emulate=config.emulate,
     )
-    chunks = _data_parallel(config, transformer, bare)
-    optimizer = _optimizer(config, chunks)
-    transformer.grad_scale_func = optimizer.scale_loss
-    transformer.finalize_model_grads_func = finalize_model_grads
-    return Trainer(transformer, chunks, runtime, optimizer, _scheduler(schedule, optimizer))
 
 
-def transformer_config(config: Config) -> TransformerConfig:
-    """Megatron-core's description of the model; sizes, numerics and parallelism."""
+def transformer_config(config: Config, te: TERecipe | None = None) -> TransformerConfig:
+    """Megatron-core's description of the model; sizes, numerics and parallelism.
+
+    ``te`` is what TransformerEngine's layers are to run, None for our own.
+    """
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     with_gelu_bias = not (config.swiglu or config.squared_relu or config.disable_bias_linear or config.num_experts)
     on_gpu = torch.cuda.is_available()
@@ -92,11 +126,14 @@ def transformer_config(config: Config) -> TransformerConfig:
         bias_activation_fusion=with_gelu_bias or config.swiglu,
         bias_dropout_fusion=True,
         cross_entropy_loss_fusion=on_gpu,
-        # These two need apex or TE; our linears add into main_grad themselves.
+        # These need apex or TE; our linears add into main_grad themselves.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=te is not None and config.position_embedding_type == "rope",
+        transformer_impl=config.transformer_impl,
+        fp8_param=config.fp8_param_gather,
+        **(te.transformer_config() if te is not None else {}),
         deterministic_mode=config.deterministic_mode,
         recompute_granularity=config.recompute_granularity,
         recompute_method=config.recompute_method,
@@ -122,20 +159,15 @@ def transformer_config(config: Config) -> TransformerConfig:
     )
 
 
-def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_size: int) -> list[MegatronModule]:
+def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_size: int) -> list[torch.nn.Module]:
     """The chunks of this pipeline stage, one without interleaving, on this rank's device."""
     virtual = virtual_stages(config)
-    chunks: list[MegatronModule] = []
+    chunks: list[torch.nn.Module] = []
     for stage in range(virtual or 1):
         vp_stage = stage if virtual is not None else None
-        chunk: MegatronModule = GPTModel(
+        chunk: MegatronModule = LowPrecGPTModel(
             transformer,
-            gpt_block_spec(
-                transformer,
-                attention_backend=config.attention_backend,
-                stock_linears=config.stock_linears,
-                vp_stage=vp_stage,
-            ),
+            _block_spec(config, transformer, vp_stage),
             vocab_size=padded_vocab_size,
             max_sequence_length=sized(config.max_position_embeddings),
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -152,22 +184,35 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
     return chunks
 
 
+def _block_spec(config: Config, transformer: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    if config.transformer_impl == "transformer_engine":
+        return te_block_spec(transformer, vp_stage)
+    return gpt_block_spec(
+        transformer,
+        attention_backend=config.attention_backend,
+        stock_linears=config.stock_linears,
+        vp_stage=vp_stage,
+    )
+
+
 def _data_parallel(
-    config: Config, transformer: TransformerConfig, bare: list[MegatronModule]
+    config: Config, transformer: TransformerConfig, bare: list[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16 and not config.grad_reduce_in_bf16,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         use_distributed_optimizer=config.use_distributed_optimizer,
+        fp8_param_gather=config.fp8_param_gather,
         bucket_size=max(40_000_000, 1_000_000 * mpu.get_data_parallel_world_size())
         if config.overlap_grad_reduce
         else None,
     )
     # Only the first chunk's gradients wait for the whole backward; buckets of the others would never fill in time.
     chunks = [DistributedDataParallel(transformer, ddp, c, disable_bucketing=i > 0) for i, c in enumerate(bare)]
-    for chunk in chunks:
-        chunk.broadcast_params()
+    if not config.fp8_param_gather:  # a collective takes no quantized tensor, and one seed gives all ranks one model
+        for chunk in chunks:
+            chunk.broadcast_params()
     if config.overlap_grad_reduce:
         _overlap(transformer, chunks, config.overlap_param_gather)
     return chunks
@@ -182,7 +227,9 @@ def _overlap(transformer: TransformerConfig, chunks: list[DistributedDataParalle
         transformer.param_sync_func = [c.start_param_sync for c in chunks] if several else chunks[0].start_param_sync
 
 
-def _optimizer(config: Config, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+def _optimizer(
+    config: Config, transformer: TransformerConfig, chunks: list[DistributedDataParallel]
+) -> MegatronOptimizer:
     options = OptimizerConfig(
         optimizer=config.optimizer,
         lr=config.lr,
@@ -196,6 +243,7 @@ def _optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Megatro
         params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
         use_distributed_optimizer=config.use_distributed_optimizer,
         overlap_param_gather=config.overlap_param_gather,
+        fp8_recipe=transformer.fp8_recipe if transformer.fp8 else None,
         log_num_zeros_in_grad=config.log_num_zeros_in_grad,
     )
     optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
@@ -204,6 +252,7 @@ def _optimizer(config: Config, chunks: list[DistributedDataParallel]) -> Megatro
             # Without TE or apex Megatron-core takes torch's AdamW as it comes, tensor by tensor.
             for group in [inner.defaults, *inner.param_groups]:
                 group["fused"], group["foreach"] = True, False
+    copy_weights_at_once(optimizer)
     return optimizer
 
 
@@ -211,6 +260,16 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
     """The optimizers inside Megatron-core's, one for dense and one for expert weights."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def implementation(config: Config, trainer: Trainer) -> str:
+    """Whose layers and whose optimizer run: Megatron-core takes TransformerEngine's or apex's Adam where it is."""
+    if config.transformer_impl == "transformer_engine":
+        layers = f"transformer_engine {get_te_version()}"
+    else:
+        layers = f"local, {'Megatron-core' if config.stock_linears else 'this project'}'s linears"
+    inner = type(torch_optimizers(trainer.optimizer)[0])
+    return f"{layers}; optimizer {inner.__name__} of {inner.__module__.split('.')[0]}"
 
 
 def _scheduler(schedule: Schedule, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -229,26 +288,6 @@ def _scheduler(schedule: Schedule, optimizer: MegatronOptimizer) -> OptimizerPar
         wsd_decay_steps=schedule.wsd_decay_samples,
         lr_wsd_decay_style=schedule.wsd_decay_style,
     )
-
-
-@torch.no_grad()
-def optimizer_step(optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
-    """One update, and (whether it happened, gradient norm before clipping, gradient values that are zero).
-
-    As Megatron-core's ``ChainedOptimizer.step``, which notices a gradient that is not finite by its loss scaler alone;
-    bf16 has none, so the norm decides here, and weights and moments stay as they are.
-    """
-    if optimizer.prepare_grads():
-        return False, None, None
-    norm = optimizer.get_grad_norm()
-    if norm is not None and not math.isfinite(norm):
-        return False, norm, None
-    for part in optimizer.chained_optimizers:
-        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
-        if parameters and part.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
-    zeros = optimizer.count_zeros() if optimizer.config.log_num_zeros_in_grad else None
-    return optimizer.step_with_ready_grads(), norm, zeros
 
 
 @contextmanager

@@ -49,23 +49,49 @@ class Blend:
     that a longer run begins as a shorter one.
     """
 
-    def __init__(self, parts: Sequence[Epochs], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[Epochs], weights: Sequence[float], starts: Sequence[int] | None = None) -> None:
+        """``starts``: positions of each dataset's own order to begin at; 0 by default."""
         self._parts = list(parts)
+        self._starts = list(starts) if starts is not None else [0] * len(self._parts)
         self._weights = np.asarray(weights, dtype=np.float64) / sum(weights)
         self._part = np.empty(0, dtype=np.int16)
         self._place = np.empty(0, dtype=np.int64)
 
     def locate(self, position: int) -> tuple[int, int]:
         """(dataset, position within it) of a position of the blend."""
+        if len(self._parts) == 1:
+            return 0, self._starts[0] + position
+        self._reach(position)
+        part = int(self._part[position])
+        return part, self._starts[part] + int(self._place[position])
+
+    def taken(self, count: int) -> list[int]:
+        """How many of the first ``count`` samples come from each dataset."""
+        if len(self._parts) == 1 or count == 0:
+            return [count] + [0] * (len(self._parts) - 1)
+        self._reach(count - 1)
+        found: list[int] = np.bincount(self._part[:count], minlength=len(self._parts)).tolist()
+        return found
+
+    def _reach(self, position: int) -> None:
         if position >= len(self._part):
             size = max(1024, 1 << int(position + 1).bit_length())
             self._part, self._place = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
             helpers_cpp.build_blending_indices(self._part, self._place, self._weights, len(self._parts), size, False)
-        return int(self._part[position]), int(self._place[position])
 
     def __getitem__(self, position: int) -> Any:
         part, place = self.locate(position)
         return self._parts[part][place]
+
+
+class Phases:
+    """One blend up to a sample, another from it on."""
+
+    def __init__(self, first: Blend, second: Blend, switch: int) -> None:
+        self._first, self._second, self._switch = first, second, switch
+
+    def __getitem__(self, position: int) -> Any:
+        return self._first[position] if position < self._switch else self._second[position - self._switch]
 
 
 class Positions:

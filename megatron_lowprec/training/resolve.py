@@ -9,8 +9,10 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.arguments import REPOSITORY, find, flag
+from megatron_lowprec.training.blend import resolve_phase
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.shapes import check_divisible, sized
+from megatron_lowprec.training.te_recipe import INSTALL
 
 
 def resolve_model(config: Config) -> Config:
@@ -78,7 +80,7 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     if config.train_iters is None:
         config = replace(config, train_iters=_iterations(config, step))
     _check_features(config, gpus)
-    return _resolve_data(config)
+    return resolve_phase(_resolve_data(config), total_samples(config))
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -156,11 +158,13 @@ def _check_parallelism(config: Config, world_size: int) -> None:
         "expert_model_parallel_size",
     ):
         _positive(config, name)
-    if context > 1 and importlib.util.find_spec("transformer_engine") is None:
-        raise UserError(
-            f"--context-parallel-size {context} needs TransformerEngine's attention, which is not installed; "
-            "install the extra 'te' or leave the flag out"
-        )
+    if context > 1:
+        if config.transformer_impl == "local":
+            raise UserError(
+                f"--context-parallel-size {context} needs TransformerEngine's attention; add --transformer-impl "
+                "transformer_engine, or leave the flag out"
+            )
+        check_divisible("--seq-length", sized(config.seq_length), "2 x --context-parallel-size", 2 * context)
     model = tensor * pipeline * context
     if world_size % model:
         raise UserError(
@@ -177,7 +181,8 @@ def _check_parallelism(config: Config, world_size: int) -> None:
             raise UserError(
                 "--sequence-parallel does nothing at --tensor-model-parallel-size 1; leave it out or raise the size"
             )
-        check_divisible("--seq-length", sized(config.seq_length), "--tensor-model-parallel-size", tensor)
+        a_rank = "--seq-length" if context == 1 else "--seq-length of a context-parallel rank,"
+        check_divisible(a_rank, sized(config.seq_length) // context, "--tensor-model-parallel-size", tensor)
     if config.num_experts:
         check_divisible("--num-experts", config.num_experts, "--expert-model-parallel-size", expert)
         check_divisible("the data-parallel size", world_size // model, "--expert-model-parallel-size", expert)
@@ -202,7 +207,30 @@ def _check_parallelism(config: Config, world_size: int) -> None:
         )
 
 
+def _check_implementation(config: Config, gpus: bool) -> None:
+    if config.transformer_impl == "local":
+        if config.fp8_param_gather:
+            raise UserError(
+                "--fp8-param-gather needs --transformer-impl transformer_engine: this project's layers gather weights "
+                "in the model's dtype; leave it out"
+            )
+        return
+    for name, wanted in (("stock_linears", False), ("attention_backend", "auto")):
+        if getattr(config, name) != wanted:
+            raise UserError(f"{flag(name)} is for --transformer-impl local; leave one of the two out")
+    if config.fp8_param_gather and not (config.use_distributed_optimizer and config.bf16):
+        raise UserError("--fp8-param-gather needs --use-distributed-optimizer and --bf16")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            f"--transformer-impl transformer_engine needs TransformerEngine, which is not installed: {INSTALL}, or "
+            "use --transformer-impl local"
+        )
+    if not gpus:
+        raise UserError("--transformer-impl transformer_engine needs GPUs, and torch sees none; leave it out")
+
+
 def _check_features(config: Config, gpus: bool) -> None:
+    _check_implementation(config, gpus)
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
         raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     if config.recompute_granularity == "full" and (
@@ -273,7 +301,7 @@ def _resolve_data(config: Config) -> Config:
                 raise UserError(f"{flag(name)} {value}: no such file")
     paths = {
         name: [str(find_data(item)) for item in value] if (value := getattr(config, name)) else None
-        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_phase_path")
     }
     found: dict[str, Any] = {**files, **paths}
     return replace(config, data_cache_path=config.data_cache_path or str(REPOSITORY / "data" / "cache"), **found)

@@ -9,6 +9,7 @@ import yaml
 from megatron_lowprec.recipe.load import load_recipe
 from megatron_lowprec.recipe.resolve import check_sizes
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training import memory, memory_report, te_recipe
 from megatron_lowprec.training import saved as saved_state
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.arguments import parse
@@ -35,6 +36,9 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     if config.explain_recipe:
         _print_once(ranks, *notes, _explanation(config, recipe))
         return
+    if config.memory_plan:
+        _print_once(ranks, *notes, *memory_report.planned(config, recipe, ranks.world_size, _gpu(ranks)))
+        return
     _train(config, given, notes, recipe, ranks)
 
 
@@ -52,36 +56,46 @@ def _recipe_table() -> str:
 def _explanation(config: Config, recipe: Recipe) -> str:
     import torch
 
+    from megatron_lowprec.kernels.dispatch import arch_of
     from megatron_lowprec.recipe.explain import explain
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return explain(recipe, linear_sites(config), sized(config.num_layers), device)
+    if config.transformer_impl == "transformer_engine":
+        means = te_recipe.check(config, recipe)
+        return f"recipe {recipe.name}: {recipe.summary}\nby TransformerEngine, in every linear layer: {means}"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return explain(recipe, linear_sites(config), sized(config.num_layers), arch_of(device))
 
 
 def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks) -> None:
     import torch
 
-    from megatron_lowprec.training.blend import check_paths
-    from megatron_lowprec.training.tokenizer import build_tokenizer, padded_vocab_size
+    from megatron_lowprec.kernels.dispatch import arch_of
+    from megatron_lowprec.training.blend import check_paths, continued_phase
+    from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
 
     config = resolve_run(config, ranks.world_size, gpus=torch.cuda.is_available())
+    te_recipe.prepare(config, recipe)
     config, paths = run_paths(config, recipe.name)
     schedule, schedule_notes = schedules.plan(config, total_samples(config))
-    tokenizer = build_tokenizer(
-        config.tokenizer_type,
-        vocab_file=config.vocab_file,
-        merge_file=config.merge_file,
-        tokenizer_model=config.tokenizer_model,
-        vocab_size=config.vocab_size,
-    )
+    tokenizer = tokenizer_of(config)
     check_paths(config, tokenizer)
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
+    gpu = _gpu(ranks)
+    if gpu is not None and not config.no_memory_check:
+        arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        notes += memory_report.check(memory.plan(config, recipe, vocabulary, ranks.world_size, arch), gpu)
     found = saved_state.find_checkpoint(config)
     if found is not None:
         saved_state.check_shape(found, config, vocabulary)
-        schedule_notes += saved_state.recipe_note(found, recipe)
+        schedule_notes += [
+            *saved_state.recipe_note(found, recipe),
+            *saved_state.implementation_note(found, config),
+        ]
+        if not config.finetune:
+            config, more = continued_phase(config, found.content["options"], given)
+            schedule_notes += more
         if not (config.finetune or config.no_load_optim):
             schedule, more = schedules.continued(schedule, found.schedule, config, given)
             schedule_notes += more
@@ -109,16 +123,30 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
     log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content)
     if ranks.rank == 0:
         paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    log.say(*notes, *_header(config, recipe, vocabulary, layout, str(device), splits, paths))
+    layers = model.implementation(config, trainer)
+    log.say(*notes, *_header(config, recipe, layers, vocabulary, layout, str(device), splits, paths))
     log.say(*trainer.runtime.header(), *schedule_notes)
     loop.train(loop.Run(config, paths, device, trainer, splits, progress, log, content))
+    if gpu is not None:
+        log.say(f"memory: {torch.cuda.max_memory_allocated() / memory.GIB:.1f} GiB allocated at most on a GPU")
     log.close()
     finalize()
+
+
+def _gpu(ranks: Ranks) -> memory_report.Device | None:
+    """This process's GPU, where there is one for it."""
+    import torch
+
+    if not torch.cuda.is_available() or ranks.local_rank >= torch.cuda.device_count():
+        return None
+    found = torch.cuda.get_device_properties(ranks.local_rank)
+    return memory_report.Device(found.name, found.total_memory)
 
 
 def _header(
     config: Config,
     recipe: Recipe,
+    layers: str,
     vocabulary: int,
     layout: dict[str, int],
     device: str,
@@ -134,12 +162,15 @@ def _header(
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, sequence "
         f"{config.seq_length}, vocabulary {vocabulary} (padded), {num_parameters(config, vocabulary):,} parameters"
     )
+    switch = config.data_phase_switch_samples
+    phase = [] if switch is None else [f"from sample {switch:,} on the second blend"]
     rows = [
         ("model", model),
         ("parallelism", ", ".join(f"{name} {size}" for name, size in layout.items())),
         ("recipe", recipe.name),
+        ("layers", layers),
         ("device", ", ".join([_device_name(device), *(f"{name} {version}" for name, version in versions().items())])),
-        ("data", ", ".join(f"{name} {count:,} tokens an epoch" for name, count in tokens.items())),
+        ("data", ", ".join([*(f"{name} {count:,} tokens an epoch" for name, count in tokens.items()), *phase])),
         (
             "run",
             f"{config.train_iters:,} iterations, {whole:,} tokens = {whole / tokens['train']:.2f} epochs, "

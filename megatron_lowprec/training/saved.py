@@ -97,7 +97,11 @@ def find_checkpoint(config: Config) -> Saved | None:
 
 
 def check_shape(saved: Saved, config: Config, padded_vocab_size: int) -> None:
-    """Refuse a checkpoint of another model, naming every size that differs."""
+    """Refuse a checkpoint of another model, naming every size that differs; or of weights alone, to train on from."""
+    if saved.content.get("weights_only") and not config.finetune:
+        raise UserError(
+            f"--load {saved.folder} holds weights alone, from {saved.content['weights_only']}: add --finetune"
+        )
     options = saved.content["options"]
     differing = [
         f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {options.get(name)})"
@@ -123,6 +127,25 @@ def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
         f"recipe: {recipe.name}{' with other fields' if same else ''}, "
         f"where the checkpoint was trained with {before.get('name')}"
     ]
+
+
+def implementation_note(saved: Saved, config: Config) -> list[str]:
+    """A line where a run continues with other layers (--transformer-impl) than it was saved with.
+
+    Megatron-core stores a dense model's weights, and so their optimizer state, under the same names for both.
+
+    Raises:
+        UserError: a model with experts, for which it does not.
+    """
+    before = saved.content["options"].get("transformer_impl", "local")
+    if before == config.transformer_impl:
+        return []
+    if config.num_experts:
+        raise UserError(
+            f"--load {saved.folder} was written with --transformer-impl {before}, under which a layer with experts has "
+            f"other names than under {config.transformer_impl}; continue with {before}"
+        )
+    return [f"layers: {config.transformer_impl}, where the checkpoint was written with {before}"]
 
 
 def content(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -100,7 +101,12 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
         torch._dynamo.config.disable = True
     if config.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # TransformerEngine's attention
         torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        # Backward in the thread that calls it: a process has one GPU, and Python in autograd's own thread takes twice
+        # the time, which a GPU waits for where layers are small.
+        torch.autograd.set_multithreading_enabled(False)
     cpu_stand_in.install()
     dist.init_process_group(
         config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
@@ -170,14 +176,39 @@ def finalize() -> None:
         dist.destroy_process_group()
 
 
+def fail(program: str, error: UserError, ranks: Ranks) -> int:
+    """Say what a user can mend, on one process; the exit code."""
+    import time
+
+    if ranks.rank == 0:
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends the others at the first failure, which must not be before rank 0 has spoken.
+        time.sleep(20 if ranks.world_size > 1 else 0)
+    return 2
+
+
+def leave(code: int) -> None:
+    """Exit with ``code``; at once after a failure."""
+    if code:
+        # An interpreter that shuts down under a process group which others still wait in may abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def versions() -> Mapping[str, str]:
     """What runs here, for the header."""
     import importlib.metadata
 
     import torch
 
-    return {
+    found = {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "megatron-core": importlib.metadata.version("megatron-core"),
     }
+    # Where it is, Megatron-core takes some of its kernels under our layers, too.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["transformer-engine"] = importlib.metadata.version("transformer-engine")
+    return found

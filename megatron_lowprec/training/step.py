@@ -13,10 +13,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_lowprec.mcore.runtime import RecipeRuntime
+from megatron_lowprec.mcore.optimizer_step import optimizer_step
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.data import Batches
-from megatron_lowprec.training.model import Trainer, gathered, optimizer_step
+from megatron_lowprec.training.model import Runtime, Trainer, gathered
 
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -41,13 +41,16 @@ def train_step(
     trainer.optimizer.zero_grad()
     trainer.runtime.begin_step(iteration)
     loss = run_microbatches(trainer, batches, get_num_microbatches(), config, device, runtime=trainer.runtime)
+    for chunk_batches in batches:
+        # Everything so far is only launched: the next step's first batch is ready before the device is.
+        chunk_batches.prefetch()
     updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer)
     trainer.runtime.end_step()
     norm = None
     if config.log_params_norm:
         with gathered(trainer, config):
             norm = params_norm(trainer)
-    return StepResult(loss, updated, grad_norm, num_zeros, norm)
+    return StepResult(loss.mean(), updated, grad_norm, num_zeros, norm)
 
 
 def run_microbatches(
@@ -56,9 +59,9 @@ def run_microbatches(
     count: int,
     config: Config,
     device: torch.device,
-    runtime: RecipeRuntime | None = None,
-) -> float:
-    """Mean loss in nats a token over ``count`` microbatches of all data-parallel ranks; ``runtime``: backwards, too."""
+    runtime: Runtime | None = None,
+) -> PendingLoss:
+    """Launch ``count`` microbatches; their loss over all data-parallel ranks. ``runtime``: backwards, too."""
     several = len(trainer.chunks) > 1
     outputs = get_forward_backward_func()(
         forward_step_func=ForwardStep(runtime),
@@ -75,14 +78,34 @@ def run_microbatches(
         dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         dist.broadcast(total, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group())
-    summed, tokens = total.tolist()
-    return summed / tokens if tokens else float("nan")
+    return PendingLoss(total)
+
+
+class PendingLoss:
+    """A loss on its way from the device: reading it waits for the work that made it, not for what was launched since.
+
+    Args:
+        total: float64 [2], (sum over tokens, tokens).
+    """
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self._copied = torch.cuda.Event() if total.is_cuda else None
+        self._total = total.to("cpu", non_blocking=True)  # into pinned memory
+        if self._copied is not None:
+            self._copied.record()
+
+    def mean(self) -> float:
+        """Nats a token; NaN without tokens."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        summed, tokens = self._total.tolist()
+        return summed / tokens if tokens else float("nan")
 
 
 class ForwardStep:
     """Megatron-core's forward_step_func; it numbers the microbatches of each chunk for the recipe's random streams."""
 
-    def __init__(self, runtime: RecipeRuntime | None) -> None:
+    def __init__(self, runtime: Runtime | None) -> None:
         self._runtime = runtime
         self._next: dict[int, int] = {}
 

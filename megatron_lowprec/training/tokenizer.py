@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 from megatron_lowprec.errors import UserError
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from tokenizers import Tokenizer as BackendTokenizer
+
+    from megatron_lowprec.training.config import Config
 
 TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 END_OF_TEXT = "<|endoftext|>"
@@ -136,6 +140,21 @@ def build_tokenizer(
             "drop --vocab-size or give the files that belong to it"
         )
     return tokenizer
+
+
+def tokenizer_of(options: "Config | Namespace") -> Tokenizer:
+    """``build_tokenizer`` from the five options that the driver and its tools name alike.
+
+    Raises:
+        UserError: as ``build_tokenizer``.
+    """
+    return build_tokenizer(
+        options.tokenizer_type,
+        vocab_file=options.vocab_file,
+        merge_file=options.merge_file,
+        tokenizer_model=options.tokenizer_model,
+        vocab_size=options.vocab_size,
+    )
 
 
 def padded_vocab_size(tokenizer_vocab_size: int, make_divisible_by: int, tensor_parallel: int) -> int:

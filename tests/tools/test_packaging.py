@@ -75,7 +75,7 @@ def test_shipped_data_has_the_checksums_of_its_readme() -> None:
     data = REPOSITORY / "data"
     lines = re.findall(r"^([0-9a-f]{64})  (\S+)$", (data / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {name for _, name in lines} == {
-        *("enwiki-valid.jsonl.xz", "enwiki-test.jsonl.xz"),
+        *("enwiki-valid.jsonl.xz", "enwiki-test.jsonl.xz", "wikitext-test.raw.txt.xz"),
         *(f"{folder}/{name}" for folder in ("gpt2", "tiny_bpe") for name in ("vocab.json", "merges.txt")),
     }
     for checksum, name in lines:

@@ -93,7 +93,6 @@ def test_yaml_errors_are_one_line_that_names_the_fix(tmp_path: Path, text: str, 
         ("--num-layers 2 --fp8-amax-history-len 512", ["fprop.input.history"]),
         ("--num-layers 2 --fp8-amax-compute-algo max", ["history_rule"]),
         ("--num-layers 2 --fp8-margin 1", ["margin"]),
-        ("--num-layers 2 --fp8-param-gather", ["bf16"]),
         ("--num-layers 2 --num-layers-at-end-in-bf16 2", ["--first-last-layers-bf16"]),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.blend import parse_blend
-from megatron_lowprec.training.order import Blend, Epochs, Positions
+from megatron_lowprec.training.order import Blend, Epochs, Phases, Positions
 
 
 class Numbers:
@@ -78,3 +78,27 @@ def test_blends_parse(items: list[str], blend: list[tuple[str, float | None]]) -
 def test_blends_that_make_no_sense(items: list[str]) -> None:
     with pytest.raises(UserError, match="data paths"):
         parse_blend(items)
+
+
+def test_a_blend_that_begins_later_goes_on_where_another_left() -> None:
+    def parts() -> list[Epochs]:
+        return [Epochs(Numbers(10), 1), Epochs(Numbers(1000, 10_000), 1)]
+
+    whole = Blend(parts(), [1.0, 1.0])
+    taken = whole.taken(40)
+    assert sum(taken) == 40
+    assert taken == [sum(whole.locate(i)[0] == part for i in range(40)) for part in (0, 1)]
+    rest = Blend(parts(), [1.0, 1.0], taken)
+    assert sorted(rest[i] for i in range(200)) == sorted(whole[i] for i in range(40, 240))
+    assert Blend(parts()[:1], [1.0]).taken(7) == [7]
+    assert whole.taken(0) == [0, 0]
+
+
+def test_one_dataset_needs_no_table() -> None:
+    assert Blend([Epochs(Numbers(10), 1)], [1.0]).locate(10**12) == (0, 10**12)
+
+
+def test_phases_change_at_a_sample() -> None:
+    first, second = Blend([Epochs(Numbers(10), 1)], [1.0]), Blend([Epochs(Numbers(10, 100), 1)], [1.0])
+    phases = Phases(first, second, 6)
+    assert [phases[i] for i in range(12)] == [first[i] for i in range(6)] + [second[i] for i in range(6)]

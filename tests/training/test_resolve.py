@@ -47,6 +47,8 @@ def test_virtual_stages_by_either_flag() -> None:
     assert virtual_stages(by_layers) == virtual_stages(by_chunks) == 2
 
 
+TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+TP4: dict[str, Any] = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
 CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"num_layers": None}, ["--num-layers"]),
     (1, {"lr": None}, ["--lr"]),
@@ -64,7 +66,17 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (2, {"pipeline_model_parallel_size": 2, "num_layers": 3}, ["--num-layers 3"]),
     (1, {"global_batch_size": 3}, ["--global-batch-size 3", "= 2"]),
     (2, {"global_batch_size": 6}, ["--global-batch-size 6", "data-parallel size 2", "= 4"]),
-    (2, {"context_parallel_size": 2}, ["--context-parallel-size 2", "TransformerEngine"]),
+    (2, {"context_parallel_size": 2}, ["--context-parallel-size 2", "--transformer-impl transformer_engine"]),
+    (2, {**TE, "context_parallel_size": 2, "seq_length": 30}, ["--seq-length 30", "2 x --context-parallel-size 4"]),
+    (
+        8,
+        {**TE, "context_parallel_size": 2, "seq_length": 36, "num_attention_heads": 4, **TP4},
+        ["--seq-length of a context-parallel rank, 18"],
+    ),
+    (1, {"fp8_param_gather": True}, ["--fp8-param-gather", "--transformer-impl transformer_engine"]),
+    (1, {**TE, "fp8_param_gather": True}, ["--fp8-param-gather", "--use-distributed-optimizer"]),
+    (1, {**TE, "stock_linears": True}, ["--stock-linears", "--transformer-impl local"]),
+    (1, {**TE, "attention_backend": "local"}, ["--attention-backend", "--transformer-impl local"]),
     (1, {"sequence_parallel": True}, ["--sequence-parallel"]),
     (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33}, ["--seq-length 33"]),
     (1, {"expert_model_parallel_size": 2}, ["--num-experts"]),
@@ -113,3 +125,18 @@ def test_paths_are_found_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_
     assert Path(config.vocab_file).exists()
     assert config.train_data_path is not None
     assert Path(config.train_data_path[0]).exists()
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "words"),
+    [(False, True, "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2'"), (True, False, "GPUs")],
+)
+def test_transformer_engine_that_is_not_there_is_never_replaced(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, gpus: bool, words: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    config = resolve_model(parse(argv(**TE))[0])
+    with pytest.raises(UserError) as error:
+        resolve_run(config, 1, gpus=gpus)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,60 @@
+"""Weights of a whole GPT by the names that Megatron-core's GPTModel gives them on one rank. torch alone.
+
+``decoder.layers.0.input_layernorm.weight``, ``decoder.layers.0.self_attention.linear_qkv.weight``, …: what every
+conversion goes through. Checkpoints have other names for the same tensors: TransformerEngine's layers hold their norm
+(``linear_qkv.layer_norm_weight``), and a distributed checkpoint stacks all layers into one tensor (no layer number).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+Weights = dict[str, torch.Tensor]
+
+_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+_NORMS = (
+    (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
+    (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+)
+_LAYER = re.compile(r"^decoder\.layers\.(?!\d)")
+_EXPERTS = ".mlp.experts.experts."
+
+
+def is_weight(name: str) -> bool:
+    """Whether a checkpoint's entry is one of the model's weights: no optimizer state, amax history or extra state."""
+    return name.startswith(_PREFIXES) and ".amax." not in name and "_extra_state" not in name
+
+
+def canonical(found: Mapping[str, torch.Tensor]) -> Weights:
+    """Weights under GPTModel's own names; layers and experts that are stacked are taken apart (views)."""
+    return {
+        _rename(whole): tensor
+        for name, stack in found.items()
+        for layer, stacked in _layers(name, stack)
+        for whole, tensor in _experts(layer, stacked)
+    }
+
+
+def _rename(name: str) -> str:
+    for theirs, ours in _NORMS:
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _layers(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if not _LAYER.match(name):
+        yield name, tensor
+        return
+    for number, layer in enumerate(tensor):
+        yield _LAYER.sub(f"decoder.layers.{number}.", name), layer
+
+
+def _experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if _EXPERTS not in name:
+        yield name, tensor
+        return
+    for number, expert in enumerate(tensor):
+        yield name.replace(_EXPERTS, f".mlp.experts.local_experts.{number}."), expert

@@ -1,0 +1,217 @@
+"""Checkpoints of stock Megatron-LM: options from their ``args``, weights of both formats and both layouts of layers.
+
+Formats: ``torch_dist`` (a distributed checkpoint) and ``torch`` (``mp_rank_XX[_YYY]/model_optim_rng.pt``, one file a
+tensor- and pipeline-parallel rank). Layouts: local layers, and TransformerEngine's, which hold their norm. Reading
+Megatron-LM's args unpickles them, which can run code: read only checkpoints that you trust.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
+from megatron_lowprec.training.convert.store import read_weights
+from megatron_lowprec.training.saved import TRACKER, iteration_folder
+
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(_\d{3})?$")
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_COLUMN = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")  # cut along dimension 0, biases too
+_ROW = ("linear_proj.weight", "linear_fc2.weight")  # cut along dimension 1
+_SAME = (  # named alike in Megatron-LM's args and here
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "seq_length",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "squared_relu",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+)
+_REFUSED = (  # options that change what the weights mean, with the value that these layers have
+    ("qk_layernorm", False),
+    ("multi_latent_attention", False),
+    ("apply_residual_connection_post_layernorm", False),
+    ("rotary_interleaved", False),
+    ("rotary_seq_len_interpolation_factor", None),
+    ("use_rope_scaling", False),
+    ("moe_shared_expert_intermediate_size", None),
+    ("openai_gelu", False),
+    ("quick_geglu", False),
+)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A checkpoint of stock Megatron-LM."""
+
+    folder: Path
+    args: Namespace
+    weights: Weights
+
+
+def read(path: str) -> Stock:
+    """The newest checkpoint of a --save folder, or one of its iter_… or release folders.
+
+    Raises:
+        UserError: none there, a damaged one, or a kind of model that these layers are not.
+    """
+    folder = _folder(Path(path))
+    files = sorted(file for file in folder.glob("mp_rank_*/model_optim_rng.pt") if _RANK.match(file.parent.name))
+    if files:
+        args, weights = _read_files(files)
+    else:
+        args = _unpickled(folder / "common.pt").get("args")
+        weights = read_weights(folder)
+    if args is None:
+        raise UserError(f"{folder}: holds no args of Megatron-LM, which say what model it is")
+    if not getattr(args, "untie_embeddings_and_output_weights", False):
+        weights.pop("output_layer.weight", None)  # the last stage's copy of the embedding
+    if getattr(args, "apply_layernorm_1p", False):  # norms are stored less 1
+        weights = {n: t + 1 if _is_norm(n) else t for n, t in weights.items()}
+    return Stock(folder, args, weights)
+
+
+def options(args: Namespace) -> dict[str, Any]:
+    """Options of a Config out of Megatron-LM's args.
+
+    Raises:
+        UserError: an option that these layers do not have.
+    """
+    for name, allowed in _REFUSED:
+        found = getattr(args, name, allowed)
+        if found != allowed:
+            raise UserError(
+                f"the checkpoint's model has --{name.replace('_', '-')} {found}, which these layers have not"
+            )
+    biases = getattr(args, "add_bias_linear", True)
+    plain_gelu = not (getattr(args, "swiglu", False) or getattr(args, "squared_relu", False))
+    if plain_gelu and biases and not getattr(args, "bias_gelu_fusion", True):
+        raise UserError(
+            "the checkpoint's model has exact GELU (--no-bias-gelu-fusion); these layers have its tanh form"
+        )
+    found = {name: getattr(args, name) for name in _SAME if getattr(args, name, None) is not None}
+    groups = found.get("group_query_attention", False)
+    if not groups:
+        found.pop("num_query_groups", None)
+    return found | {"disable_bias_linear": not biases, "bf16": bool(getattr(args, "bf16", False))}
+
+
+def _folder(path: Path) -> Path:
+    tracker = path / TRACKER
+    if not tracker.exists():
+        return path
+    text = tracker.read_text().strip()
+    if text == "release":
+        return path / "release"
+    if not text.isdecimal():
+        raise UserError(f"{path}: {TRACKER} holds {text!r}, not an iteration")
+    return iteration_folder(str(path), int(text))
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=False)
+    except FileNotFoundError:
+        raise UserError(f"{file.parent}: no checkpoint of Megatron-LM there (no {file.name})") from None
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ImportError, AttributeError) as error:
+        raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def _is_norm(name: str) -> bool:
+    return "layernorm" in name and name.endswith("weight")
+
+
+# ---- one file a rank
+
+
+def _read_files(files: Sequence[Path]) -> tuple[Namespace | None, Weights]:
+    """Args, and the weights of all ranks put together."""
+    by_rank: dict[tuple[int, int], Path] = {}
+    for file in files:
+        match = _RANK.match(file.parent.name)
+        assert match is not None
+        if match[3] is not None:
+            raise UserError(
+                f"{file.parent}: experts in files of ranks; convert it to torch_dist with Megatron-LM first"
+            )
+        by_rank[int(match[2] or 0), int(match[1])] = file
+    stages = max(stage for stage, _ in by_rank) + 1
+    ranks = max(rank for _, rank in by_rank) + 1
+    if len(by_rank) != stages * ranks:
+        raise UserError(f"{files[0].parents[1]}: {len(by_rank)} files of {ranks} x {stages} ranks; some are missing")
+    args: Namespace | None = None
+    chunks: dict[int, list[Weights]] = {}
+    for stage in range(stages):
+        contents = [_unpickled(by_rank[stage, rank]) for rank in range(ranks)]
+        args = args or contents[0].get("args")
+        gated = bool(getattr(args, "swiglu", False))
+        models = [key for key in contents[0] if re.fullmatch(r"model\d*", key)]
+        for place, key in enumerate(sorted(models)):
+            parts = [canonical({n: t for n, t in content[key].items() if is_weight(n)}) for content in contents]
+            chunks.setdefault(place, []).append(_merged(parts, gated))
+    # Interleaved: chunk 0 of every stage, then chunk 1 of every stage.
+    return args, _numbered([chunk for place in sorted(chunks) for chunk in chunks[place]])
+
+
+def _merged(parts: Sequence[Weights], gated: bool) -> Weights:
+    """The weights of tensor-parallel ranks as one rank's."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: _joined(name, [part[name] for part in parts], gated) for name in parts[0]}
+
+
+def _joined(name: str, shards: list[torch.Tensor], gated: bool) -> torch.Tensor:
+    if "layernorm" in name:
+        return shards[0]
+    if gated and "linear_fc1." in name:  # each rank has its part of the gate, then its part of what it gates
+        return torch.cat(
+            [half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves]
+        )
+    if any(part in name for part in _COLUMN):
+        return torch.cat(shards)
+    if name.endswith(_ROW):
+        return torch.cat(shards, dim=1)
+    return shards[0]
+
+
+def _numbered(chunks: Sequence[Weights]) -> Weights:
+    """Layers of all stages in one numbering: each chunk counts its own from 0."""
+    found, before = Weights(), 0
+    for chunk in chunks:
+        highest = -1
+        for name, tensor in chunk.items():
+            match = _LAYER.match(name)
+            if match is not None:
+                highest = max(highest, int(match[1]))
+                name = f"decoder.layers.{before + int(match[1])}.{name[match.end() :]}"
+            found.setdefault(name, tensor)
+        before += highest + 1
+    return found

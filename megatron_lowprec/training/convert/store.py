@@ -1,0 +1,159 @@
+"""Whole models in and out of this driver's checkpoints, whatever layout wrote them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.training import saved, startup
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
+from megatron_lowprec.training.reopen import plain
+from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.schedule import plan
+
+
+def read_weights(folder: Path) -> Weights:
+    """All weights of a distributed checkpoint (torch_dist), this driver's or stock Megatron-LM's, on the CPU.
+
+    Raises:
+        UserError: a damaged checkpoint or none.
+    """
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        reader = FileSystemReader(str(folder))
+        entries = reader.read_metadata().state_dict_metadata
+        found = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and is_weight(name)
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
+            load(found, storage_reader=reader, no_dist=True)
+    except (OSError, EOFError, RuntimeError, KeyError, CheckpointException) as error:
+        what = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(f"{folder}: not a distributed checkpoint that can be read: {what}") from None
+    if not found:
+        raise UserError(f"{folder}: holds no weights of a GPT by Megatron-core's names")
+    return canonical(found)
+
+
+def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str) -> Path:
+    """A checkpoint of weights alone at iteration 0, for --load with --finetune; one process, on its own.
+
+    Args:
+        folder: as --save; ``model.yaml`` beside the checkpoint has the options for --config.
+        config: the model's options; ``bf16`` says what the weights are kept in.
+        weights: by GPTModel's names.
+        source: where they come from, for the record.
+
+    Raises:
+        UserError: weights that are not this model's, or a folder that has checkpoints already.
+    """
+    if (folder / saved.TRACKER).exists():
+        raise UserError(f"--save {folder}: has checkpoints already; name another folder")
+    config = resolve_run(resolve_model(plain(config)), 1, gpus=torch.cuda.is_available())
+    rows = len(weights["embedding.word_embeddings.weight"])
+    schedule, _ = plan(replace(config, lr_warmup_samples=0, lr_warmup_iters=0, lr_warmup_fraction=None), 1)
+    layout = dict.fromkeys(("tensor", "pipeline", "context", "expert", "data"), 1)
+    content = saved.content(config, get_recipe("bf16"), schedule, rows, layout)
+    startup.initialize(config, startup.prepare_environment())
+
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as mpu
+    from megatron.core.utils import unwrap_model
+
+    from megatron_lowprec.training.checkpoint import Progress
+    from megatron_lowprec.training.model import build_model
+
+    (chunk,) = build_model(config, get_recipe("bf16"), rows).chunks
+    gpt = unwrap_model(chunk)
+    _fill(gpt, weights)
+    metadata = {"singleton_local_shards": False, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    final = saved.iteration_folder(str(folder), 0)
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=metadata)}, str(partial))
+    content |= {"weights_only": source, "progress": asdict(Progress())}
+    (partial / saved.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    (folder / "model.yaml").write_text(_model_yaml(config, source), encoding="utf-8")
+    os.replace(partial, final)
+    (folder / saved.TRACKER).write_text("0\n")
+    startup.finalize()
+    return final
+
+
+def _fill(gpt: torch.nn.Module, weights: Weights) -> None:
+    """Load weights and nothing else: every parameter, and no extra state of layers."""
+    missing = {name for name, _ in gpt.named_parameters()} - weights.keys()
+    if missing:
+        raise UserError(f"no weights for {', '.join(sorted(missing)[:5])}: these are of another model")
+    try:
+        found = gpt.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise UserError(f"weights of another size: {' '.join(str(error).split())[:300]}") from None
+    if found.unexpected_keys:
+        raise UserError(f"weights without a place in this model: {', '.join(sorted(found.unexpected_keys)[:5])}")
+
+
+_OF_A_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "seq_length",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "squared_relu",
+    "disable_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "bf16",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+)
+
+
+def _model_yaml(config: Config, source: str) -> str:
+    values: dict[str, Any] = {name.replace("_", "-"): getattr(config, name) for name in _OF_A_MODEL}
+    if not config.group_query_attention:
+        del values["num-query-groups"]
+    if not config.num_experts:
+        for name in ("num-experts", "moe-ffn-hidden-size", "moe-router-topk"):
+            del values[name]
+    given = {name: value for name, value in values.items() if value is not None}
+    return f"# The model of {source}; data, batch, schedule and layout are yours to add.\n" + yaml.safe_dump(
+        given, sort_keys=False
+    )

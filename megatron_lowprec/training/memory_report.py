@@ -1,0 +1,92 @@
+"""The memory plan as a user meets it: a table, and an error where it does not fit into the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.memory import GIB, MemoryPlan, layer_activations, plan
+from megatron_lowprec.training.resolve import resolve_run
+from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
+
+_NEARLY = 0.9  # of a GPU: the allocator holds a few percent more than what is allocated
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU's name and bytes."""
+
+    name: str
+    size: int
+
+
+def planned(config: Config, recipe: Recipe, world_size: int, device: Device | None) -> list[str]:
+    """What --memory-plan prints, for a configuration that ``resolve_model`` has seen; data need not be there."""
+    model_ranks = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
+    gpus = config.memory_plan_gpus or max(world_size, model_ranks * config.expert_model_parallel_size)
+    without_data = replace(
+        config, mock_data=True, data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None
+    )
+    config = resolve_run(without_data, gpus, gpus=True)
+    vocabulary = padded_vocab_size(
+        tokenizer_of(config).vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
+    )
+    return table(plan(config, recipe, vocabulary, gpus), config, recipe, device)
+
+
+def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | None) -> list[str]:
+    """The plan in GiB, a part a line."""
+    where = f", the fullest of {found.stages} pipeline stages: {found.stage}" if found.stages > 1 else ""
+    lines = [
+        f"memory plan of one of {found.gpus} GPUs{where}; recipe {recipe.name}, "
+        f"microbatches of {sized(config.micro_batch_size)} x {sized(config.seq_length)} tokens",
+        *(_row(name, size) for name, size in found.resident.items()),
+    ]
+    held = f"{found.in_flight:g} microbatch{'' if found.in_flight == 1 else 'es'}"
+    names = {
+        "layers": f"activations of the layers, {held}",
+        "embedding": f"activations of the embedding, {held}",
+        "head": "activations of final norm and output layer",
+        "logits": "logits and cross-entropy (*)",
+        "backward": "backward of a layer (*)",
+        "update": "update of the weights, when no activations are left",
+    }
+    lines += [_row(names[name], size) for name, size in [*found.kept.items(), *found.transient.items()]]
+    lines += [_row("peak", found.peak), "(*) one after the other: the larger counts; docs/memory.md has the formulas"]
+    lines.append("a layer keeps of a microbatch:")
+    lines += [_row(name, size) for name, size in layer_activations(config, found.runs).items()]
+    if device is not None:
+        lines.append(f"{device.name}: {device.size / GIB:.1f} GiB, so the plan takes {found.peak / device.size:.0%}")
+    return lines
+
+
+def _row(name: str, size: float) -> str:
+    return f"  {name:<56}{size / GIB:>10.3f} GiB"
+
+
+def check(found: MemoryPlan, device: Device) -> list[str]:
+    """Lines for a run's header: the plan, and a word where it is close.
+
+    Raises:
+        UserError: more is planned than the GPU has.
+    """
+    share = found.peak / device.size
+    if share > 1:
+        parts = {
+            "weights, gradients and optimizer": sum(found.resident.values()),
+            "activations": sum(found.kept.values()),
+            "logits": found.transient["logits"],
+        }
+        raise UserError(
+            f"the run needs {found.peak / GIB:.1f} GiB on a GPU ("
+            + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+            + f"), but {device.name} has {device.size / GIB:.1f}: lower --micro-batch-size, add "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 or "
+            "--use-distributed-optimizer, or raise --tensor-model-parallel-size; --memory-plan shows all parts, "
+            "--no-memory-check starts all the same"
+        )
+    close = "; close: --memory-plan shows the parts" if share > _NEARLY else ""
+    return [f"memory: {found.peak / GIB:.1f} GiB planned of {device.size / GIB:.1f} on a GPU{close}"]

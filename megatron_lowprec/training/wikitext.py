@@ -1,0 +1,90 @@
+"""WikiText as lm-evaluation-harness's task `wikitext` (version 2) defines it: pages, detokenized text, word counts.
+
+WikiText comes tokenized: `` @-@ ``, spaces around punctuation. A model reads the text put back together, and what it
+loses is divided by the words of the text as it came, so that models of other vocabularies compare. Pure text, no torch.
+"""
+
+from __future__ import annotations
+
+import lzma
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lowprec.errors import UserError
+
+# In this order; a pattern and what takes its place.
+_PUNCTUATION = [(re.escape(f" {mark} "), f"{mark} ") for mark in ":;.!?,"]
+_RULES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        ("s '", "s'"),
+        (r"/' [0-9]/", "/'[0-9]/"),  # as the task has it: slashes and brackets are meant literally
+        (" @-@ ", "-"),
+        (" @,@ ", ","),
+        (r" @\.@ ", "."),
+        *_PUNCTUATION,
+        (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+        (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+        (r"{\s*([^}]*?)\s*}", r"{\1}"),
+        (r'"\s*([^"]*?)\s*"', r'"\1"'),
+        (r"'\s*([^']*?)\s*'", r"'\1'"),
+        ("= = = =", "===="),
+        ("= = =", "==="),
+        ("= =", "=="),
+        (" ° ", "°"),
+        (" \n", "\n"),
+        ("\n ", "\n"),
+        (" N ", " 1 "),
+        (" 's", "'s"),
+    ]
+]
+
+
+@dataclass(frozen=True)
+class Page:
+    """One article: the text that a model reads, and the words and UTF-8 bytes of the text as it came."""
+
+    text: str
+    words: int
+    size: int
+
+
+def pages(raw: str) -> Iterator[Page]:
+    """The articles of a WikiText file, each from its heading `` = Title = `` to the next."""
+    lines: list[str] = []
+    for line in raw.split("\n"):
+        heading = line.replace("= = =", "===").replace("= =", "==").strip()
+        if heading.startswith("= ") and heading.endswith(" ="):
+            if "".join(lines).strip():
+                yield _page("\n".join(lines))
+            lines = []
+        lines.append(line)
+    yield _page("\n".join(lines))
+
+
+def _page(raw: str) -> Page:
+    return Page(detokenize(raw), len(re.split(r"\s+", raw)), len(raw.encode()))
+
+
+def detokenize(raw: str) -> str:
+    """Tokenized text put back together."""
+    for pattern, replacement in _RULES:
+        raw = pattern.sub(replacement, raw)
+    return raw
+
+
+def read(path: str) -> list[Page]:
+    """The articles of a file, plain or .xz.
+
+    Raises:
+        UserError: a file that is missing or no text.
+    """
+    try:
+        content = Path(path).read_bytes()
+        return list(pages((lzma.decompress(content) if path.endswith(".xz") else content).decode()))
+    except FileNotFoundError:
+        raise UserError(f"--wikitext {path}: no such file; the shipped one is data/wikitext-test.raw.txt.xz") from None
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise UserError(f"--wikitext {path}: not a WikiText file in UTF-8, plain or .xz: {error}") from None

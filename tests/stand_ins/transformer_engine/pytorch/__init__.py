@@ -1,0 +1,12 @@
+from transformer_engine.pytorch import distributed as distributed
+from transformer_engine.pytorch import ops as ops
+from transformer_engine.pytorch.attention import DotProductAttention as DotProductAttention
+from transformer_engine.pytorch.fp8 import fp8_autocast as fp8_autocast
+from transformer_engine.pytorch.fp8 import fp8_model_init as fp8_model_init
+from transformer_engine.pytorch.fp8 import is_fp8_available as is_fp8_available
+from transformer_engine.pytorch.fp8 import is_fp8_block_scaling_available as is_fp8_block_scaling_available
+from transformer_engine.pytorch.layers import GroupedLinear as GroupedLinear
+from transformer_engine.pytorch.layers import LayerNorm as LayerNorm
+from transformer_engine.pytorch.layers import LayerNormLinear as LayerNormLinear
+from transformer_engine.pytorch.layers import Linear as Linear
+from transformer_engine.pytorch.layers import RMSNorm as RMSNorm

@@ -1,0 +1,182 @@
+"""tools/evaluate.py: the driver's validation loss, an independent word perplexity, the same on two processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec.training import startup
+from megatron_lowprec.training.wikitext import detokenize
+from tests.training.conftest import Drive
+from tests.training.convert.reference import logits
+from tests.training.helpers import REPOSITORY, argv, rows
+from tools import evaluate, export_hf
+
+BPE = REPOSITORY / "data/tiny_bpe"
+TEXT = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": BPE / "vocab.json", "merge_file": BPE / "merges.txt"}
+MODEL: dict[str, Any] = {**TEXT, "vocab_size": None, "lr": 0.02, "train_iters": 6, "lr_decay_style": "constant"}
+RAW = "\n".join(
+    [
+        " ",
+        " = One = ",
+        " ",
+        ' A guest @-@ starring role , in 1 @,@ 000 films ; and " theatre " . It was the city \'s first ( or last ) . ',
+        " = = Part = = ",
+        " The boys ' film was seen in 2002 , and again in 2004 by the same people who had liked it , or not . ",
+        " = Two = ",
+        " ",
+        " Another one . ",
+        "",
+    ]
+)
+
+
+def run(*flags: str) -> dict[str, Any]:
+    """The tool in this process; its JSON."""
+    assert evaluate.main([*flags, "--out", "results.json"]) == 0
+    found: dict[str, Any] = json.loads(Path("results.json").read_text())
+    return found
+
+
+@pytest.fixture
+def trained(drive: Drive) -> str:
+    """A small model in fp32 and WikiText of two articles, in an empty folder."""
+    Path("wiki.raw").write_text(RAW)
+    drive(argv(**MODEL, save="run"))
+    return "run"
+
+
+def test_it_is_the_driver_s_validation_loss(drive: Drive) -> None:
+    # One document of whole samples: their order is all that differs between the two.
+    text = " ".join(str(i * i % 251) for i in range(40 * 32 + 1))
+    Path("text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    options = {"mock_data": None, "train_data_path": ["text.jsonl"], "valid_data_path": ["text.jsonl"]}
+    drive(argv(save="run", **options, data_cache_path="cache", eval_iters=10, train_iters=3, recipe="bf16"))
+    validation = [row["lm loss validation"] for row in rows(Path("run")) if "lm loss validation" in row][-1]
+    found = run("--load", "run", "--data-path", "text.jsonl", "--data-cache-path", "cache", "--max-tokens", "1281")
+    assert found["data"]["text.jsonl"]["tokens"] == 1280
+    assert found["data"]["text.jsonl"]["loss"] == pytest.approx(validation, rel=1e-6)
+    assert found["iteration"] == 3
+    # As a prefix, and in parts.
+    (prefix,) = (str(path.with_suffix("")) for path in Path("cache").glob("text*.bin"))
+    again = run("--load", "run/iter_0000003", "--data-path", prefix, "--max-tokens", "1281")
+    assert again["data"][prefix] == found["data"]["text.jsonl"]
+
+
+def reference_nats(folder: Path, ids: list[int], eod: int, length: int) -> float:
+    """Negative log likelihood of one article in contiguous windows, by plain torch."""
+    total = 0.0
+    for begin in range(0, len(ids), length):
+        labels = torch.tensor(ids[begin : begin + length])
+        inputs = torch.tensor([eod if begin == 0 else ids[begin - 1], *ids[begin : begin + length - 1]])[: len(labels)]
+        found = logits(folder, inputs[None])[0].double().log_softmax(-1)
+        total -= float(found.gather(1, labels[:, None]).sum())
+    return total
+
+
+def test_word_perplexity_is_lm_evaluation_harness_s(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_lowprec.training.tokenizer import build_tokenizer
+
+    found = run("--load", trained, "--wikitext", "wiki.raw", "--micro-batch-size", "3")["wikitext"]
+    assert export_hf.main(["--load", trained, "--out", "hf"]) == 0
+    tokenizer = build_tokenizer(
+        "GPT2BPETokenizer", vocab_file=str(TEXT["vocab_file"]), merge_file=str(TEXT["merge_file"])
+    )
+    lines = RAW.split("\n")
+    nats, words, size, tokens = 0.0, 0, 0, 0
+    for article in ("\n".join(lines[1:6]), "\n".join(lines[6:])):
+        ids = tokenizer.tokenize(detokenize(article))
+        nats += reference_nats(Path("hf"), ids, tokenizer.eod, 32)
+        words, size, tokens = words + len(re.split(r"\s+", article)), size + len(article.encode()), tokens + len(ids)
+    assert (found["pages"], found["words"], found["bytes"], found["tokens"]) == (2, words, size, tokens)
+    # The tiny vocabulary of 4096 has no padding, so that both normalize over the same ids.
+    assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert found["word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-4)
+    assert found["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
+
+
+def test_windows_and_recipes_are_the_user_s(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = run("--load", trained, "--wikitext", "wiki.raw")
+    sliding = run("--load", trained, "--wikitext", "wiki.raw", "--stride", "8")
+    shorter = run("--load", trained, "--wikitext", "wiki.raw", "--seq-length", "8", "--recipe", "bf16")
+    assert sliding["wikitext"]["tokens"] == whole["wikitext"]["tokens"] == shorter["wikitext"]["tokens"]
+    assert len({found["wikitext"]["loss"] for found in (whole, sliding, shorter)}) == 3
+    assert (sliding["window"], sliding["stride"]) == (32, 8)
+    printed = capsys.readouterr().out
+    assert "sliding by 8" in printed
+    assert "contiguous" in printed
+
+
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 64, "disable_bias_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [([], {}), (["--tensor-model-parallel-size", "2"], {}), (["--expert-model-parallel-size", "2"], EXPERTS)],
+    ids=["data", "tensor", "experts"],
+)
+def test_two_processes_find_the_same(layout: list[str], model: dict[str, Any], trained: str, drive: Drive) -> None:
+    if model:
+        trained = "experts"
+        drive(argv(**MODEL, **model, save=trained))
+    alone = run("--load", trained, "--wikitext", "wiki.raw", "--micro-batch-size", "1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = ["--load", trained, "--wikitext", "wiki.raw", "--micro-batch-size", "2", "--out", "two.json", *layout]
+    done = subprocess.run(
+        [*command, str(REPOSITORY / "tools/evaluate.py"), *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads(Path("two.json").read_text())
+    for name, value in alone["wikitext"].items():
+        assert two["wikitext"][name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-6)), name
+    assert done.stdout.count("articles") == 1
+
+
+def test_parts_of_a_corpus_are_training_s(trained: str) -> None:
+    lines = [json.dumps({"text": f"document number {i} has this to say " * 3}) for i in range(10)]
+    Path("ten.jsonl").write_text("\n".join(lines) + "\n")
+    flags = ["--load", trained, "--data-path", "ten.jsonl", "--data-cache-path", "cache", "--split", "70,20,10"]
+    tokens = {part: run(*flags, "--part", part)["data"]["ten.jsonl"]["tokens"] for part in ("train", "valid", "test")}
+    whole = run(*flags[:-2])["data"]["ten.jsonl"]["tokens"]
+    # The first token of each stream is not scored.
+    assert sum(tokens.values()) + 3 == whole + 1
+    assert tokens["train"] + 1 == 7 * (tokens["test"] + 1)
+
+
+def test_a_finished_run_s_folder_is_enough(drive: Drive) -> None:
+    drive(argv(**{**MODEL, "train_iters": 4, "save_interval": 2}))
+    Path("wiki.raw").write_text(RAW)
+    assert run("--load", "runs/gpt-bf16", "--wikitext", "wiki.raw")["iteration"] == 4
+    assert run("--load", "runs/gpt-bf16", "--iteration", "2", "--wikitext", "wiki.raw")["iteration"] == 2
+
+
+def test_errors_are_one_line(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [
+        (["--load", trained], "nothing to score"),
+        (["--load", "nowhere", "--wikitext", "wiki.raw"], "no checkpoint there"),
+        (["--load", trained, "--iteration", "99", "--wikitext", "wiki.raw"], "no checkpoint there"),
+        (["--load", trained, "--wikitext", "nothing.raw"], "no such file"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--seq-length", "64"], "32 positions"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--stride", "33"], "--stride 33"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--vocab-file", "moved.json"], "moved.json"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--recipe", "mxfp5"], "mxfp5"),
+    ]
+    for flags, words in cases:
+        assert evaluate.main(flags) == 2, flags
+        assert words in capsys.readouterr().err
+    startup.finalize()

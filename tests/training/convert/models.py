@@ -1,0 +1,57 @@
+"""Models of this driver for the conversions' tests: checkpoints of a few steps, and their logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lowprec.training import reopen, startup
+from tests.training.helpers import argv
+
+# Weights that are far from their start, and dropout that a forward pass must not have.
+COMMON: dict[str, Any] = {"train_iters": 12, "lr": 0.05, "init_method_std": 0.2, "lr_decay_style": "constant"}
+GPT: dict[str, Any] = {**COMMON, "vocab_size": 200, "norm_epsilon": 1e-3}
+LLAMA: dict[str, Any] = {
+    **COMMON,
+    "vocab_size": 200,
+    "num_attention_heads": 4,
+    "kv_channels": 24,  # not hidden / heads
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "rotary_base": 500,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-3,
+    "swiglu": True,
+    "ffn_hidden_size": 96,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+IDS = torch.randint(0, 200, (3, 32), generator=torch.Generator().manual_seed(5))
+
+
+def arguments(model: dict[str, Any], **changes: Any) -> list[str]:
+    return argv(**{**model, **changes})
+
+
+def our_logits(folder: str | Path, ids: torch.Tensor = IDS) -> torch.Tensor:
+    """[batch, sequence, padded vocabulary] of a checkpoint, in this process as a world of one."""
+    found = reopen.find(str(folder))
+    ranks = startup.prepare_environment()
+    opened = reopen.reopen(found, 1, gpus=False)
+    startup.initialize(opened.config, ranks)
+
+    from megatron_lowprec.training import checkpoint
+    from megatron_lowprec.training.model import build_model
+
+    model = build_model(opened.config, opened.recipe, opened.padded_vocab_size)
+    checkpoint.load_weights(found.folder, model)
+    (chunk,) = model.chunks
+    chunk.eval()
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    with torch.no_grad():
+        out = chunk(ids, positions, None)
+    startup.finalize()
+    return out.float()

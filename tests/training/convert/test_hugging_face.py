@@ -1,0 +1,296 @@
+"""To Hugging Face and back: the same logits, by an independent forward pass, and the same weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.convert.attention import join_qkv, split_qkv
+from megatron_lowprec.training.convert.hf_config import from_hf_config, kind_of, to_hf_config
+from megatron_lowprec.training.convert.hf_weights import pad_rows
+from megatron_lowprec.training.convert.store import read_weights
+from tests.training.conftest import Drive
+from tests.training.convert.models import GPT, IDS, LLAMA, arguments, our_logits
+from tests.training.convert.reference import logits
+from tests.training.helpers import REPOSITORY, losses
+from tools import export_hf, import_hf
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT,
+    "gpt2 untied": {**GPT, "untie_embeddings_and_output_weights": True},
+    "llama": LLAMA,
+    "llama tied": {
+        **LLAMA,
+        "untie_embeddings_and_output_weights": None,
+        "group_query_attention": None,
+        "num_query_groups": None,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's models are, each trained once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(params=MODELS)
+def trained(request: pytest.FixtureRequest, runs: Path, drive: Drive) -> str:
+    """A checkpoint in fp32, of a vocabulary of 201 padded to 256."""
+    folder = runs / request.param.replace(" ", "_")
+    if not folder.exists():
+        drive(arguments(MODELS[request.param], save=str(folder)))
+    return str(folder)
+
+
+def test_logits_are_ours_both_ways(trained: str) -> None:
+    ours = our_logits(trained)
+    assert export_hf.main(["--load", trained, "--out", "hf"]) == 0
+    theirs = logits(Path("hf"), IDS)
+    assert theirs.shape == (3, 32, 201)
+    assert theirs.std() > 0.5, "a model that says nothing compares with anything"
+    torch.testing.assert_close(ours[..., :201], theirs, rtol=1e-4, atol=1e-4)
+    assert import_hf.main(["--load", "hf", "--save", "back"]) == 0
+    again = our_logits("back")
+    assert again.shape == (3, 32, 201)
+    assert torch.equal(again, ours[..., :201])
+    assert import_hf.main(["--load", "hf", "--save", "padded", "--make-vocab-size-divisible-by", "128"]) == 0
+    assert our_logits("padded").shape == (3, 32, 256)
+    # Padding has no logit that a token of the vocabulary has not.
+    assert torch.equal(our_logits("padded")[..., 201:], again[..., -1:].expand(3, 32, 55))
+
+
+def test_weights_come_back_as_they_were(trained: str) -> None:
+    export_hf.main(["--load", trained, "--out", "hf"])
+    import_hf.main(["--load", "hf", "--save", "back"])
+    before, after = (read_weights(next(Path(folder).glob("iter_*"))) for folder in (trained, "back"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        rows = tensor[:201] if name in ("embedding.word_embeddings.weight", "output_layer.weight") else tensor
+        assert torch.equal(rows, after[name]), name
+
+
+def test_a_bf16_model_under_a_recipe_keeps_its_bits(drive: Drive) -> None:
+    drive(arguments(GPT, save="out", bf16=True, recipe="fp8_delayed", hidden_size=128, train_iters=2))
+    assert export_hf.main(["--load", "out", "--out", "hf"]) == 0
+    assert json.loads(Path("hf/config.json").read_text())["torch_dtype"] == "bfloat16"
+    weights = read_weights(Path("out/iter_0000002"))
+    found = load_file("hf/model.safetensors")["transformer.wpe.weight"]
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, weights["embedding.position_embeddings.weight"])
+    assert export_hf.main(["--load", "out", "--out", "fp32", "--dtype", "float32"]) == 0
+    assert load_file("fp32/model.safetensors")["transformer.wpe.weight"].dtype == torch.float32
+
+
+def test_an_imported_model_trains_on(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(arguments(GPT, save="out"))
+    export_hf.main(["--load", "out", "--out", "hf"])
+    import_hf.main(["--load", "hf", "--save", "back"])
+    flags = ["--config", "back/model.yaml", "--load", "back", "--mock-data", "--micro-batch-size", "2", "--lr", "0.001"]
+    flags += ["--global-batch-size", "4", "--train-iters", "2", "--eval-iters", "0", "--save", "more"]
+    with pytest.raises(UserError, match="add --finetune"):
+        drive(flags)
+    drive([*flags, "--finetune", "--bf16", "--recipe", "fp8_delayed"])
+    start = float.fromhex(losses(Path("more"))[0])
+    drive(arguments(GPT, save="fresh", train_iters=1, no_save=True))
+    assert start < float.fromhex(losses(Path("fresh"))[0]) - 0.1, "it begins where the model had come to"
+
+
+def test_the_tokenizer_comes_along(drive: Drive) -> None:
+    vocabulary = REPOSITORY / "data/tiny_bpe"
+    files = {"vocab_file": vocabulary / "vocab.json", "merge_file": vocabulary / "merges.txt"}
+    options = {"tokenizer_type": "GPT2BPETokenizer", "vocab_size": None, "train_iters": 1}
+    drive(arguments(GPT, save="out", **options, **files))
+    export_hf.main(["--load", "out", "--out", "hf"])
+    from tokenizers import Tokenizer
+
+    from megatron_lowprec.training.tokenizer import build_tokenizer
+
+    ours = build_tokenizer("GPT2BPETokenizer", vocab_file=str(files["vocab_file"]), merge_file=str(files["merge_file"]))
+    theirs = Tokenizer.from_file("hf/tokenizer.json")
+    text = "The Long Firm, 2002; a naïve café — ½."
+    assert theirs.encode(text).ids == ours.tokenize(text)
+    assert theirs.encode("<|endoftext|>").ids == [ours.eod]
+    config = json.loads(Path("hf/config.json").read_text())
+    assert (config["eos_token_id"], config["vocab_size"]) == (ours.eod, ours.vocab_size)
+    import_hf.main(["--load", "hf", "--save", "back"])
+    assert "hf/vocab.json" in Path("back/model.yaml").read_text()
+
+
+def test_openai_s_names_and_constants_are_read(drive: Drive) -> None:
+    drive(arguments(GPT, save="out"))
+    export_hf.main(["--load", "out", "--out", "hf"])
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file("hf/model.safetensors").items()}
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32) for layer in range(2)}
+    shutil.copytree("hf", "old")
+    save_file(bare, "old/model.safetensors")
+    assert import_hf.main(["--load", "old", "--save", "back"]) == 0
+    assert torch.equal(our_logits("back"), our_logits("out")[..., :201])
+
+
+def test_files_with_an_index_are_read(drive: Drive) -> None:
+    drive(arguments(LLAMA, save="out"))
+    export_hf.main(["--load", "out", "--out", "hf"])
+    tensors = load_file("hf/model.safetensors")
+    Path("hf/model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-{1 + (i >= len(names) // 2)}.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in names if places[name] == file}, f"hf/{file}")
+    Path("hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert import_hf.main(["--load", "hf", "--save", "back"]) == 0
+    assert torch.equal(our_logits("back"), our_logits("out")[..., :201])
+
+
+def test_transformers_agrees(trained: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed; reference.py stands in")
+    export_hf.main(["--load", trained, "--out", "hf"])
+    model = transformers.AutoModelForCausalLM.from_pretrained("hf").eval()
+    with torch.no_grad():
+        theirs = model(IDS).logits.float()
+    torch.testing.assert_close(our_logits(trained)[..., :201], theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_reads_the_tokenizer(drive: Drive) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    vocabulary = REPOSITORY / "data/tiny_bpe"
+    files = {"vocab_file": vocabulary / "vocab.json", "merge_file": vocabulary / "merges.txt"}
+    drive(arguments(GPT, save="out", tokenizer_type="GPT2BPETokenizer", vocab_size=None, train_iters=1, **files))
+    export_hf.main(["--load", "out", "--out", "hf"])
+    from megatron_lowprec.training.tokenizer import build_tokenizer
+
+    ours = build_tokenizer("GPT2BPETokenizer", **{name: str(path) for name, path in files.items()})
+    theirs = transformers.AutoTokenizer.from_pretrained("hf")
+    text = " The Long Firm, 2002; a naïve café — ½.\n"
+    assert theirs(text)["input_ids"] == ours.tokenize(text)
+    assert theirs.eos_token_id == ours.eod
+    assert theirs.decode(ours.tokenize(text), clean_up_tokenization_spaces=False) == text
+
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": 4}, "--num-experts 4"),
+        ({"squared_relu": True}, "--squared-relu"),
+        ({"swiglu": True}, "--swiglu"),
+        (
+            {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True},
+            "--disable-bias-linear False",
+        ),
+        ({"kv_channels": 32}, "--kv-channels 32"),
+    ],
+)
+def test_other_models_are_refused(changes: dict[str, Any], words: str) -> None:
+    assert kind_of(Config(**SIZES)) == "gpt2"
+    with pytest.raises(UserError, match="neither a GPT-2 nor a Llama") as error:
+        kind_of(Config(**{**SIZES, **changes}))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_config_json_survives(kind: str) -> None:
+    options = GPT if kind == "gpt2" else LLAMA
+    config = Config(
+        num_layers=2,
+        hidden_size=96,
+        seq_length=32,
+        max_position_embeddings=32,
+        **{"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 24, "ffn_hidden_size": 384}
+        | {name: value for name, value in options.items() if name in Config.__dataclass_fields__},
+    )
+    config = replace(config, train_iters=None, lr=None, lr_decay_style="linear", vocab_size=None)
+    config = replace(config, hidden_dropout=0.0 if kind == "llama" else 0.1)
+    about = to_hf_config(config, 201, 200, "float32")
+    back = Config(**({"num_query_groups": 4, "kv_channels": 24} | from_hf_config(about)))
+    assert back == config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mistral"}, "'mistral' model"),
+        ({"activation_function": "gelu"}, "activation_function 'gelu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+)
+def test_variants_of_gpt2_are_refused(change: dict[str, Any], words: str) -> None:
+    about = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 8, "vocab_size": 9}
+    from_hf_config(about)
+    with pytest.raises(UserError) as error:
+        from_hf_config(about | change)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+    ],
+)
+def test_variants_of_llama_are_refused(change: dict[str, Any]) -> None:
+    about: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    about |= {"intermediate_size": 8, "max_position_embeddings": 8, "vocab_size": 9}
+    assert (
+        from_hf_config(about | {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}})["rotary_base"] == 77
+    )
+    with pytest.raises(UserError, match=next(iter(change)).split("_")[0]):
+        from_hf_config(about | change)
+
+
+def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_hf.main(["--load", "nowhere", "--save", "back"]) == 2
+    assert "no config.json there" in capsys.readouterr().err
+    drive(arguments(GPT, save="out", train_iters=1))
+    Path("full").mkdir()
+    Path("full/file").write_text("")
+    assert export_hf.main(["--load", "out", "--out", "full"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert export_hf.main(["--load", "elsewhere", "--out", "hf"]) == 2
+    assert export_hf.main(["--load", "out", "--out", "hf"]) == 0
+    tensors = load_file("hf/model.safetensors")
+    for change, words in (
+        ("transformer.h.1.ln_1.bias", "have no transformer.h.1.ln_1.bias"),
+        ("more", "have no place: transformer.more"),
+    ):
+        shutil.rmtree("broken", ignore_errors=True)
+        shutil.copytree("hf", "broken")
+        other = {name: tensor for name, tensor in tensors.items() if name != change}
+        save_file(other if change in tensors else tensors | {change: torch.ones(1)}, "broken/model.safetensors")
+        assert import_hf.main(["--load", "broken", "--save", "back"]) == 2
+        assert words in capsys.readouterr().err
+    assert import_hf.main(["--load", "hf", "--save", "out"]) == 2
+    assert "has checkpoints already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_heads_are_where_megatron_has_them(groups: int) -> None:
+    config = Config(num_attention_heads=4, num_query_groups=groups, kv_channels=3)
+    # Head numbers as values: queries 0.., keys 100.., values 200..
+    q, k, v = (torch.arange(n).repeat_interleave(3) + first for n, first in ((4, 0), (groups, 100), (groups, 200)))
+    fused = join_qkv(config, q, k, v)
+    each = 4 // groups
+    expected = [h for g in range(groups) for h in (*range(g * each, (g + 1) * each), 100 + g, 200 + g)]
+    assert fused.view(-1, 3)[:, 0].tolist() == expected
+    for found, given in zip(split_qkv(config, fused), (q, k, v), strict=True):
+        assert torch.equal(found, given)
+
+
+def test_padding_repeats_the_last_row() -> None:
+    rows = torch.arange(6.0).view(3, 2)
+    assert pad_rows(rows, 5).tolist() == [[0, 1], [2, 3], [4, 5], [4, 5], [4, 5]]
+    assert pad_rows(rows, 3) is rows

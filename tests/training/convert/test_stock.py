@@ -1,0 +1,199 @@
+"""Checkpoints as stock Megatron-LM writes them, from Megatron-core's own layers: the same logits in this driver."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import startup
+from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.convert import stock
+from megatron_lowprec.training.convert.names import canonical
+from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from tests.training.conftest import Drive
+from tests.training.convert.models import GPT, IDS, LLAMA, arguments, our_logits
+from tools import import_megatron
+
+MODELS: dict[str, dict[str, Any]] = {"gpt": {**GPT, "num_layers": 4}, "llama": {**LLAMA, "num_layers": 4}}
+ROWS = 256
+Weights = dict[str, torch.Tensor]
+
+
+def stock_model(changes: dict[str, Any], out: Path) -> tuple[Namespace, Weights, torch.Tensor]:
+    """Megatron-LM's args, Megatron-core's own model with weights drawn wide, and its logits; a torch_dist of it."""
+    config = resolve_run(resolve_model(parse(arguments(changes))[0]), 1, gpus=False)
+    startup.initialize(config, startup.prepare_environment())
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_lowprec.training.model import transformer_config
+
+    model = GPTModel(
+        transformer_config(config),
+        get_gpt_layer_local_spec(normalization=config.normalization),
+        vocab_size=ROWS,
+        max_sequence_length=config.max_position_embeddings,
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=config.rotary_base,
+        share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
+    ).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+        positions = torch.arange(IDS.shape[1]).expand_as(IDS)
+        mask = torch.ones(IDS.shape[1], IDS.shape[1], dtype=torch.bool).triu(1)[None, None]
+        logits = model(IDS, positions, mask).float()
+    # Defaults of Megatron-LM that the driver names otherwise, and much that it has not.
+    args = Namespace(**vars(config))
+    args.add_bias_linear, args.padded_vocab_size, args.iteration = not config.disable_bias_linear, ROWS, 7
+    args.bias_gelu_fusion, args.apply_layernorm_1p, args.qk_layernorm = True, False, False
+    folder = out / "iter_0000007"
+    folder.mkdir(parents=True)
+    state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+    dist_checkpointing.save(state | {"model": model.sharded_state_dict()}, str(folder))
+    (out / "latest_checkpointed_iteration.txt").write_text("7")
+    weights = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    startup.finalize()
+    return args, weights, logits
+
+
+def write_ranks(out: Path, args: Namespace, ranks: dict[str, dict[str, Any]]) -> None:
+    """Files of the format torch: a rank's folder -> its models."""
+    for name, models in ranks.items():
+        folder = out / "iter_0000007" / name
+        folder.mkdir(parents=True)
+        torch.save({"args": args, "checkpoint_version": 3.0, "optimizer": {}, **models}, folder / "model_optim_rng.pt")
+    (out / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def with_te_names(weights: Weights) -> Weights:
+    """As TransformerEngine's layers name them, with their extra states."""
+    renamed: Weights = {}
+    for name, tensor in weights.items():
+        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        renamed[name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")] = tensor
+    return renamed | {"decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(3, dtype=torch.uint8)}
+
+
+COLUMN = ("qkv.weight", "qkv.bias", "linear_fc1.weight", "linear_fc1.bias", "word_embeddings", "output_layer")
+
+
+def shard(args: Namespace, weights: Weights, rank: int, size: int) -> Weights:
+    """One tensor-parallel rank's part, written out by hand."""
+    cut: Weights = {}
+    for name, tensor in weights.items():
+        if args.swiglu and "linear_fc1.weight" in name:
+            cut[name] = torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+        elif any(part in name for part in COLUMN):
+            cut[name] = tensor.chunk(size)[rank]
+        elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            cut[name] = tensor.chunk(size, dim=1)[rank]
+        else:
+            cut[name] = tensor
+    return {name: tensor.clone() for name, tensor in cut.items()}
+
+
+def layers_of(weights: Weights, first: int, count: int, begins: bool, ends: bool) -> Weights:
+    """A pipeline stage's part: its layers counted from 0."""
+    found: Weights = {}
+    for name, tensor in weights.items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            number = int(parts[2]) - first
+            if 0 <= number < count:
+                found[".".join([*parts[:2], str(number), *parts[3:]])] = tensor
+        elif (parts[0] == "embedding" and begins) or (parts[0] != "embedding" and ends):
+            found[name] = tensor
+    if ends and not begins and "output_layer.weight" not in found:
+        found["output_layer.weight"] = weights["embedding.word_embeddings.weight"]  # the tied copy
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_megatron_s(name: str, drive: Drive) -> None:
+    args, weights, logits = stock_model(MODELS[name], Path("dist"))
+    assert logits.std() > 0.5
+    write_ranks(Path("local"), args, {"mp_rank_00": {"model": weights}})
+    write_ranks(Path("te"), args, {"mp_rank_00": {"model": with_te_names(weights)}})
+    write_ranks(Path("tp2"), args, {f"mp_rank_{r:02}": {"model": shard(args, weights, r, 2)} for r in range(2)})
+    te = with_te_names(weights)
+    stages = {
+        f"mp_rank_{rank:02}_{stage:03}": {"model": shard(args, part, rank, 2)}
+        for stage, part in enumerate([layers_of(te, 0, 2, True, False), layers_of(te, 2, 2, False, True)])
+        for rank in range(2)
+    }
+    write_ranks(Path("tp2pp2"), args, stages)
+    # Interleaved: stage 0 has layers 0 and 2, stage 1 has 1 and 3.
+    interleaved = {
+        f"mp_rank_00_{s:03}": {
+            f"model{v}": layers_of(weights, 2 * v + s, 1, s == v == 0, s == v == 1) for v in range(2)
+        }
+        for s in range(2)
+    }
+    write_ranks(Path("vpp2"), args, interleaved)
+    for folder in ("dist", "local", "te", "tp2", "tp2pp2", "vpp2"):
+        assert import_megatron.main(["--load", folder, "--save", f"ours/{folder}", "--vocab-size", "200"]) == 0
+        ours = our_logits(f"ours/{folder}")
+        # Attention is another product of torch here than there.
+        torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_stored_less_one(drive: Drive) -> None:
+    args, weights, logits = stock_model(MODELS["gpt"], Path("dist"))
+    norms = [name for name in weights if "norm" in name and name.endswith("weight")]
+    less = weights | {name: weights[name] - 1 for name in norms}
+    args.apply_layernorm_1p = True
+    write_ranks(Path("less"), args, {"mp_rank_00": {"model": less}})
+    assert import_megatron.main(["--load", "less/iter_0000007", "--save", "ours", "--vocab-size", "200"]) == 0
+    torch.testing.assert_close(our_logits("ours"), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_stacked_and_numbered_layers_are_one_thing() -> None:
+    stacked = torch.arange(12.0).view(2, 3, 2)
+    numbered = {f"decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight": stacked[i] for i in range(2)}
+    for found in (canonical({"decoder.layers.mlp.linear_fc1.layer_norm_weight": stacked}), canonical(numbered)):
+        assert found.keys() == {f"decoder.layers.{i}.pre_mlp_layernorm.weight" for i in range(2)}
+        assert torch.equal(found["decoder.layers.1.pre_mlp_layernorm.weight"], stacked[1])
+    experts = canonical({"decoder.layers.mlp.experts.experts.linear_fc1.weight": stacked})
+    assert torch.equal(experts["decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"], stacked[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"qk_layernorm": True}, "--qk-layernorm True"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"bias_gelu_fusion": False}, "exact GELU"),
+    ],
+)
+def test_other_layers_are_refused(change: dict[str, Any], words: str) -> None:
+    args = Namespace(num_layers=2, hidden_size=64, num_attention_heads=2, seq_length=8)
+    assert stock.options(args)["disable_bias_linear"] is False
+    with pytest.raises(UserError, match=words):
+        stock.options(Namespace(**{**vars(args), **change}))
+
+
+def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--save", "ours", "--vocab-size", "200"]
+    assert import_megatron.main(["--load", "nowhere", *flags]) == 2
+    assert "no checkpoint of Megatron-LM there" in capsys.readouterr().err
+    assert import_megatron.main(["--load", "nowhere", "--save", "ours"]) == 2
+    assert "which tokenizer?" in capsys.readouterr().err
+    args, weights, _ = stock_model(MODELS["gpt"], Path("dist"))
+    write_ranks(Path("one"), args, {"mp_rank_01": {"model": weights}})
+    assert import_megatron.main(["--load", "one", *flags]) == 2
+    assert "some are missing" in capsys.readouterr().err
+    write_ranks(Path("small"), args, {"mp_rank_00": {"model": weights}})
+    assert import_megatron.main(["--load", "small", "--save", "ours", "--vocab-size", "300"]) == 2
+    assert "301 ids, but the checkpoint's embedding 256 rows" in capsys.readouterr().err
+    args.hidden_size = args.ffn_hidden_size = 32
+    write_ranks(Path("other"), args, {"mp_rank_00": {"model": weights}})
+    assert import_megatron.main(["--load", "other", *flags]) == 2
+    assert "weights of another size" in capsys.readouterr().err

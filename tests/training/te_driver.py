@@ -1,0 +1,11 @@
+"""The driver with a CPU let through to ``--transformer-impl transformer_engine``: for runs with the stand-in of it."""
+
+import sys
+
+import pretrain_gpt
+from megatron_lowprec.training import resolve
+
+if __name__ == "__main__":
+    check = resolve._check_implementation
+    resolve._check_implementation = lambda config, gpus: check(config, gpus=True)
+    sys.exit(pretrain_gpt.main(sys.argv[1:]))

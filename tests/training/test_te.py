@@ -1,0 +1,292 @@
+"""``--transformer-impl transformer_engine``: the driver's side of it on a CPU, and all of it on a GPU that has it.
+
+On a CPU a stand-in computes in plain torch what TransformerEngine's layers mean without FP8, so that the same losses to
+the last bit show that the same GPT is built, trained, saved and loaded; and it writes down under which recipe it was
+called.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.helpers import REPOSITORY, argv, losses, rows
+
+LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "group_query_attention": True,
+    "num_query_groups": 1,
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
+}
+
+
+def run(
+    folder: Path, name: str, implementation: str, processes: int = 1, gpu: bool = False, **changes: Any
+) -> subprocess.CompletedProcess[str]:
+    """A run in ``folder/name``, in processes of its own: Megatron-core looks for TransformerEngine when imported."""
+    stand_in = implementation != "local" and not gpu
+    script = "tests/training/te_driver.py" if stand_in else "pretrain_gpt.py"
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    paths = [str(REPOSITORY), *([str(REPOSITORY / "tests/stand_ins")] if stand_in else [])]
+    paths += os.environ["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in os.environ else []
+    hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*command, str(REPOSITORY / script), *argv(save=name, transformer_impl=implementation, **changes)],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+            **hidden,
+            "TE_STAND_IN_LOG": str(folder / f"{name}.log"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def must_run(folder: Path, name: str, implementation: str = "transformer_engine", **changes: Any) -> str:
+    done = run(folder, name, implementation, **changes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def calls(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.log").read_text().splitlines()]
+
+
+def half_of(folder: Path, name: str) -> str:
+    """A folder with the checkpoint that run ``name`` has written at its second iteration."""
+    half = folder / f"half of {name}"
+    shutil.copytree(folder / name / "iter_0000002", half / "iter_0000002")
+    (half / "latest_checkpointed_iteration.txt").write_text("2\n")
+    return str(half)
+
+
+# Three layers, so that one is left where both ends stay in bf16.
+SHAPE: dict[str, Any] = {"num_layers": 3, "train_iters": 4, "save_interval": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt", "llama"])
+def test_it_is_our_model_and_either_continues_the_other_s_run(tmp_path: Path, shape: dict[str, Any]) -> None:
+    # In fp32, with dropout and two microbatches a step.
+    theirs = must_run(tmp_path, "theirs", **SHAPE, **shape)
+    must_run(tmp_path, "ours", "local", **SHAPE, **shape)
+    assert losses(tmp_path / "theirs") == losses(tmp_path / "ours")
+    assert len(set(losses(tmp_path / "ours"))) == 4
+    assert "layers:      transformer_engine 2.20.2; optimizer AdamW of torch" in theirs
+    assert all(call["fused"] for call in calls(tmp_path, "theirs"))
+
+    said = must_run(tmp_path, "ours continued", load=half_of(tmp_path, "ours"), **SHAPE, **shape)
+    must_run(tmp_path, "theirs continued", "local", load=half_of(tmp_path, "theirs"), **SHAPE, **shape)
+    assert losses(tmp_path / "ours continued") == losses(tmp_path / "ours")[2:]
+    assert losses(tmp_path / "theirs continued") == losses(tmp_path / "ours")[2:]
+    assert "layers: transformer_engine, where the checkpoint was written with local" in said
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "fp8_delayed": {
+        "recipe": "DelayedScaling",
+        "fp8_format": "hybrid",
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "override_linear_precision": [False, False, False],
+    },
+    "fp8_current_bf16_ends": {"recipe": "Float8CurrentScaling", "fp8_format": "hybrid", "power_of_two": False},
+    "fp8_blockwise": {"recipe": "Float8BlockScaling", "fp8_format": "e4m3", "power_of_two": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_linear_runs_under_the_recipe_s_counterpart(tmp_path: Path, recipe: str) -> None:
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 3, "bf16": True}
+    said = must_run(tmp_path, "out", recipe=recipe, eval_iters=1, no_save=True, **sizes)
+    assert f"recipe {recipe} by TransformerEngine, native: --fp8-format" in said
+    assert "emulated" not in said
+    found = [{k: v for k, v in call.items() if k in RECIPES[recipe]} for call in calls(tmp_path, "out")]
+    layer = [RECIPES[recipe]] * 4
+    ends: list[dict[str, Any]] = [{}] * 4 if recipe.endswith("ends") else layer
+    # Two steps of two microbatches, then one microbatch of validation and test each.
+    assert found == [*ends, *layer, *ends] * (len(found) // 12)
+    first = [call["first"] for call in calls(tmp_path, "out") if call["training"]]
+    assert first == ([True] * 12 + [False] * 12) * 2, "a quantized weight is kept for the microbatches of a step alone"
+
+
+@pytest.mark.slow
+def test_its_amax_histories_are_saved_with_the_recipe_and_begin_anew_without(tmp_path: Path) -> None:
+    common = {**SHAPE, "recipe": "fp8_delayed"}
+    must_run(tmp_path, "whole", **common)
+    half = half_of(tmp_path, "whole")
+    must_run(tmp_path, "rest", load=half, **common)
+    assert losses(tmp_path / "rest") == losses(tmp_path / "whole")[2:]
+    assert [call["seen"] for call in calls(tmp_path, "rest")] == [
+        call["seen"] for call in calls(tmp_path, "whole") if call["seen"] > 4
+    ]
+    said = must_run(tmp_path, "other", load=half, **common | {"recipe": "fp8_current"})
+    assert "recipe: fp8_current, where the checkpoint was trained with fp8_delayed" in said
+    assert calls(tmp_path, "other")[0]["seen"] == 1
+
+
+@pytest.mark.slow
+def test_a_sequence_over_two_ranks_trains_the_same(tmp_path: Path) -> None:
+    common = {"train_iters": 3, "eval_iters": 1, "hidden_dropout": 0, "attention_dropout": 0, "no_save": True}
+    common |= {"log_params_norm": True}
+    must_run(tmp_path, "one", **common)
+    must_run(tmp_path, "two", processes=2, context_parallel_size=2, **common)
+    for mine, reference in zip(rows(tmp_path / "two"), rows(tmp_path / "one"), strict=True):
+        for key in ("lm loss", "lm loss validation", "grad-norm", "params-norm"):
+            if key in reference:
+                assert mine[key] == pytest.approx(reference[key], rel=2e-6), key
+
+
+def test_a_recipe_that_the_machine_does_not_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_STAND_IN_NO_BLOCKS", "1")
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 256, "no_save": True}
+    done = run(tmp_path, "out", "transformer_engine", recipe="fp8_blockwise", **sizes)
+    assert done.returncode == 2
+    assert (
+        "TransformerEngine's blockwise scaling, which it does not run on this machine: FP8 block scaled GEMM"
+        in done.stderr
+    )
+
+
+def test_experts_do_not_change_hands(tmp_path: Path) -> None:
+    common = {"num_experts": 2, "train_iters": 1}
+    must_run(tmp_path, "ours", "local", **common)
+    done = run(tmp_path, "theirs", "transformer_engine", load="ours", **common)
+    assert done.returncode == 2
+    assert "was written with --transformer-impl local" in done.stderr
+    assert "a layer with experts" in done.stderr
+
+
+def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:
+    package = tmp_path / "site/transformer_engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    code = """
+from megatron_lowprec import get_recipe
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.te_recipe import prepare
+prepare(Config(transformer_impl="transformer_engine", micro_batch_size=1, seq_length=32), get_recipe("bf16"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path / 'site'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = "cannot be imported: libcudart.so.13: cannot open shared object file; install"
+    assert said in done.stderr.splitlines()[-1]
+
+
+# ---- TransformerEngine itself
+needs_te = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
+)
+ON_GPU: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "seq_length": 128,
+    "micro_batch_size": 8,
+    "global_batch_size": 16,
+    "bf16": True,
+    "hidden_dropout": 0,
+    "attention_dropout": 0,
+    # the same weights for both implementations
+    "use_cpu_initialization": True,
+    "no_save": True,
+    "gpu": True,
+}
+FP8 = ("fp8_delayed", "fp8_current", "fp8_blockwise")
+
+
+def lm_losses(folder: Path) -> list[float]:
+    return [row["lm loss"] for row in rows(folder) if "lm loss" in row]
+
+
+@pytest.mark.gpu
+@needs_te
+@pytest.mark.parametrize("recipe", ["bf16", *FP8, "fp8_current_bf16_ends"])
+def test_a_recipe_means_the_same_to_both(tmp_path: Path, recipe: str) -> None:
+    common = {**ON_GPU, "recipe": recipe, "train_iters": 40, "lr_decay_style": "constant"}
+    said = must_run(tmp_path, "theirs", **common)
+    must_run(tmp_path, "ours", "local", **common)
+    assert f"recipe {recipe} by TransformerEngine, native" in said
+    assert "optimizer FusedAdam of transformer_engine" in said
+    theirs, ours = lm_losses(tmp_path / "theirs"), lm_losses(tmp_path / "ours")
+    # Sums run in other orders, and bf16 keeps 8 bits: the first loss agrees to those, later ones drift apart.
+    assert theirs[0] == pytest.approx(ours[0], rel=2e-3)
+    assert sum(theirs[-10:]) == pytest.approx(sum(ours[-10:]), rel=2e-2)
+    assert theirs[-1] < theirs[0] - 0.2
+    if recipe != "bf16":
+        must_run(tmp_path, "plain", **common | {"recipe": "bf16"})
+        assert losses(tmp_path / "plain") != losses(tmp_path / "theirs"), "nothing ran in FP8"
+
+
+@pytest.mark.gpu
+@needs_te
+@pytest.mark.parametrize("recipe", ["bf16", *FP8])
+def test_it_resumes_bit_for_bit(tmp_path: Path, recipe: str) -> None:
+    common = {**ON_GPU, "recipe": recipe, "train_iters": 4, "save_interval": 2, "no_save": None}
+    common |= {"hidden_dropout": 0.1, "deterministic_mode": True, "use_distributed_optimizer": True}
+    must_run(tmp_path, "whole", **common)
+    must_run(tmp_path, "rest", load=half_of(tmp_path, "whole"), **common)
+    assert losses(tmp_path / "rest") == losses(tmp_path / "whole")[2:]
+
+
+@pytest.mark.gpu
+@needs_te
+@pytest.mark.parametrize("distributed", [True, None], ids=["distributed", "plain"])
+def test_either_continues_the_other_s_run_on_a_gpu(tmp_path: Path, distributed: bool | None) -> None:
+    common = {**ON_GPU, "train_iters": 20, "save_interval": 2, "no_save": None, "lr_decay_style": "constant"}
+    common |= {"use_distributed_optimizer": distributed}
+    for name, implementation in (("ours", "local"), ("theirs", "transformer_engine")):
+        must_run(tmp_path, name, implementation, **common)
+    must_run(tmp_path, "ours continued", load=half_of(tmp_path, "ours"), **common)
+    must_run(tmp_path, "theirs continued", "local", load=half_of(tmp_path, "theirs"), **common)
+    for name in ("ours", "theirs"):
+        found = lm_losses(tmp_path / f"{name} continued")
+        assert found == pytest.approx(lm_losses(tmp_path / name)[2:], rel=1e-2)
+
+
+@pytest.mark.gpu
+@needs_te
+@pytest.mark.parametrize("recipe", FP8)
+def test_weights_kept_in_fp8_train_the_same(tmp_path: Path, recipe: str) -> None:
+    common = {**ON_GPU, "recipe": recipe, "train_iters": 20, "use_distributed_optimizer": True}
+    must_run(tmp_path, "bf16 weights", **common)
+    must_run(tmp_path, "fp8 weights", fp8_param_gather=True, **common)
+    found = lm_losses(tmp_path / "fp8 weights")
+    assert found == pytest.approx(lm_losses(tmp_path / "bf16 weights"), rel=1e-2)
+
+
+@pytest.mark.gpu
+@needs_te
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
+def test_a_sequence_over_two_gpus_trains_the_same(tmp_path: Path, recipe: str) -> None:
+    common = {**ON_GPU, **LLAMA, "recipe": recipe, "train_iters": 10, "eval_iters": 1}
+    must_run(tmp_path, "one", **common)
+    must_run(tmp_path, "two", processes=2, context_parallel_size=2, **common)
+    assert lm_losses(tmp_path / "two") == pytest.approx(lm_losses(tmp_path / "one"), rel=1e-2)

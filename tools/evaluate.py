@@ -1,0 +1,241 @@
+"""Loss and perplexity of a checkpoint: on prepared or raw text, and a word's perplexity on WikiText.
+
+    python tools/evaluate.py --load runs/gpt_tiny-mxfp4_rht_sr --wikitext
+    python tools/evaluate.py --load runs/my_run --data-path my_corpus_text_document --split 949,50,1 --part valid
+    torchrun --nproc-per-node 8 tools/evaluate.py --load runs/my_run/iter_0020000 --wikitext --stride 512
+
+Every token is scored once. Windows are as long as the model's sequence; they are contiguous, or with --stride slide by
+that many tokens. A corpus of --data-path is one stream of tokens, in the order of its documents, whose first token is
+not scored. With --wikitext each article is scored by itself after one end-of-document token, as lm-evaluation-harness's
+task wikitext does: text put back together, loss over the words and bytes of the text as it came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import corpus, reopen, startup
+from megatron_lowprec.training.arguments import REPOSITORY, find
+from megatron_lowprec.training.resolve import find_data
+from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.tokenizer import tokenizer_of
+from megatron_lowprec.training.wikitext import Page, read
+from megatron_lowprec.training.windows import Text, check_stride
+
+if TYPE_CHECKING:
+    from megatron_lowprec.training.score import Score
+
+WIKITEXT = "data/wikitext-test.raw.txt.xz"
+PARTS = ("train", "valid", "test")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags, by Megatron's names where it has them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="a run, its checkpoints, or one of its iter_…")
+    parser.add_argument("--iteration", type=int, help="of the run; default its newest checkpoint")
+    parser.add_argument("--data-path", nargs="+", default=[], metavar="PATH", help="prefixes of .bin/.idx, or .jsonl")
+    parser.add_argument("--split", metavar="A,B,C", help="cut the documents of --data-path as in training")
+    parser.add_argument("--part", choices=PARTS, default="valid", help="which part of --split (default: valid)")
+    parser.add_argument(
+        "--wikitext", nargs="?", const=WIKITEXT, metavar="FILE", help=f"raw WikiText (default file: {WIKITEXT})"
+    )
+    parser.add_argument("--seq-length", type=int, help="tokens of a window; default the model's")
+    parser.add_argument("--stride", type=int, help="tokens between windows; default --seq-length: contiguous")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="windows of one pass on one rank (default: 4)")
+    parser.add_argument("--max-tokens", type=int, help="score only the first so many tokens of each --data-path")
+    parser.add_argument("--recipe", help="evaluate under another recipe than the checkpoint's, such as bf16")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
+    parser.add_argument("--data-cache-path", help="where raw text is tokenized to; default data/cache")
+    parser.add_argument("--vocab-file", help="where the checkpoint's vocabulary is now, if it has moved")
+    parser.add_argument("--merge-file", help="the same for its merges")
+    parser.add_argument("--tokenizer-model", help="the same for its tokenizer.json")
+    parser.add_argument("--out", metavar="FILE", help="write the results there, as JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 for what a user can mend."""
+    args = parse_arguments(arguments)
+    ranks = startup.prepare_environment()
+    try:
+        evaluate(args, ranks)
+    except UserError as error:
+        return startup.fail("evaluate.py", error, ranks)
+    return 0
+
+
+def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
+    """Score what was asked for; the results, which rank 0 prints and writes."""
+    if not args.data_path and args.wikitext is None:
+        raise UserError("nothing to score: give --data-path or --wikitext")
+    if args.micro_batch_size < 1 or (args.max_tokens is not None and args.max_tokens < 2):
+        raise UserError("--micro-batch-size wants at least 1, --max-tokens at least 2")
+    pages = read(str(find(args.wikitext))) if args.wikitext is not None else []
+    scorer = Scorer(args, ranks)
+    results = scorer.header()
+    results["data"] = {path: scorer.corpus(path, prefix) for path, prefix in scorer.prepared().items()}
+    if pages:
+        results["wikitext"] = scorer.wikitext(args.wikitext, pages)
+    if args.out and ranks.rank == 0:
+        Path(args.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    startup.finalize()
+    return results
+
+
+class Scorer:
+    """A checkpoint's model, ready to score texts."""
+
+    def __init__(self, args: argparse.Namespace, ranks: startup.Ranks) -> None:
+        import torch
+
+        self._args, self._ranks = args, ranks
+        self._found = reopen.at_iteration(reopen.find(args.load), args.iteration)
+        moved = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
+        tensor = args.tensor_model_parallel_size
+        opened = reopen.reopen(
+            self._found,
+            ranks.world_size,
+            torch.cuda.is_available(),
+            recipe=args.recipe,
+            tensor_model_parallel_size=tensor,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            # Experts ask for it.
+            sequence_parallel=bool(self._found.content["options"].get("num_experts")) and tensor > 1,
+            micro_batch_size=args.micro_batch_size,
+            **{name: value for name, value in moved.items() if value is not None},
+        )
+        self._recipe = opened.recipe
+        self._length: int = args.seq_length or sized(opened.config.seq_length)
+        self._stride: int = args.stride or self._length
+        check_stride(self._stride, self._length)
+        positions = sized(opened.config.max_position_embeddings)
+        if opened.config.position_embedding_type == "learned_absolute" and self._length > positions:
+            raise UserError(f"--seq-length {self._length}: this model has {positions} positions; lower it")
+        self._tokenizer = tokenizer_of(opened.config)
+        self._device = startup.initialize(opened.config, ranks)
+
+        from megatron_lowprec.training import checkpoint
+        from megatron_lowprec.training.model import build_model
+
+        self._model = build_model(opened.config, opened.recipe, opened.padded_vocab_size)
+        self._notes = checkpoint.load_weights(self._found.folder, self._model)
+        self._model.runtime.begin_step(self._found.progress["iteration"])
+
+    def header(self) -> dict[str, Any]:
+        """What is scored and how."""
+        trained = self._found.content["recipe"]["name"]
+        how = "contiguous" if self._stride == self._length else f"sliding by {self._stride}"
+        self._say(f"checkpoint  {self._found.folder}, trained under {trained}")
+        self._say(f"recipe      {self._recipe.name}", *self._notes)
+        self._say(f"windows     {self._length} tokens, {how}")
+        return {
+            "checkpoint": str(self._found.folder),
+            "iteration": self._found.progress["iteration"],
+            "trained_under": trained,
+            "recipe": self._recipe.name,
+            "window": self._length,
+            "stride": self._stride,
+        }
+
+    def prepared(self) -> dict[str, str]:
+        """--data-path's entries and the prefix of each; raw text is tokenized by the first process of each node."""
+        from megatron_lowprec.training.data import in_turn
+
+        args = self._args
+        cache = args.data_cache_path or str(REPOSITORY / "data" / "cache")
+        options: dict[str, Any] = {"workers": os.cpu_count() or 1, "report": self._say}
+
+        def prepare() -> dict[str, str]:
+            return {p: corpus.prepare(find_data(p), self._tokenizer, cache, **options) for p in args.data_path}
+
+        return in_turn(self._ranks.local_rank == 0, prepare)
+
+    def corpus(self, path: str, prefix: str) -> dict[str, Any]:
+        """A corpus as one stream of tokens."""
+        ids = corpus.tokens_of(prefix, _share(self._args.split, self._args.part))[: self._args.max_tokens]
+        if len(ids) < 2:
+            raise UserError(f"{path}: {len(ids)} tokens, too few to score one after another")
+        found = self._score([Text(int(ids[0]), ids[1:])], path)
+        self._say(f"{path}: {found.tokens:,} tokens, loss {found.loss:.4f}, perplexity {found.perplexity:.3f}")
+        return {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
+
+    def wikitext(self, path: str, pages: Sequence[Page]) -> dict[str, Any]:
+        """Each article by itself; loss over words and bytes of the text as it came."""
+        from megatron_lowprec.training.score import per
+
+        ids = [np.asarray(self._tokenizer.tokenize(page.text), np.int64) for page in pages]
+        found = self._score([Text(self._tokenizer.eod, article) for article in ids], path)
+        words, size = sum(page.words for page in pages), sum(page.size for page in pages)
+        of_word, of_byte, bits = per(found.nats, words), per(found.nats, size), found.nats / size / math.log(2)
+        self._say(
+            f"{path}: {len(pages)} articles, {words:,} words, {found.tokens:,} tokens, loss {found.loss:.4f}, "
+            f"perplexity {found.perplexity:.3f}"
+        )
+        self._say(f"  of a word {of_word:.3f}, of a byte {of_byte:.4f}; {bits:.4f} bits a byte")
+        return {
+            "file": path,
+            "pages": len(pages),
+            "tokens": found.tokens,
+            "words": words,
+            "bytes": size,
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "word_perplexity": of_word,
+            "byte_perplexity": of_byte,
+            "bits_per_byte": bits,
+        }
+
+    def _score(self, texts: Sequence[Text], name: str) -> Score:
+        from megatron_lowprec.training.score import score
+
+        return score(
+            self._model,
+            texts,
+            length=self._length,
+            stride=self._stride,
+            batch_size=self._args.micro_batch_size,
+            filler=self._tokenizer.eod,
+            device=self._device,
+            progress=_progress(name) if self._ranks.rank == 0 and sys.stderr.isatty() else None,
+        )
+
+    def _say(self, *lines: str) -> None:
+        if self._ranks.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+
+def _share(split: str | None, part: str) -> tuple[float, float]:
+    """The share of a corpus's documents that a part of --split is."""
+    if split is None:
+        return 0.0, 1.0
+    from megatron.core.datasets import blended_megatron_dataset_config as cuts
+
+    share = cuts.convert_split_vector_to_split_matrix(cuts.parse_and_normalize_split(split))[PARTS.index(part)]
+    if share is None:
+        raise UserError(f"--split {split} has no part {part}; choose another --part")
+    return share[0], share[1]
+
+
+def _progress(name: str) -> Callable[[int, int], None]:
+    """A line that overwrites itself."""
+
+    def show(done: int, of: int) -> None:
+        print(f"\r{name}: {done / of:4.0%}", end="\n" if done == of else "", file=sys.stderr, flush=True)
+
+    return show
+
+
+if __name__ == "__main__":
+    startup.leave(main())

@@ -1,0 +1,75 @@
+"""Write a checkpoint as a Hugging Face model: config.json, model.safetensors and the tokenizer's files.
+
+    python tools/export_hf.py --load runs/my_run --out my_model
+
+A GPT with learned positions and LayerNorm becomes a GPT-2 (GPT2LMHeadModel), one with rope, RMSNorm and SwiGLU a Llama
+(LlamaForCausalLM). The weights are those that training's forward pass uses, with no quantization: a recipe is not part
+of a Hugging Face model. Any layout's checkpoint will do; one process, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import reopen
+from megatron_lowprec.training.convert.hf_config import to_hf_config
+from megatron_lowprec.training.convert.hf_tokenizer import write_tokenizer
+from megatron_lowprec.training.convert.hf_weights import to_hf_weights
+from megatron_lowprec.training.convert.store import read_weights
+from megatron_lowprec.training.tokenizer import tokenizer_of
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="a run, its checkpoints, or one of its iter_…")
+    parser.add_argument("--iteration", type=int, help="of the run; default its newest checkpoint")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write; new or empty")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; default the checkpoint's")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 for what a user can mend."""
+    args = parse_arguments(arguments)
+    try:
+        written = export(args.load, args.iteration, Path(args.out), args.dtype)
+    except UserError as error:
+        print(f"export_hf.py: error: {error}", file=sys.stderr)
+        return 2
+    print(*written, sep="\n")
+    return 0
+
+
+def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> list[str]:
+    """Write the model; lines that say what."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: exists already; name a new folder or an empty one")
+    found = reopen.at_iteration(reopen.find(load), iteration)
+    config = reopen.reopen(found, 1, gpus=False).config
+    tokenizer = tokenizer_of(config)
+    name = dtype or ("bfloat16" if config.bf16 else "float32")
+    about = to_hf_config(config, tokenizer.vocab_size, tokenizer.eod, name)
+    weights = to_hf_weights(config, read_weights(found.folder), tokenizer.vocab_size)
+    tensors = {key: tensor.to(getattr(torch, name)) for key, tensor in weights.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    files = write_tokenizer(config, out)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    lines = [f"{found.folder} -> {out}: {about['architectures'][0]}, {count:,} weights in {name}"]
+    return [*lines, f"tokenizer: {', '.join(files) or 'none, for a NullTokenizer has no files'}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

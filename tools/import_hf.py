@@ -1,0 +1,109 @@
+"""Read a Hugging Face GPT-2 or Llama into a checkpoint of weights, to evaluate or to train on from.
+
+    python tools/import_hf.py --load gpt2 --save runs/gpt2
+    python tools/evaluate.py --load runs/gpt2 --wikitext
+    torchrun … pretrain_gpt.py --config runs/gpt2/model.yaml --load runs/gpt2 --finetune --recipe mxfp8 --save …
+
+``--load`` is a folder with config.json and safetensors, one file or several with an index. The vocabulary is kept as it
+is unless --make-vocab-size-divisible-by pads it with copies of its last row, which tensor parallelism may ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.convert.hf_config import from_hf_config
+from megatron_lowprec.training.convert.hf_tokenizer import tokenizer_options
+from megatron_lowprec.training.convert.hf_weights import from_hf_weights
+from megatron_lowprec.training.convert.store import write_checkpoint
+from megatron_lowprec.training.resolve import resolve_model
+from megatron_lowprec.training.tokenizer import padded_vocab_size
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="the Hugging Face model")
+    parser.add_argument("--save", required=True, metavar="FOLDER", help="where the checkpoint goes")
+    parser.add_argument("--seq-length", type=int, help="tokens of a sample; default what config.json allows")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by", type=int, default=1, metavar="N", help="default 1: no padding"
+    )
+    parser.add_argument("--bf16", action="store_true", help="keep bf16 weights; default only where the source has bf16")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 for what a user can mend."""
+    args = parse_arguments(arguments)
+    try:
+        print(*convert(args), sep="\n")
+    except UserError as error:
+        print(f"import_hf.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def convert(args: argparse.Namespace) -> list[str]:
+    """Read, convert and write; lines that say what."""
+    folder = Path(args.load).resolve()
+    about = _config(folder)
+    options: dict[str, Any] = from_hf_config(about)
+    if args.seq_length is not None:
+        options["seq_length"] = args.seq_length
+    # Without files of a tokenizer, ids are what they are: one of them ends a document.
+    named = tokenizer_options(folder) or {"tokenizer_type": "NullTokenizer", "vocab_size": about["vocab_size"] - 1}
+    tensors = _tensors(folder)
+    bf16 = args.bf16 or all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    divisor = args.make_vocab_size_divisible_by
+    config = resolve_model(Config(**options, **named, bf16=bf16, make_vocab_size_divisible_by=divisor))
+    rows = padded_vocab_size(about["vocab_size"], divisor, 1)
+    weights = from_hf_weights(config, {name: tensor.float() for name, tensor in tensors.items()}, rows)
+    final = write_checkpoint(Path(args.save), config, weights, f"{about['model_type']} model {folder.name}")
+    return [
+        f"{folder} -> {final}: {sum(w.numel() for w in weights.values()):,} weights in {'bf16' if bf16 else 'fp32'}",
+        f"go on with: --config {args.save}/model.yaml --load {args.save} --finetune",
+    ]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--load {folder}: no config.json there; give a folder with a Hugging Face model") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}/config.json cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{folder}/config.json is not an object")
+    return content
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        try:
+            found |= load_file(folder / name)
+        except FileNotFoundError:
+            raise UserError(f"--load {folder}: no {name}; other formats must be saved as safetensors first") from None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder}/{name} cannot be read: {error}") from None
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

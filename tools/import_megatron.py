@@ -1,0 +1,78 @@
+"""Read a checkpoint of stock Megatron-LM's GPT into a checkpoint of weights, to evaluate or to train on from.
+
+    python tools/import_megatron.py --load checkpoints/gpt --save runs/gpt \
+        --vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt
+    python tools/evaluate.py --load runs/gpt --wikitext
+
+Both of its formats are read, torch_dist (any layout) and torch (one file a rank; tensor and pipeline parallel), with
+local layers as with TransformerEngine's. Weights alone are taken, no optimizer. Reading unpickles Megatron-LM's args,
+which can run code: read only checkpoints that you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.convert import stock
+from megatron_lowprec.training.convert.store import write_checkpoint
+from megatron_lowprec.training.resolve import resolve_model
+from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="Megatron-LM's --save, or one of its iter_…")
+    parser.add_argument("--save", required=True, metavar="FOLDER", help="where the checkpoint goes")
+    parser.add_argument("--vocab-file", help="vocab.json of its GPT2BPETokenizer")
+    parser.add_argument("--merge-file", help="merges.txt of its GPT2BPETokenizer")
+    parser.add_argument("--tokenizer-model", help="its tokenizer.json, or a folder that holds one")
+    parser.add_argument("--vocab-size", type=int, help="entries of its NullTokenizer, which needs no files")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 for what a user can mend."""
+    args = parse_arguments(arguments)
+    try:
+        print(*convert(args), sep="\n")
+    except UserError as error:
+        print(f"import_megatron.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def convert(args: argparse.Namespace) -> list[str]:
+    """Read, convert and write; lines that say what."""
+    if args.tokenizer_model is not None:
+        named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": args.tokenizer_model}
+    elif args.vocab_size is not None:
+        named = {"tokenizer_type": "NullTokenizer", "vocab_size": args.vocab_size}
+    elif args.vocab_file is not None and args.merge_file is not None:
+        named = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": args.vocab_file, "merge_file": args.merge_file}
+    else:
+        raise UserError("which tokenizer? give --vocab-file and --merge-file, --tokenizer-model, or --vocab-size")
+    found = stock.read(args.load)
+    config = resolve_model(Config(**stock.options(found.args), **named))
+    rows, known = len(found.weights["embedding.word_embeddings.weight"]), tokenizer_of(config).vocab_size
+    if known > rows:
+        raise UserError(f"the tokenizer has {known} ids, but the checkpoint's embedding {rows} rows: give its own")
+    # What its padding was a multiple of, if that gives its rows again; else the rows themselves.
+    multiple = getattr(found.args, "make_vocab_size_divisible_by", 1) * found.args.tensor_model_parallel_size
+    divisor = multiple if padded_vocab_size(known, multiple, 1) == rows else rows
+    config = replace(config, make_vocab_size_divisible_by=divisor)
+    final = write_checkpoint(Path(args.save), config, found.weights, f"Megatron-LM's {found.folder}")
+    return [
+        f"{found.folder} -> {final}: {sum(w.numel() for w in found.weights.values()):,} weights",
+        f"go on with: --config {args.save}/model.yaml --load {args.save} --finetune",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Wikipedia, or any titled articles, as tokenized shards with a manifest: streamed, deduplicated, resumable.
+
+    python tools/prepare_wikipedia.py --output-prefix data/wikipedia/en --workers 16
+    python tools/prepare_wikipedia.py --output-prefix data/mine --input part-*.jsonl.xz more.parquet --workers 16
+
+The first streams wikimedia/wikipedia, 20231101.en, from the Hugging Face hub and keeps nothing of it but the tokens (it
+needs the package datasets; --dataset may also name a folder in the hub's format). An article whose title was seen
+before is dropped. Interrupted, the same command goes on behind the last whole shard. Each shard is a corpus for
+--data-path; PREFIX.manifest.json lists them with counts and checksums, and --verify compares those with the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import shards
+from megatron_lowprec.training.arguments import find
+from megatron_lowprec.training.articles import Files, Hub, Source
+from megatron_lowprec.training.progress import progress_bar
+from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, build_tokenizer
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Flags; tokenizers by Megatron's names, by default GPT-2's, which the repository ships."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-prefix", metavar="PREFIX", help="shards are PREFIX-00000_text_document.*")
+    parser.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl (.gz, .xz, .zst) or .parquet, not the hub")
+    parser.add_argument("--dataset", default="wikimedia/wikipedia", help="on the hub, or a folder in its format")
+    parser.add_argument("--dataset-config", default="20231101.en", help="default: 20231101.en")
+    parser.add_argument("--dataset-split", default="train", help="default: train")
+    parser.add_argument("--dataset-revision", help="a commit of the dataset, to get the same bytes again")
+    parser.add_argument("--title-key", default="title", help="default: title")
+    parser.add_argument("--text-key", default="text", help="default: text")
+    parser.add_argument("--shard-documents", type=int, default=200_000, help="articles of a shard (default: 200000)")
+    parser.add_argument("--no-append-eod", action="store_true", help="no end-of-document id after each article")
+    parser.add_argument("--workers", type=int, default=1, help="processes; the result is the same (default: 1)")
+    parser.add_argument("--log-interval", type=int, default=10_000, help="articles between two lines (default: 10000)")
+    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
+    parser.add_argument("--vocab-file", default="data/gpt2/vocab.json", metavar="FILE")
+    parser.add_argument("--merge-file", default="data/gpt2/merges.txt", metavar="FILE")
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json, or a folder that holds one")
+    parser.add_argument("--vocab-size", type=int, help="ids of a NullTokenizer")
+    parser.add_argument("--verify", metavar="MANIFEST", help="compare a manifest with its shards, and stop")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 where --verify finds a fault, 2 for what a user can mend, 130 when interrupted."""
+    args = parse_arguments(arguments)
+    try:
+        if args.verify is not None:
+            return _verify(Path(args.verify))
+        _prepare(args)
+    except UserError as error:
+        print(f"prepare_wikipedia.py: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"prepare_wikipedia.py: error: --output-prefix {args.output_prefix}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "prepare_wikipedia.py: interrupted; the same command goes on behind the last whole shard", file=sys.stderr
+        )
+        return 130
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    if args.output_prefix is None:
+        raise UserError("--output-prefix is missing: say where the shards go")
+    if min(args.workers, args.shard_documents) < 1:
+        raise UserError("--workers and --shard-documents want at least 1")
+    tokenizer = build_tokenizer(
+        args.tokenizer_type,
+        vocab_file=str(find(args.vocab_file)),
+        merge_file=str(find(args.merge_file)),
+        tokenizer_model=args.tokenizer_model,
+        vocab_size=args.vocab_size,
+    )
+    start = time.perf_counter()
+    with progress_bar(args.log_interval) as progress:
+        found = shards.prepare(
+            _source(args),
+            args.output_prefix,
+            tokenizer,
+            shard_documents=args.shard_documents,
+            append_eod=not args.no_append_eod,
+            workers=args.workers,
+            progress=progress,
+        )
+    print(
+        f"{args.output_prefix}.manifest.json: {len(found['shards'])} shards, {found['documents']} documents, "
+        f"{found['tokens']} tokens ({found['duplicates']} repeated titles and {found['empty']} empty articles left out)"
+    )
+    print(f"{time.perf_counter() - start:.1f} s")
+
+
+def _source(args: argparse.Namespace) -> Source:
+    if args.input is not None:
+        return Files(args.input, args.title_key, args.text_key)
+    config = args.dataset_config or None
+    return Hub(
+        args.dataset,
+        config,
+        args.dataset_split,
+        args.dataset_revision,
+        title_key=args.title_key,
+        text_key=args.text_key,
+    )
+
+
+def _verify(manifest: Path) -> int:
+    faults = shards.verify(manifest)
+    print(*(faults or [f"{manifest}: all shards are as it says"]), sep="\n")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

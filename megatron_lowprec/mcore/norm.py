@@ -10,17 +10,18 @@ from torch import nn
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import fuses
+from megatron_lowprec.mcore.amax_hint import note_amax
 
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+        ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, amax: torch.Tensor | None
     ) -> torch.Tensor:
         from megatron_lowprec.kernels.layernorm.triton import norm
 
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, mean, rstd = norm(rows, weight, bias, eps)
+        y, mean, rstd = norm(rows, weight, bias, eps, amax)
         ctx.save_for_backward(rows, weight, mean, rstd)
         return y.view(x.shape)
 
@@ -30,23 +31,43 @@ class _NormFunction(torch.autograd.Function):
 
         rows, weight, mean, rstd = ctx.saved_tensors
         dx, dw, db = norm_backward(dy.reshape(rows.shape).contiguous(), rows, weight, mean, rstd)
-        return dx.view(dy.shape), dw, db, None
+        return dx.view(dy.shape), dw, db, None, None
+
+
+def _fused(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float | None, hints: bool
+) -> torch.Tensor:
+    """The norm by one kernel, its output's amax noted where ``hints``."""
+    if not hints:
+        return _NormFunction.apply(x, weight, bias, eps, None)
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    y = _NormFunction.apply(x, weight, bias, eps, amax)
+    note_amax(y, amax)
+    return y
 
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` with a weight and a bias."""
+    """``nn.LayerNorm`` with a weight and a bias.
+
+    Attributes:
+        hints_amax: note the output's amax, which the next layer asks for; on a GPU.
+    """
+
+    hints_amax = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
-        return _NormFunction.apply(x, self.weight, self.bias, self.eps) if fuses(x) else super().forward(x)
+        return _fused(x, self.weight, self.bias, self.eps, self.hints_amax) if fuses(x) else super().forward(x)
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` with a weight."""
+    """``nn.RMSNorm`` with a weight; ``hints_amax`` as ``LayerNorm``."""
+
+    hints_amax = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
-        return _NormFunction.apply(x, self.weight, None, self.eps) if fuses(x) else super().forward(x)
+        return _fused(x, self.weight, None, self.eps, self.hints_amax) if fuses(x) else super().forward(x)
 
 
 class Norm:

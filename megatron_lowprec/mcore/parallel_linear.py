@@ -5,7 +5,8 @@ which both layers reach their GEMMs. The communication around them is the stock 
 sequence-parallel input, asynchronous all-reduce or reduce-scatter of the input gradient under the weight gradient.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,105 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from megatron_lowprec.kernels.cast.source import Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand
-from megatron_lowprec.linear import GradOutput, Kept, LinearNumerics
+from megatron_lowprec.mcore.amax_hint import known_amax
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.moment import current_moment
+from megatron_lowprec.numerics import GradOutput, Kept, LinearNumerics
 from megatron_lowprec.quantization.random_stream import Moment
+
+
+class Shared(NamedTuple):
+    """How tensor-parallel ranks share a layer's input, in Megatron-core's words."""
+
+    allreduce_dgrad: bool
+    sequence_parallel: bool
+    tp_group: dist.ProcessGroup
+
+
+class Saved(NamedTuple):
+    """What a layer's backward pass needs of its forward pass; tensors first, for ``save_for_backward``."""
+
+    weight: torch.Tensor
+    x: torch.Tensor | None
+    scale: torch.Tensor | None
+    weight_amax: torch.Tensor | None
+    tile: str
+    x_shape: torch.Size
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The first four."""
+        return self[:4]
+
+
+def product(
+    layer: "LowPrecLinearMixin",
+    x: torch.Tensor | Source,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    moment: Moment,
+    observe: bool,
+    shared: Shared,
+    amax: torch.Tensor | None = None,
+    keeps: bool = True,
+) -> tuple[torch.Tensor, Saved]:
+    """fprop of x [..., I], gathered first under sequence parallelism: y [tokens, O].
+
+    Args:
+        amax: of x on this rank, where it is known.
+        keeps: False where x will be made again for the backward pass.
+    """
+    keep = observe and keeps
+    if isinstance(x, Source):
+        y, kept = layer.bound_numerics.forward(x, weight, moment, observe, bias, keep=keep, amax=amax)
+        return y, Saved(weight, *kept.saved(x.x), kept.tile, x.shape)
+    total = gather_sequence(x, shared.tp_group)[0] if shared.sequence_parallel else x
+    flat = total.reshape(-1, total.shape[-1])
+    # under sequence parallelism a rank keeps its part of x alone, and gathers again
+    keep = keep and not shared.sequence_parallel
+    y, kept = layer.bound_numerics.forward(flat, weight, moment, observe, bias, keep=keep, amax=amax)
+    return y, Saved(weight, *kept.saved(x), kept.tile, x.shape)
+
+
+def gradients(
+    layer: "LowPrecLinearMixin",
+    dy: Callable[[], GradOutput],
+    saved: Saved,
+    moment: Moment,
+    shared: Shared,
+    again: "Callable[[], tuple[torch.Tensor | Source, torch.Tensor | None]] | None" = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dgrad and wgrad, communication under them: gradients of x, weight and bias.
+
+    Args:
+        dy: makes the operands of dy; called once x is on its way.
+        again: makes x again, and its amax where it is known, if none was saved.
+    """
+    numerics, total, gathering, reducing = layer.bound_numerics, saved.x, None, None
+    if shared.sequence_parallel and total is not None:
+        total, gathering = gather_sequence(total, shared.tp_group, async_op=True)
+    grad = dy()
+    dx = numerics.dgrad(grad, saved.weight, moment, saved.weight_amax).view(-1, *saved.x_shape[1:])
+    if gathering is not None:
+        gathering.wait()
+    if shared.allreduce_dgrad:
+        reducing = dist.all_reduce(dx, group=shared.tp_group, async_op=True)
+    elif shared.sequence_parallel:
+        dx, reducing = scatter_sequence(dx, shared.tp_group)
+    kept: torch.Tensor | ScaledOperand | Source
+    amax = None
+    if total is None:
+        assert again is not None
+        kept, amax = again()
+    elif saved.scale is None:
+        kept = total.reshape(-1, total.shape[-1])
+    else:
+        kept = Kept.restored(total, saved.scale, saved.tile)
+    dw = layer.accumulate_wgrad(numerics, grad, kept, saved.weight, moment, amax)
+    if reducing is not None:
+        reducing.wait()
+    return dx, dw, grad.bias
 
 
 class _ParallelLinearFunction(torch.autograd.Function):
@@ -31,41 +126,24 @@ class _ParallelLinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         layer: "LowPrecLinearMixin",
         observe: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: dist.ProcessGroup,
+        shared: Shared,
+        amax: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.layer, ctx.moment, ctx.use_bias = layer, current_moment(), bias is not None
-        ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
-        total = gather_sequence(x, tp_group)[0] if sequence_parallel else x
-        flat = total.reshape(-1, total.shape[-1])
-        # under sequence parallelism a rank keeps its part of x alone, and gathers again
-        keep = observe and not sequence_parallel
-        y, kept = layer.bound_numerics.forward(flat, weight, ctx.moment, observe, bias, keep=keep)
-        ctx.save_for_backward(weight, *kept.saved(x))
-        ctx.tile, ctx.x_shape = kept.tile, x.shape
+        ctx.layer, ctx.moment, ctx.use_bias, ctx.shared = layer, current_moment(), bias is not None, shared
+        y, saved = product(layer, x, weight, bias, ctx.moment, observe, shared, amax)
+        ctx.save_for_backward(*saved.tensors())
+        ctx.tile, ctx.x_shape = saved.tile, saved.x_shape
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        weight, x, scale, weight_amax = ctx.saved_tensors
+        saved = Saved(*ctx.saved_tensors, ctx.tile, ctx.x_shape)
         numerics: LinearNumerics = ctx.layer.bound_numerics
-        total, gathering, reducing = x, None, None
-        if ctx.sequence_parallel:
-            total, gathering = gather_sequence(x, ctx.tp_group, async_op=True)
-        dy = numerics.grad_output(dy_TO, ctx.moment, bias=ctx.use_bias)
-        dx = numerics.dgrad(dy, weight, ctx.moment, weight_amax).view(-1, *ctx.x_shape[1:])
-        if gathering is not None:
-            gathering.wait()
-        if ctx.allreduce_dgrad:
-            reducing = dist.all_reduce(dx, group=ctx.tp_group, async_op=True)
-        elif ctx.sequence_parallel:
-            dx, reducing = scatter_sequence(dx, ctx.tp_group)
-        kept = total.reshape(-1, total.shape[-1]) if scale is None else Kept.restored(x, scale, ctx.tile)
-        dw = ctx.layer.accumulate_wgrad(numerics, dy, kept, weight, ctx.moment)
-        if reducing is not None:
-            reducing.wait()
-        return dx, dw, dy.bias, None, None, None, None, None
+
+        def dy() -> GradOutput:
+            return numerics.grad_output(dy_TO, ctx.moment, bias=ctx.use_bias)
+
+        return *gradients(ctx.layer, dy, saved, ctx.moment, ctx.shared), None, None, None, None
 
 
 class LowPrecLinearMixin:
@@ -90,15 +168,16 @@ class LowPrecLinearMixin:
         self,
         numerics: LinearNumerics,
         dy: GradOutput,
-        x: torch.Tensor | ScaledOperand,
+        x: torch.Tensor | ScaledOperand | Source,
         weight: torch.Tensor,
         moment: Moment,
+        amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weight gradient, or, added to an fp32 ``main_grad`` already, a dummy that DDP's hook drops."""
         main_grad = getattr(weight, "main_grad", None)
         if not self.accumulates_in_fp32 or main_grad is None or main_grad.dtype != torch.float32:
-            return numerics.wgrad(dy, x, moment)
-        numerics.wgrad(dy, x, moment, accumulate_into=main_grad)
+            return numerics.wgrad(dy, x, moment, amax=amax)
+        numerics.wgrad(dy, x, moment, accumulate_into=main_grad, amax=amax)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.empty_like(weight)
 
@@ -106,16 +185,9 @@ class LowPrecLinearMixin:
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
         training = torch.is_grad_enabled() and weight.requires_grad
-        y = _ParallelLinearFunction.apply(
-            input,
-            weight,
-            bias,
-            self,
-            training,
-            options["allreduce_dgrad"],
-            options["sequence_parallel"],
-            options["tp_group"],
-        )
+        shared = Shared(options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"])
+        amax = None if shared.sequence_parallel else known_amax(input)
+        y = _ParallelLinearFunction.apply(input, weight, bias, self, training, shared, amax)
         # outside of the function: autograd forbids to change a view that a function returns
         return y.view(-1, *input.shape[1:-1], y.shape[-1])
 

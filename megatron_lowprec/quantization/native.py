@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast.source import Fp8Cast, Source, source_of
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.recipe.schema import QuantSpec
 
 if TYPE_CHECKING:
-    from megatron_lowprec.kernels.cast.triton import Fp8Cast, Fp8Rule
+    from megatron_lowprec.kernels.cast.triton import Fp8Rule
 
 
 @lru_cache(maxsize=64)
@@ -21,7 +22,7 @@ def _rule_of(spec: QuantSpec) -> "Fp8Rule":
 
 
 def cast_for_gemms(
-    matrix: torch.Tensor,
+    matrix: torch.Tensor | Source,
     spec: QuantSpec,
     *,
     rows: bool,
@@ -31,11 +32,11 @@ def cast_for_gemms(
     reduce_rows: Reduce | None = None,
     reduce_columns: Reduce | None = None,
     sums: bool = False,
-) -> "Fp8Cast":
+) -> Fp8Cast:
     """FP8 operands of a matrix along its rows, its columns or both, from one read; two where the scale is current.
 
     Args:
-        matrix: [M, N] bf16 or fp32 on a GPU.
+        matrix: [M, N] bf16 or fp32 on a GPU; a computed one only with its ``amax``, for tile "tensor".
         spec: of both directions.
         amax: fp32 [1] of tile "tensor", where it is known already.
         observed: fp32 [1] of a history, raised to the matrix's amax.
@@ -45,15 +46,16 @@ def cast_for_gemms(
     """
     from megatron_lowprec.kernels.cast.triton import amax_of, cast_fp8
 
-    if matrix.stride(1) != 1:
+    if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
         matrix = matrix.contiguous()
     if amax is None and spec.tile == "tensor":
-        amax = amax_for_gemms(matrix)
+        amax = amax_for_gemms(source_of(matrix).x)
         reduce = reduce_rows or reduce_columns
         amax = amax if reduce is None else reduce(amax)
     elif spec.tile == "row":
-        amax = amax_of(matrix, vectors=True)
-        parts = amax.split(matrix.shape)
+        x = source_of(matrix).x
+        amax = amax_of(x, vectors=True)
+        parts = amax.split(x.shape)
         for part, reduce in zip(parts, (reduce_rows, reduce_columns), strict=True):
             if reduce is not None:
                 part.copy_(reduce(part))

@@ -12,6 +12,7 @@ from itertools import product
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast.source import KINDS, Kind, Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand, tile_amax
 from tests.kernels.mx_cases import difference
@@ -32,6 +33,7 @@ class Case:
     ways: str
     given: float | None = None  # an amax that is known before, as delayed scaling has it
     special: bool = True  # NaN and Inf in it: every scale of a whole tensor is then NaN
+    kind: Kind = "matrix"  # what is cast: x, or what norm and GELU make of it
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
@@ -50,6 +52,30 @@ def input_of(case: Case, device: str) -> torch.Tensor:
     x[: min(case.rows, 128), :128] = 0
     x[5, 130] = 1e-40  # so small that fl(M / amax) leaves fp32
     return x.to(case.dtype).to(device)
+
+
+def source_of(case: Case, x: torch.Tensor) -> Source:
+    """x, or a computed source that starts from it."""
+    generator = torch.Generator().manual_seed(case.columns)
+    bias = (1 + torch.randn(case.columns, generator=generator)).to(x.device, x.dtype)
+    if case.kind == "bias_gelu":
+        return Source(case.kind, x, bias=bias)
+    if case.kind == "bias_gelu_grad":
+        argument = 3 * torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+        return Source(case.kind, x, argument, bias=bias)
+    return Source(case.kind, x)
+
+
+def made_of(source: Source) -> torch.Tensor:
+    """The matrix, by the kernels that write it; interpreted in fp32, and then rounded as a GPU rounds."""
+    from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
+
+    if source.kind == "matrix":
+        return source.x
+    dtype = source.x.dtype if source.x.is_cuda else torch.float32
+    x, argument, bias = (None if t is None else t.to(dtype) for t in source[1:])
+    y = bias_gelu(x, bias) if source.kind == "bias_gelu" else bias_gelu_backward(x, argument, bias)[0]
+    return y.to(source.x.dtype)
 
 
 def reference_of(case: Case, matrix: torch.Tensor, shared: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,13 +101,18 @@ def reference_of(case: Case, matrix: torch.Tensor, shared: torch.Tensor | None) 
 
 def differences(case: Case, device: str) -> list[str]:
     """What the kernels and the reference disagree about, a line each; empty where all bits agree."""
-    from megatron_lowprec.kernels.cast.triton import Fp8Rule, cast_fp8
+    from megatron_lowprec.kernels.cast.triton import Fp8Rule, amax_of, cast_fp8
 
-    x = input_of(case, device)
+    source = source_of(case, input_of(case, device))
+    x = made_of(source)
     rule = Fp8Rule(FORMATS[case.fmt], case.tile, case.rule, FLOOR if case.tile == "row" else 0.0)
     given = None if case.given is None else torch.tensor([case.given], device=device)
     observed = torch.full((1,), 1e-3, device=device)
-    made = cast_fp8(x, rule, rows="r" in case.ways, columns="c" in case.ways, amax=given, observed=observed, sums=True)
+    ways = {"rows": "r" in case.ways, "columns": "c" in case.ways}
+    known = given
+    if given is None and case.kind != "matrix" and case.tile in ("tensor", "row"):
+        known = amax_of(x, vectors=case.tile == "row")
+    made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=True)
     lines = []
     for way, operand in (("rows", made.rows), ("columns", made.columns)):
         if operand is not None:
@@ -93,7 +124,8 @@ def differences(case: Case, device: str) -> list[str]:
     lines += difference(f"{case} observed", observed == want, observed, want.view(1))
     if not case.special:
         sums, exact = made.sums.double().sum(0), x.double().sum(0)  # type: ignore[union-attr]
-        bound = 2.0**-20 * x.double().abs().sum(0)
+        # sums of what is computed are of entries before they are rounded
+        bound = (2.0**-20 if case.kind == "matrix" else 2.0**-8) * x.double().abs().sum(0)
         lines += difference(f"{case} sums", (sums - exact).abs() <= bound, sums, exact)
     return lines
 
@@ -127,6 +159,11 @@ def small_cases() -> list[Case]:
         Case(150, 256, fp32, "e4m3", "1x128", "amax", "c"),
         Case(150, 384, bf16, "e4m3", "128x128", "amax", "rc"),
         Case(300, 256, bf16, "e4m3", "128x128", "amax_pow2", "c"),
+        Case(150, 256, bf16, "e4m3", "1x128", "amax", "rc", special=False, kind="bias_gelu"),
+        Case(37, 144, bf16, "e4m3", "tensor", "amax", "rc", special=False, kind="bias_gelu"),
+        Case(150, 144, bf16, "e5m2", "row", "amax_pow2", "rc", special=False, kind="bias_gelu_grad"),
+        Case(150, 256, bf16, "e4m3", "1x128", "amax", "c", special=False, kind="bias_gelu_grad"),
+        Case(37, 144, fp32, "e5m2", "tensor", "amax", "rc", given=3.0, kind="bias_gelu_grad"),
     ]
 
 
@@ -144,6 +181,18 @@ def gpu_cases() -> list[Case]:
         )
     ]
     cases += [Case(*c, "e4m3", "tensor", "amax", "rc", given=amax) for c in ((37, 144, bf16),) for amax in (0.0, 3.0)]
+    cases += [
+        Case(*size, bf16, "e4m3", tile, rule, ways, special=special, kind=kind)
+        for kind in KINDS
+        for size, (tile, rule), ways, special in (
+            ((1000, 1152), ("tensor", "amax"), "rc", False),
+            ((333, 256), ("row", "amax_pow2"), "rc", False),
+            ((1000, 1152), ("1x128", "amax"), "rc", True),
+            ((333, 256), ("1x128", "amax"), "c", False),
+            ((2053, 9216), ("tensor", "amax"), "rc", False),
+        )
+        if kind != "matrix"
+    ]
     return cases + [Case(2053, 2304, bf16, "e4m3", tile, "amax", "rc") for tile in ("tensor", "1x128", "128x128")]
 
 

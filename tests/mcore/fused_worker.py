@@ -28,7 +28,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 USERS = ("kernels.dispatch", "mcore.norm", "mcore.mlp", "mcore.gpt_model", "mcore.bias_dropout_add")
 
 
-def build(shape: str, fused: bool, **more: Any) -> Any:
+def build(
+    shape: str,
+    fused: bool,
+    recipe: str = "bf16",
+    dtype: torch.dtype = torch.float32,
+    recompute_gelu: bool = False,
+    **more: Any,
+) -> Any:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -41,8 +48,6 @@ def build(shape: str, fused: bool, **more: Any) -> Any:
     gated = activation == "silu"
     config = TransformerConfig(
         num_layers=2,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=2 * HIDDEN,
         num_attention_heads=2,
         tensor_model_parallel_size=dist.get_world_size(),
         sequence_parallel=sequence_parallel and dist.get_world_size() > 1,
@@ -53,11 +58,12 @@ def build(shape: str, fused: bool, **more: Any) -> Any:
         bias_activation_fusion=True,
         # Megatron-core's own fusion rounds the logits' gradient to bf16 whatever the model is
         cross_entropy_loss_fusion=fused,
-        params_dtype=torch.float32,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         bias_dropout_fusion=True,
         attention_dropout=0.0,
         gradient_accumulation_fusion=False,
-        **{"hidden_dropout": 0.0, **more},
+        **{"hidden_size": HIDDEN, "ffn_hidden_size": 2 * HIDDEN, "hidden_dropout": 0.0, **more},
     )
     model_parallel_cuda_manual_seed(5)
     torch.manual_seed(5)
@@ -67,9 +73,10 @@ def build(shape: str, fused: bool, **more: Any) -> Any:
         if weight.dim() == 1:  # biases begin as zeros, weights of norms as ones
             shared = "norm" in name or "proj.bias" in name or "fc2.bias" in name
             noise = torch.Generator().manual_seed(7) if shared else generator
-            weight.data += 0.3 * torch.randn(weight.shape, generator=noise)
-    bind_recipe([model], get_recipe("bf16"), num_layers=2, seed=1)
-    return model.to(DEVICE)
+            weight.data += 0.3 * torch.randn(weight.shape, generator=noise).to(weight)
+    model.to(DEVICE, dtype)
+    model.runtime = bind_recipe([model], get_recipe(recipe), num_layers=2, seed=1, recompute_gelu=recompute_gelu)
+    return model
 
 
 @contextlib.contextmanager
@@ -111,6 +118,51 @@ def same(shape: str) -> None:
     assert len(got) > 15
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=2e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def joined_casts(recipe: str) -> None:
+    """Casts that GELU's kernels help give what those do that read GELU's result from memory: the same bits.
+
+    Biases' gradients are the exception: sums of other parts.
+    """
+    from megatron_lowprec.mcore.mlp import _MlpFunction
+    from megatron_lowprec.numerics import LinearNumerics
+
+    with patch.object(_MlpFunction, "apply", wraps=_MlpFunction.apply) as joined:
+        got = two_steps(recipe)
+    assert joined.call_count == 4
+    with patch.object(LinearNumerics, "help_wanted", lambda *_: None):
+        want = two_steps(recipe)
+    for name in want:
+        if name.endswith("linear_fc1.bias"):
+            torch.testing.assert_close(got[name], want[name], rtol=2**-6, atol=1e-5)
+        else:
+            assert torch.equal(got[name], want[name]), name
+
+
+def recomputed_gelu(recipe: str) -> None:
+    """Making GELU again in the backward pass changes no bit."""
+    want, got = two_steps(recipe), two_steps(recipe, recompute_gelu=True)
+    for name in want:
+        if name.endswith("linear_fc1.bias"):  # not joined without the flag, under some recipes
+            torch.testing.assert_close(got[name], want[name], rtol=2**-6, atol=1e-5)
+        else:
+            assert torch.equal(got[name], want[name]), name
+
+
+def two_steps(recipe: str, recompute_gelu: bool = False) -> dict[str, torch.Tensor]:
+    """Losses, gradients and an amax of the second of two steps: the first one has empty histories."""
+    model = build("gpt", True, recipe, torch.bfloat16, recompute_gelu, hidden_size=256, ffn_hidden_size=512)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    positions = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
+    for step in range(2):
+        model.zero_grad()
+        model.runtime.begin_step(step)
+        losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        losses.sum().backward()
+        model.runtime.end_step()
+    amax = {f"amax {i}": h.state(0) for i, h in enumerate(model.runtime._histories.values())}
+    return amax | {"losses": losses} | {name: p.grad for name, p in model.named_parameters()}
 
 
 def dropout(shape: str) -> None:
@@ -175,6 +227,10 @@ def norm_marks_its_parameters() -> None:
 
 CHECKS = {f"same-{shape}": lambda shape=shape: same(shape) for shape in SHAPES}
 CHECKS |= {f"dropout-{shape}": lambda shape=shape: dropout(shape) for shape in ("gpt", "gpt-sp")}
+if DEVICE == "cuda":
+    CHECKS |= {f"joined-{r}": lambda r=r: joined_casts(r) for r in ("fp8_delayed", "fp8_current")}
+    again = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
+    CHECKS |= {f"recomputed-{r}": lambda r=r: recomputed_gelu(r) for r in again}
 CHECKS |= {check.__name__: check for check in (dropped_entries, second_backward_fails, norm_marks_its_parameters)}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import python_path
 from tests.mcore import fused_worker
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +20,12 @@ def run(processes: int, out: Path, **environment: str) -> None:
     done = subprocess.run(
         [*command, "-m", "tests.mcore.fused_worker", str(out)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **python_path(),
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=600,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.environment import python_path
 from tests.mcore import worker
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,7 @@ def test_all_checks_on_two_processes(tmp_path: Path) -> None:
         [*command, "-m", "tests.mcore.worker", str(out)],
         cwd=ROOT,
         # no GPU even where there is one: CI's truth is the CPU's
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
         capture_output=True,
         text=True,
         timeout=600,
@@ -31,5 +32,5 @@ def test_all_checks_on_two_processes(tmp_path: Path) -> None:
 
 
 def test_the_worker_checks_every_recipe() -> None:
-    # 16 of stock layers, 17 recipes and 5 of them again, 8 of recompute, 3 of main_grad, 6 by themselves
-    assert len(worker.CHECKS) == 16 + 17 + 5 + 8 + 3 + 6
+    # 16 of stock layers, 17 recipes, 5 of them again, 2 of own scales, 8 of recompute, 3 of main_grad, 6 by themselves
+    assert len(worker.CHECKS) == 16 + 17 + 5 + 2 + 8 + 3 + 6

@@ -116,6 +116,18 @@ def test_model_weights_are_the_main_weights_rounded(build: Build, distributed: b
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_changes_nothing(build: Build, bad: float) -> None:
+    trainer = build(bf16=True)
+    before = weights(trainer)
+    updated, norm, _ = optimizer_step(trainer.optimizer, lambda: bad)
+    assert not updated
+    assert norm is not None
+    assert math.isfinite(norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+    assert optimizer_step(trainer.optimizer, lambda: 1.0)[0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(build: Build, bad: float) -> None:
     trainer = build(bf16=True)
     before = weights(trainer)

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import megatron_lowprec.linear as linear_module
+import megatron_lowprec.numerics as numerics_module
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.linear import LinearNumerics, LinearPlace
+from megatron_lowprec.numerics import LinearNumerics, LinearPlace
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 
@@ -134,7 +134,7 @@ def stock(kind: str, dtype_name: str, sequence_parallel: bool, skip_bias_add: bo
 
 
 # ---- quantized recipes: the shards are those of the whole
-def block_of(recipe: Any, config: Any, seed: int = SEED) -> tuple[Any, Any]:
+def block_of(recipe: Any, config: Any, seed: int = SEED, **options: Any) -> tuple[Any, Any]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -144,7 +144,7 @@ def block_of(recipe: Any, config: Any, seed: int = SEED) -> tuple[Any, Any]:
     model_parallel_cuda_manual_seed(6)
     block = TransformerBlock(config, gpt_block_spec(config)).to(config.params_dtype)
     block.train()
-    return block, bind_recipe([block], recipe, num_layers=2, seed=seed)
+    return block, bind_recipe([block], recipe, num_layers=2, seed=seed, **options)
 
 
 def run_block(block: Any, config: Any, seed: int = 0) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Recorder:
         self.calls: list[tuple[LinearPlace, str, torch.Tensor, torch.Tensor, Moment, list[Any]]] = []
 
     def __enter__(self) -> "Recorder":
-        self._gemm, self._contract = LinearNumerics._gemm, linear_module.contract
+        self._gemm, self._contract = LinearNumerics._gemm, numerics_module.contract
         recorder = self
 
         def gemm(numerics: Any, name: str, a: Any, b: Any, moment: Any, *args: Any, **options: Any) -> Any:
@@ -178,11 +178,11 @@ class Recorder:
             recorder.calls[-1][-1].extend((a, b))
             return recorder._contract(a, b, **options)
 
-        LinearNumerics._gemm, linear_module.contract = gemm, contract  # type: ignore[assignment,method-assign]
+        LinearNumerics._gemm, numerics_module.contract = gemm, contract  # type: ignore[assignment,method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        LinearNumerics._gemm, linear_module.contract = self._gemm, self._contract  # type: ignore[method-assign]
+        LinearNumerics._gemm, numerics_module.contract = self._gemm, self._contract  # type: ignore[method-assign]
 
 
 # without sequence parallelism, one recipe of each kind of tile
@@ -216,8 +216,8 @@ def shards(name: str, sequence_parallel: bool) -> None:
             assert moment == Moment(step, step + 3)
             split = "O" if place.name.endswith(("qkv", "fc1")) else "I"
             assert place.split == split
-            first, second = linear_module.GEMM_OPERANDS[gemm]
-            letters = [linear_module._DIMS[gemm, operand] for operand in (first, second)]
+            first, second = numerics_module.GEMM_OPERANDS[gemm]
+            letters = [numerics_module._DIMS[gemm, operand] for operand in (first, second)]
             full = [whole(m, ds.index(split)) if split in ds else m for m, ds in zip((a, b), letters, strict=True)]
             # what is not cut must be alike on both ranks
             for matrix, ds in zip((a, b), letters, strict=True):
@@ -262,6 +262,34 @@ def compare(got: Any, want: Any, dim: int, rank: int, where: str) -> None:
     assert torch.equal(got.elements, elements), where
     assert (got.scale is None) == (scale is None), where
     assert scale is None or torch.equal(got.scale, scale), where
+
+
+@for_each(("fp8_current", False), ("fp8_rowwise", True))
+def own_scales(name: str, sequence_parallel: bool) -> None:
+    """Without the amax reduction: scales are of each rank's own part, and there is no collective for them."""
+    from megatron_lowprec.mcore import runtime as runtime_module
+
+    def no_collective(amax: torch.Tensor, group: Any) -> torch.Tensor:
+        raise AssertionError("an amax was reduced")
+
+    config, recipe = config_of(torch.bfloat16, sequence_parallel), get_recipe(name)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(runtime_module, "max_over", no_collective)
+        block, runtime = block_of(recipe, config, reduce_amax=False)
+        assert any("--no-amax-reduce" in line for line in runtime.header())
+        runtime.begin_step(0)
+        with Recorder() as recorder:
+            back(run_block(block, config), config)
+    differing = 0
+    for place, gemm, a, b, moment, operands in recorder.calls:
+        alone = LinearNumerics(recipe, replace(place, split="", spans={}), SEED, AmaxHistory)
+        with Recorder() as own:
+            alone._gemm(gemm, a, b, moment)
+        for got, want in zip(operands, own.calls[0][-1], strict=True):
+            compare(got, want, -1, 0, f"{place.name} {gemm}")
+            scale = got.scale if got.scale is not None else torch.zeros(1)
+            differing += not torch.equal(*whole(scale.reshape(1, -1), 0)) if scale.numel() == 1 else 0
+    assert differing or name == "fp8_rowwise"
 
 
 # ---- recompute
@@ -398,11 +426,16 @@ def header_names_what_is_kept() -> None:
     assert "layers.1.self_attention.linear_qkv" in lines
     assert "layers.2.mlp.linear_fc2" in lines
     assert "emulated" not in lines  # two layers, both ends: nothing is left to emulate
+    assert set(runtime.gemms().values()) == {"not quantized"}
     _, runtime = block_of(get_recipe("fp8_current"), config_of())
     assert any(line.startswith("fprop, dgrad, wgrad emulated on cpu") for line in runtime.header()), runtime.header()
     assert "loss by torch and Megatron-core" in lines
     _, runtime = block_of(replace(get_recipe("mxfp4"), name="x"), config_of())
     assert any(line.startswith("dgrad, wgrad emulated") for line in runtime.header())
+    reason = "emulated: no product of e2m1 on cpu"
+    assert runtime.gemms() == {"fprop": "not quantized", "dgrad": reason, "wgrad": reason}
+    runtime.emulated.clear()
+    assert runtime.gemms() == {"fprop": "not quantized", "dgrad": "native on cpu", "wgrad": "native on cpu"}
 
 
 @check()

@@ -29,7 +29,7 @@ def contract(
     accumulate_into: torch.Tensor | None = None,
     overwrite: bool = False,
 ) -> torch.Tensor:
-    """``alpha * (a * scale) @ (b * scale).T``, summed in fp32 and rounded once.
+    """``alpha * (a * scale) @ (b * scale).T``, summed in fp32 (of fp64 operands in fp64) and rounded once.
 
     Without scales it is one matrix product. Scales of whole rows multiply the finished sum; scales of tiles along K
     multiply each partial sum over a tile, which is then added in fp32: DeepSeek-V3's promotion (arXiv 2412.19437,
@@ -49,7 +49,7 @@ def contract(
         return _product(a.elements, b.elements, alpha, out_dtype)
     total: torch.Tensor | None = None
     for k in _k_slices(a, b):
-        part = _product(a.elements[:, k], b.elements[:, k], 1.0, torch.float32)
+        part = _product(a.elements[:, k], b.elements[:, k], 1.0, _sum_dtype(a.elements))
         for operand, dim in ((a, 0), (b, 1)):
             if operand.scale is not None:
                 part = part * _row_scale(operand, k).unsqueeze(1 - dim)
@@ -71,8 +71,12 @@ def _product(a: torch.Tensor, b: torch.Tensor, alpha: float, out_dtype: torch.dt
     if a.is_cuda and a.dtype != torch.float32 and out_dtype == torch.float32:
         product = torch.mm(a, b.t(), out_dtype=torch.float32)
     else:  # torch has no product of narrow operands with an fp32 result on a CPU
-        product = torch.mm(a.float(), b.float().t())
+        product = torch.mm(a.to(_sum_dtype(a)), b.to(_sum_dtype(b)).t())
     return (product * alpha if alpha != 1.0 else product).to(out_dtype)
+
+
+def _sum_dtype(elements: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(elements.dtype, torch.float32)
 
 
 @lru_cache(maxsize=16)

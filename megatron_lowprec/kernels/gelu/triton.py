@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.amax.triton_ops import larger, raise_to_amax
 from megatron_lowprec.kernels.column_sum.triton import sum_partials
 from megatron_lowprec.kernels.gelu import reference
 
@@ -25,21 +26,39 @@ _BACKWARD_PROGRAMS = 1024  # all run at once: eight on each of 128 multiprocesso
 
 @triton.jit
 def gate(x):
-    """(the factor of x in its GELU, x^2 bounded)"""
+    """(the factor of x in its GELU, x^2 bounded); multiply-adds are spelled out: all kernels then have one result."""
     square = tl.minimum(x * x, _MAX_SQUARE)
-    return 1.0 / (1.0 + tl.exp2(x * (_A + _B * square))), square
+    return 1.0 / (1.0 + tl.exp2(x * tl.fma(square, _B, _A))), square
 
 
 @triton.jit
-def _forward_kernel(y_ptr, bias_ptr, out_ptr, T, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def gelu_of(x):
+    """GELU of fp32 entries."""
+    factor, _ = gate(x)
+    return x * factor
+
+
+@triton.jit
+def gelu_slope_of(x):
+    """Derivative of GELU at fp32 entries."""
+    factor, square = gate(x)
+    return tl.fma(x * tl.fma(square, _D, _C), tl.fma(-factor, factor, factor), factor)
+
+
+@triton.jit
+def _forward_kernel(
+    y_ptr, bias_ptr, out_ptr, amax_ptr, T, F, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < T)[:, None] & (columns < F)[None, :]
     at = rows.to(tl.int64)[:, None] * F + columns[None, :]
     bias = tl.load(bias_ptr + columns, mask=columns < F, other=0.0).to(tl.float32)
     x = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
-    factor, _ = gate(x)
-    tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    out = gelu_of(x).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=inside)
+    if OBSERVES:
+        raise_to_amax(amax_ptr, tl.where(inside, out.to(tl.float32), 0.0))
 
 
 @triton.jit
@@ -49,9 +68,11 @@ def _backward_kernel(
     bias_ptr,
     dy_ptr,
     partial_ptr,
+    amax_ptr,
     T,
     F,
     rows_a_program,
+    OBSERVES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -60,6 +81,7 @@ def _backward_kernel(
     within = columns < F
     bias = tl.load(bias_ptr + columns, mask=within, other=0.0).to(tl.float32)
     dbias = tl.zeros([COLUMNS], tl.float32)
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     first = tl.program_id(0) * rows_a_program
     for start in tl.range(0, rows_a_program, ROWS, num_stages=STAGES):
         rows = first + start + tl.arange(0, ROWS)
@@ -67,26 +89,44 @@ def _backward_kernel(
         at = rows.to(tl.int64)[:, None] * F + columns[None, :]
         x = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
         dout = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        factor, square = gate(x)
-        dy = dout * (factor + (x * (_C + _D * square)) * (factor - factor * factor))
-        tl.store(dy_ptr + at, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+        dy = dout * gelu_slope_of(x)
         dbias += tl.sum(dy, 0)
+        dy = dy.to(dy_ptr.dtype.element_ty)
+        tl.store(dy_ptr + at, dy, mask=inside)
+        if OBSERVES:
+            largest = larger(largest, tl.abs(dy.to(tl.float32)))
     tl.store(partial_ptr + tl.program_id(0) * F + columns, dbias, mask=within)
+    if OBSERVES:
+        raise_to_amax(amax_ptr, largest)
 
 
-def bias_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """As ``reference.bias_gelu``; y contiguous."""
+def bias_gelu(y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """As ``reference.bias_gelu``; y contiguous. An fp32 [1] ``amax`` is raised to the result's, NaN above all."""
     T, F = y.shape
     out = torch.empty_like(y)
     grid = (triton.cdiv(T, _FORWARD_ROWS), triton.cdiv(F, _COLUMNS))
-    _forward_kernel[grid](y, bias, out, T, F, ROWS=_FORWARD_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS)
+    _forward_kernel[grid](
+        y,
+        bias,
+        out,
+        out if amax is None else amax,
+        T,
+        F,
+        OBSERVES=amax is not None,
+        ROWS=_FORWARD_ROWS,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+    )
     return out
 
 
 def bias_gelu_backward(
-    dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, stages: int = 1
+    dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, stages: int = 1, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``reference.bias_gelu_backward``; dout and y contiguous. ``stages`` of 2 and more read rows ahead."""
+    """As ``reference.bias_gelu_backward``; dout and y contiguous. ``stages`` of 2 and more read rows ahead.
+
+    An fp32 [1] ``amax`` is raised to that of y's gradient, NaN above all.
+    """
     T, F = y.shape
     across = triton.cdiv(F, _COLUMNS)
     rows = triton.cdiv(triton.cdiv(T, max(1, _BACKWARD_PROGRAMS // across)), _BACKWARD_ROWS) * _BACKWARD_ROWS
@@ -99,9 +139,11 @@ def bias_gelu_backward(
         bias,
         dy,
         partial,
+        partial if amax is None else amax,
         T,
         F,
         rows,
+        OBSERVES=amax is not None,
         ROWS=_BACKWARD_ROWS,
         COLUMNS=_COLUMNS,
         STAGES=stages,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.amax.triton_ops import raise_to_amax
 from megatron_lowprec.kernels.column_sum.triton import sum_partials
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 
@@ -39,10 +40,12 @@ def _forward_kernel(
     y_ptr,
     mean_ptr,
     rstd_ptr,
+    amax_ptr,
     T,
     eps,
     WIDTH: tl.constexpr,
     CENTERED: tl.constexpr,
+    OBSERVES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -56,8 +59,10 @@ def _forward_kernel(
     if CENTERED:
         bias = tl.load(bias_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     y, mean, rstd = affine_norm(x, weight, bias, inside, eps, WIDTH, CENTERED)
-    # y is whole here, in fp32 registers: another form of it, such as codes and an amax, is one more store
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, mask=inside)
+    if OBSERVES:
+        raise_to_amax(amax_ptr, tl.where(inside, y.to(tl.float32), 0.0))
     if CENTERED:
         tl.store(mean_ptr + rows, mean, mask=rows < T)
     tl.store(rstd_ptr + rows, rstd, mask=rows < T)
@@ -139,8 +144,10 @@ def tiling(width: int) -> Tiling:
     return Tiling(warps, rows, max(1, rows // 2), 2048 // warps)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> Normalized:
-    """As ``reference.norm``; x contiguous."""
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, amax: torch.Tensor | None = None
+) -> Normalized:
+    """As ``reference.norm``; x contiguous. An fp32 [1] ``amax`` is raised to that of y, NaN above all."""
     T, width = x.shape
     y = torch.empty_like(x)
     mean = torch.empty(T, dtype=torch.float32, device=x.device) if bias is not None else None
@@ -153,10 +160,12 @@ def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: 
         y,
         rstd if mean is None else mean,
         rstd,
+        rstd if amax is None else amax,
         T,
         eps,
         WIDTH=width,
         CENTERED=bias is not None,
+        OBSERVES=amax is not None,
         ROWS=sizes.rows,
         BLOCK=triton.next_power_of_2(width),
         num_warps=sizes.warps,

@@ -1,0 +1,24 @@
+"""Largest magnitudes inside Triton programs: numbers that are not negative compare as their bits do, NaN above all."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def amax_along(magnitude, axis: tl.constexpr):
+    """Largest along an axis, NaN above all: numbers that are not negative compare as their bits do."""
+    return tl.max(magnitude.to(tl.int32, bitcast=True), axis, keep_dims=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of entries that are not negative, NaN above all."""
+    return tl.maximum(a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def raise_to_amax(amax_ptr, x):
+    """Raise the fp32 at ``amax_ptr`` to the amax of x [R, C]; the order of programs does not matter to a maximum."""
+    amax = amax_along(amax_along(tl.abs(x), 1), 0).to(tl.int32, bitcast=True)
+    cell = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.zeros([1, 1], tl.int32)
+    tl.atomic_max(cell, amax, sem="relaxed")

@@ -1,0 +1,101 @@
+"""What a Triton program does with the entries that it casts to FP8."""
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.gelu.triton import gelu_of, gelu_slope_of
+from megatron_lowprec.kernels.quantize.triton_ops import element_codes, round_to_grid
+
+_FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def read(x_ptr, argument_ptr, bias_ptr, row, col, M, N, stride, KIND: tl.constexpr):
+    """fp32 entries before any rounding at rows [R, 1] and columns [1, C]; zeros outside of [M, N]."""
+    inside = (row < M) & (col < N)
+    at = row.to(tl.int64) * stride + col
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if KIND != 0:
+        bias = tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        if KIND == 1:
+            x = gelu_of(x + bias)
+        else:
+            argument = tl.load(argument_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            x = x * gelu_slope_of(argument + bias)
+        x = tl.where(inside, x, 0.0)
+    return x
+
+
+@triton.jit
+def as_stored(x, IS_BF16: tl.constexpr, NATIVE: tl.constexpr):
+    """fp32 rounded as it would be in memory; to nearest even by integers where the interpreter would cut."""
+    if IS_BF16:
+        if NATIVE:
+            x = x.to(tl.bfloat16).to(tl.float32)
+        else:
+            bits = x.to(tl.int32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.jit
+def encode_scale(
+    amax,
+    MAX: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FLOOR_SCALE: tl.constexpr,
+    MARGIN_SCALE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """``reference.fp32_encode_scale``: FLOOR is the least fp32 not below the floor, FLOOR_SCALE fl32(MAX / floor)."""
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax), _FP32_MAX) * MARGIN_SCALE
+    if FLOOR == 0.0:
+        scale = tl.where(amax == 0.0, 1.0, scale)
+    else:
+        scale = tl.where(amax < FLOOR, FLOOR_SCALE * MARGIN_SCALE, scale)
+    bits = scale.to(tl.int32, bitcast=True)
+    if POWER_OF_TWO:
+        bits = bits & 0x7F800000
+    finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    return tl.where(finite, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_fp8(
+    v,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """fp32 -> uint8 codes, nearest even, saturating; NATIVE by the GPU's own conversion."""
+    if NATIVE:
+        if MANTISSA == 3:
+            codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        rounded = round_to_grid(v, 0, 0, MANTISSA, MIN_EXPONENT, MAX, 0, 16, True)
+        codes = element_codes(rounded, MANTISSA, MIN_EXPONENT, 8, NAN_CODE, v != v).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def observe(amax_ptr, amax):
+    """Raise the fp32 at ``amax_ptr`` to the one in ``amax``; NaN counts as Inf. Order does not matter to a maximum."""
+    bits = tl.minimum(amax.to(tl.int32, bitcast=True), 0x7F800000)
+    cell = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.zeros(amax.shape, tl.int32)
+    tl.atomic_max(cell, bits, sem="relaxed")
+
+
+@triton.jit
+def kept_apart(codes, NATIVE: tl.constexpr):
+    """The same uint8 codes, of which the compiler knows no more: Triton 3.6 puts wrong bytes into words that are made
+    of codes which are stored as bytes, too.
+    """
+    if NATIVE:
+        codes = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4)
+    return codes

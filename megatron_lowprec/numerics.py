@@ -1,0 +1,510 @@
+"""The three GEMMs of a linear layer under a recipe. No Megatron, no collectives."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
+from megatron_lowprec.kernels.contract.native import ScaledOperand, scaled_product
+from megatron_lowprec.kernels.contract.reference import Operand, contract
+from megatron_lowprec.kernels.dispatch import add_bias_, arch_of
+from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.quantize.reference import tile_amax
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.device_moment import capturing
+from megatron_lowprec.quantization.native import amax_for_gemms, cast_for_gemms
+from megatron_lowprec.quantization.quantizer import (
+    Reduce,
+    delayed_encode_scale,
+    quantize_both_ways,
+    quantize_for_gemm,
+)
+from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
+from megatron_lowprec.quantization.tensor import tile_sizes
+from megatron_lowprec.quantization.transform import Transforms
+from megatron_lowprec.recipe.native import native_gemms
+from megatron_lowprec.recipe.resolve import weight_serves_microbatches
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HistoryRule, QuantSpec, Recipe
+
+# dimensions of each GEMM's operands, contracted one last: T tokens, I input features, O output features
+_DIMS = {
+    ("fprop", "input"): "TI",
+    ("fprop", "weight"): "OI",
+    ("dgrad", "grad_output"): "TO",
+    ("dgrad", "weight"): "IO",
+    ("wgrad", "grad_output"): "OT",
+    ("wgrad", "input"): "IT",
+}
+# the GEMMs that contract a tensor's rows and its columns
+_SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+
+
+class _Gemm(NamedTuple):
+    """What each call wants to know of a GEMM, looked up once."""
+
+    operands: tuple[str, str]
+    specs: tuple[QuantSpec | None, QuantSpec | None]
+    alpha: float
+    fast_accumulation: bool
+    weight_serves_microbatches: bool
+
+    @staticmethod
+    def of(name: str, gemm: GemmSpec) -> "_Gemm":
+        first, second = GEMM_OPERANDS[name]
+        specs = getattr(gemm, first), getattr(gemm, second)
+        alpha = 1.0 / math.prod(spec.headroom for spec in specs if spec is not None)
+        return _Gemm((first, second), specs, alpha, gemm.fast_accumulation, weight_serves_microbatches(gemm))
+
+
+AnyOperand = Operand | ScaledOperand
+"""One side of an emulated or of a native product."""
+
+Help = Literal["source", "amax", None]
+"""What a kernel that makes x or dy can do for the casts of it: leave it to them, or find its amax on the way."""
+
+
+@dataclass(frozen=True)
+class LinearPlace:
+    """Where a linear layer, or a rank's shard of one, stands: what its random streams are keyed by.
+
+    ``spans`` says where the shard lies in the unsharded layer, for dimensions "I" and "O"; ``split`` names the
+    dimension that ranks share, if any.
+    """
+
+    layer: int
+    name: str
+    expert: int = -1
+    data_parallel_rank: int = 0
+    spans: Mapping[str, Span] = field(default_factory=dict)
+    split: str = ""
+
+
+class LinearNumerics:
+    """fprop, dgrad and wgrad of one linear layer under a recipe.
+
+    Its state are slots in amax histories; what else it keeps (signs of a moment, quantized weights of a step) only
+    saves work. A call is a pure function of its arguments, the moment and the histories.
+
+    Args:
+        recipe: what to do.
+        place: which layer this is.
+        seed: the run's seed.
+        history_of: (length, rule) -> the history that tensors of that kind share; asked once per delayed operand.
+        reduce_amax: maximum over the ranks that share ``place.split``; None without such ranks.
+        cache_weights: keep a quantized weight, where it is the same for all microbatches of a step, until
+            ``forget_weights``; costs a copy of the weight for each such GEMM.
+        stores_histories_of: where this layer is left in bf16 under another recipe, that one. Its histories are kept,
+            empty: a checkpoint stacks the layers of a model, which must therefore store alike.
+        emulate: multiply in the compute dtype also where the device has FP8 products.
+
+    Attributes:
+        main_grad_is_zero: a promise to the next ``wgrad`` that it may overwrite what it accumulates into; it takes it
+            back. Whoever sets the gradients to zero makes it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: LinearPlace,
+        seed: int,
+        history_of: Callable[[int, HistoryRule], AmaxHistory],
+        reduce_amax: Reduce | None = None,
+        cache_weights: bool = False,
+        stores_histories_of: Recipe | None = None,
+        emulate: bool = False,
+    ) -> None:
+        self.recipe, self.place = recipe, place
+        self.main_grad_is_zero = False
+        self._cache_weights, self._emulate = cache_weights, emulate
+        self._native_on: tuple[torch.device, torch.dtype] | None = None
+        self._native: frozenset[str] = frozenset()
+        self._weights: dict[str, AnyOperand] = {}
+        self._gemms = {name: _Gemm.of(name, gemm) for name, gemm in recipe.gemms.items()}
+        self._transforms = Transforms({name: gemm.hadamard for name, gemm in recipe.gemms.items()})
+        self._reduce_amax = reduce_amax
+        self.histories: dict[str, tuple[AmaxHistory, int]] = {}
+        for operand, (length, rule) in (stores_histories_of or recipe).delayed_operands().items():
+            history = history_of(length, rule)
+            self.histories[operand] = (history, history.add_tensor())
+
+        def key(purpose: str, gemm: str, operand: str = "") -> tuple[int, int]:
+            return stream_key(
+                seed,
+                purpose,  # type: ignore[arg-type]
+                layer=place.layer,
+                linear=place.name,
+                gemm=gemm,
+                operand=operand,
+                expert=place.expert,
+                data_parallel_rank=place.data_parallel_rank,
+            )
+
+        self._rounding = {
+            (gemm, operand): RandomStream(
+                key("rounding", gemm, operand),
+                row_span=place.spans.get(dims[0], Span()),
+                column_span=place.spans.get(dims[1], Span()),
+            )
+            for (gemm, operand), dims in _DIMS.items()
+        }
+        self._transforms.streams = {gemm: RandomStream(key("sign", gemm)) for gemm in GEMM_OPERANDS}
+
+    def help_wanted(self, tensor: str, matrix: torch.Tensor) -> Help:
+        """How whoever makes "input" or "grad_output" of the size and dtype of ``matrix`` spares its casts a pass.
+
+        "source" where the scale is known and one cast gives both operands, so that it may compute what it casts;
+        "amax" where the amax of the tensor is the first thing that is asked; else None.
+        """
+        by_row, by_column = _SIDES[tensor]
+        spec = getattr(getattr(self.recipe, by_row), tensor)
+        if not {by_row, by_column} <= self._native_gemms(matrix) or spec.tile != "tensor":
+            return None
+        if spec != getattr(getattr(self.recipe, by_column), tensor):
+            return None
+        return "source" if spec.scaling == "delayed" else "amax"
+
+    def fprop(self, x_TI: torch.Tensor, w_OI: torch.Tensor, moment: Moment, observe: bool = True) -> torch.Tensor:
+        """``y_TO = x_TI @ w_OI.T`` in the dtype of x; ``observe=False`` keeps an evaluation out of amax histories."""
+        return self.forward(x_TI, w_OI, moment, observe)[0]
+
+    def forward(
+        self,
+        x_TI: torch.Tensor | Source,
+        w_OI: torch.Tensor,
+        moment: Moment,
+        observe: bool = True,
+        bias_O: torch.Tensor | None = None,
+        keep: bool = False,
+        amax: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, "Kept"]:
+        """``fprop`` plus a bias, and what it made that the backward pass would make again.
+
+        A native product adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
+
+        Args:
+            x_TI: a computed one only where ``help_wanted`` says so.
+            keep: make wgrad's operand of x now, from the same read, where both products are native.
+            amax: fp32 [1] of this rank's part of x, where whoever made it knows it.
+        """
+        self.choose_products(w_OI)
+        native = self._native_gemms(x_TI)
+        x, x_kept, weight_amax = None, None, None
+        if "fprop" in native:
+            both = keep and "wgrad" in native and self.recipe.fprop.input == self.recipe.wgrad.input
+            x, x_kept = self._cast("input", x_TI, rows=True, columns=both, observe=observe, part_amax=amax)[:2]
+            if keep:
+                weight_amax = self._weight_amax(w_OI)
+        w = self._weight("fprop", w_OI, native, observe, weight_amax)
+        y = self._gemm(
+            "fprop", _matrix(x_TI, made=x is not None), w_OI, moment, observe, first=x, second=w, bias=bias_O
+        )
+        return y, Kept(x_kept, weight_amax)
+
+    def grad_output(
+        self, dy_TO: torch.Tensor | Source, moment: Moment, bias: bool = False, amax: torch.Tensor | None = None
+    ) -> "GradOutput":
+        """dy for ``dgrad`` and ``wgrad``, quantized for both from one read where their specs and a kernel allow it.
+
+        Args:
+            dy_TO: a computed one only where ``help_wanted`` says so.
+            bias: also give the gradient of a bias, the sum over tokens.
+            amax: fp32 [1] of this rank's part of dy, where whoever made it knows it.
+        """
+        dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
+        spec, native = dgrad.grad_output, self._native_gemms(dy_TO)
+        operands: dict[str, AnyOperand] = {}
+        sums = None
+        if {"dgrad", "wgrad"} & native:
+            rows, columns = (
+                "dgrad" in native,
+                "wgrad" in native and (spec == wgrad.grad_output or "dgrad" not in native),
+            )
+            made = self._cast("grad_output", dy_TO, rows=rows, columns=columns, sums=bias, part_amax=amax)
+            by_row, by_column, sums = made
+            operands = {name: o for name, o in (("dgrad", by_row), ("wgrad", by_column)) if o is not None}
+        elif spec is not None and spec == wgrad.grad_output:
+            both = quantize_both_ways(
+                _matrix(dy_TO),
+                spec,
+                (self._rounding["dgrad", "grad_output"], self._rounding["wgrad", "grad_output"]),
+                (self._transforms.at("dgrad", moment), self._transforms.at("wgrad", moment)),
+                moment,
+            )
+            if both is not None:
+                operands = {"dgrad": Operand(both[0]), "wgrad": Operand(both[1])}
+        db = None
+        if bias:
+            db = _matrix(dy_TO).sum(dim=0) if sums is None else sums.sum(dim=0).to(dy_TO.dtype)
+        return GradOutput(_matrix(dy_TO, made=len(operands) == 2), operands, db)
+
+    def dgrad(
+        self,
+        dy: "torch.Tensor | GradOutput",
+        w_OI: torch.Tensor,
+        moment: Moment,
+        weight_amax: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` as ``forward`` kept it."""
+        dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
+        w = self._weight("dgrad", w_OI, self._native_gemms(dy.matrix), True, weight_amax)
+        return self._gemm("dgrad", dy.matrix, w_OI.t(), moment, first=dy.operands.get("dgrad"), second=w)
+
+    def wgrad(
+        self,
+        dy: "torch.Tensor | GradOutput",
+        x: torch.Tensor | ScaledOperand | Source,
+        moment: Moment,
+        accumulate_into: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``dw_OI = dy_TO.T @ x_TI`` in the dtype of dy, or added in fp32 to ``accumulate_into``, which is returned.
+
+        Args:
+            x: x_TI, or the operand of it that ``forward`` kept; a computed one only where ``help_wanted`` says so.
+            amax: as ``forward`` had it.
+        """
+        dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
+        if not isinstance(x, ScaledOperand) and "wgrad" in self._native_gemms(x):
+            unseen = self.recipe.fprop.input != self.recipe.wgrad.input  # else fprop has observed its amax
+            made = self._cast("input", x, rows=False, columns=True, observe=unseen, part_amax=amax).columns
+            assert made is not None
+            x = made
+        kept = x if isinstance(x, ScaledOperand) else None
+        return self._gemm(
+            "wgrad",
+            dy.matrix.t(),
+            x.elements if isinstance(x, ScaledOperand) else _matrix(x).t(),
+            moment,
+            first=dy.operands.get("wgrad"),
+            second=kept,
+            accumulate_into=accumulate_into,
+        )
+
+    def load_histories(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take ``{prefix}amax.<operand>`` out of a state dict, where they are, into the amax histories."""
+        for operand, (history, slot) in self.histories.items():
+            state = state_dict.pop(f"{prefix}amax.{operand}", None)
+            if state is not None:
+                history.load_state(slot, state)
+
+    def forget_weights(self) -> None:
+        """Drop quantized weights that were kept: the weight has changed."""
+        self._weights.clear()
+
+    def choose_products(self, w_OI: torch.Tensor) -> None:
+        """Find out, once for a device and dtype, which GEMMs run on FP8 units."""
+        key = (w_OI.device, w_OI.dtype)
+        if self._native_on != key:
+            self._native_on, self._native = key, frozenset()
+            if w_OI.dtype == torch.bfloat16 and not self._emulate:
+                self._native = native_gemms(self.recipe, arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0])
+
+    def _native_gemms(self, tokens: torch.Tensor | Source) -> frozenset[str]:
+        """The GEMMs that run on FP8 units; an expert without tokens multiplies nothing."""
+        return self._native if tokens.shape[0] else frozenset()
+
+    def _cast(
+        self,
+        tensor: str,
+        matrix: torch.Tensor | Source,
+        *,
+        rows: bool,
+        columns: bool,
+        observe: bool = True,
+        amax: torch.Tensor | None = None,
+        part_amax: torch.Tensor | None = None,
+        sums: bool = False,
+    ) -> "Fp8Cast":
+        """FP8 operands of x, w or dy for the GEMMs that contract its rows and its columns.
+
+        Args:
+            amax, part_amax: of a current scale, over all ranks that share it or over this rank's part.
+        """
+        by_row, by_column = _SIDES[tensor]
+        spec: QuantSpec = getattr(getattr(self.recipe, by_row if rows else by_column), tensor)
+        observed = None
+        if spec.scaling == "delayed":
+            history, slot = self.histories[tensor]
+            amax, newest = history.cells(slot)
+            observed = newest if observe else None
+        reduce = [self._reduce_amax if self._shares_scale(gemm, tensor, spec) else None for gemm in (by_row, by_column)]
+        if part_amax is not None and amax is None:
+            over_ranks = reduce[0] or reduce[1]
+            amax = part_amax if over_ranks is None else over_ranks(part_amax)
+        return cast_for_gemms(
+            matrix,
+            spec,
+            rows=rows,
+            columns=columns,
+            amax=amax,
+            observed=observed,
+            reduce_rows=reduce[0],
+            reduce_columns=reduce[1],
+            sums=sums,
+        )
+
+    def _weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
+        """fp32 [1] over the ranks that hold parts, where fprop and dgrad each make an operand by one current scale."""
+        spec = self.recipe.fprop.weight
+        if spec is None or spec != self.recipe.dgrad.weight or (spec.tile, spec.scaling) != ("tensor", "current"):
+            return None
+        if self._keeps_weight("fprop"):
+            return None
+        amax = amax_for_gemms(w_OI)
+        return amax if self._reduce_amax is None else self._reduce_amax(amax)
+
+    def _weight(
+        self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], observe: bool, amax: torch.Tensor | None
+    ) -> AnyOperand | None:
+        """The weight's operand where it is native, or kept from an earlier microbatch; else None."""
+        keeps = observe and self._keeps_weight(gemm)
+        if keeps and gemm in self._weights and (gemm in native) == isinstance(self._weights[gemm], ScaledOperand):
+            return self._weights[gemm]
+        if gemm not in native:
+            return None
+        rows, columns = gemm == "fprop", gemm == "dgrad"
+        if keeps and {"fprop", "dgrad"} <= native and self.recipe.fprop.weight == self.recipe.dgrad.weight:
+            rows = columns = True
+        by_row, by_column, _ = self._cast("weight", w_OI, rows=rows, columns=columns, observe=observe, amax=amax)
+        made = {name: o for name, o in (("fprop", by_row), ("dgrad", by_column)) if o is not None}
+        if keeps:
+            self._weights |= made
+        return made[gemm]
+
+    def _gemm(
+        self,
+        name: str,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        moment: Moment,
+        observe: bool = True,
+        first: AnyOperand | None = None,
+        second: AnyOperand | None = None,
+        accumulate_into: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        gemm = self._gemms[name]
+        overwrite = accumulate_into is not None and self.main_grad_is_zero
+        if overwrite:
+            self.main_grad_is_zero = False
+        left = first or self._operand(name, gemm.operands[0], a, gemm.specs[0], moment, observe)
+        right = second or self._operand(name, gemm.operands[1], b, gemm.specs[1], moment, observe)
+        if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
+            return scaled_product(
+                left,
+                right,
+                out_dtype=a.dtype,
+                fast_accumulation=gemm.fast_accumulation,
+                bias=bias,
+                accumulate_into=accumulate_into,
+                overwrite=overwrite,
+            )
+        assert isinstance(left, Operand)
+        assert isinstance(right, Operand)
+        y = contract(
+            left,
+            right,
+            alpha=gemm.alpha,
+            out_dtype=a.dtype,
+            accumulate_into=accumulate_into,
+            overwrite=overwrite,
+        )
+        return y if bias is None else add_bias_(y, bias)
+
+    def _operand(
+        self, gemm: str, operand: str, matrix: torch.Tensor, spec: QuantSpec | None, moment: Moment, observe: bool
+    ) -> AnyOperand:
+        if gemm in self._native and operand != "weight" and matrix.numel():
+            by_row = _SIDES[operand][0] == gemm
+            source = matrix if by_row else matrix.t()
+            made = self._cast(operand, source, rows=by_row, columns=not by_row, observe=observe)
+            return made[0 if by_row else 1]  # type: ignore[return-value]
+        if operand == "weight" and observe and self._keeps_weight(gemm):
+            self._weights[gemm] = self._quantized(gemm, operand, matrix, spec, moment, observe)
+            return self._weights[gemm]
+        return self._quantized(gemm, operand, matrix, spec, moment, observe)
+
+    def _quantized(
+        self, gemm: str, operand: str, matrix: torch.Tensor, spec: QuantSpec | None, moment: Moment, observe: bool
+    ) -> Operand:
+        transform = self._transforms.at(gemm, moment)
+        if spec is None or matrix.numel() == 0:  # an expert may get no tokens
+            return Operand(matrix if transform is None else transform.apply(matrix).to(matrix.dtype))
+        encode_scale = None
+        if spec.scaling == "delayed":
+            history, slot = self.histories[operand]
+            if observe:
+                history.observe(slot, tile_amax(matrix, tile_sizes(spec, matrix)))
+            encode_scale = delayed_encode_scale(history.in_effect[slot], spec)
+        elements, scale = quantize_for_gemm(
+            matrix,
+            spec,
+            random=self._rounding[gemm, operand],
+            moment=moment,
+            transform=transform,
+            encode_scale=encode_scale,
+            reduce_amax=self._reduce_amax if self._shares_scale(gemm, operand, spec) else None,
+        )
+        return Operand(elements, scale, tile_sizes(spec, matrix))
+
+    def _keeps_weight(self, gemm: str) -> bool:
+        """Whether a step's microbatches all multiply with the same quantized weight, and it is to be kept for them."""
+        if not self._cache_weights or capturing():
+            return False
+        return self._gemms[gemm].weight_serves_microbatches
+
+    def _shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
+        """Whether a tile of this operand reaches over the ranks that share ``place.split``."""
+        if not self.place.split:
+            return False
+        dims = _DIMS[gemm, operand]
+        reach = {"tensor": dims, "row": dims[1]}.get(spec.tile, "")
+        return self.place.split in reach
+
+
+def _matrix(x: torch.Tensor | Source, made: bool = False) -> torch.Tensor:
+    """x in memory; of a computed one, whose operands are all ``made``, what says its shape and dtype."""
+    if isinstance(x, torch.Tensor):
+        return x
+    assert made or x.kind == "matrix", f"{x.kind} has no matrix in memory: ask help_wanted first"
+    return x.x
+
+
+class Kept(NamedTuple):
+    """What ``LinearNumerics.forward`` leaves for the backward pass.
+
+    Attributes:
+        input: wgrad's operand of x, [I, T padded]; x itself is then not needed any more. None where x is.
+        weight_amax: fp32 [1], for ``dgrad``.
+    """
+
+    input: ScaledOperand | None
+    weight_amax: torch.Tensor | None
+
+    def saved(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Tensors for ``save_for_backward``: x or what takes its place, its scale, the weight's amax."""
+        if self.input is None:
+            return x, None, self.weight_amax
+        return self.input.elements, self.input.scale, self.weight_amax
+
+    @staticmethod
+    def restored(elements: torch.Tensor, scale: torch.Tensor | None, tile: str) -> torch.Tensor | ScaledOperand:
+        """x, or the operand of it."""
+        return elements if scale is None else ScaledOperand(elements, scale, tile, elements.shape[0])
+
+    @property
+    def tile(self) -> str:
+        """Of the kept operand."""
+        return "" if self.input is None else self.input.tile
+
+
+@dataclass(frozen=True)
+class GradOutput:
+    """dy_TO of a layer, the operands that were made of it already, by GEMM, and the gradient of a bias."""
+
+    matrix: torch.Tensor
+    operands: Mapping[str, AnyOperand]
+    bias: torch.Tensor | None = None

@@ -1,0 +1,47 @@
+"""Kernels that find the amax of what they write: norms, GELU and its gradient. Run interpreted, and on a GPU."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tests.kernels.interpreted import main
+
+SIZES = ((70, 96), (9, 1000), (33, 2048))
+
+
+def made(rows: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Kernel -> what it writes, raising the amax that it is given."""
+    from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
+    from megatron_lowprec.kernels.layernorm.triton import norm
+
+    generator = torch.Generator().manual_seed(rows * width)
+    x, y = (torch.randn(2, rows, width, generator=generator) * 3).to(device, dtype)
+    weight, bias = torch.randn(2, width, generator=generator).to(device, dtype)
+    return {
+        "layernorm": lambda amax: norm(x, weight, bias, 1e-5, amax).y,
+        "rmsnorm": lambda amax: norm(x, weight, None, 1e-5, amax).y,
+        "bias_gelu": lambda amax: bias_gelu(x, bias, amax),
+        "bias_gelu_backward": lambda amax: bias_gelu_backward(x, y, bias, amax=amax)[0],
+        "of a NaN": lambda amax: bias_gelu(torch.where(x > x.max() - 1e-6, torch.nan, x), bias, amax),
+    }
+
+
+def faults(device: str) -> Iterator[str]:
+    """Every amax that is not that of the output, a line each."""
+    for rows, width in SIZES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for name, run in made(rows, width, dtype, device).items():
+                for before in (0.0, 1e6):
+                    amax = torch.full((1,), before, device=device)
+                    largest = run(amax).abs().amax().float().clamp(min=before).view(1)
+                    if not torch.equal(amax, largest) and not (amax.isnan().all() and largest.isnan().all()):
+                        yield f"{name} {rows}x{width} {dtype} from {before}: {amax.item()}, not {largest.item()}"
+
+
+def differences(device: str) -> tuple[int, list[str]]:
+    """(cases, faults)"""
+    return len(SIZES) * 2 * 5 * 2, list(faults(device))
+
+
+if __name__ == "__main__":
+    main(differences)

@@ -1,0 +1,15 @@
+"""The amax that kernels find while they write is that of what they write."""
+
+import pytest
+
+from tests.kernels import amax_cases
+from tests.kernels.interpreted import assert_no_differences
+
+
+def test_interpreted() -> None:
+    assert "60 compared" in assert_no_differences("tests.kernels.amax_cases")
+
+
+@pytest.mark.gpu
+def test_compiled() -> None:
+    assert amax_cases.differences("cuda")[1] == []

@@ -1,0 +1,320 @@
+"""Run cells on the GPUs, or the cores, of this machine: as many at a time as there are places for."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import psutil
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.sweep import record
+from megatron_lowprec.sweep.cells import Cell, command
+from megatron_lowprec.sweep.lock import Holder, Lock
+from megatron_lowprec.sweep.record import Record, State
+from megatron_lowprec.sweep.spec import Resources
+from megatron_lowprec.sweep.status import read_progress
+from megatron_lowprec.sweep.view import View
+
+REQUEUE = "requeue"
+"""In a cell's folder: it was interrupted and wants to be started again. The driver writes it, and so do we."""
+LOG = "log.txt"
+# Slurm sends SIGTERM to all processes of a task. torchrun would kill its ranks half a minute later, saved or not; this
+# one ends with the last of them.
+_DEAF = ("bash", "-c", 'trap "" TERM USR1; exec "$@"', "bash")
+_POLL = 0.2  # seconds
+_ASK_AGAIN = 10.0  # seconds
+_TWICE = 1.0  # seconds; a Ctrl-C that comes sooner is the same one, passed on by a program between
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one cell runs at a time: GPUs by CUDA's names, none of them on a CPU, and threads of each process."""
+
+    gpus: tuple[str, ...]
+    processes: int
+    threads: int
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that torch sees, for CUDA_VISIBLE_DEVICES; asked in a process of its own."""
+    code = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        raise UserError(
+            f"torch cannot be asked for GPUs: {asked.stderr.strip().splitlines()[-1]}; mend the environment"
+        )
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    count = int(asked.stdout.split()[-1])
+    return names[:count] if names != [""] else [str(number) for number in range(count)]
+
+
+def processes_of(resources: Resources, gpus: Sequence[str]) -> int:
+    """Processes of a cell on these GPUs; on a CPU where there are none."""
+    return resources.gpus_per_cell or (1 if gpus else resources.processes_per_cell)
+
+
+def places(resources: Resources, gpus: Sequence[str], cores: int) -> list[Place]:
+    """Places on the GPUs, or on the cores where there are no GPUs.
+
+    Raises:
+        UserError: a cell asks for more GPUs than there are.
+    """
+    size, share, limit = resources.gpus_per_cell, resources.cells_per_gpu, resources.cells_at_once
+    if size is not None and size > len(gpus):
+        raise UserError(
+            f"a cell needs {size} GPU{'s' * (size > 1)} (gpus_per_cell), found {len(gpus)}; run it where they are, or "
+            "submit it with --slurm"
+        )
+    processes = processes_of(resources, gpus)
+    if gpus:
+        sets = [tuple(gpus[start : start + processes]) for start in range(0, len(gpus) - processes + 1, processes)]
+        # all GPUs get a cell before one gets a second
+        sets = [chosen for _ in range(share) for chosen in sets][:limit]
+    else:
+        sets = [()] * (limit or 1)
+    return [Place(chosen, processes, max(1, cores // (len(sets) * processes))) for chosen in sets]
+
+
+def launch(arguments: Sequence[str], processes: int) -> list[str]:
+    """The command that starts that many processes of a script; several by torchrun, on a port that it finds itself."""
+    if processes == 1:
+        return [sys.executable, *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*_DEAF, sys.executable, *torchrun, "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *arguments]
+
+
+def outcome(exit_code: int, asked_to_stop: bool, asks_requeue: bool, iteration: int, train_iters: int) -> State:
+    """What an attempt has come to. torchrun's exit code does not tell an interrupted run from a failed one."""
+    if exit_code == 0 and iteration >= train_iters and not asks_requeue:
+        return "done"
+    # exit code 0 before the end: --exit-interval and the like
+    return "interrupted" if asks_requeue or asked_to_stop or exit_code == 0 else "failed"
+
+
+@dataclass
+class _Running:
+    """A cell that has a place."""
+
+    cell: Cell
+    place: Place
+    record: Record
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    lock: Lock
+    started: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call has done: ids of cells that ended, by state; that others were running; that were not started."""
+
+    ended: dict[State, list[str]]
+    held: list[str]
+    left: list[str]
+    signal: str | None
+
+
+class Runner:
+    """Runs cells in places, one call of ``run`` each."""
+
+    def __init__(self, out: Path, cells: Sequence[Cell], view: View, rerun: bool, max_failures: int | None) -> None:
+        self._out, self._view, self._rerun, self._max_failures = out, view, rerun, max_failures
+        self._waiting = list(cells)
+        self._running: list[_Running] = []
+        self._ended: dict[State, list[str]] = {"done": [], "failed": [], "interrupted": []}
+        self._held: list[str] = []
+        self._signal: str | None = None
+        self._signalled_at = self._told_at = 0.0
+        self._told = self._kill_asked = self._killed = False
+
+    def run(self, where: Sequence[Place]) -> Result:
+        """Run all cells that are not done; at SIGINT, SIGTERM or SIGUSR1 let the running ones save, and stop."""
+        free = list(where)
+        with _signals(self._on_signal), self._view:
+            try:
+                while self._step(free):
+                    time.sleep(_POLL)
+                    self._view.refresh()
+            finally:  # after an error of our own, too
+                self._stop()
+        return Result(self._ended, self._held, [cell.id for cell in self._waiting], self._signal)
+
+    def _step(self, free: list[Place]) -> bool:
+        """Take what has ended, start what can start; whether anything runs."""
+        free += [self._finish(running) for running in list(self._running) if running.process.poll() is not None]
+        if self._signal is None:
+            while free and self._waiting and not self._too_many_failures():
+                self._start(self._waiting.pop(0), free)
+        else:
+            self._stop()
+        if self._kill_asked:
+            self._kill()
+        return bool(self._running)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is None:
+            self._signal, self._signalled_at = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._signalled_at > _TWICE:
+            self._kill_asked = True
+
+    def _too_many_failures(self) -> bool:
+        return self._max_failures is not None and len(self._ended["failed"]) >= self._max_failures
+
+    def _start(self, cell: Cell, free: list[Place]) -> None:
+        """Start a cell in a free place, unless it is done or another process runs it."""
+        lock, run = Lock(self._out, cell.id), self._out / cell.id
+        other = lock.acquire()
+        if other is not None:
+            self._skip(cell, other)
+            return
+        try:
+            before = record.read(run)
+            if before is not None and record.differences(before, cell):
+                assert self._rerun, "check() refuses it"
+                self._view.say(f"{cell.id}: changed since it was begun; its folder is now {move_aside(run).name}")
+                before = None
+            if before is not None and before.state == "done":
+                lock.release()
+                return
+            run.mkdir(parents=True, exist_ok=True)
+            (run / REQUEUE).unlink(missing_ok=True)  # an old request must not outlive its answer
+            place = free.pop(0)
+            words = launch(command(cell, run), place.processes)
+            begun = record.begin(cell, run, words)
+            log = (run / LOG).open("ab", buffering=0)
+            log.write(f"# {begun.started}, attempt {begun.attempts}: {shlex.join(words)}\n".encode())
+            # A session of its own: Ctrl-C at the terminal reaches this process alone, which passes it on.
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(place),
+                start_new_session=True,
+            )
+        except BaseException:
+            lock.release()
+            raise
+        lock.add(process.pid)
+        self._running.append(_Running(cell, place, begun, process, log, lock, time.monotonic()))
+        on = f" on GPU {','.join(place.gpus)}" if place.gpus else ""
+        again = f", attempt {begun.attempts}" if begun.attempts > 1 else ""
+        self._view.say(f"{cell.id}: started{on}{again}")
+
+    def _skip(self, cell: Cell, other: Holder) -> None:
+        self._held.append(cell.id)
+        self._view.say(f"{cell.id}: left to {other.words}")
+
+    def _finish(self, running: _Running) -> Place:
+        """Record what a cell has come to; its place is free."""
+        cell, run, code = running.cell, self._out / running.cell.id, running.process.returncode
+        progress, seconds = read_progress(run), time.monotonic() - running.started
+        state = outcome(code, self._told, (run / REQUEUE).exists(), progress.iteration, cell.train_iters)
+        if state == "interrupted" and self._told and not (run / REQUEUE).exists():
+            (run / REQUEUE).write_text(f"{self._signal} at iteration {progress.iteration}\n", encoding="utf-8")
+        running.log.close()
+        record.end(run, running.record, state, code, seconds, progress.iteration)
+        running.lock.release()
+        self._running.remove(running)
+        self._ended[state].append(cell.id)
+        self._view.ended(cell.id, state, seconds, progress, code, run / LOG)
+        return running.place
+
+    def _stop(self) -> None:
+        """Ask what runs to save and end; again and again, for a cell that is just starting does not listen yet."""
+        if not self._running or (self._told and time.monotonic() - self._told_at < _ASK_AGAIN):
+            return
+        first, self._told, self._told_at = not self._told, True, time.monotonic()
+        for running in self._running:
+            ask_to_stop(running.process.pid, running.place.processes)
+        if first:
+            names = ", ".join(running.cell.id for running in self._running)
+            self._view.say(f"{self._signal or 'an error'}: waiting for {names} to save; Ctrl-C again kills")
+
+    def _kill(self) -> None:
+        if self._killed:
+            return
+        self._killed = True
+        for running in self._running:
+            # torchrun gives each of its workers a session of its own
+            for pid in [running.process.pid, *_children(running.process.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def check(out: Path, cells: Sequence[Cell], rerun: bool) -> None:
+    """Refuse cells whose folders were begun as other runs, before anything starts.
+
+    Raises:
+        UserError: naming what differs in the first of them.
+    """
+    changed = {}
+    for cell in cells:
+        before = record.read(out / cell.id)
+        differing = record.differences(before, cell) if before is not None else []
+        if differing:
+            changed[cell.id] = differing
+    if changed and not rerun:
+        name, differing = next(iter(changed.items()))
+        raise UserError(
+            f"{len(changed)} of {len(cells)} cells were begun as other runs than they would be now: {name} has "
+            f"{', '.join(differing[:6])}{' and more' if len(differing) > 6 else ''}; give the options of then, another "
+            "--out, or --rerun to move the old folders aside and start anew"
+        )
+
+
+def move_aside(run: Path) -> Path:
+    """Rename a folder to the first free of NAME.1, NAME.2 and so on."""
+    number = 1
+    while (aside := run.with_name(f"{run.name}.{number}")).exists():
+        number += 1
+    return run.rename(aside)
+
+
+def environment(place: Place) -> dict[str, str]:
+    """A cell's environment: its GPUs, its share of the cores."""
+    found = {"OMP_NUM_THREADS": str(place.threads), **os.environ, "PYTHONUNBUFFERED": "1"}
+    if place.gpus:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    return found
+
+
+def ask_to_stop(pid: int, processes: int) -> None:
+    """SIGTERM to the processes that train.
+
+    Not to torchrun, where there is one: it does not listen (see ``launch``). When they have ended it ends, too.
+    """
+    for number in (_children(pid) if processes > 1 else []) or [pid]:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGTERM)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+@contextmanager
+def _signals(handler: Any) -> Iterator[None]:
+    """SIGHUP is a closed terminal (nohup ignores it, a shell SIGINT in the background, and they stay ignored); SIGTERM
+    and SIGUSR1 are a batch script's, which has them ignored until here: it sends them again."""
+    quiet = (number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN)
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR1, *quiet)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,108 @@
+"""A sweep as a Slurm job array: one task a cell, which saves and requeues itself when it is interrupted."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.sweep.cells import Cell
+from megatron_lowprec.sweep.spec import Sweep
+from megatron_lowprec.training.arguments import REPOSITORY
+
+SCRIPT = "sweep.sbatch"
+LOGS = "logs"
+SIGNAL_SECONDS = 180
+"""Before the end of its time a task is told to save: enough for a step, an evaluation and a checkpoint."""
+_FUNCTIONS = str(REPOSITORY / "scripts" / "requeue.sh")
+_ASK_FOR_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
+
+_BODY = """\
+set -u
+cd {folder} || exit 1
+source {functions} || exit 1
+
+cells=({cells})
+cell=${{cells[$SLURM_ARRAY_TASK_ID]}}
+echo "$(date +%FT%T) $(hostname): $cell, restart ${{SLURM_RESTART_COUNT:-0}}"
+# Who is just starting does not listen yet, and must not die of a signal that comes again.
+save_and_requeue {out}/"$cell" bash -c 'trap "" TERM USR1; exec "$@"' bash \\
+    {command} --cell "$SLURM_ARRAY_TASK_ID"
+exit $?
+"""
+
+
+def script(
+    sweep: Sweep, cells: Sequence[Cell], chosen: Sequence[Cell], out: Path, folder: Path, arguments: Sequence[str]
+) -> str:
+    """The batch script.
+
+    Args:
+        cells: all of the sweep, which the task ids count.
+        chosen: those that get a task.
+        folder: where the tasks run, which relative data paths start from.
+        arguments: of scripts/sweep.py, but for --cell.
+    """
+    limit = f"%{sweep.resources.cells_at_once}" if sweep.resources.cells_at_once else ""
+    name = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
+    options = {
+        "job-name": name,
+        **{key: value for key, value in sweep.slurm.items() if key not in _ASK_FOR_GPUS},
+        **gpus(sweep),
+        "array": indices([cell.index for cell in chosen]) + limit,
+        "nodes": "1",
+        "ntasks": "1",
+        "requeue": None,
+        "open-mode": "append",
+        "output": _quoted(f"{out / LOGS}/%A_%a.log"),
+        "signal": f"B:USR1@{SIGNAL_SECONDS}",
+    }
+    head = [f"#SBATCH --{key}" + ("" if value is None else f"={value}") for key, value in options.items()]
+    body = _BODY.format(
+        folder=shlex.quote(str(folder)),
+        cells=" ".join(cell.id for cell in cells),
+        out=shlex.quote(str(out)),
+        command=shlex.join([sys.executable, *arguments]),
+        functions=shlex.quote(_FUNCTIONS),
+    )
+    return "\n".join(["#!/bin/bash", *head, "", body])
+
+
+def submit(text: str, out: Path) -> str:
+    """Write the script into ``out`` and hand it to sbatch; the job's number.
+
+    Raises:
+        UserError: no sbatch, or one that refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError("--slurm: there is no sbatch on the PATH; run it where jobs are submitted, or --slurm-dry-run")
+    (out / LOGS).mkdir(parents=True, exist_ok=True)
+    path = out / SCRIPT
+    path.write_text(text, encoding="utf-8")
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"sbatch refused {path}: {' '.join(done.stderr.split())}; change it by --sbatch KEY=VALUE")
+    return done.stdout.strip().split(";")[0]
+
+
+def indices(numbers: Sequence[int]) -> str:
+    """``0-3,5``: rising numbers as sbatch's --array takes them."""
+    starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
+    ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def gpus(sweep: Sweep) -> Mapping[str, str]:
+    """The request for a cell's GPUs: the sweep's own where it has one, else by gpus_per_cell; none where it is 0."""
+    own = {key: value for key, value in sweep.slurm.items() if key in _ASK_FOR_GPUS}
+    asked = own or {"gpus": str(sweep.resources.gpus_per_cell or 1)}
+    return {key: value for key, value in asked.items() if value != "0"}
+
+
+def _quoted(path: str) -> str:
+    return f'"{path}"' if " " in path else path

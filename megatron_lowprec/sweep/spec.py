@@ -1,0 +1,285 @@
+"""A sweep file: recipes x models x overrides x seeds, at one of its sizes.
+
+::
+
+    summary: one line
+    options: {eval-iters: 16}                # of every cell, named as in configs/models
+    models: [gpt_tiny]                       # a name in configs/models, a file, or {label, model, options}
+    recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_set}
+    overrides: {base: {}, low: {lr: 1.0e-4}} # named variants; may be left out
+    seeds: [1234, 1235]
+    resources: {gpus_per_cell: 1}
+    slurm: {time: "04:00:00"}                # sbatch's long options
+    sizes: {tiny: {...}, small: {...}}       # the same keys: a list replaces the one above, a mapping adds to it
+
+The only thing here is what the file says, checked; ``cells`` makes runs of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.arguments import checked_options, find, nearest, without_rivals
+from megatron_lowprec.training.fp8_flags import FP8_FLAGS
+
+Options = dict[str, Any]
+"""Names of ``Config``'s fields -> values."""
+
+LABEL = re.compile(r"[A-Za-z0-9_.+-]+")
+# What a sweep says itself, for each cell.
+_OWN = {
+    "config": "models:",
+    "recipe": "recipes:",
+    "recipe_set": "recipes: {label, recipe, recipe_set}",
+    "seed": "seeds:",
+    "save": "--out",
+    "load": "--out",
+    "tensorboard_dir": "--out",
+    **dict.fromkeys(("list_recipes", "explain_recipe", "memory_plan"), "pretrain_gpt.py itself"),
+    **dict.fromkeys(FP8_FLAGS, "recipes:"),
+}
+
+
+@dataclass(frozen=True)
+class RecipeChoice:
+    """A recipe (name or file) with overrides, and what the sweep calls it."""
+
+    label: str
+    recipe: str
+    recipe_set: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A file of options, what the sweep calls it, and options for its cells alone."""
+
+    label: str
+    file: str
+    options: Options
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options under a name; None where the sweep has no overrides."""
+
+    label: str | None
+    options: Options
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a cell runs on.
+
+    Attributes:
+        gpus_per_cell: GPUs, and so processes, of a cell; None: one where there are any, else the CPU.
+        cells_per_gpu: cells that share a GPU.
+        processes_per_cell: processes of a cell on a CPU.
+        cells_at_once: cells that run at one time: on a CPU (None: 1), at most on GPUs and in a Slurm array (None: all).
+    """
+
+    gpus_per_cell: int | None = None
+    cells_per_gpu: int = 1
+    processes_per_cell: int = 1
+    cells_at_once: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"resources: {field.name} is {value!r}; write a whole number of at least 1")
+        if self.cells_per_gpu > 1 and (self.gpus_per_cell or 1) > 1:
+            raise UserError(
+                f"resources: {self.gpus_per_cell} gpus_per_cell and {self.cells_per_gpu} cells_per_gpu: cells either "
+                "share a GPU or have several; set one of the two to 1"
+            )
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One size of a sweep file. ``needs`` are options that must be given beside the file."""
+
+    name: str
+    size: str | None
+    summary: str
+    options: Options
+    models: tuple[ModelChoice, ...]
+    recipes: tuple[RecipeChoice, ...]
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    needs: tuple[str, ...]
+    resources: Resources
+    slurm: Mapping[str, str]
+
+
+def read(path: str, size: str | None = None) -> Sweep:
+    """The sweep in a file, at ``size`` or the first of its sizes.
+
+    Raises:
+        UserError: a file that cannot be read, an unknown key (with the nearest one), a value of the wrong kind, a size
+            that the file does not have.
+    """
+    content = _yaml_file(path)
+    _known(path, content, (*_KEYS, "sizes"))
+    sizes = _mapping(f"{path}: sizes", content.get("sizes"))
+    for name, part in sizes.items():
+        _known(f"{path}: sizes: {name}", _mapping(f"{path}: sizes: {name}", part))
+    if size is None and sizes:
+        size = str(next(iter(sizes)))
+    if size is not None and size not in sizes:
+        has = f"it has {', '.join(map(str, sizes))}" if sizes else "it has no sizes: leave --size out"
+        raise UserError(f"--size {size}: {path} has no such size; {has}")
+    over = _mapping(path, sizes[size]) if size is not None else {}
+    parts = [(path, content), (f"{path}: sizes: {size}", over)]
+
+    def latest(key: str, default: Any = None) -> Any:
+        return over.get(key, content.get(key, default))
+
+    def merged(key: str) -> dict[str, Any]:
+        return {k: v for where, part in parts for k, v in _mapping(f"{where}: {key}", part.get(key)).items()}
+
+    options: Options = {}
+    for where, part in parts:
+        options = merge(options, options_of(f"{where}: options", _mapping(f"{where}: options", part.get("options"))))
+    variants, needs = _mapping(f"{path}: overrides", latest("overrides")), latest("needs")
+    return Sweep(
+        name=Path(path).stem,
+        size=size,
+        summary=str(latest("summary", "")),
+        options=options,
+        models=tuple(_model(f"{path}: models", entry) for entry in _list(path, "models", latest("models"))),
+        recipes=tuple(_recipe(f"{path}: recipes", entry) for entry in _list(path, "recipes", latest("recipes"))),
+        variants=tuple(_variant(f"{path}: overrides", *item) for item in variants.items()) or (Variant(None, {}),),
+        seeds=tuple(_seed(path, seed) for seed in _list(path, "seeds", latest("seeds", [1234]))),
+        needs=tuple(checked_options(f"{path}: needs", dict.fromkeys(_list(path, "needs", needs)))) if needs else (),
+        resources=_resources(path, merged("resources")),
+        slurm=sbatch_options(f"{path}: slurm", merged("slurm")),
+    )
+
+
+def merge(lower: Options, upper: Options) -> Options:
+    """``lower`` with ``upper`` over it; None takes an option away, and a rival of it goes, too."""
+    kept = without_rivals(lower, upper, ("one part of the sweep", "another part of the sweep"))
+    return {name: value for name, value in {**kept, **upper}.items() if value is not None}
+
+
+def options_of(where: str, content: Mapping[Any, Any]) -> Options:
+    """Options by field name, checked; those that a sweep sets itself are refused."""
+    options = checked_options(where, content)
+    for name in options.keys() & _OWN.keys():
+        raise UserError(f"{where}: {name.replace('_', '-')} is not an option of a cell; it belongs to {_OWN[name]}")
+    return options
+
+
+def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:
+    """sbatch's long options, as text; what the array needs for itself is refused."""
+    options = {}
+    for key, value in content.items():
+        name = str(key).replace("_", "-").lstrip("-")
+        if name in ("array", "requeue", "no-requeue", "output", "error", "open-mode", "signal", "ntasks", "nodes"):
+            raise UserError(f"{where}: {name} is set by the sweep; leave it out")
+        if name == "time" and not isinstance(value, str):
+            raise UserError(f"{where}: time is {value!r}: YAML reads 12:00:00 as a number; put it into quotes")
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise UserError(f"{where}: {name} is {value!r}; write text or a number")
+        options[name] = str(value)
+    return options
+
+
+def _yaml_file(path: str) -> dict[Any, Any]:
+    try:
+        content = yaml.safe_load(find(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; the shipped sweeps are in configs/sweeps/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected keys and values at the top, found a {type(content).__name__}")
+    return content
+
+
+_KEYS = ("summary", "options", "models", "recipes", "overrides", "seeds", "needs", "resources", "slurm")
+
+
+def _known(where: str, content: Mapping[Any, Any], known: Sequence[str] = _KEYS) -> None:
+    for key in content:
+        if key not in known:
+            raise UserError(f"{where}: unknown key '{key}'{nearest(str(key), known)}; it may have {', '.join(known)}")
+
+
+def _mapping(where: str, value: Any) -> dict[Any, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected keys and values, found {value!r}")
+    return value
+
+
+def _list(path: str, key: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{path}: {key} is {value!r}; write a list with at least one entry")
+    return value
+
+
+def _text(where: str, content: Mapping[Any, Any], key: str) -> str:
+    value = content.get(key)
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {key} is {value!r}; write a name")
+    return value
+
+
+def _label(where: str, label: Any) -> str:
+    if not isinstance(label, str) or not LABEL.fullmatch(label):
+        raise UserError(f"{where}: the label {label!r} names a folder: write letters, digits and any of _.+-")
+    return label
+
+
+def _recipe(where: str, entry: Any) -> RecipeChoice:
+    if isinstance(entry, str):
+        return RecipeChoice(_label(where, Path(entry).stem if entry.endswith((".yaml", ".yml")) else entry), entry)
+    content = _mapping(where, entry)
+    _known(where, content, ("label", "recipe", "recipe_set"))
+    overrides = content.get("recipe_set", [])
+    if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
+        raise UserError(f"{where}: recipe_set is {overrides!r}; write a list such as [dgrad.hadamard.block=128]")
+    return RecipeChoice(_label(where, content.get("label")), _text(where, content, "recipe"), tuple(overrides))
+
+
+def _model(where: str, entry: Any) -> ModelChoice:
+    content = {"model": entry} if isinstance(entry, str) else _mapping(where, entry)
+    _known(where, content, ("label", "model", "options"))
+    model = _text(where, content, "model")
+    is_file = model.endswith((".yaml", ".yml"))
+    file = model if is_file else f"configs/models/{model}.yaml"
+    if not find(file).exists():
+        shipped = [path.stem for path in find("configs/models").glob("*.yaml")]
+        hint = nearest(model, shipped)
+        raise UserError(f"{where}: {model}: no such model{hint}; give a name in configs/models or a file")
+    label = content.get("label", Path(model).stem if is_file else model)
+    options = options_of(f"{where}: {model}: options", _mapping(f"{where}: {model}", content.get("options")))
+    return ModelChoice(_label(where, label), file, options)
+
+
+def _variant(where: str, label: Any, content: Any) -> Variant:
+    return Variant(_label(where, label), options_of(f"{where}: {label}", _mapping(f"{where}: {label}", content)))
+
+
+def _seed(path: str, seed: Any) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise UserError(f"{path}: seeds: {seed!r} is not a whole number of at least 0")
+    return seed
+
+
+def _resources(path: str, content: Mapping[Any, Any]) -> Resources:
+    _known(f"{path}: resources", content, [field.name for field in fields(Resources)])
+    return Resources(**{str(key): value for key, value in content.items()})

@@ -1,0 +1,164 @@
+"""Where every cell of a sweep stands, read from its folder while whoever runs it writes there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_lowprec.sweep import lock, record
+from megatron_lowprec.sweep.cells import read_manifest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Shown = Literal["waiting", "running", "done", "failed", "interrupted"]
+LAST = 10  # iterations that loss and speed are taken over
+_TAIL = 1 << 16  # bytes; some 150 rows
+_COLUMNS = ("cell", "state", "iteration", "loss", "validation", "tokens/s", "took", "left")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the end of a metrics.jsonl says; losses in nats a token, ``step_seconds`` of an iteration."""
+
+    iteration: int = 0
+    loss: float | None = None
+    validation: float | None = None
+    step_seconds: float | None = None
+    step_samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell for a person: ``seconds`` of training so far, ``left`` of it to come."""
+
+    id: str
+    state: Shown
+    where: str
+    progress: Progress
+    train_iters: int | None
+    tokens_per_second: float | None
+    seconds: float
+    left: float | None
+
+
+def read_progress(run: Path) -> Progress:
+    """Progress from the last rows; nothing where there are none yet."""
+    try:
+        with (run / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return Progress()
+    rows = [row for line in lines if (row := _row(line)) is not None]
+    steps = [row for row in rows if "lm loss" in row][-LAST:]
+    tests = [row["lm loss validation"] for row in rows if "lm loss validation" in row]
+    if not steps:
+        return Progress()
+    return Progress(
+        iteration=steps[-1]["iteration"],
+        loss=mean(row["lm loss"] for row in steps),
+        validation=tests[-1] if tests else None,
+        step_seconds=median(row["iteration-time"] for row in steps) if "iteration-time" in steps[-1] else None,
+        step_samples=steps[-1].get("batch-size"),
+    )
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for what was cut: the first line read from the middle, the last one being written."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "iteration" in row else None
+
+
+def rows(out: Path) -> list[Row]:
+    """All cells of the sweep in ``out``; UserError where none was started there."""
+    return [row(out, cell["id"]) for cell in read_manifest(out)["cells"]]
+
+
+def row(out: Path, cell_id: str) -> Row:
+    """One cell."""
+    run = out / cell_id
+    known, held = record.read(run), lock.holder(out, cell_id)
+    if known is None:
+        return Row(cell_id, "waiting", "", Progress(), None, None, 0.0, None)
+    state: Shown = known.state
+    if held is not None:
+        state = "running"
+    elif state == "running":
+        state = "interrupted"  # whoever ran it is gone without a word
+    progress = read_progress(run)
+    speed = left = None
+    if progress.step_seconds:
+        if progress.step_samples is not None:
+            speed = progress.step_samples * known.seq_length / progress.step_seconds
+        if state != "done":
+            left = (known.train_iters - progress.iteration) * progress.step_seconds
+    where = held.words if held is not None else f"exit code {known.exit_code}" if state == "failed" else ""
+    seconds = known.seconds
+    if state == "running":
+        seconds += max(0.0, (datetime.now().astimezone() - datetime.fromisoformat(known.started)).total_seconds())
+    return Row(cell_id, state, where, progress, known.train_iters, speed, seconds, left)
+
+
+def summary(found: Sequence[Row]) -> str:
+    """``3 done, 1 running, 6 waiting``."""
+    counts = Counter(row.state for row in found)
+    order: tuple[Shown, ...] = ("done", "running", "failed", "interrupted", "waiting")
+    return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])
+
+
+def lines(found: Sequence[Row]) -> list[str]:
+    """The table as plain text, its columns as wide as they need to be."""
+    table = [_COLUMNS, *(_texts(row) for row in found)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def table(found: Sequence[Row], caption: str) -> Table:
+    """The same for a terminal."""
+    from rich.table import Table
+
+    colours = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow", "waiting": "dim"}
+    drawn = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
+    for name in _COLUMNS:
+        drawn.add_column(name, justify="left" if name in ("cell", "state") else "right", no_wrap=True)
+    for row in found:
+        drawn.add_row(*_texts(row), style=colours[row.state])
+    return drawn
+
+
+def _texts(row: Row) -> tuple[str, ...]:
+    progress = row.progress
+    return (
+        row.id,
+        row.state,
+        f"{progress.iteration}/{row.train_iters}" if row.train_iters else "",
+        _number(progress.loss, "{:.4f}"),
+        _number(progress.validation, "{:.4f}"),
+        _number(row.tokens_per_second, "{:,.0f}") if row.state == "running" else "",
+        duration(row.seconds) if row.seconds else "",
+        duration(row.left) if row.left is not None else "",
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def duration(seconds: float) -> str:
+    """``45 s``, ``2:05``, ``1:02:05``: seconds, then minutes and hours as they are needed."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours}:{minutes:02}:{whole % 60:02}"
+    return f"{minutes}:{whole % 60:02}" if minutes else f"{whole} s"

@@ -1,0 +1,411 @@
+"""Cells on this machine, with the stand-in for the driver; one real cell at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.sweep import cli, local
+from megatron_lowprec.sweep.lock import Lock
+from megatron_lowprec.sweep.spec import Resources
+from tests.sweep.conftest import Fake, WriteSweep
+
+BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"
+
+
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# ---- outcomes
+
+
+def test_finished_cells_are_never_repeated(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep()
+    assert fake.run(path) == 0
+    record = fake.record(BF16)
+    assert (record["state"], record["exit_code"], record["iteration"], record["attempts"]) == ("done", 0, 4, 1)
+    assert record["seconds"] > 0
+    assert "bf16 from 0" in (fake.out / BF16 / "log.txt").read_text()
+    manifest = json.loads((fake.out / "sweep.json").read_text())
+    assert [cell["run"] for cell in manifest["cells"]] == [BF16, MXFP4]
+    assert not list((fake.out / "locks").glob("[!.]*"))
+    capsys.readouterr()
+    assert fake.run(path) == 0
+    assert "2 cells, 2 of them done before" in capsys.readouterr().out
+    assert (len(fake.calls(BF16)), fake.record(BF16)) == (1, record)
+
+
+def test_a_failed_cell_is_tried_again_from_its_checkpoint(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.behave(bf16="fail_once")
+    path = write_sweep()
+    assert fake.run(path) == 1
+    assert (fake.record(BF16)["state"], fake.record(BF16)["exit_code"]) == ("failed", 1)
+    assert fake.record(MXFP4)["state"] == "done", "the others go on"
+    printed = capsys.readouterr().out
+    assert f"{BF16}: failed with exit code 1 at iteration 2" in printed
+    assert "    something is wrong" in printed
+    assert fake.run(path) == 0
+    assert [call["begun"] for call in fake.calls(BF16)] == [0, 2]
+    assert fake.record(BF16)["attempts"] == 2
+    assert len(fake.calls(MXFP4)) == 1
+    assert "attempt 2" in (fake.out / BF16 / "log.txt").read_text()
+
+
+def test_exit_code_0_before_the_end_is_not_the_end(fake: Fake, write_sweep: WriteSweep) -> None:
+    fake.behave(bf16="short")
+    path = write_sweep(recipes=["bf16"])
+    fake.run(path)
+    assert fake.record(BF16)["state"] == "interrupted"
+    assert not (fake.out / BF16 / "requeue").exists(), "nobody asked for another start"
+    assert fake.run(path) == 0
+    assert fake.record(BF16)["state"] == "done"
+
+
+def test_a_cell_that_asks_for_another_start_is_not_finished(fake: Fake, write_sweep: WriteSweep) -> None:
+    fake.behave(bf16="requeue")
+    path = write_sweep(recipes=["bf16"])
+    fake.run(path)
+    assert (fake.record(BF16)["state"], fake.record(BF16)["exit_code"]) == ("interrupted", 1)
+    assert (fake.out / BF16 / "requeue").exists()
+    assert fake.run(path) == 0
+    assert not (fake.out / BF16 / "requeue").exists()
+    assert [call["begun"] for call in fake.calls(BF16)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "state"),
+    [
+        ((0, False, False, 4, 4), "done"),
+        ((0, True, False, 4, 4), "done"),
+        ((0, False, True, 4, 4), "interrupted"),  # its last evaluation is missing
+        ((0, False, False, 3, 4), "interrupted"),
+        ((1, False, True, 3, 4), "interrupted"),
+        ((-15, True, False, 3, 4), "interrupted"),
+        ((1, False, False, 4, 4), "failed"),
+        ((-9, False, False, 0, 4), "failed"),
+    ],
+)
+def test_outcomes(arguments: tuple[int, bool, bool, int, int], state: str) -> None:
+    assert local.outcome(*arguments) == state
+
+
+def test_max_failures_starts_no_more(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.behave(bf16="fail", mxfp4="fail")
+    assert fake.run(write_sweep(seeds=[1, 2]), "--max-failures", "2") == 1
+    assert "2 failed, 2 waiting" in capsys.readouterr().out
+
+
+# ---- changed cells
+
+
+def test_a_cell_that_has_changed_is_refused_and_rerun_only_when_asked(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep()
+    fake.run(path)
+    assert fake.run(path, "--set", "log-interval=3") == 0, "which changes nothing of the run"
+    capsys.readouterr()
+    assert fake.run(path, "--set", "lr=0.5") == 2
+    error = capsys.readouterr().err
+    assert f"2 of 2 cells were begun as other runs than they would be now: {BF16} has lr 0.5 (was 0.0015)" in error
+    assert "--rerun" in error
+    assert fake.run(path, "--set", "lr=0.5", "--only", "bf16", "--rerun") == 0
+    assert len(fake.calls(BF16)) == 1
+    assert "0.5" in fake.calls(BF16)[0]["argv"]
+    assert (fake.out / f"{BF16}.1" / "metrics.jsonl").exists()
+    assert len(fake.calls(MXFP4)) == 1
+    # nothing has changed since, so --rerun repeats nothing
+    assert fake.run(path, "--set", "lr=0.5", "--only", "bf16", "--rerun") == 0
+    assert not (fake.out / f"{BF16}.2").exists()
+
+
+def test_a_change_of_a_recipe_s_fields_is_named(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def path(block: int) -> str:
+        fields = [f"{gemm}.hadamard.block={block}" for gemm in ("dgrad", "wgrad")]
+        return write_sweep(recipes=[{"label": "rht", "recipe": "mxfp4_rht", "recipe_set": fields}])
+
+    fake.behave(mxfp4_rht="fail")
+    fake.run(path(32))
+    assert fake.run(path(64)) == 2, "a failed one would continue as another"
+    assert "recipe.dgrad.hadamard.block 64 (was 32)" in capsys.readouterr().err
+
+
+def test_fields_that_recipes_get_later_change_no_cell(fake: Fake, write_sweep: WriteSweep) -> None:
+    path = write_sweep(recipes=["mxfp4"])
+    fake.run(path)
+    record = fake.record(MXFP4)
+    del record["resolved"]["recipe"]["keep_bf16"], record["resolved"]["recipe"]["dgrad"]["hadamard"]
+    record["hash"] = "of another version"
+    (fake.out / MXFP4 / "cell.json").write_text(json.dumps(record))
+    assert fake.run(path) == 0
+    assert len(fake.calls(MXFP4)) == 1
+
+
+# ---- places
+
+
+def test_gpus_one_each_shared_or_several() -> None:
+    one = local.places(Resources(), ["0", "1"], cores=8)
+    assert [(place.gpus, place.processes, place.threads) for place in one] == [(("0",), 1, 4), (("1",), 1, 4)]
+    shared = local.places(Resources(cells_per_gpu=2), ["0", "1"], cores=8)
+    assert [place.gpus for place in shared] == [("0",), ("1",), ("0",), ("1",)]
+    several = local.places(Resources(gpus_per_cell=2), ["0", "2", "3", "5", "7"], cores=8)
+    assert [(place.gpus, place.processes, place.threads) for place in several] == [
+        (("0", "2"), 2, 2),
+        (("3", "5"), 2, 2),
+    ]
+    assert len(local.places(Resources(cells_at_once=1), ["0", "1"], cores=8)) == 1
+
+
+def test_cores_where_there_are_no_gpus() -> None:
+    assert local.places(Resources(), [], cores=8) == [local.Place((), 1, 8)]
+    assert local.places(Resources(processes_per_cell=2, cells_at_once=2), [], cores=8) == [local.Place((), 2, 2)] * 2
+    assert local.places(Resources(cells_at_once=4), [], cores=2)[0].threads == 1
+    with pytest.raises(UserError, match=r"a cell needs 2 GPUs \(gpus_per_cell\), found 1"):
+        local.places(Resources(gpus_per_cell=2), ["0"], cores=8)
+
+
+def test_the_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked:
+        returncode, stdout, stderr = 0, "2\n", ""
+
+    monkeypatch.setattr(subprocess, "run", lambda *args, **more: Asked)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert local.visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-1234")
+    assert local.visible_gpus() == ["5", "GPU-1234"]
+
+
+def test_each_cell_sees_its_own_gpu(
+    fake: Fake, write_sweep: WriteSweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "visible_gpus", lambda: ["0", "1", "3"])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    fake.behave(bf16="slow", mxfp4="slow")
+    path = write_sweep(seeds=[1, 2], resources={"gpus_per_cell": 1})
+    assert fake.run(path, "--gpus", "1,3", "--set", "train-iters=20") == 0
+    calls = [fake.calls(f"gpt_tiny-{recipe}-s{seed}")[0] for recipe in ("bf16", "mxfp4") for seed in (1, 2)]
+    assert sorted(call["CUDA_VISIBLE_DEVICES"] for call in calls) == ["1", "1", "3", "3"]
+    assert {call["OMP_NUM_THREADS"] for call in calls} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
+    starts = sorted(call["time"] for call in calls)
+    assert starts[2] - starts[0] >= 1.0, "two at a time, a second each"
+    capsys.readouterr()
+    assert fake.run(path, "--gpus", "2") == 2
+    assert "there is no GPU 2 here" in capsys.readouterr().err
+
+
+def test_cells_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep) -> None:
+    fake.behave(bf16="slow", mxfp4="slow")
+    assert fake.run(write_sweep(), "--cells-at-once", "2", "--set", "train-iters=40") == 0
+    assert abs(fake.calls(BF16)[0]["time"] - fake.calls(MXFP4)[0]["time"]) < 1.5
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_lets_cells_save_and_the_same_command_goes_on(
+    fake: Fake, write_sweep: WriteSweep, number: signal.Signals
+) -> None:
+    fake.behave(bf16="slow")
+    path = write_sweep()
+    more = ("--set", "train-iters=200")
+    process = fake.start(path, *more)
+    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == cli.TO_BE_CONTINUED == 75, printed
+    assert f"{number.name}: waiting for {BF16} to save" in printed
+    assert f"stopped by {number.name}; the same command goes on where it stopped" in printed
+    record = fake.record(BF16)
+    assert record["state"] == "interrupted"
+    assert 0 < record["iteration"] < 200
+    assert "saved" in (fake.out / BF16 / "log.txt").read_text()
+    assert (fake.out / BF16 / "requeue").read_text().startswith(number.name)
+    assert not fake.calls(MXFP4)
+    fake.behave()
+    assert fake.run(path, *more) == 0
+    assert [call["begun"] for call in fake.calls(BF16)] == [0, record["iteration"]]
+
+
+def test_a_second_ctrl_c_kills(fake: Fake, write_sweep: WriteSweep) -> None:
+    fake.behave(bf16="slow")
+    process = fake.start(write_sweep(recipes=["bf16"]), "--set", "train-iters=2000")
+    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
+    pid = fake.calls(BF16)[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)  # it hears nothing
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)  # the same one, from a program between
+    time.sleep(1.5)
+    assert process.poll() is None, "it waits"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == cli.TO_BE_CONTINUED
+    assert gone(pid)
+
+
+def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: WriteSweep) -> None:
+    """torchrun kills its workers half a minute after a SIGTERM of its own, and exits with 1."""
+    fake.behave(bf16="slow")
+    path = write_sweep(recipes=["bf16"], resources={"processes_per_cell": 2})
+    process = fake.start(path, "--set", "train-iters=2000")
+    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, printed
+    assert fake.calls(BF16)[0]["WORLD_SIZE"] == "2"
+    assert (fake.record(BF16)["state"], fake.record(BF16)["exit_code"]) == ("interrupted", 0)
+    assert (fake.out / BF16 / "log.txt").read_text().count("saved") == 2
+
+
+def test_a_cell_that_does_not_listen_yet_is_asked_again(fake: Fake, write_sweep: WriteSweep) -> None:
+    fake.behave(bf16="deaf")
+    process = fake.start(write_sweep(recipes=["bf16"]), "--set", "train-iters=2000")
+    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, printed
+    assert printed.count("to save") == 1, "it says so once"
+    assert 20 <= fake.record(BF16)["iteration"] < 200
+
+
+# ---- two sweeps
+
+
+def test_two_sweeps_run_each_cell_once(fake: Fake, write_sweep: WriteSweep) -> None:
+    fake.behave(bf16="slow", mxfp4="slow")
+    path = write_sweep(seeds=[1, 2, 3])
+    processes = [fake.start(path, "--set", "train-iters=10") for _ in range(2)]
+    printed = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert "left to process" in "".join(printed)
+    ids = [f"gpt_tiny-{recipe}-s{seed}" for recipe in ("bf16", "mxfp4") for seed in (1, 2, 3)]
+    assert [len(fake.calls(name)) for name in ids] == [1] * 6
+    assert {fake.record(name)["state"] for name in ids} == {"done"}
+
+
+def test_a_cell_outlives_a_killed_sweep_and_is_not_started_twice(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.behave(bf16="slow")
+    path = write_sweep(recipes=["bf16"])
+    process = fake.start(path, "--set", "train-iters=2000")
+    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
+    pid = fake.calls(BF16)[0]["pid"]
+    process.kill()
+    process.communicate(timeout=30)
+    assert not gone(pid)
+    assert fake.run(path, "--set", "train-iters=2000") == 0
+    assert f"{BF16}: left to process" in capsys.readouterr().out
+    assert len(fake.calls(BF16)) == 1
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: gone(pid))
+    fake.behave()
+    assert fake.run(path, "--set", "train-iters=2000") == 0
+    assert (fake.record(BF16)["state"], len(fake.calls(BF16))) == ("done", 2)
+
+
+# ---- one cell, the dry run
+
+
+def test_one_cell_by_number(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sweep(resources={"cells_at_once": 2})
+    assert fake.run(path, "--cell", "1") == 0
+    assert (fake.calls(BF16), len(fake.calls(MXFP4))) == ([], 1)
+    assert len(json.loads((fake.out / "sweep.json").read_text())["cells"]) == 2
+    capsys.readouterr()
+    assert fake.run(path, "--cell", "2") == 2
+    assert "--cell 2: the sweep has 2 cells, 0 to 1" in capsys.readouterr().err
+    assert fake.run(write_sweep(recipes=["mxfp8", "mxfp4"]), "--cell", "0") == 2
+    assert "its file has changed: submit it again" in capsys.readouterr().err
+
+
+def test_one_cell_that_another_process_runs_is_an_error(fake: Fake, write_sweep: WriteSweep) -> None:
+    path = write_sweep()
+    fake.run(path, "--only", "mxfp4")
+    assert Lock(fake.out, BF16).acquire() is None
+    assert fake.run(path, "--cell", "0") == 1
+    assert fake.run(path) == 0, "a whole sweep leaves it to the other"
+    assert not fake.calls(BF16)
+
+
+def test_the_dry_run_prints_the_commands_and_starts_nothing(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(seeds=[7], resources={"gpus_per_cell": 2})
+    assert fake.run(path, "--dry-run", "--set", "lr=0.25") == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line[:4] for line in lines] == [
+        ["gpt_tiny-bf16-s7", "bf16", "gpt_tiny", "7"],
+        ["gpt_tiny-mxfp4-s7", "mxfp4", "gpt_tiny", "7"],
+    ]
+    assert "-m torch.distributed.run --standalone --nproc-per-node 2" in lines[1][4]
+    assert "--recipe mxfp4 --seed 7" in lines[1][4]
+    assert "--lr 0.25" in lines[1][4]
+    assert not fake.out.exists()
+
+
+def test_a_mistake_is_one_line(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fake.run(write_sweep(), "--size", "huge") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sweep.py: error: --size huge")
+    assert error.count("\n") == 1
+    assert not fake.out.exists()
+
+
+# ---- a real one
+
+
+@pytest.mark.slow
+def test_a_real_cell_is_interrupted_continued_and_finished(
+    tmp_path: Path, write_sweep: WriteSweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "visible_gpus", list)
+    path, out = write_sweep(recipes=["mxfp4_rht_sr"]), tmp_path / "out"
+    more = [path, "--out", str(out), "--set", "train-iters=2", "--set", "log-interval=1"]
+    run = out / "gpt_tiny-mxfp4_rht_sr-s1"
+    assert cli.main([*more, "--set", "exit-interval=1"]) == 0
+    assert json.loads((run / "cell.json").read_text())["state"] == "interrupted"
+    assert (run / "iter_0000001").is_dir()
+    assert cli.main(more) == 0
+    record = json.loads((run / "cell.json").read_text())
+    assert (record["state"], record["attempts"], record["iteration"]) == ("done", 2, 2)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2]
+    assert (run / "config.yaml").exists()
+    assert "continuing from" in (run / "log.txt").read_text()
+
+
+def test_scripts_sweep_is_that_program(write_sweep: WriteSweep, tmp_path: Path) -> None:
+    command = [sys.executable, cli.PROGRAM, write_sweep(), "--out", str(tmp_path / "out"), "--status"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.PROGRAM).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert "holds no sweep.json: no sweep was started there" in done.stderr

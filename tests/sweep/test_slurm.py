@@ -1,0 +1,301 @@
+"""The job array: the script's text, and what it does, with stand-ins for Slurm and the driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lowprec.sweep import slurm
+from megatron_lowprec.sweep.lock import Lock
+from megatron_lowprec.sweep.slurm import indices
+from tests.environment import python_path
+from tests.sweep.conftest import REPOSITORY, Fake, WriteSweep
+
+BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([0], "0"), ([0, 1, 2, 3], "0-3"), ([0, 2, 3, 5], "0,2-3,5"), ([4, 5, 9], "4-5,9")],
+)
+def test_indices(numbers: list[int], text: str) -> None:
+    assert indices(numbers) == text
+
+
+def options(text: str) -> dict[str, str | None]:
+    """#SBATCH lines by name; each may be there once."""
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
+    found = {key: value if equals else None for key, equals, value in (line.partition("=") for line in lines)}
+    assert len(found) == len(lines)
+    return found
+
+
+def is_bash(text: str) -> bool:
+    return subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "full"])
+def test_the_script_of_every_size(fake: Fake, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    path = ["configs/sweeps/paper_table2.yaml", "--size", size]
+    path += [] if size == "tiny" else ["--data-path", "a text_document"]
+    assert fake.run(*path, "--slurm-dry-run", "--sbatch", "partition=gpu", "--sbatch", "time=12:00:00") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("#!/bin/bash\n#SBATCH ")
+    assert is_bash(text)
+    found = options(text)
+    gpus = {"tiny": {}, "small": {"gpus": "1", "cpus-per-task": "8"}, "full": {"gpus": "8", "cpus-per-task": "64"}}
+    assert found == {
+        "job-name": f"paper_table2-{size}",
+        "partition": "gpu",
+        "time": "12:00:00",
+        "array": {"tiny": "0-9%2", "small": "0-9", "full": "0-14"}[size],
+        "nodes": "1",
+        "ntasks": "1",
+        "requeue": None,
+        "open-mode": "append",
+        "output": f"{fake.out}/logs/%A_%a.log",
+        "signal": "B:USR1@180",
+        **gpus[size],
+    }
+    (command,) = [line for line in text.splitlines() if "--cell" in line]
+    assert f"{REPOSITORY}/scripts/sweep.py {REPOSITORY}/configs/sweeps/paper_table2.yaml --size {size}" in command
+    assert ("--data-path 'a text_document'" in command) == (size != "tiny")
+    assert not fake.out.exists()
+
+
+def test_a_request_for_gpus_of_ones_own(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(resources={"gpus_per_cell": 2})
+    for flags, expected in (
+        ([], {"gpus": "2"}),
+        (["--gpus-per-cell", "4"], {"gpus": "4"}),
+        (["--sbatch", "gres=gpu:h200:2"], {"gres": "gpu:h200:2"}),
+        (["--sbatch", "gpus=0"], {}),
+    ):
+        assert fake.run(path, "--slurm-dry-run", *flags) == 0
+        found = options(capsys.readouterr().out)
+        assert {key: value for key, value in found.items() if key in ("gpus", "gres")} == expected
+
+
+def test_resources_and_settings_reach_the_tasks(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--set", "lr=1e-2", "--processes-per-cell", "2", "--cells-at-once", "3", "--rerun"]
+    assert fake.run(write_sweep(), "--slurm-dry-run", *flags) == 0
+    text = capsys.readouterr().out
+    assert options(text)["array"] == "0-1%3"
+    (command,) = [line for line in text.splitlines() if "--cell" in line]
+    assert "--set lr=1e-2 --processes-per-cell 2 --rerun --cell" in command
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the PATH with stand-ins that note their arguments."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    add(folder, "sbatch", "echo 4242")
+    # a step on this machine, and a signal to it
+    add(folder, "srun", f'while [[ $1 = --* ]]; do shift; done; echo $$ > {folder}/step; exec "$@"')
+    add(folder, "scancel", f"kill -${{1#--signal=}} $(cat {folder}/step)")
+    add(folder, "scontrol", 'case "$*" in *show*) echo "JobId=77 JobState=RUNNING Reason=None";; esac')
+    return folder
+
+
+def add(folder: Path, name: str, does: str) -> None:
+    path = folder / name
+    path.write_text(f'#!/bin/bash\necho "$@" >> {folder}/{name}.calls\n{does}\n')
+    path.chmod(0o755)
+
+
+def calls(folder: Path, name: str) -> list[str]:
+    """Arguments of its calls, but of those that only look."""
+    path = folder / f"{name}.calls"
+    return [line for line in path.read_text().splitlines() if "show" not in line] if path.exists() else []
+
+
+def test_submitting_writes_the_script_and_the_manifest(
+    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(seeds=[1, 2, 3])
+    fake.run(path, "--only", MXFP4)  # is done and gets no task
+    assert Lock(fake.out, "gpt_tiny-bf16-s2").acquire() is None  # is being run by somebody
+    capsys.readouterr()
+    assert fake.run(path, "--slurm") == 0
+    assert calls(programs, "sbatch") == [f"--parsable {fake.out}/sweep.sbatch"]
+    assert options((fake.out / "sweep.sbatch").read_text())["array"] == "0,3-5"
+    assert (fake.out / "logs").is_dir()
+    assert (fake.out / "sweep.json").exists()
+    assert not fake.calls(BF16), "nothing runs here"
+    printed = capsys.readouterr().out
+    assert "job 4242: 4 of 6 cells" in printed
+    assert f"--out {fake.out} --status" in printed
+
+
+def test_nothing_to_submit(
+    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep()
+    fake.run(path)
+    assert fake.run(path, "--slurm") == 0
+    assert "nothing to submit; 2 done" in capsys.readouterr().out
+    assert not calls(programs, "sbatch")
+
+
+def test_without_sbatch_and_with_one_that_refuses(
+    fake: Fake,
+    write_sweep: WriteSweep,
+    programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    add(programs, "sbatch", "echo 'invalid partition specified: gpu' >&2; exit 1")
+    assert fake.run(write_sweep(), "--slurm", "--sbatch", "partition=gpu") == 2
+    assert "sbatch refused" in (error := capsys.readouterr().err)
+    assert "invalid partition specified: gpu" in error
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert fake.run(write_sweep(), "--slurm") == 2
+    assert "there is no sbatch on the PATH" in capsys.readouterr().err
+
+
+# ---- what the script does
+
+
+def task(fake: Fake, path: str, number: int, capsys: pytest.CaptureFixture[str], *flags: str) -> subprocess.Popen[str]:
+    """The script as Slurm runs it, with the stand-in in the place of scripts/sweep.py."""
+    assert fake.run(path, "--slurm-dry-run", *flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    program, code = fake.program()[0], fake.driver.with_name("program.py")
+    code.write_text(fake.program()[2])
+    (at,) = [i for i, line in enumerate(lines) if "--cell" in line]
+    arguments = lines[at].strip().split(" ", 2)
+    assert arguments[1].endswith("scripts/sweep.py")
+    lines[at] = f"{program} {code} {arguments[2]}"
+    script = fake.driver.with_name("task.sh")
+    script.write_text("\n".join(lines) + "\n")
+    job = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": str(number)}
+    return subprocess.Popen(
+        ["bash", str(script)],
+        env={**os.environ, **job, **python_path()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_task_runs_its_cell(
+    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = task(fake, write_sweep(), 1, capsys)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert f"{MXFP4}: done" in printed
+    assert (len(fake.calls(MXFP4)), fake.calls(BF16)) == (1, [])
+    assert calls(programs, "scontrol") == []
+
+
+def test_a_failed_cell_is_a_failed_task(
+    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.behave(bf16="fail")
+    process = task(fake, write_sweep(), 0, capsys)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, printed
+    assert "something is wrong" in printed
+    assert calls(programs, "scontrol") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_an_interrupted_task_saves_requeues_itself_and_goes_on(
+    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    fake.behave(bf16="slow")
+    flags = ("--set", "train-iters=200")
+    process = task(fake, write_sweep(), 0, capsys, *flags)
+    end = time.monotonic() + 60
+    while not (fake.out / BF16 / "metrics.jsonl").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(number)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert f"{number.name}: asking for a checkpoint" in printed
+    assert calls(programs, "scontrol") == ["requeue 70_0"]
+    record = fake.record(BF16)
+    assert (record["state"], 0 < record["iteration"] < 200) == ("interrupted", True)
+    # Slurm starts it again
+    fake.behave()
+    process = task(fake, write_sweep(), 0, capsys, *flags)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert fake.record(BF16)["state"] == "done"
+    assert fake.calls(BF16)[1]["begun"] == record["iteration"]
+    assert calls(programs, "scontrol") == ["requeue 70_0"], "and not once more"
+
+
+def test_a_cell_that_asks_by_its_file_is_requeued_whatever_the_exit_code(
+    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.behave(mxfp4="requeue")
+    process = task(fake, write_sweep(), 1, capsys)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert "interrupted (SIGUSR1 at iteration 2): back into the queue" in printed
+    assert calls(programs, "scontrol") == ["requeue 70_1"]
+
+
+def test_an_old_request_is_not_answered_by_a_task_that_cannot_start(
+    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.behave(bf16="requeue")
+    path = write_sweep()
+    fake.run(path)
+    assert (fake.out / BF16 / "requeue").exists()
+    capsys.readouterr()
+    process = task(fake, path, 0, capsys)
+    write_sweep(recipes=["mxfp8", "mxfp4"])
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, printed
+    assert "its file has changed" in printed
+    assert calls(programs, "scontrol") == []
+
+
+@pytest.mark.parametrize(("state", "requeued"), [("COMPLETING", False), ("CANCELLED", False), ("SUSPENDED", True)])
+def test_a_cancelled_task_does_not_come_back(
+    fake: Fake,
+    write_sweep: WriteSweep,
+    programs: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    requeued: bool,
+) -> None:
+    add(programs, "scontrol", f'case "$*" in *"show job 70_0") echo "JobId=77 JobState={state} Reason=None";; esac')
+    fake.behave(bf16="requeue")
+    process = task(fake, write_sweep(), 0, capsys)
+    process.communicate(timeout=60)
+    assert calls(programs, "scontrol") == ["requeue 70_0"] * requeued
+
+
+def test_a_task_that_cannot_be_requeued_says_so(
+    fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add(programs, "scontrol", "exit 1")
+    fake.behave(bf16="requeue")
+    process = task(fake, write_sweep(), 0, capsys)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "submit it again to go on" in printed
+
+
+def test_a_path_with_spaces(fake: Fake, write_sweep: WriteSweep, programs: Path, tmp_path: Path) -> None:
+    fake.out = tmp_path / "a folder"
+    assert fake.run(write_sweep(), "--slurm") == 0
+    text = (fake.out / slurm.SCRIPT).read_text()
+    assert options(text)["output"] == f'"{fake.out}/logs/%A_%a.log"'
+    assert is_bash(text)

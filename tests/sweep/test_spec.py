@@ -1,0 +1,155 @@
+"""What a sweep file may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.sweep.cells import expand
+from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read
+from tests.sweep.conftest import REPOSITORY, WriteSweep
+
+SHIPPED = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
+NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling"}
+CHECKS = {"fp8_native"}  # of this project's own kernels, on a GPU alone
+
+
+def test_the_shipped_sweeps_are_there() -> None:
+    assert {path.stem for path in SHIPPED} == NAMES | CHECKS
+
+
+def test_a_check_of_kernels_has_each_recipe_native_and_emulated_with_two_seeds() -> None:
+    sweep = read("configs/sweeps/fp8_native.yaml", None)
+    found = expand(sweep, {"data_path": ["a_text_document"]}, 1)
+    assert len(found) == len(sweep.recipes) * 2 * 2
+    assert {cell.resolved["options"].get("emulate", False) for cell in found} == {True, False}
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "full"])
+@pytest.mark.parametrize("path", [path for path in SHIPPED if path.stem in NAMES], ids=lambda path: path.stem)
+def test_every_shipped_sweep_expands_at_every_size(path: Any, size: str) -> None:
+    sweep = read(str(path), size)
+    assert sweep.summary
+    settings = {} if size == "tiny" else {"data_path": ["a_text_document"]}
+    found = expand(sweep, settings, sweep.resources.gpus_per_cell or sweep.resources.processes_per_cell)
+    labels = [choice.label for choice in sweep.recipes]
+    assert "bf16" in labels
+    assert len(found) == len(labels) * len(sweep.models) * len(sweep.seeds)
+    # the same run under two names would be a waste
+    assert len({str(cell.resolved) + str(cell.seed) for cell in found}) == len(found)
+    if size == "small":
+        assert len(sweep.seeds) == 2
+        options = [cell.resolved["options"] for cell in found]
+        assert {(o["seq_length"], o["global_batch_size"], o["lr"], o["min_lr"]) for o in options} == {
+            (1024, 64, 1e-3, 1e-4)
+        }
+        assert {(o["lr_decay_style"], o["lr_warmup_fraction"]) for o in options} == {("cosine", 0.02)}
+        assert {cell.train_iters * 64 * 1024 for cell in found} == {1100 * 64 * 1024}
+    if size != "tiny":
+        with pytest.raises(UserError, match="needs --data-path: give --data-path or --set data_path=VALUE"):
+            expand(sweep, {}, sweep.resources.gpus_per_cell or 1)
+
+
+def test_the_table_s_recipes_are_the_source_s() -> None:
+    assert [choice.label for choice in read("configs/sweeps/paper_table2.yaml").recipes] == [
+        *("bf16", "mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr")
+    ]
+
+
+def test_the_fp8_scaling_sweep_quantizes_something_in_every_cell() -> None:
+    sweep = read("configs/sweeps/fp8_scaling.yaml", "tiny")
+    assert sweep.options["num_layers"] > 2
+
+
+def test_sizes_replace_lists_and_add_to_mappings(write_sweep: WriteSweep) -> None:
+    over = {"recipes": ["mxfp8"], "options": {"train-iters": 9, "lr": 1.0e-4}, "slurm": {"time": "01:00:00"}}
+    path = write_sweep(sizes={"tiny": None, "big": over}, slurm={"partition": "gpu"})
+    tiny, big = read(path), read(path, "big")
+    assert (tiny.size, [choice.label for choice in tiny.recipes]) == ("tiny", ["bf16", "mxfp4"])
+    assert [choice.label for choice in big.recipes] == ["mxfp8"]
+    assert big.options == {**tiny.options, "train_iters": 9, "lr": 1e-4}
+    assert big.slurm == {"partition": "gpu", "time": "01:00:00"}
+
+
+def test_a_size_takes_rivals_and_nulls_away(write_sweep: WriteSweep) -> None:
+    sizes = {"big": {"options": {"train-samples": 64, "log-interval": None}}}
+    options = read(write_sweep(sizes=sizes), "big").options
+    assert options["train_samples"] == 64
+    assert not {"train_iters", "log_interval"} & options.keys()
+
+
+def test_merge_takes_nulls_from_the_upper_part_alone() -> None:
+    assert merge({"lr": 1.0, "seed": 2}, {"lr": None}) == {"seed": 2}
+
+
+def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
+    entry = {"label": "g128", "recipe": "mxfp4_rht", "recipe_set": ["dgrad.hadamard.block=128"]}
+    recipes = read(write_sweep(recipes=["bf16", "configs/recipes/mxfp8_bf16_ends.yaml", entry])).recipes
+    assert recipes == (
+        RecipeChoice("bf16", "bf16"),
+        RecipeChoice("mxfp8_bf16_ends", "configs/recipes/mxfp8_bf16_ends.yaml"),
+        RecipeChoice("g128", "mxfp4_rht", ("dgrad.hadamard.block=128",)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": ["bf16"]}, "unknown key 'recipe'; the nearest one is recipes"),
+        ({"options": {"train-iter": 3}}, "unknown key 'train-iter'; the nearest one is train-iters"),
+        ({"options": {"lr": "1e-3"}}, "which YAML 1.1 reads as text"),
+        ({"options": {"seed": 3}}, "seed is not an option of a cell; it belongs to seeds:"),
+        ({"options": {"recipe-set": ["a=1"]}}, "it belongs to recipes:"),
+        ({"options": {"save": "x"}}, "it belongs to --out"),
+        ({"options": {"fp8-format": "hybrid"}}, "it belongs to recipes:"),
+        ({"options": {"train-iters": 3, "train-samples": 3}}, "exclude each other"),
+        ({"models": ["gpt_tny"]}, "gpt_tny: no such model; the nearest one is gpt_tiny"),
+        ({"models": []}, "write a list with at least one entry"),
+        ({"recipes": "bf16"}, "recipes is 'bf16'; write a list"),
+        ({"recipes": [{"recipe": "bf16"}]}, "the label None names a folder"),
+        ({"recipes": [{"label": "a/b", "recipe": "bf16"}]}, "the label 'a/b' names a folder"),
+        ({"recipes": [{"label": "a", "recipe": "bf16", "set": []}]}, "unknown key 'set'"),
+        ({"recipes": [{"label": "a", "recipe": "bf16", "recipe_set": "x=1"}]}, "write a list such as"),
+        ({"seeds": [-1]}, "-1 is not a whole number"),
+        ({"seeds": [True]}, "True is not a whole number"),
+        ({"overrides": {"a b": {}}}, "the label 'a b'"),
+        ({"needs": ["data-pat"]}, "unknown key 'data-pat'; the nearest one is data-path"),
+        ({"resources": {"gpu_per_cell": 1}}, "unknown key 'gpu_per_cell'; the nearest one is gpus_per_cell"),
+        ({"resources": {"gpus_per_cell": 0}}, "gpus_per_cell is 0; write a whole number of at least 1"),
+        ({"resources": {"gpus_per_cell": 2, "cells_per_gpu": 2}}, "set one of the two to 1"),
+        ({"slurm": {"array": "0-3"}}, "array is set by the sweep"),
+        ({"slurm": {"time": 43200}}, "put it into quotes"),
+        ({"slurm": {"exclusive": True}}, "write text or a number"),
+        ({"sizes": {"tiny": {"sizes": {}}}}, "unknown key 'sizes'"),
+        ({"sizes": ["tiny"]}, "expected keys and values"),
+    ],
+)
+def test_what_is_wrong_is_said(write_sweep: WriteSweep, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        read(write_sweep(**changes))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_sizes_and_files(write_sweep: WriteSweep, tmp_path: Any) -> None:
+    with pytest.raises(UserError, match="has no such size; it has no sizes: leave --size out"):
+        read(write_sweep(), "tiny")
+    with pytest.raises(UserError, match="it has a, b"):
+        read(write_sweep(sizes={"a": {}, "b": {}}), "tiny")
+    with pytest.raises(UserError, match="no such file; the shipped sweeps are in configs/sweeps/"):
+        read(str(tmp_path / "nothing.yaml"))
+    (tmp_path / "broken.yaml").write_text("a: [")
+    with pytest.raises(UserError, match="not valid YAML"):
+        read(str(tmp_path / "broken.yaml"))
+
+
+def test_yaml_makes_no_objects(tmp_path: Any) -> None:
+    (tmp_path / "evil.yaml").write_text("summary: !!python/object/apply:os.getcwd []")
+    with pytest.raises(UserError, match="not valid YAML"):
+        read(str(tmp_path / "evil.yaml"))
+
+
+def test_resources_default_to_whatever_is_there() -> None:
+    assert Resources() == Resources(None, 1, 1, None)

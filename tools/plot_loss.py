@@ -8,19 +8,16 @@ from --valid-prefix.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.curve import LAST, Curve, read_curve, smooth
 from megatron_lowprec.training import corpus
 from megatron_lowprec.training.jsonl import is_text_file
 from megatron_lowprec.training.tokenizer import build_tokenizer
@@ -30,67 +27,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
-TRAIN, VALIDATION = "lm loss", "lm loss validation"
-LAST = 20  # iterations that the final training loss is the mean of
 
 _RUN, _REFERENCE, _ENTROPY, _TEXT = "#1f5fa8", "#8a8a8a", "#b3541e", "#333333"
-
-Series = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Training and validation losses in nats a token, each with the iterations at which they were taken."""
-
-    train: Series
-    validation: Series
-
-    @property
-    def final_train(self) -> float:
-        """Mean over the last iterations; NaN without any."""
-        losses = self.train[1][-LAST:]
-        return float(losses.mean()) if len(losses) else math.nan
-
-    @property
-    def final_validation(self) -> float:
-        """The last one; NaN without any."""
-        losses = self.validation[1]
-        return float(losses[-1]) if len(losses) else math.nan
-
-
-def read_curve(path: Path) -> Curve:
-    """Read a metrics.jsonl. Of an iteration that a continued run repeated, the later values count.
-
-    Raises:
-        UserError: no such file, a line that is no JSON object (but the last, which may be cut), or no loss in any.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; name the folder of a run that has trained") from None
-    losses: dict[str, dict[int, float]] = {TRAIN: {}, VALIDATION: {}}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            for key, values in losses.items():
-                if key in row:
-                    values[int(row["iteration"])] = float(row[key])
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path}, line {number}: not a row of metrics ({error}); mend or remove it") from None
-    if not losses[TRAIN] and not losses[VALIDATION]:
-        raise UserError(f"{path} holds no loss yet; train for an iteration at least")
-    return Curve(_series(losses[TRAIN]), _series(losses[VALIDATION]))
-
-
-def smooth(values: npt.NDArray[np.float64], reach: int) -> npt.NDArray[np.float64]:
-    """Mean over ``reach`` values on either side; fewer at the ends, as many on the one side as on the other."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    side = np.minimum(reach, np.minimum(at, at[::-1]))
-    means: npt.NDArray[np.float64] = (sums[at + side + 1] - sums[at - side]) / (2 * side + 1)
-    return means
 
 
 def validation_entropy(config: dict[str, Any]) -> float:
@@ -184,8 +122,7 @@ def _draw_curve(axes: "Axes", curve: Curve, color: str, label: str, *, raw: bool
 def _summary(
     run: Path, config: dict[str, Any], curve: Curve, reference: Curve | None, entropy: float | None, output: Path
 ) -> list[str]:
-    iterations = max(max(series[0], default=0) for series in (curve.train, curve.validation))
-    lines = [f"{run.name}: {iterations} iterations"]
+    lines = [f"{run.name}: {curve.last_iteration} iterations"]
 
     def row(name: str, value: str) -> None:
         lines.append(f"  {name:<18} {value}")
@@ -256,11 +193,6 @@ def _entropy(config: dict[str, Any], prefix: str | None) -> float | None:
 def _found(path: str | None) -> str | None:
     """Paths of a configuration count from the current folder or else from the repository."""
     return str(REPOSITORY / path) if path and not Path(path).exists() and (REPOSITORY / path).exists() else path
-
-
-def _series(values: dict[int, float]) -> Series:
-    iterations = sorted(values)
-    return np.array(iterations, np.int64), np.array([values[i] for i in iterations], np.float64)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""From the folders of runs to evidence: curves, differences with their uncertainty, and papers' claims judged."""

@@ -1,0 +1,41 @@
+"""Numbers as a reader wants them."""
+
+import math
+
+MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
+
+
+def amount(value: float | None) -> str:
+    """Three digits and K, M, B or T."""
+    if value is None:
+        return "an unstated number of"
+    if math.isnan(value):
+        return "unknown"
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= 0.9995 * unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.0f}"
+
+
+def share(ratio: float) -> str:
+    """A ratio as people say it: "1/458", "0.73 of it", "2.5 times"."""
+    if ratio < 0.5:
+        return f"1/{1 / ratio:,.0f}" if ratio > 0 else "none"
+    return f"{ratio:.2g} times" if ratio >= 1.05 else f"{ratio:.2g} of it"
+
+
+def signed(value: float, decimals: int) -> str:
+    """With its sign, a real minus, and nothing but zeros without one."""
+    if math.isnan(value):
+        return "unknown"
+    if math.isinf(value):
+        return "without bound" if value > 0 else "without lower bound"
+    text = f"{abs(value):.{decimals}f}"
+    if not float(text):
+        return text
+    return ("+" if value > 0 else MINUS) + text
+
+
+def number(value: float, decimals: int) -> str:
+    """Plain, with thousands apart; a dash where there is none."""
+    return DASH if math.isnan(value) else f"{value:,.{decimals}f}"

@@ -1,0 +1,93 @@
+"""What metrics.jsonl holds, column by column."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lowprec.errors import UserError
+
+TRAIN, VALIDATION = "lm loss", "lm loss validation"
+LAST = 20  # iterations that the final training loss is the mean of
+
+Floats = npt.NDArray[np.float64]
+Series = tuple[npt.NDArray[np.int64], Floats]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Training and validation losses in nats a token, each with the iterations at which they were taken."""
+
+    train: Series
+    validation: Series
+
+    @property
+    def final_train(self) -> float:
+        """Mean over the last iterations; NaN without any."""
+        losses = self.train[1][-LAST:]
+        return float(losses.mean()) if len(losses) else math.nan
+
+    @property
+    def final_validation(self) -> float:
+        """The last one; NaN without any."""
+        losses = self.validation[1]
+        return float(losses[-1]) if len(losses) else math.nan
+
+    @property
+    def last_iteration(self) -> int:
+        """Of training or validation; 0 without any."""
+        return int(max(max(series[0], default=0) for series in (self.train, self.validation)))
+
+
+def read_columns(path: Path, keys: Sequence[str]) -> dict[str, Series]:
+    """Columns of a metrics.jsonl. Of an iteration that a continued run repeated, the later values count.
+
+    Raises:
+        UserError: no such file, or a line that is no JSON object (but the last, which may be cut).
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; name the folder of a run that has trained") from None
+    found: dict[str, dict[int, float]] = {key: {} for key in keys}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            for key, values in found.items():
+                if key in row:
+                    values[int(row["iteration"])] = float(row[key])
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}, line {number}: not a row of metrics ({error}); mend or remove it") from None
+    return {key: _series(values) for key, values in found.items()}
+
+
+def curve_of(columns: dict[str, Series], path: Path) -> Curve:
+    """The losses among ``read_columns``'s; UserError where there is none."""
+    if not len(columns[TRAIN][0]) and not len(columns[VALIDATION][0]):
+        raise UserError(f"{path} holds no loss yet; train for an iteration at least")
+    return Curve(columns[TRAIN], columns[VALIDATION])
+
+
+def read_curve(path: Path) -> Curve:
+    """Losses of a metrics.jsonl; raises what ``read_columns`` and ``curve_of`` do."""
+    return curve_of(read_columns(path, (TRAIN, VALIDATION)), path)
+
+
+def smooth(values: Floats, reach: int) -> Floats:
+    """Mean over ``reach`` values on either side; fewer at the ends, as many on the one side as on the other."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    side = np.minimum(reach, np.minimum(at, at[::-1]))
+    means: Floats = (sums[at + side + 1] - sums[at - side]) / (2 * side + 1)
+    return means
+
+
+def _series(values: dict[int, float]) -> Series:
+    iterations = sorted(values)
+    return np.array(iterations, np.int64), np.array([values[i] for i in iterations], np.float64)

@@ -1,0 +1,172 @@
+"""Runs that may be compared: the same model, data and budget, and nothing else but recipe and seed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.load import load_recipe, recipe_to_dict
+from megatron_lowprec.report.amounts import amount
+from megatron_lowprec.report.runs import Run, Status
+
+# Options that change neither the model nor what it learns from, but where, how fast and under which names it runs.
+# Whatever is not listed here keeps runs apart.
+_NAMES = """
+    config recipe recipe_set seed transformer_impl stock_linears fp8_param_gather emulate
+    no_gradient_accumulation_fusion attention_backend deterministic_mode list_recipes explain_recipe
+    micro_batch_size recompute_granularity recompute_method recompute_num_layers
+    exit_interval exit_duration_in_mins exit_signal_handler profile profile_step_start profile_step_end
+    tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank context_parallel_size expert_model_parallel_size sequence_parallel
+    use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend distributed_timeout_minutes
+    memory_plan memory_plan_gpus no_memory_check num_workers data_cache_path test_data_path
+    save no_save save_interval load no_load_optim no_load_rng eval_interval
+    log_interval log_params_norm log_num_zeros_in_grad tensorboard_dir wandb_project wandb_exp_name wandb_save_dir
+    override_opt_param_scheduler use_checkpoint_opt_param_scheduler
+"""
+_BESIDE = frozenset(_NAMES.split())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Comparable runs of one model, data and budget.
+
+    Attributes:
+        name: short, for headings: model, and the sweep's variant where there is one.
+        runs: all of them, however they ended.
+        reference: label that the others are compared with, if it is there.
+        apart: option -> value, where groups of the same report differ.
+    """
+
+    name: str
+    runs: tuple[Run, ...]
+    reference: str
+    apart: Mapping[str, Any]
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The reference first, the others in the order in which they came."""
+        found = dict.fromkeys(run.label for run in self.runs)
+        return tuple(sorted(found, key=lambda label: label != self.reference))
+
+    def of(self, label: str, status: Status | None = None) -> tuple[Run, ...]:
+        """Runs of a label, of all or of one status."""
+        return tuple(run for run in self.runs if run.label == label and status in (None, run.status))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that each run was to train on."""
+        return self.runs[0].tokens
+
+    @property
+    def parameters(self) -> float:
+        """Of the model; NaN where no run has recorded them."""
+        return next((run.parameters for run in self.runs if not math.isnan(run.parameters)), math.nan)
+
+    def final_losses(self) -> dict[tuple[str, Hashable], float]:
+        """(label, seed) -> last validation loss in nats a token, of the runs that finished."""
+        return _by_seed((run, run.curve.final_validation) for run in self.runs if run.curve and _finished(run))
+
+    def training_losses(self, start: float, end: float) -> dict[tuple[str, Hashable], float]:
+        """(label, seed) -> mean training loss over a share of the run, of every run that came so far."""
+        found = []
+        for run in self.runs:
+            if run.curve is None:
+                continue
+            iterations, losses = run.curve.train
+            inside = losses[(iterations > start * run.train_iters) & (iterations <= end * run.train_iters)]
+            inside = inside[np.isfinite(inside)]
+            if len(inside) and run.curve.last_iteration >= end * run.train_iters:
+                found.append((run, float(inside.mean())))
+        return _by_seed(found)
+
+    def repeated(self) -> list[str]:
+        """Labels that ran a seed twice: such runs are averaged, for they are one draw."""
+        finished = [(run.label, run.seed) for run in self.runs if _finished(run) and run.seed is not None]
+        return [f"{label}, seed {seed}" for label, seed in dict.fromkeys(finished) if finished.count((label, seed)) > 1]
+
+    def find(self, asked: str) -> str | None:
+        """The label that a claim means: a label, a recipe's name, or a recipe with overrides, by its numerics.
+
+        ``asked`` is written as "mxfp4_rht_sr" or "mxfp4_rht_sr dgrad.hadamard.block=32 wgrad.hadamard.block=32".
+        """
+        if asked in self.labels:
+            return asked
+        numerics = _numerics(asked)
+        for run in self.runs:
+            if run.recipe.get("name") == asked or (numerics is not None and _without_name(run.recipe) == numerics):
+                return run.label
+        return None
+
+
+def group_runs(runs: Sequence[Run], reference: str) -> tuple[list[Group], list[Run]]:
+    """Groups in the order of their first runs, and the runs that belong to none.
+
+    A sweep's cell that left no config.yaml goes with the one group that has cells of its sweep, model and variant.
+    """
+    keyed: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.tokens > 0:
+            keyed.setdefault(_key(run), []).append(run)
+    lost: list[Run] = []
+    for run in runs:
+        if run.tokens > 0:
+            continue
+        homes = [members for members in keyed.values() if run.sweep and _place(run) in map(_place, members)]
+        (homes[0] if len(homes) == 1 else lost).append(run)
+    settings = [json.loads(key) for key in keyed]
+    keys = sorted({name for setting in settings for name in setting})
+    differ = [name for name in keys if len({json.dumps(setting.get(name)) for setting in settings}) > 1]
+    apart = [{key: setting.get(key) for key in differ} for setting in settings]
+    names = _names(list(keyed.values()))
+    return [Group(name, tuple(m), reference, each) for name, m, each in zip(names, keyed.values(), apart)], lost
+
+
+def _place(run: Run) -> tuple[str | None, str, str | None]:
+    return run.sweep, run.model, run.variant
+
+
+def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Short names, each once: the model, with the variant or the tokens where that tells groups apart, or numbered."""
+    model = [members[0].model for members in groups]
+    variant = [f"{members[0].model}, {members[0].variant or 'as it is'}" for members in groups]
+    tokens = [f"{members[0].model}, {amount(members[0].tokens)} tokens" for members in groups]
+    numbered = [f"{name}, group {at}" for at, name in enumerate(model, 1)]
+    return next(names for names in (model, variant, tokens, numbered) if len(set(names)) == len(names))
+
+
+def _key(run: Run) -> str:
+    kept = {name: value for name, value in run.options.items() if name not in _BESIDE}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _finished(run: Run) -> bool:
+    return run.status is Status.FINISHED
+
+
+def _by_seed(found: Any) -> dict[tuple[str, Hashable], float]:
+    """Mean over the runs of a label that share a seed; a run without a known seed is one by itself."""
+    values: dict[tuple[str, Hashable], list[float]] = {}
+    for run, value in found:
+        seed = str(run.folder) if run.seed is None else run.seed
+        values.setdefault((run.label, seed), []).append(value)
+    return {key: sum(each) / len(each) for key, each in values.items()}
+
+
+def _numerics(asked: str) -> dict[str, Any] | None:
+    name, *overrides = asked.split()
+    try:
+        return _without_name(recipe_to_dict(load_recipe(name, overrides)))
+    except UserError:
+        return None
+
+
+def _without_name(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in recipe.items() if key not in ("name", "summary", "source")}

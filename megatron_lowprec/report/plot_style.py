@@ -1,0 +1,111 @@
+"""How a report's figures look: themes, a colour a recipe, and axes without ornament."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 6.6  # inches: text of 9 points is then readable on a phone
+
+_COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #8c564b #9467bd #7a9a01 #17a2b8 #b22222 #c9a400"
+_PALETTE = _COLORS.split()
+_USUAL = {"mxfp4_rht_sr": 0, "mxfp4": 1, "mxfp4_sr": 2, "mxfp4_rht": 4, "mxfp8": 9, "mxfp8_ocp": 10}
+_MARKERS = "osD^vPXd<>hp"
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of everything but the curves, and how far those are moved towards white to stand out."""
+
+    text: str
+    muted: str
+    grid: str
+    background: str
+    lift: float
+
+
+LIGHT = Theme("#1f2328", "#6e7781", "#e4e7eb", "#ffffff", 0.0)
+DARK = Theme("#e6edf3", "#9da7b1", "#30363d", "#161b22", 0.3)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a label is drawn, in every figure of a report."""
+
+    color: str | None
+    marker: str
+    dashes: tuple[int, tuple[int, ...]]
+
+    def paint(self, theme: Theme) -> str:
+        """Its colour; the reference has the theme's grey."""
+        if self.color is None:
+            return theme.muted
+        parts = (int(self.color[at : at + 2], 16) for at in (1, 3, 5))
+        return "#" + "".join(f"{round(part + theme.lift * (255 - part)):02x}" for part in parts)
+
+
+def looks(labels: Sequence[str], reference: str) -> dict[str, Look]:
+    """A colour a label: the same in every report for the best known, the next free one for others."""
+    taken = {_USUAL[label] for label in labels if label in _USUAL}
+    free = [at for at in range(len(_PALETTE)) if at not in taken]
+    found = {}
+    others = 0
+    for at, label in enumerate(labels):
+        dashes: tuple[int, tuple[int, ...]] = (0, ())
+        if label == reference:
+            found[label] = Look(None, "o", dashes)
+            continue
+        if label in _USUAL:
+            color = _USUAL[label]
+        else:
+            color = (free or range(len(_PALETTE)))[others % len(free or _PALETTE)]
+            dashes = (0, ()) if others < len(free) else (0, (4, 2))
+            others += 1
+        found[label] = Look(_PALETTE[color], _MARKERS[(at + 1) % len(_MARKERS)], dashes)
+    return found
+
+
+def limits(setter: Callable[[float, float], object], values: Sequence[float]) -> None:
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite), max(finite)
+    margin = 0.08 * (high - low) or 0.01
+    setter(low - margin, high + margin)
+
+
+def new_figure(theme: Theme, height: float) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
+    return Figure(figsize=(_WIDTH, height), dpi=160, layout=layout, facecolor=theme.background)
+
+
+def plain(axes: Axes, theme: Theme) -> None:
+    axes.set_facecolor(theme.background)
+    axes.margins(x=0.01)
+    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(theme.muted)
+    axes.tick_params(labelsize=9, color=theme.muted, labelcolor=theme.text)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(theme.text)
+        axis.label.set_fontsize(9.5)
+
+
+def wrapped(label: str) -> str:
+    """A recipe with overrides on a line for each."""
+    return label.replace("+", "\n+") if len(label) > 24 else label
+
+
+def png(figure: Figure, theme: Theme) -> bytes:
+    output = io.BytesIO()
+    figure.savefig(output, format="png", facecolor=theme.background)
+    return output.getvalue()

@@ -1,0 +1,228 @@
+"""A report's figures: losses with their difference to the reference, and the gaps at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_lowprec.report.amounts import amount
+from megatron_lowprec.report.curve import Floats, Series, smooth
+from megatron_lowprec.report.groups import Group
+from megatron_lowprec.report.plot_style import Look, Theme, limits, new_figure, plain, png, wrapped
+from megatron_lowprec.report.runs import Run, Status
+from megatron_lowprec.report.statistics import Fit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_POINTS = 600  # that a curve is drawn with
+_SMOOTHING = 100  # a smoothed loss is the mean over 1/_SMOOTHING of the run to either side
+_EARLY = 0.1  # share of the run that does not set the limits of a difference
+_FIRST = 0.04  # likewise of a loss
+
+
+def training(group: Group, look: Mapping[str, Look], theme: Theme) -> bytes:
+    """PNG: smoothed training losses over tokens, and their difference to the reference."""
+    return _losses(group, look, theme, "training loss", lambda run: _smoothed(run), markers=False)
+
+
+def validation(group: Group, look: Mapping[str, Look], theme: Theme) -> bytes:
+    """PNG: validation losses over tokens, and their difference to the reference."""
+    return _losses(group, look, theme, "validation loss", _validation, markers=True)
+
+
+def gaps(
+    group: Group, fit: Fit, look: Mapping[str, Look], published: Mapping[str, Sequence[float]], theme: Theme
+) -> bytes | None:
+    """PNG: perplexity gap to the reference at the end, with intervals, single seeds and published gaps (percent).
+
+    None where there is nothing to compare.
+    """
+    results = group.final_losses()
+    labels = [label for label in group.labels if any(label == each for each, _ in results)]
+    if group.reference not in labels or len(labels) < 2:
+        return None
+    labels.remove(group.reference)
+    figure = new_figure(theme, 1.5 + 0.42 * len(labels))
+    axes = figure.subplots()
+    plain(axes, theme)
+    axes.axvline(0, color=theme.muted, linewidth=1)
+    ends = []
+    for row, label in enumerate(labels):
+        paint = look[label].paint(theme)
+        difference = fit.difference(label, group.reference)
+        middle = _percent(difference.value)
+        ends.append(middle)
+        if difference.error is not None:
+            low, high = (_percent(end) for end in difference.interval)
+            ends += [low, high]
+            axes.plot([low, high], [row, row], color=paint, linewidth=2.4, solid_capstyle="butt")
+        seeds = [
+            _percent(loss - results[group.reference, seed])
+            for (each, seed), loss in results.items()
+            if each == label and (group.reference, seed) in results
+        ]
+        ends += seeds
+        axes.plot(seeds, [row + 0.24] * len(seeds), "|", color=paint, markersize=7, markeredgewidth=1.4)
+        axes.plot(middle, row, look[label].marker, color=paint, markersize=7)
+        for gap in published.get(label, ()):
+            ends.append(gap)
+            axes.plot(gap, row - 0.24, "D", markersize=5.5, markerfacecolor="none", markeredgecolor=theme.text)
+    axes.set_yticks(range(len(labels)), [wrapped(label) for label in labels])
+    axes.set_ylim(len(labels) - 0.45, -0.55)
+    limits(axes.set_xlim, [0.0, *ends])
+    axes.set_xlabel(f"perplexity gap to {group.reference} at the end, %")
+    axes.grid(axis="x", color=theme.grid, linewidth=0.8)
+    axes.grid(axis="y", visible=False)
+    _gap_legend(figure, theme, bool(published))
+    return png(figure, theme)
+
+
+def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=theme.text, marker="o", linewidth=2.4, label="mean and interval"),
+        Line2D([], [], color=theme.text, marker="|", markersize=7, linestyle="", label="single seeds"),
+    ]
+    if published:
+        style: dict[str, Any] = {"marker": "D", "markersize": 5.5, "markerfacecolor": "none", "linestyle": ""}
+        handles.append(Line2D([], [], color=theme.text, label="published, at its scale", **style))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=3, frameon=False, labelcolor=theme.text, fontsize=9
+    )
+
+
+def _losses(
+    group: Group,
+    look: Mapping[str, Look],
+    theme: Theme,
+    name: str,
+    series: Callable[[Run], Series],
+    markers: bool,
+) -> bytes:
+    """Two panels: mean over seeds with their range, and paired differences to the reference with theirs."""
+    finished = {label: _common(group.of(label, Status.FINISHED), series) for label in group.labels}
+    finished = {label: found for label, found in finished.items() if len(found[0])}
+    compared = [label for label in finished if label != group.reference and group.reference in finished]
+    rest = [run for run in group.runs if run.status is not Status.FINISHED and run.curve is not None]
+    rest = [run for run in rest if len(series(run)[0])]
+    figure = new_figure(theme, 6.6 if compared else 3.9)
+    panels = figure.subplots(2 if compared else 1, 1, sharex=True, squeeze=False)[:, 0]
+    top = panels[0]
+    seen: list[Floats] = []
+    for label, (iterations, values) in finished.items():
+        x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
+        _band(top, x, values, look[label], theme, label, markers)
+        seen.append(values[:, x >= _FIRST * x[-1]])
+    for run in rest:
+        iterations, values = series(run)
+        x = run.tokens_at(iterations)
+        _unfinished(top, x, values, look[run.label].paint(theme), run.label)
+        if not finished:  # otherwise the limits are theirs, and a loss that ran away leaves the picture
+            seen.append(values[None, x >= _FIRST * x[-1]])
+    _loss_axis(top, seen, name, theme)
+    if compared:
+        bottom = panels[1]
+        plain(bottom, theme)
+        bottom.axhline(0, color=theme.muted, linewidth=1)
+        ends = []
+        for label in compared:
+            iterations, differences = _paired(group, label, series)
+            x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
+            _band(bottom, x, differences, look[label], theme, label, markers)
+            ends += list(differences[:, x >= _EARLY * x[-1]].ravel())
+        limits(bottom.set_ylim, [0.0, *ends])
+        bottom.set_ylabel(f"less {group.reference}'s, nats a token")
+    panels[-1].set_xlabel("tokens")
+    panels[-1].xaxis.set_major_formatter(lambda value, _: amount(value))
+    _legend(figure, top, theme)
+    return png(figure, theme)
+
+
+def _smoothed(run: Run) -> Series:
+    assert run.curve is not None
+    iterations, losses = run.curve.train
+    kept = np.isfinite(losses)
+    iterations, losses = iterations[kept], losses[kept]
+    every = max(1, len(iterations) // _POINTS)
+    return iterations[::every], smooth(losses, max(1, len(losses) // _SMOOTHING))[::every]
+
+
+def _validation(run: Run) -> Series:
+    assert run.curve is not None
+    iterations, losses = run.curve.validation
+    kept = np.isfinite(losses)
+    return iterations[kept], losses[kept]
+
+
+def _common(runs: Sequence[Run], series: Callable[[Run], Series]) -> tuple[np.ndarray, Floats]:
+    """Iterations that all of the runs have, and their losses there, a row a run."""
+    found = [series(run) for run in runs]
+    if not found:
+        return np.zeros(0, np.int64), np.zeros((0, 0))
+    shared = found[0][0]
+    for iterations, _ in found[1:]:
+        shared = np.intersect1d(shared, iterations)
+    return shared, np.stack([values[np.isin(iterations, shared)] for iterations, values in found])
+
+
+def _paired(group: Group, label: str, series: Callable[[Run], Series]) -> tuple[np.ndarray, Floats]:
+    """Differences to the reference by seed, a row a shared seed; of the means, one row, where they share none."""
+    left, right = group.of(label, Status.FINISHED), group.of(group.reference, Status.FINISHED)
+    by_seed = {run.seed: run for run in right if run.seed is not None}
+    pairs = [(run, by_seed[run.seed]) for run in left if run.seed in by_seed]
+    iterations, values = _common([*left, *right], series)
+    if not pairs:
+        return iterations, (values[: len(left)].mean(axis=0) - values[len(left) :].mean(axis=0))[None]
+    row = {id(run): values[at] for at, run in enumerate([*left, *right])}
+    return iterations, np.stack([row[id(one)] - row[id(other)] for one, other in pairs])
+
+
+def _band(axes: Axes, x: Floats, values: Floats, look: Look, theme: Theme, label: str, markers: bool) -> None:
+    paint = look.paint(theme)
+    style: dict[str, Any] = {"marker": look.marker, "markersize": 4} if markers and len(x) <= 40 else {}
+    axes.plot(x, values.mean(axis=0), color=paint, linewidth=1.5, linestyle=look.dashes, label=wrapped(label), **style)
+    if len(values) > 1:
+        axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=paint, alpha=0.18, linewidth=0)
+
+
+def _unfinished(axes: Axes, x: Floats, values: Floats, paint: str, label: str) -> None:
+    """Dotted, with a cross where it ended."""
+    name = f"{wrapped(label)}, not finished"
+    style: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (1, 1.5)), "marker": "x", "markersize": 6}
+    axes.plot(x, values, color=paint, markevery=[len(x) - 1], label=name, **style)
+
+
+def _loss_axis(axes: Axes, seen: Sequence[Floats], name: str, theme: Theme) -> None:
+    plain(axes, theme)
+    values = np.concatenate([each.ravel() for each in seen]) if seen else np.array([1.0])
+    low, high = float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
+    logarithmic = low > 0 and high > 1.5 * low and math.isfinite(high)
+    if logarithmic:
+        from matplotlib.ticker import MaxNLocator, NullLocator
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(MaxNLocator(7))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
+    elif math.isfinite(high):
+        limits(axes.set_ylim, [low, high])
+    axes.set_ylabel(f"{name}, nats a token" + (" (log)" if logarithmic else ""))
+
+
+def _percent(loss: float) -> float:
+    return 100 * math.expm1(min(loss, 700.0))
+
+
+def _legend(figure: Figure, axes: Axes, theme: Theme) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    entries = dict(zip(labels, handles))
+    columns = 2 if max(map(len, entries), default=0) > 20 else 3
+    look: dict[str, Any] = {"frameon": False, "labelcolor": theme.text, "fontsize": 9}
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **look)

@@ -1,0 +1,260 @@
+"""Runs as they lie in folders: what each was, how far it came, and whether its end can be compared."""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.curve import LAST, TRAIN, VALIDATION, Curve, Series, curve_of, read_columns, smooth
+
+_SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped iterations"
+
+
+class Status(Enum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    DIVERGED = "diverged"
+    UNFINISHED = "unfinished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, or the cell of a sweep that should have been one.
+
+    Attributes:
+        folder: where it lies.
+        cell: the sweep's name of it, or the folder's.
+        label: what it is compared as: the sweep's label, or else the recipe's name.
+        recipe: the resolved recipe; empty where config.yaml is missing.
+        options: the resolved options; likewise.
+        seed: None where it is not known.
+        status, why: how it ended, and a few words about it.
+        curve: losses in nats a token; None where there are none.
+        samples: consumed samples by iteration.
+        seconds: a typical iteration's, NaN where not recorded; the median of the run's second half.
+        record: run.json; empty where there is none.
+        sweep, model, variant: what the sweep calls them.
+    """
+
+    folder: Path
+    cell: str
+    label: str
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    status: Status = Status.FAILED
+    why: str = ""
+    curve: Curve | None = None
+    samples: Series | None = None
+    seconds: float = math.nan
+    record: Mapping[str, Any] = field(default_factory=dict)
+    sweep: str | None = None
+    model: str = "model"
+    variant: str | None = None
+
+    @property
+    def train_iters(self) -> int:
+        """Iterations that were asked for."""
+        return int(self.options.get("train_iters") or 0)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that were asked for; NaN where config.yaml does not say."""
+        batch, length = (float(self.options.get(name, math.nan)) for name in ("global_batch_size", "seq_length"))
+        return float(self.options.get("train_samples") or self.train_iters * batch) * length
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of the model, as run.json says; NaN without it."""
+        return float(self.record.get("parameters") or math.nan)
+
+    @property
+    def tokens_a_second(self) -> float:
+        """Of all processes together, at a typical iteration's time; NaN where not recorded."""
+        return float(self.options.get("global_batch_size", math.nan)) * float(self.options["seq_length"]) / self.seconds
+
+    @property
+    def peak_memory_gib(self) -> float:
+        """Allocated at most on a GPU; NaN where not recorded."""
+        peak = self.record.get("peak_memory_bytes")
+        return math.nan if peak is None else float(peak) / 2**30
+
+    def tokens_at(self, iterations: np.ndarray) -> np.ndarray:
+        """Tokens consumed by each of these iterations."""
+        assert self.samples is not None
+        samples = np.interp(iterations, [0, *self.samples[0]], [0.0, *self.samples[1]])
+        return samples * float(self.options["seq_length"])
+
+
+def find_runs(paths: Sequence[str], diverged_rise: float) -> tuple[list[Run], list[str]]:
+    """The runs that run folders, sweep folders and globs name, each once, and notes about what was odd.
+
+    Args:
+        paths: folders, or patterns of folders.
+        diverged_rise: nats by which the training loss may end above its lowest before a run counts as diverged.
+
+    Raises:
+        UserError: a path that is not there, a sweep.json that cannot be read, or no run at all.
+    """
+    cells: list[Run] = []
+    for path in paths:
+        for folder in _folders(path):
+            cells += _sweep(folder) if (folder / "sweep.json").is_file() else [_alone(folder)]
+    runs: dict[Path, Run] = {}
+    notes = []
+    for cell in cells:
+        place = cell.folder.resolve()
+        if place not in runs:
+            runs[place] = read_run(cell, diverged_rise)
+        elif cell.sweep and not runs[place].sweep:
+            runs[place] = read_run(cell, diverged_rise)
+            notes.append(f"{cell.folder} was named twice and counts once, as {cell.label} of sweep {cell.sweep}")
+        else:
+            notes.append(f"{cell.folder} was named twice and counts once")
+    if not runs:
+        raise UserError(f"no run in {', '.join(paths)}; name folders that pretrain_gpt.py or a sweep has written")
+    return list(runs.values()), notes
+
+
+def read_run(cell: Run, diverged_rise: float) -> Run:
+    """``cell`` with what its folder holds."""
+    folder = cell.folder
+    if not folder.is_dir():
+        return replace(cell, why="was not run: there is no folder")
+    record = _json(folder / "run.json")
+    cell = replace(cell, why=_exit(folder))
+    config = _config(folder)
+    options = config.get("options", {})
+    recipe = config.get("recipe", {})
+    cell = replace(
+        cell,
+        label=cell.label or recipe.get("name") or folder.name,
+        recipe=recipe,
+        options=options,
+        seed=options.get("seed", cell.seed),
+        model=cell.model if cell.sweep else Path(options.get("config") or "gpt").stem,
+        record=record,
+    )
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        return replace(cell, why=f"has no metrics.jsonl{cell.why}")
+    try:
+        columns = read_columns(metrics, (TRAIN, VALIDATION, _SAMPLES, _SECONDS, _SKIPPED))
+        curve = curve_of(columns, metrics)
+    except UserError as error:
+        return replace(cell, why=f"{error}{cell.why}")
+    if not options.get("train_iters") or not options.get("seq_length"):
+        return replace(cell, why=f"has no config.yaml that says what was trained{cell.why}")
+    seconds = columns[_SECONDS][1]
+    later = seconds[len(seconds) // 2 :]
+    status, why = how_it_ended(curve, int(options["train_iters"]), diverged_rise)
+    why += cell.why if status is not Status.FINISHED else ""
+    skipped = int(max(columns[_SKIPPED][1], default=0))
+    if skipped:
+        why = f"{why}; {skipped} iterations skipped, their gradients not finite"
+    samples = columns[_SAMPLES]
+    if not len(samples[0]):
+        at = np.arange(1, curve.last_iteration + 1, dtype=np.int64)
+        samples = (at, at.astype(np.float64) * float(options.get("global_batch_size", math.nan)))
+    return replace(
+        cell,
+        status=status,
+        why=why,
+        curve=curve,
+        samples=samples,
+        seconds=float(np.median(later)) if len(later) else math.nan,
+    )
+
+
+def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[Status, str]:
+    """Status of a run from its losses alone, and a few words.
+
+    Diverged: the last training or validation loss is not finite, or the last training losses lie more than
+    ``diverged_rise`` nats above the lowest that as many iterations before them had.
+    """
+    at = f"at iteration {curve.last_iteration:,} of {train_iters:,}"
+    for name, (iterations, losses) in (("training", curve.train), ("validation", curve.validation)):
+        if len(losses) and not math.isfinite(losses[-1]):
+            first = iterations[np.flatnonzero(~np.isfinite(losses))[0]]
+            return Status.DIVERGED, f"{name} loss not finite from iteration {first:,}; ended {at}"
+    finite = curve.train[1][np.isfinite(curve.train[1])]
+    if len(finite) > 2 * LAST:
+        rise = float(finite[-LAST:].mean() - smooth(finite, LAST // 2).min())
+        if rise > diverged_rise:
+            return Status.DIVERGED, f"training loss ended {rise:.2f} nats above its lowest, {at}"
+    if curve.last_iteration < train_iters:
+        return Status.UNFINISHED, f"ended {at}"
+    if not len(curve.validation[0]) or curve.validation[0][-1] < train_iters:
+        return Status.UNFINISHED, "no validation loss at its end"
+    return Status.FINISHED, f"{train_iters:,} iterations"
+
+
+def _folders(path: str) -> list[Path]:
+    found = [Path(name) for name in sorted(glob.glob(path))] if glob.has_magic(path) else [Path(path)]
+    folders = [folder for folder in found if folder.is_dir()]
+    if not folders:
+        raise UserError(f"{path}: no such folder; name a run's folder, a sweep's, or a pattern of them")
+    return folders
+
+
+def _alone(folder: Path) -> Run:
+    return Run(folder, folder.name, "")
+
+
+def _sweep(folder: Path) -> list[Run]:
+    path = folder / "sweep.json"
+    try:
+        sweep = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            Run(
+                folder / cell["run"],
+                str(cell["id"]),
+                str(cell["label"]),
+                seed=cell.get("seed"),
+                sweep=str(sweep["name"]),
+                model=str(cell.get("model") or "model").removesuffix(".yaml").rpartition("/")[2],
+                variant=str(cell["variant"]) if cell.get("variant") else None,
+            )
+            for cell in sweep["cells"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not a sweep ({type(error).__name__}: {error}); it needs name and cells with id, label and run"
+        ) from None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    return {key: config[key] for key in ("options", "recipe") if isinstance(config.get(key), dict)}
+
+
+def _exit(folder: Path) -> str:
+    """The exit code that a sweep has noted of a cell that failed, as the end of a sentence."""
+    cell = _json(folder / "cell.json")
+    return f"; its process ended with exit code {cell['exit_code']}" if cell.get("exit_code") else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

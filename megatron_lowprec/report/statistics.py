@@ -1,0 +1,178 @@
+"""Means over seeds, their differences, and how large a difference must be to be told from none.
+
+One model serves a whole group of runs: a run's result is its recipe's mean, plus its seed's effect where seeds are
+shared, plus noise of one standard deviation for all recipes. The standard deviation is pooled over all runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+Results = Mapping[tuple[str, Hashable], float]
+
+BLOCKS, INDEPENDENT, PRIOR, NONE = "seeds as blocks", "independent runs", "prior noise", "none"
+_FEWEST = 4  # degrees of freedom that seeds as blocks must leave
+_POWER = 0.8
+_UNLIKE = 3.0  # times the others' standard deviation
+_COPIES = 1e-9  # nats: a standard deviation below is rounding
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of one label less that of another.
+
+    Attributes:
+        value: the difference.
+        error: its standard error; None where nothing is known about the noise.
+        quantile: Student's t of the confidence asked for (two-sided).
+        dof: degrees of freedom of the standard deviation; infinite for a prior one.
+        counts: seeds on either side.
+    """
+
+    value: float
+    error: float | None
+    quantile: float
+    dof: float
+    counts: tuple[int, int]
+
+    @property
+    def half_width(self) -> float:
+        """Of the confidence interval: the smallest difference that is told from zero; infinite if unknown."""
+        return math.inf if self.error is None else self.quantile * self.error
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The confidence interval."""
+        return self.value - self.half_width, self.value + self.half_width
+
+
+class Fit:
+    """The noise of one quantity over a group's runs, and differences between labels.
+
+    Seeds are blocks (they share weights, data order and dropout over recipes) where the design allows: every label can
+    then be compared through shared seeds, and at least 4 degrees of freedom are left. Otherwise the runs count as
+    independent. The results have no say in that choice.
+
+    Args:
+        results: (label, seed) -> finite value; one a pair.
+        confidence: of the intervals, such as 0.95.
+        prior: standard deviation between seeds to assume where no label has two; None for none.
+    """
+
+    def __init__(self, results: Results, confidence: float, prior: float | None = None) -> None:
+        self._confidence = confidence
+        self._labels = list(dict.fromkeys(label for label, _ in results))
+        self._values = {
+            label: np.array([value for (other, _), value in results.items() if other == label])
+            for label in self._labels
+        }
+        self.method, self.sigma, self.dof = NONE, math.nan, 0.0
+        self._means = np.array([values.mean() for values in self._values.values()])
+        self._covariance = np.diag([1.0 / len(values) for values in self._values.values()])
+        if self._fit_blocks(results):
+            return
+        spare = sum(len(values) - 1 for values in self._values.values())
+        if spare:
+            squares = sum(float(((values - values.mean()) ** 2).sum()) for values in self._values.values())
+            self.method, self.sigma, self.dof = INDEPENDENT, math.sqrt(squares / spare), float(spare)
+        elif prior is not None:
+            self.method, self.sigma, self.dof = PRIOR, prior, math.inf
+
+    def _fit_blocks(self, results: Results) -> bool:
+        seeds = list(dict.fromkeys(seed for _, seed in results))
+        if len(seeds) < 2 or len(self._labels) < 2:
+            return False
+        design = np.zeros((len(results), len(self._labels) + len(seeds) - 1))
+        values = np.array(list(results.values()))
+        for row, (label, seed) in enumerate(results):
+            design[row, self._labels.index(label)] = 1.0
+            if seeds.index(seed):
+                design[row, len(self._labels) + seeds.index(seed) - 1] = 1.0
+        # Without full rank some labels share no seeds, not even through others, and cannot be told from them.
+        if np.linalg.matrix_rank(design) < design.shape[1] or len(results) - design.shape[1] < _FEWEST:
+            return False
+        inverse = np.linalg.inv(design.T @ design)
+        effects = inverse @ design.T @ values
+        residual = values - design @ effects
+        count = len(self._labels)
+        self.method, self.dof = BLOCKS, float(len(results) - design.shape[1])
+        self.sigma = math.sqrt(float(residual @ residual) / self.dof)
+        self._means, self._covariance = effects[:count], inverse[:count, :count]
+        return True
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a standard deviation; one of zero means copies, not seeds, and is none."""
+        return self.dof > 0 and self.sigma > _COPIES
+
+    def difference(self, left: str, right: str) -> Difference:
+        """Of two labels, by the model."""
+        contrast = np.array([(label == left) - (label == right) for label in self._labels], float)
+        error = self.sigma * math.sqrt(float(contrast @ self._covariance @ contrast)) if self.known else None
+        quantile = t_quantile(0.5 + self._confidence / 2, self.dof) if self.known else math.inf
+        counts = len(self._values[left]), len(self._values[right])
+        return Difference(float(contrast @ self._means), error, quantile, self.dof, counts)
+
+    def detected(self, difference: Difference) -> float:
+        """True difference that such a comparison tells from zero four times out of five."""
+        if difference.error is None:
+            return math.inf
+        return (difference.quantile + t_quantile(_POWER, self.dof)) * difference.error
+
+    def mean(self, label: str) -> float:
+        """Plain mean over the label's seeds."""
+        return float(self._values[label].mean())
+
+    def deviation(self, label: str) -> float:
+        """Standard deviation over the label's own seeds; NaN with one."""
+        values = self._values[label]
+        return float(values.std(ddof=1)) if len(values) > 1 else math.nan
+
+    def unlike(self) -> list[str]:
+        """Labels whose own standard deviation is over three times the others', against the model's assumption."""
+        spare = {label: len(values) - 1 for label, values in self._values.items()}
+        squares = {label: float(((values - values.mean()) ** 2).sum()) for label, values in self._values.items()}
+        found = []
+        for label, own in spare.items():
+            others = sum(spare.values()) - own
+            rest = sum(squares.values()) - squares[label]
+            if own and others and squares[label] / own > _UNLIKE**2 * rest / others:
+                found.append(label)
+        return found
+
+
+def t_cdf(t: float, dof: float) -> float:
+    """Student's t distribution function for a whole number of degrees of freedom, or infinitely many.
+
+    Abramowitz and Stegun 26.7.3 and 26.7.4.
+    """
+    if math.isinf(dof):
+        return 0.5 * math.erfc(-t / math.sqrt(2))
+    count = int(dof)
+    if count != dof or count < 1:
+        raise ValueError(f"{dof} degrees of freedom: a whole number from 1, or infinity, is needed")
+    angle = math.atan2(t, math.sqrt(count))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    odd = count % 2
+    term = cosine if odd else 1.0
+    total = term if count > 1 else 0.0
+    for k in range(2 + odd, count, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    inside = (angle + sine * total) * 2 / math.pi if odd else sine * total
+    return 0.5 + inside / 2
+
+
+def t_quantile(probability: float, dof: float) -> float:
+    """Where ``t_cdf`` reaches ``probability``, which must be at least one half."""
+    low, high = 0.0, 1.0
+    while t_cdf(high, dof) < probability:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, dof) < probability else (low, middle)
+    return high

@@ -1,0 +1,245 @@
+"""A claim beside the runs: what was measured, and what that says. docs/report.md states the rules in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_lowprec.report.amounts import amount, share, signed
+from megatron_lowprec.report.claims import QUANTITIES, RELATIONS, Claim, Claims, Published, Rules, Test
+from megatron_lowprec.report.groups import Group
+from megatron_lowprec.report.runs import Status
+from megatron_lowprec.report.statistics import PRIOR, Difference, Fit
+
+Interval = tuple[float, float]
+
+
+class Held(Enum):
+    """Of one test."""
+
+    YES = "holds"
+    NO = "fails"
+    OPEN = "cannot be told"
+    MISSING = "not tested"
+
+
+class Outcome(Enum):
+    """Of a claim, in the order in which a reader wants them."""
+
+    REPRODUCED = "reproduced"
+    CONTRADICTED = "contradicted"
+    NOT_AT_THIS_SCALE = "not reproduced at this scale"
+    NOT_RESOLVABLE = "not resolvable with these seeds"
+    NOT_TESTED = "not tested by these runs"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One test's result; ``measured`` and ``interval`` in the test's unit, None where there are no numbers.
+
+    ``words`` tell all of it, ``brief`` the difference alone.
+    """
+
+    test: Test
+    held: Held
+    words: str
+    brief: str = ""
+    measured: float | None = None
+    interval: Interval | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim's, from one group of runs; ``group`` is None where no group has its recipes."""
+
+    claim: Claim
+    group: Group | None
+    outcome: Outcome
+    findings: tuple[Finding, ...]
+    scale: str
+
+
+def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
+    """A verdict for each claim and each group that has runs of all its recipes; one of "not tested" where none has."""
+    verdicts = []
+    for claim in claims.claims:
+        found = [judge(claim, group, claims) for group in groups]
+        tested = [verdict for verdict in found if verdict.outcome is not Outcome.NOT_TESTED]
+        partly = [verdict for verdict in found if any(each.held is not Held.MISSING for each in verdict.findings)]
+        verdicts += tested or partly or [_untested(claim, found)]
+    return verdicts
+
+
+def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
+    """What one group says of one claim.
+
+    All tests hold: reproduced. One fails: contradicted, where model and tokens are comparable with the claim's, or not
+    reproduced at this scale. One lacks runs: not tested. Otherwise the seeds do not resolve it.
+    """
+    findings = tuple(_finding(test, group, claims) for test in claim.tests)
+    scale, comparable = _scale(claim, group, claims.rules)
+    held = {finding.held for finding in findings}
+    if Held.MISSING in held:
+        outcome = Outcome.NOT_TESTED
+    elif Held.NO in held:
+        outcome = Outcome.CONTRADICTED if comparable else Outcome.NOT_AT_THIS_SCALE
+    elif Held.OPEN in held:
+        outcome = Outcome.NOT_RESOLVABLE
+    else:
+        outcome = Outcome.REPRODUCED
+    return Verdict(claim, group, outcome, findings, scale)
+
+
+def decide(relation: str, threshold: float, interval: Interval) -> Held:
+    """Whether a difference known to lie in an interval stands in a relation to a threshold.
+
+    It holds if it does wherever in the interval the difference is, fails if it does nowhere, and is open otherwise.
+    Ends may be infinite.
+    """
+    low, high = interval
+    holds, fails = {
+        "above": (low > threshold, high <= threshold),
+        "below": (high < threshold, low >= threshold),
+        "at_most": (high <= threshold, low > threshold),
+        "within": (-threshold <= low and high <= threshold, low > threshold or high < -threshold),
+    }[relation]
+    return Held.YES if holds else Held.NO if fails else Held.OPEN
+
+
+def published_percent(row: Published) -> float:
+    """Left's perplexity over right's, less one, in percent."""
+    left, right = row.values
+    return 100 * (math.expm1(left - right) if row.quantity == "validation_loss" else left / right - 1)
+
+
+def published_difference(row: Published) -> str:
+    """Both numbers and their difference, in words."""
+    left, right = row.values
+    unit = {"validation_loss": "nats", "perplexity": "perplexity"}.get(row.quantity, QUANTITIES[row.quantity])
+    return (
+        f"{row.left} {left:.2f}, {row.right} {right:.2f}: {signed(left - right, 2)} {unit}, "
+        f"{signed(published_percent(row), 1)}% of "
+        f"perplexity ({row.where}; {amount(row.parameters)} parameters, {amount(row.tokens)} tokens)"
+    )
+
+
+def published_gaps(claims: Claims, group: Group) -> dict[str, list[float]]:
+    """Label -> published perplexity gaps to the group's reference, percent, each once."""
+    gaps: dict[str, list[float]] = {}
+    for row in (row for claim in claims.claims for row in claim.published if row.right == group.reference):
+        label = group.find(row.left)
+        gap = published_percent(row)
+        if label is not None and gap not in gaps.setdefault(label, []):
+            gaps[label].append(gap)
+    return gaps
+
+
+def _finding(test: Test, group: Group, claims: Claims) -> Finding:
+    labels = group.find(test.left), group.find(test.right)
+    for asked, label in zip((test.left, test.right), labels):
+        if label is None:
+            return Finding(test, Held.MISSING, f"no run of {asked}")
+    left, right = str(labels[0]), str(labels[1])
+    if left == right:
+        return Finding(test, Held.MISSING, f"{test.left} and {test.right} are the same runs, {left}")
+    if test.over is not None:
+        results, prior = group.training_losses(*test.over), claims.prior_noise.training_loss
+    else:
+        results, prior = group.final_losses(), claims.prior_noise.validation_loss
+    have = {label: sum(each == label for each, _ in results) for label in (left, right)}
+    diverged = {label: 0 if test.over else len(group.of(label, Status.DIVERGED)) for label in (left, right)}
+    for label in (left, right):
+        if not have[label] and not diverged[label]:
+            return Finding(test, Held.MISSING, f"no run of {label} came far enough")
+    name = f"{left} less {right}"
+    if not have[left] or not have[right]:
+        return _all_diverged(test, name, left, right, have, diverged)
+    fit = Fit(results, claims.rules.confidence, prior)
+    difference = fit.difference(left, right)
+    convert = _conversion(test.quantity, fit.mean(right))
+    low, high = difference.interval
+    # What a diverged run would have ended with is no number; it can only have been worse than any.
+    interval = convert(-math.inf if diverged[right] else low), convert(math.inf if diverged[left] else high)
+    held = decide(test.relation, test.threshold, interval)
+    measured = convert(difference.value)
+    words = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test)}"
+    words += _diverged_words(diverged)
+    brief = f"{name} {_number(measured, test)}"
+    return Finding(test, held, f"{words}; {_relation(test)}: {held.value}", brief, measured, interval)
+
+
+def _all_diverged(
+    test: Test, name: str, left: str, right: str, have: dict[str, int], diverged: dict[str, int]
+) -> Finding:
+    """No run of one side has a last loss. Two that diverged stand for a gap beyond any; one may be chance."""
+    label = right if not have[right] else left
+    words = f"{name}: every run of {label} that came to an end diverged ({diverged[label]})"
+    if not have[right]:
+        return Finding(test, Held.OPEN, f"{words}, so there is nothing to compare with")
+    if diverged[left] < 2:
+        return Finding(test, Held.OPEN, f"{words}; one run may be chance")
+    held = decide(test.relation, test.threshold, (math.inf, math.inf))
+    brief = f"{label} diverged"
+    return Finding(test, held, f"{words}; {_relation(test)}: {held.value}", brief, math.inf, (math.inf, math.inf))
+
+
+def _conversion(quantity: str, right: float) -> Callable[[float], float]:
+    """From a difference of losses to the test's unit; rising, so intervals go over with their ends."""
+    if quantity == "perplexity_percent":
+        return lambda loss: 100 * math.expm1(loss) if loss < 700 else math.inf
+    if quantity == "perplexity":
+        return lambda loss: math.exp(right) * math.expm1(loss) if loss < 700 else math.inf
+    return lambda loss: loss
+
+
+def _basis(difference: Difference, fit: Fit, rules: Rules, convert: Callable[[float], float], test: Test) -> str:
+    seeds = "{} and {} seeds".format(*difference.counts)
+    if difference.error is None:
+        reason = "their losses are equal to the last bit" if fit.dof > 0 else "no recipe has two"
+        return f"of unknown uncertainty ({seeds}; {reason})"
+    low, high = (_number(convert(end), test, unit=False) for end in difference.interval)
+    noise = "a prior standard deviation" if fit.method == PRIOR else f"{difference.dof:.0f} degrees of freedom"
+    return f"{rules.confidence:.0%} interval {low} to {high} ({seeds}, {noise})"
+
+
+def _relation(test: Test) -> str:
+    decimals = 3 if test.quantity in ("validation_loss", "training_loss") else 2
+    over = f" over {test.over[0]:.0%} to {test.over[1]:.0%} of the run" if test.over else ""
+    return f"{RELATIONS[test.relation]} {test.threshold:.{decimals}f}{over}"
+
+
+def _number(value: float, test: Test, unit: bool = True) -> str:
+    decimals = 4 if test.quantity in ("validation_loss", "training_loss") else 2
+    return signed(value, decimals) + (f" {QUANTITIES[test.quantity]}" if unit else "")
+
+
+def _diverged_words(diverged: dict[str, int]) -> str:
+    parts = [f"{count} of {label} diverged" for label, count in diverged.items() if count]
+    return f" of those that finished, while {' and '.join(parts)}" if parts else ""
+
+
+def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, bool]:
+    """How far the runs are from what the claim is about, and whether that is near enough to contradict it."""
+    parts, comparable = [], True
+    for name, claimed, here in (
+        ("parameters", claim.scale.parameters, group.parameters),
+        ("tokens", claim.scale.tokens, group.tokens),
+    ):
+        if claimed is None:
+            parts.append(f"{amount(here)} {name} (the source does not say on how many)")
+            continue
+        if math.isnan(here):
+            parts.append(f"an unrecorded number of {name} for {amount(claimed)}")
+            comparable = False
+            continue
+        parts.append(f"{amount(here)} {name} for {amount(claimed)}, {share(here / claimed)}")
+        comparable = comparable and here >= rules.comparable_scale * claimed
+    return "; ".join(parts), comparable
+
+
+def _untested(claim: Claim, found: Sequence[Verdict]) -> Verdict:
+    findings = found[0].findings if found else ()
+    scale = f"would need about {amount(claim.scale.parameters)} parameters and {amount(claim.scale.tokens)} tokens"
+    return Verdict(claim, None, Outcome.NOT_TESTED, findings, scale)

@@ -1,0 +1,176 @@
+"""The whole tool on sweeps whose truth is known, and on runs that the driver has just written."""
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.report.synthetic import add_cells, cell, write_run, write_sweep
+from tests.training.helpers import argv
+from tools import report
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    truth = {"bf16": 3.7, "mxfp4": 3.81, "mxfp4_rht": 3.71, "mxfp4_sr": 3.712, "mxfp4_rht_sr": 3.704}
+    folder = write_sweep(tmp_path / "sweep", truth, seeds=2, scatter=0.0005)
+    write_run(folder / "ocp", "mxfp8_ocp", 1, nan_from=200)
+    write_run(folder / "half", "mxfp8", 1, ends_at=200)
+    cells = [cell("mxfp8_ocp", 1, run="ocp"), cell("mxfp8", 1, run="half"), cell("mxfp8", 2)]
+    add_cells(folder, "synthetic", cells)
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page refers to, and whether its tags close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.refers: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "img", "br", "source"):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "srcset", "href"):
+                self.refers.append(value or "")
+            if name == "id":
+                assert value not in self.ids
+                self.ids.add(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_sweep_becomes_a_page_that_needs_nothing_else(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert report.main([str(sweep), "--out", str(out)]) == 0
+    text = (out / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert "@import" not in text
+    assert "url(" not in text
+    links = [each for each in page.refers if not each.startswith("data:image/png;base64,")]
+    assert all(each.startswith("https://arxiv.org/abs/") or each[1:] in page.ids for each in links)
+    pictures = [base64.b64decode(each.partition(",")[2]) for each in page.refers if each.startswith("data:")]
+    assert len(pictures) == 6  # three figures, light and dark
+    assert len(set(pictures)) == 6
+    for name in ("gaps", "training_loss", "validation_loss"):
+        data = (out / f"{name}.png").read_bytes()
+        assert data.startswith(PNG)
+        assert data in pictures
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == "13 runs: 10 finished, 1 diverged, 1 unfinished, 1 failed."
+    assert said.splitlines()[-1] == f"report: {out / 'report.html'}"
+    for words in (
+        "mxfp8_ocp-s1 (mxfp8_ocp): diverged, training loss not finite from iteration 200",
+        "mxfp8-s2 (mxfp8): failed, was not run: there is no folder",
+        "reproduced: mxfp4_plain (arXiv 2502.20586)",
+        "not resolvable with these seeds: mxfp8_floor",
+        "with 4 degrees of freedom",
+    ):
+        assert words in said
+    for words in ("mxfp8_ocp-s1", "was not run", "0123456789ab", "NVIDIA H200", "emulated: no unit", "655,360"):
+        assert words in text
+
+
+def test_the_table_has_the_runs_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finals = {"bf16": [3.70, 3.72], "mxfp4": [3.80, 3.84]}
+    assert report.main([str(write_sweep(tmp_path / "s", finals)), "--out", str(tmp_path / "out")]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mxfp4 "))
+    cells = re.split(r"\s{2,}", row)
+    # means 3.71 and 3.82; sd .0141 and .0283, pooled .02236; t(2) = 4.3027; half width .0962; perplexities 44.70, 46.53
+    assert cells == [
+        "mxfp4",
+        "2 of 2",
+        "+11.63",
+        "+1.39 to +22.90",
+        "+4.75",
+        "+0.1100",
+        "3.8200",
+        "0.0283",
+        "45.61",
+        "1.29",
+    ]
+
+
+def test_groups_are_kept_apart_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_sweep(tmp_path / "a", {"bf16": 3.7, "mxfp4": 3.8}, seeds=2)
+    b = write_run(tmp_path / "b", "mxfp4", options={"train_iters": 800})
+    assert report.main([str(a), str(b), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "in 2 groups that are not compared with each other" in said
+    assert "gpt_25m, 52.4M tokens: 51M parameters, 52.4M tokens a run; train_iters 800." in said
+    assert "gpt_25m, 52.4M tokens has no run of bf16, so no gaps to it." in said
+    assert (tmp_path / "out/group2_training_loss.png").exists()
+
+
+@pytest.mark.parametrize("how", [{"nan_from": 200}, {"ends_at": 100}])
+def test_a_report_without_a_finished_run_is_one_all_the_same(
+    tmp_path: Path, how: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", **how)  # type: ignore[arg-type]
+    assert report.main([str(run), "--out", str(tmp_path / "out")]) == 0
+    assert "No run finished" in capsys.readouterr().out
+    Page((tmp_path / "out/report.html").read_text(encoding="utf-8"))
+
+
+def test_what_a_run_is_called_cannot_break_the_page(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 3.7}, seeds=2)
+    add_cells(sweep, "<b>&", [cell("<i>", 3, id='<script>"', run="bf16-s1/../missing")])
+    assert report.main([str(sweep), "--out", str(tmp_path / "out")]) == 0
+    page = Page((tmp_path / "out/report.html").read_text(encoding="utf-8"))
+    assert "script" not in page.tags
+    assert "i" not in page.tags
+
+
+@pytest.mark.parametrize("case", ["nothing", "empty", "file", "claims"])
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    arguments = {
+        "nothing": [str(tmp_path / "nothing"), "--out", str(tmp_path / "out")],
+        "empty": [str(tmp_path / "empty"), "--out", str(tmp_path / "out")],
+        "file": [str(run), "--out", str(tmp_path / "file")],
+        "claims": [str(run), "--out", str(tmp_path / "out"), "--claims", str(tmp_path / "no.yaml")],
+    }[case]
+    assert report.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("report.py: ")
+    assert error.count("\n") == 1
+
+
+def test_runs_of_the_driver_are_read_whole(
+    drive: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for recipe in ("bf16", "mxfp4_rht_sr"):
+        for seed in (1, 2):
+            options = {"recipe": recipe, "seed": seed, "bf16": True, "train_iters": 4, "eval_iters": 1}
+            place = {"save": f"{recipe}-{seed}", "no_save": True, "eval_interval": 2}
+            drive(argv(**options, **place, lr_decay_style="constant", micro_batch_size=4))
+    capsys.readouterr()
+    assert report.main(["*-[12]", "--out", "out", "--reference", "bf16"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("4 runs: 4 finished.")
+    assert "512 tokens a run" in said
+    record = json.loads(Path("mxfp4_rht_sr-1/run.json").read_text())
+    assert f"{record['parameters'] / 1000:.3g}K parameters" in said
+    text = Path("out/report.html").read_text(encoding="utf-8")
+    assert "fprop not quantized; dgrad, wgrad emulated: no product of e2m1 on cpu" in text
+    assert record["versions"]["torch"] in text
+    assert "unknown parameters" not in said

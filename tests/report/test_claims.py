@@ -1,0 +1,110 @@
+"""The shipped claims are whole, and a claims file with a mistake is refused with its place."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.load import load_recipe
+from megatron_lowprec.report.claims import Claims, load_claims
+
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "claims.yaml"
+CLAIM: dict[str, Any] = {
+    "id": "plain",
+    "source": {"arxiv": "2502.20586", "where": "Table 2"},
+    "sentence": "It is worse.",
+    "sweep": "paper_table2",
+    "scale": {"parameters": 345_000_000, "tokens": None},
+    "published": [],
+    "unpublished": "Curves alone.",
+    "tests": [
+        {"left": "mxfp4", "right": "bf16", "quantity": "validation_loss", "relation": "above", "threshold": 0.03}
+    ],
+    "threshold_from": "somewhere",
+}
+
+
+def load(tmp_path: Path, *claims: dict[str, Any], **more: Any) -> Claims:
+    path = tmp_path / "claims.yaml"
+    path.write_text(yaml.safe_dump({"rules": {}, "prior_noise": {}, "claims": list(claims), **more}))
+    return load_claims(path)
+
+
+def test_the_shipped_claims_name_recipes_that_exist() -> None:
+    claims = load_claims(SHIPPED)
+    assert len(claims.claims) >= 12
+    for claim in claims.claims:
+        for test in claim.tests:
+            for side in (test.left, test.right):
+                name, *overrides = side.split()
+                if name != "fp8_lm":  # named for when there is one
+                    load_recipe(name, overrides)
+
+
+def test_the_shipped_numbers_are_the_papers() -> None:
+    rows = {
+        (row.left.split()[0], row.right.split()[0], row.where, row.tokens): row.values
+        for claim in load_claims(SHIPPED).claims
+        for row in claim.published
+    }
+    billion = 10**9
+    assert rows["mxfp4", "bf16", "Table 2", 33 * billion] == (2.60, 2.49)
+    assert rows["mxfp4_rht", "bf16", "Table 2", 33 * billion] == (2.51, 2.49)
+    assert rows["mxfp4_rht", "bf16", "section 6.4", 210 * billion] == (10.02, 9.92)
+    assert rows["mxfp4_rht", "mxfp4_rht_sr", "section 6.4", 210 * billion] == (10.02, 9.90)
+
+
+def test_a_claim_is_read(tmp_path: Path) -> None:
+    (claim,) = load(tmp_path, CLAIM).claims
+    assert claim.tests[0].threshold == 0.03
+    assert claim.scale.tokens is None
+    assert load(tmp_path, CLAIM).rules.confidence == 0.95
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**CLAIM, **changes}
+
+
+def with_test(**changes: Any) -> dict[str, Any]:
+    return changed(tests=[{**CLAIM["tests"][0], **changes}])
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        (changed(treshold_from="x"), "no field 'treshold_from': did you mean threshold_from"),
+        ({key: value for key, value in CLAIM.items() if key != "sentence"}, "lacks sentence"),
+        (with_test(quantity="los"), "plain: quantity is 'los', but must be one of validation_loss"),
+        (with_test(relation="worse"), "plain: relation is 'worse', but must be one of above"),
+        (with_test(threshold="0.03"), "must be of type float"),
+        (with_test(threshold=True), "must be of type float"),
+        (with_test(over=[0.1, 0.2]), "training_loss needs a share"),
+        (with_test(quantity="training_loss"), "training_loss needs a share"),
+        (with_test(quantity="training_loss", over=[0.2, 0.1]), "two rising shares"),
+        (with_test(quantity="training_loss", over=[0.2]), "must be a list of two"),
+        (with_test(relation="within", threshold=0.0), "within needs a threshold above 0"),
+        (changed(tests=[]), "has no tests"),
+        (changed(unpublished=None), "say in `unpublished` why"),
+        (changed(scale={"parameters": "33e9", "tokens": None}), "write 33_000_000_000"),
+        (changed(source="2502.20586"), "must be a mapping of arxiv, where"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, claim: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(tmp_path, claim)
+    assert words in str(error.value)
+
+
+def test_two_claims_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="two claims 'plain'"):
+        load(tmp_path, CLAIM, CLAIM)
+
+
+def test_no_file_and_no_yaml(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        load_claims(tmp_path / "nothing.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(UserError, match="no valid YAML"):
+        load_claims(tmp_path / "bad.yaml")

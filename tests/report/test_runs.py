@@ -1,0 +1,135 @@
+"""What a folder holds is what the report believes; nothing in it is dropped."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.curve import Curve
+from megatron_lowprec.report.runs import Run, Status, find_runs, how_it_ended
+from tests.report.synthetic import add_cells, cell, write_run, write_sweep
+
+
+def find(*paths: Path | str) -> list[Run]:
+    return find_runs([str(path) for path in paths], 0.5)[0]
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (run,) = find(write_run(tmp_path / "some_run", "mxfp4_rht_sr", seed=5, final=3.75))
+    assert (run.label, run.seed, run.status, run.model) == ("mxfp4_rht_sr", 5, Status.FINISHED, "gpt_25m")
+    assert run.curve is not None
+    assert run.curve.final_validation == pytest.approx(3.75)
+    assert run.tokens == 400 * 64 * 1024
+    assert run.parameters == 51_000_000
+    assert run.seconds == 0.1  # not the first ones, which compile
+    assert run.tokens_a_second == pytest.approx(64 * 1024 / 0.1)
+    assert run.peak_memory_gib == 7
+    assert run.tokens_at(np.array([0, 100, 400])) == pytest.approx([0, 6_553_600, 26_214_400])
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        ({"nan_from": 300}, Status.DIVERGED, "training loss not finite from iteration 300; ended at iteration 400 of"),
+        ({"nan_from": 300, "ends_at": 310}, Status.DIVERGED, "ended at iteration 310 of 400"),
+        ({"blows_up_from": 250}, Status.DIVERGED, "nats above its lowest"),
+        ({"ends_at": 200}, Status.UNFINISHED, "ended at iteration 200 of 400"),
+        ({}, Status.FINISHED, "400 iterations"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, how: dict[str, int], status: Status, words: str) -> None:
+    (run,) = find(write_run(tmp_path / "run", **how))  # type: ignore[arg-type]
+    assert run.status is status
+    assert words in run.why
+
+
+def test_a_run_without_a_last_validation_is_unfinished() -> None:
+    iterations = np.arange(1, 101)
+    losses = np.linspace(5, 4, 100)
+    curve = Curve((iterations, losses), (iterations[:50], losses[:50]))
+    assert how_it_ended(curve, 100, 0.5) == (Status.UNFINISHED, "no validation loss at its end")
+
+
+def test_only_the_validation_may_be_not_finite() -> None:
+    iterations = np.arange(1, 101)
+    losses = np.linspace(5, 4, 100)
+    curve = Curve((iterations, losses), (np.array([50, 100]), np.array([4.5, math.inf])))
+    status, why = how_it_ended(curve, 100, 0.5)
+    assert (status, why.split(";")[0]) == (Status.DIVERGED, "validation loss not finite from iteration 100")
+
+
+def test_skipped_iterations_are_told(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    text = (folder / "metrics.jsonl").read_text().replace('"skipped iterations": 0', '"skipped iterations": 3')
+    (folder / "metrics.jsonl").write_text(text)
+    assert "3 iterations skipped" in find(folder)[0].why
+
+
+def test_a_sweep_lists_every_cell_whatever_became_of_it(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7}, seeds=2)
+    for name in ("empty", "no_config"):
+        (sweep / name).mkdir()
+    (sweep / "empty/cell.json").write_text(json.dumps({"exit_code": 137}))
+    (sweep / "no_config/metrics.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\n')
+    cells = [
+        cell("mxfp4", 1),
+        cell("mxfp4", 2, run="empty"),
+        cell("mxfp8", 1, run="no_config", model="a/gpt_1.3b.yaml"),
+    ]
+    add_cells(sweep, "mine", cells)
+    runs = find(sweep)
+    assert [run.status.value for run in runs] == ["finished", "finished", "failed", "failed", "failed"]
+    assert [run.why for run in runs[2:]] == [
+        "was not run: there is no folder",
+        "has no metrics.jsonl; its process ended with exit code 137",
+        "has no config.yaml that says what was trained",
+    ]
+    assert [(run.label, run.seed, run.sweep) for run in runs[2:4]] == [("mxfp4", 1, "mine"), ("mxfp4", 2, "mine")]
+    assert runs[4].model == "gpt_1.3b"
+
+
+def test_patterns_and_repetitions(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7}, seeds=2)
+    write_run(tmp_path / "alone-1")
+    write_run(tmp_path / "alone-2", seed=2)
+    paths = [str(tmp_path / "alone-*"), str(tmp_path / "alone-1"), str(sweep / "bf16-s1"), str(sweep)]
+    runs, notes = find_runs(paths, 0.5)
+    assert [run.cell for run in runs] == ["alone-1", "alone-2", "bf16-s1", "bf16-s2"]
+    assert [run.sweep for run in runs] == [None, None, "synthetic", "synthetic"]
+    assert len(notes) == 2
+    assert notes[0].endswith("alone-1 was named twice and counts once")
+    assert notes[1].endswith("named twice and counts once, as bf16 of sweep synthetic")
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        find(tmp_path / "nothing")
+    with pytest.raises(UserError, match="no such folder"):
+        find(tmp_path / "nothing*")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"name": "s", "cells": [{"id": 1}]}'])
+def test_a_broken_sweep_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(UserError, match="not a sweep"):
+        find(tmp_path)
+
+
+def test_broken_metrics_are_a_failed_run_with_the_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\nnothing\n{"iteration": 2}\n')
+    (run,) = find(folder)
+    assert run.status is Status.FAILED
+    assert "line 2" in run.why
+
+
+def test_an_older_run_without_a_record_is_read_too(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "run.json").unlink()
+    (run,) = find(folder)
+    assert run.status is Status.FINISHED
+    assert math.isnan(run.parameters)
+    assert math.isnan(run.peak_memory_gib)

@@ -1,0 +1,139 @@
+"""The distribution against printed tables, the estimates against other ways to the same numbers."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from megatron_lowprec.report.statistics import BLOCKS, INDEPENDENT, NONE, PRIOR, Fit, t_cdf, t_quantile
+
+# Two-sided 95% and 99%, and one-sided 90%, of any printed table of Student's t.
+TABLE = {1: (12.706, 63.657, 3.078), 2: (4.303, 9.925, 1.886), 3: (3.182, 5.841, 1.638), 4: (2.776, 4.604, 1.533)}
+TABLE |= {7: (2.365, 3.499, 1.415), 10: (2.228, 3.169, 1.372), 30: (2.042, 2.750, 1.310), 120: (1.980, 2.617, 1.289)}
+TABLE |= {math.inf: (1.960, 2.576, 1.282)}
+
+
+@pytest.mark.parametrize("dof", TABLE)
+def test_quantiles_are_the_printed_ones(dof: float) -> None:
+    found = [t_quantile(probability, dof) for probability in (0.975, 0.995, 0.9)]
+    assert found == pytest.approx(TABLE[dof], abs=6e-4)
+
+
+@pytest.mark.parametrize("dof", [1, 2, 5, 6])
+def test_distribution_is_the_integral_of_the_density(dof: int) -> None:
+    at = np.linspace(0, 2.5, 20001)
+    scale = math.gamma((dof + 1) / 2) / (math.sqrt(dof * math.pi) * math.gamma(dof / 2))
+    area = np.trapezoid(scale * (1 + at**2 / dof) ** (-(dof + 1) / 2), at)
+    assert t_cdf(2.5, dof) == pytest.approx(0.5 + area, abs=1e-8)
+    assert t_cdf(-2.5, dof) == pytest.approx(0.5 - area, abs=1e-8)
+
+
+def test_degrees_of_freedom_are_whole() -> None:
+    for dof in (0.0, 2.5):
+        with pytest.raises(ValueError, match="whole number"):
+            t_cdf(1.0, dof)
+
+
+def results(**losses: list[float]) -> dict[tuple[str, int], float]:
+    return {(label, seed): loss for label, values in losses.items() for seed, loss in enumerate(values)}
+
+
+def test_unshared_seeds_pool_their_variances() -> None:
+    a, b = [3.70, 3.72, 3.71], [3.80, 3.86]
+    losses = {("a", seed): loss for seed, loss in enumerate(a)} | {("b", 10 + s): loss for s, loss in enumerate(b)}
+    fit = Fit(losses, 0.95)
+    pooled = math.sqrt((2 * statistics.variance(a) + 1 * statistics.variance(b)) / 3)
+    assert (fit.method, fit.dof) == (INDEPENDENT, 3)
+    assert fit.sigma == pytest.approx(pooled)
+    found = fit.difference("b", "a")
+    assert found.value == pytest.approx(3.83 - 3.71)
+    assert found.error == pytest.approx(pooled * math.sqrt(1 / 3 + 1 / 2))
+    assert found.half_width == pytest.approx(3.1824 * pooled * math.sqrt(1 / 3 + 1 / 2), rel=1e-4)
+    assert found.counts == (2, 3)
+
+
+def test_two_recipes_over_shared_seeds_are_the_paired_t_test() -> None:
+    rng = np.random.default_rng(0)
+    a = 3.7 + 0.1 * rng.standard_normal(6)
+    b = a + 0.02 + 0.003 * rng.standard_normal(6)
+    fit = Fit(results(a=list(a), b=list(b)), 0.95)
+    found = fit.difference("b", "a")
+    differences = list(b - a)
+    assert (fit.method, fit.dof) == (BLOCKS, 5)
+    assert found.value == pytest.approx(statistics.mean(differences))
+    assert found.error == pytest.approx(statistics.stdev(differences) / math.sqrt(6))
+    assert found.quantile == pytest.approx(2.571, abs=1e-3)
+
+
+def test_shared_seeds_too_few_to_spare_count_as_independent() -> None:
+    fit = Fit(results(a=[3.70, 3.74], b=[3.71, 3.75]), 0.95)  # blocks would leave a single degree of freedom
+    assert (fit.method, fit.dof) == (INDEPENDENT, 2)
+
+
+def test_a_missing_cell_is_made_up_for_by_its_seed() -> None:
+    # Seed 3 ends 0.3 lower than the others under every recipe; "c" has lost it, which must not look like a gap.
+    losses = results(a=[3.7, 3.7, 3.4, 3.7], b=[3.8, 3.8001, 3.5, 3.8], c=[3.9, 3.9, 0, 3.9002])
+    del losses["c", 2]
+    fit = Fit(losses, 0.95)
+    assert fit.method == BLOCKS
+    assert fit.dof == 11 - (3 + 3)
+    assert fit.difference("c", "a").value == pytest.approx(0.2, abs=2e-4)
+    assert fit.difference("c", "a").counts == (3, 4)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.05])
+def test_intervals_hold_the_truth_as_often_as_they_say(shared: float) -> None:
+    rng = np.random.default_rng(1)
+    held = 0
+    for _ in range(1500):
+        effects = shared * rng.standard_normal(2)
+        losses = {(label, s): effects[s] + 0.002 * rng.standard_normal() for label in "abcde" for s in range(2)}
+        low, high = Fit(losses, 0.95).difference("a", "b").interval
+        held += low <= 0 <= high
+    assert held / 1500 == pytest.approx(0.95, abs=3 * math.sqrt(0.95 * 0.05 / 1500))
+
+
+def test_the_detected_difference_is_found_four_times_out_of_five() -> None:
+    rng = np.random.default_rng(2)
+    sigma, found, trials = 0.002, 0, 1500
+    fit = Fit(results(a=[0.0, 1.0, 3.0], b=[0.0, 2.0, 2.0], c=[1.0, 1.0, 3.0]), 0.95)
+    truth = fit.detected(fit.difference("a", "b")) * sigma / fit.sigma
+    assert truth == pytest.approx((2.776 + 0.941) * sigma * math.sqrt(2 / 3), rel=1e-3)
+    for _ in range(trials):
+        values = {label: list(sigma * rng.standard_normal(3) + (truth if label == "a" else 0)) for label in "abc"}
+        low, _ = Fit(results(**values), 0.95).difference("a", "b").interval
+        found += low > 0
+    assert found / trials == pytest.approx(0.8, abs=0.05)
+
+
+def test_one_seed_knows_no_noise_unless_it_is_given() -> None:
+    single = results(a=[3.7], b=[3.8])
+    fit = Fit(single, 0.95)
+    assert (fit.method, fit.known) == (NONE, False)
+    assert fit.difference("b", "a").interval == (-math.inf, math.inf)
+    assert math.isinf(fit.detected(fit.difference("b", "a")))
+    prior = Fit(single, 0.95, prior=0.01)
+    assert (prior.method, prior.dof) == (PRIOR, math.inf)
+    assert prior.difference("b", "a").half_width == pytest.approx(1.96 * 0.01 * math.sqrt(2), rel=1e-4)
+    assert Fit(results(a=[3.7, 3.71], b=[3.8]), 0.95, prior=0.01).method == INDEPENDENT  # measured beats assumed
+
+
+def test_equal_losses_are_copies_and_resolve_nothing() -> None:
+    for seeds in ([0.0, 0.0], [0.0, 1.0, 3.0, 0.1, 0.7, 0.2]):
+        fit = Fit(results(a=[3.7 + seed for seed in seeds], b=[3.8 + seed for seed in seeds]), 0.95)
+        assert not fit.known
+    assert math.isinf(fit.difference("b", "a").half_width)
+
+
+def test_a_recipe_that_scatters_more_is_named() -> None:
+    wild = Fit(results(a=[3.70, 3.701, 3.702], b=[3.80, 3.801, 3.802], c=[3.7, 4.1, 3.9]), 0.95)
+    assert wild.unlike() == ["c"]
+    assert Fit(results(a=[3.70, 3.701], b=[3.80, 3.802]), 0.95).unlike() == []
+
+
+def test_means_and_deviations_are_plain() -> None:
+    fit = Fit(results(a=[3.70, 3.74], b=[3.8]), 0.95)
+    assert fit.mean("a") == pytest.approx(3.72)
+    assert fit.deviation("a") == pytest.approx(0.04 / math.sqrt(2))
+    assert math.isnan(fit.deviation("b"))

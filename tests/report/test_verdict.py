@@ -1,0 +1,279 @@
+"""Every outcome from runs whose truth is known, and the rules at their edges."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_lowprec.report.claims import Claims, Published, load_claims
+from megatron_lowprec.report.groups import Group, group_runs
+from megatron_lowprec.report.runs import find_runs
+from megatron_lowprec.report.verdict import Held, Outcome, Verdict, decide, judge_all, published_gaps, published_percent
+from tests.report.synthetic import add_cells, cell, write_run, write_sweep
+
+NEAR = {"parameters": 51_000_000, "tokens": 26_000_000}  # the synthetic runs' own
+FAR = {"parameters": 345_000_000, "tokens": 33_000_000_000}
+
+
+def claims(tmp_path: Path, *tests: dict[str, Any], scale: dict[str, Any] | None = None, **more: Any) -> Claims:
+    claim = {
+        "id": "claim",
+        "source": {"arxiv": "0000.00000", "where": "Table 1"},
+        "sentence": "So it is.",
+        "sweep": None,
+        "scale": scale or FAR,
+        "published": [],
+        "unpublished": "a test",
+        "tests": list(tests),
+        "threshold_from": "a test",
+    }
+    path = tmp_path / "claims.yaml"
+    path.write_text(yaml.safe_dump({"rules": {}, "prior_noise": {}, "claims": [claim], **more}))
+    return load_claims(path)
+
+
+def gap_is(relation: str = "above", threshold: float = 0.03, **more: Any) -> dict[str, Any]:
+    base = {"left": "mxfp4", "right": "bf16", "quantity": "validation_loss"}
+    return {**base, "relation": relation, "threshold": threshold, **more}
+
+
+def groups(*paths: Path) -> list[Group]:
+    return group_runs(find_runs([str(path) for path in paths], 0.5)[0], "bf16")[0]
+
+
+def judged(found: Claims, *paths: Path) -> Verdict:
+    (verdict,) = judge_all(found, groups(*paths))
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("relation", "gap", "scale", "outcome"),
+    [
+        ("above", 0.09, FAR, Outcome.REPRODUCED),
+        ("above", 0.00, FAR, Outcome.NOT_AT_THIS_SCALE),  # the size fails
+        ("above", -0.09, FAR, Outcome.NOT_AT_THIS_SCALE),  # the sign fails
+        ("above", 0.00, NEAR, Outcome.CONTRADICTED),
+        ("above", 0.03, FAR, Outcome.NOT_RESOLVABLE),
+        ("above", 0.03, NEAR, Outcome.NOT_RESOLVABLE),
+        ("at_most", 0.01, FAR, Outcome.REPRODUCED),
+        ("at_most", -0.09, FAR, Outcome.REPRODUCED),  # better is no worse
+        ("at_most", 0.09, FAR, Outcome.NOT_AT_THIS_SCALE),
+        ("at_most", 0.09, NEAR, Outcome.CONTRADICTED),
+        ("at_most", 0.03, NEAR, Outcome.NOT_RESOLVABLE),
+        ("within", 0.00, FAR, Outcome.REPRODUCED),
+        ("within", -0.09, NEAR, Outcome.CONTRADICTED),
+        ("within", -0.03, NEAR, Outcome.NOT_RESOLVABLE),
+        ("below", -0.09, FAR, Outcome.NOT_RESOLVABLE),  # of +0.03: see threshold below
+    ],
+)
+def test_every_outcome(tmp_path: Path, relation: str, gap: float, scale: dict[str, Any], outcome: Outcome) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.7 + gap, "mxfp8": 3.7})
+    threshold = 0.03 if relation != "below" else -0.09
+    verdict = judged(claims(tmp_path, gap_is(relation, threshold), scale=scale), sweep)
+    assert verdict.outcome is outcome
+    (finding,) = verdict.findings
+    assert finding.measured == pytest.approx(gap, abs=0.006)
+    assert "3 and 3 seeds, 4 degrees of freedom" in finding.words
+
+
+def test_comparable_needs_both_parameters_and_tokens(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7})
+    for scale, outcome in (
+        ({"parameters": 100_000_000, "tokens": 52_000_000}, Outcome.CONTRADICTED),  # half of either
+        ({"parameters": 110_000_000, "tokens": 26_000_000}, Outcome.NOT_AT_THIS_SCALE),
+        ({"parameters": 51_000_000, "tokens": 60_000_000}, Outcome.NOT_AT_THIS_SCALE),
+        ({"parameters": 51_000_000, "tokens": None}, Outcome.CONTRADICTED),
+    ):
+        assert judged(claims(tmp_path, gap_is(), scale=scale), sweep).outcome is outcome
+
+
+def test_unrecorded_parameters_contradict_nothing(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7}, parameters=None)
+    verdict = judged(claims(tmp_path, gap_is(), scale=NEAR), sweep)
+    assert verdict.outcome is Outcome.NOT_AT_THIS_SCALE
+    assert "an unrecorded number of parameters" in verdict.scale
+
+
+def test_the_scale_is_always_told(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.9})
+    verdict = judged(claims(tmp_path, gap_is()), sweep)
+    assert verdict.scale == "51M parameters for 345M, 1/7; 26.2M tokens for 33B, 1/1,259"
+
+
+def test_all_tests_must_hold(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.79, "mxfp8": 3.7})
+    holds, fails, open_ = gap_is("above"), gap_is("below", 0.0), gap_is("above", 0.09)
+    outcomes = [
+        judged(claims(tmp_path, *tests), sweep).outcome
+        for tests in ((holds, holds), (holds, open_), (holds, fails, open_), (holds, gap_is(left="mxfp4_sr")))
+    ]
+    assert outcomes == [
+        Outcome.REPRODUCED,
+        Outcome.NOT_RESOLVABLE,
+        Outcome.NOT_AT_THIS_SCALE,
+        Outcome.NOT_TESTED,
+    ]
+
+
+def test_what_no_run_has_is_not_tested(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7})
+    verdict = judged(claims(tmp_path, gap_is()), sweep)
+    assert (verdict.outcome, verdict.group) == (Outcome.NOT_TESTED, None)
+    assert verdict.findings[0].words == "no run of mxfp4"
+
+
+def test_recipes_of_different_groups_are_not_compared(tmp_path: Path) -> None:
+    a = write_sweep(tmp_path / "a", {"bf16": 3.7})
+    b = write_sweep(tmp_path / "b", {"mxfp4": 3.9}, options={"lr": 3e-4})
+    assert judged(claims(tmp_path, gap_is()), a, b).outcome is Outcome.NOT_TESTED
+
+
+def test_each_group_has_its_own_verdict(tmp_path: Path) -> None:
+    a = write_sweep(tmp_path / "a", {"bf16": 3.7, "mxfp4": 3.9, "mxfp8": 3.7})
+    b = write_sweep(tmp_path / "b", {"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7}, options={"lr": 3e-4})
+    outcomes = [verdict.outcome for verdict in judge_all(claims(tmp_path, gap_is()), groups(a, b))]
+    assert outcomes == [Outcome.REPRODUCED, Outcome.NOT_AT_THIS_SCALE]
+
+
+def test_one_seed_resolves_nothing_but_beyond_a_prior(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": [3.7], "mxfp4": [3.8]})
+    verdict = judged(claims(tmp_path, gap_is()), sweep)
+    assert verdict.outcome is Outcome.NOT_RESOLVABLE
+    assert "of unknown uncertainty (1 and 1 seeds; no recipe has two)" in verdict.findings[0].words
+    small = {"validation_loss": 0.005, "training_loss": None, "source": "a guess"}
+    found = judged(claims(tmp_path, gap_is(), prior_noise=small), sweep)
+    assert found.outcome is Outcome.REPRODUCED
+    assert "a prior standard deviation" in found.findings[0].words
+    large = {**small, "validation_loss": 0.1}
+    assert judged(claims(tmp_path, gap_is(), prior_noise=large), sweep).outcome is Outcome.NOT_RESOLVABLE
+
+
+def test_copies_are_no_seeds(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": [3.7, 3.7], "mxfp4": [3.9, 3.9]})
+    verdict = judged(claims(tmp_path, gap_is()), sweep)
+    assert verdict.outcome is Outcome.NOT_RESOLVABLE
+    assert "equal to the last bit" in verdict.findings[0].words
+
+
+def diverging(tmp_path: Path, finished: int, diverged: int, label: str = "mxfp4", gap: float = 0.0) -> Path:
+    others = {"bf16": 3.7, "mxfp4": 3.7 + gap, "mxfp8": 3.7}
+    sweep = write_sweep(tmp_path / "sweep", {name: final for name, final in others.items() if name != label})
+    for seed in range(1, finished + diverged + 1):
+        final = others[label] + 0.001 * seed
+        write_run(sweep / f"{label}-s{seed}", label, seed, final, nan_from=200 if seed > finished else None)
+        add_cells(sweep, "synthetic", [cell(label, seed)])
+    return sweep
+
+
+@pytest.mark.parametrize(
+    ("finished", "diverged", "relation", "outcome"),
+    [
+        (0, 2, "above", Outcome.REPRODUCED),  # beyond any gap
+        (0, 2, "at_most", Outcome.NOT_AT_THIS_SCALE),
+        (0, 2, "within", Outcome.NOT_AT_THIS_SCALE),
+        (0, 1, "above", Outcome.NOT_RESOLVABLE),  # may be chance
+        (2, 1, "above", Outcome.NOT_RESOLVABLE),  # those that finished show none, the other may be anything above
+        (2, 1, "at_most", Outcome.NOT_RESOLVABLE),
+    ],
+)
+def test_runs_that_diverge_count(tmp_path: Path, finished: int, diverged: int, relation: str, outcome: Outcome) -> None:
+    verdict = judged(claims(tmp_path, gap_is(relation)), diverging(tmp_path, finished, diverged))
+    assert verdict.outcome is outcome
+    assert "diverged" in verdict.findings[0].words
+
+
+def test_a_gap_among_the_survivors_is_only_larger_for_the_diverged(tmp_path: Path) -> None:
+    verdict = judged(claims(tmp_path, gap_is()), diverging(tmp_path, 2, 1, gap=0.2))
+    assert verdict.outcome is Outcome.REPRODUCED
+    assert verdict.findings[0].interval is not None
+    assert verdict.findings[0].interval[1] == math.inf
+    assert "1 of mxfp4 diverged" in verdict.findings[0].words
+
+
+def test_a_reference_that_diverged_decides_nothing(tmp_path: Path) -> None:
+    sweep = diverging(tmp_path, 0, 3, label="bf16", gap=0.2)
+    for relation in ("above", "at_most", "within"):
+        verdict = judged(claims(tmp_path, gap_is(relation)), sweep)
+        assert verdict.outcome is Outcome.NOT_RESOLVABLE
+
+
+def test_runs_that_only_stopped_are_no_evidence(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7})
+    write_run(sweep / "mxfp4-s1", "mxfp4", 1, 3.9, ends_at=300)
+    add_cells(sweep, "synthetic", [cell("mxfp4", 1)])
+    verdict = judged(claims(tmp_path, gap_is()), sweep)
+    assert verdict.outcome is Outcome.NOT_TESTED
+    assert verdict.findings[0].words == "no run of mxfp4 came far enough"
+
+
+def test_a_slow_start_is_seen_in_the_training_loss(tmp_path: Path) -> None:
+    slow = gap_is("above", 0.0, quantity="training_loss", over=[0.05, 0.2])
+    caught_up = gap_is("at_most", 0.01)
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp8": 3.7}, scatter=0.001)
+    for seed in (1, 2, 3):
+        final = 3.7 + 0.001 * seed
+        write_run(sweep / f"mxfp4-s{seed}", "mxfp4", seed, final, early=0.3)
+        add_cells(sweep, "synthetic", [cell("mxfp4", seed)])
+    found = claims(tmp_path, slow, gap_is("above", 0.0, quantity="training_loss", over=[0.9, 1.0]))
+    early, late = judged(found, sweep).findings
+    assert early.held is Held.YES
+    assert early.measured == pytest.approx(0.1, abs=0.06)
+    assert late.held is not Held.YES
+    assert judged(claims(tmp_path, slow, caught_up), sweep).findings[1].test.over is None
+
+
+def test_perplexity_is_the_exponential(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.75, "mxfp8": 3.7}, scatter=1e-4, shared=0.0)
+    percent = gap_is("above", 1.0, quantity="perplexity_percent")
+    absolute = gap_is("above", 1.0, quantity="perplexity")
+    first, second = judged(claims(tmp_path, percent, absolute), sweep).findings
+    assert first.measured == pytest.approx(100 * math.expm1(0.05), abs=0.03)
+    assert second.measured == pytest.approx(math.exp(3.75) - math.exp(3.7), abs=0.02)
+
+
+inf = math.inf
+
+
+@pytest.mark.parametrize(
+    ("relation", "threshold", "interval", "held"),
+    [
+        ("above", 0.0, (0.001, 0.01), Held.YES),
+        ("above", 0.0, (0.0, 0.01), Held.OPEN),
+        ("above", 0.0, (-0.01, 0.0), Held.NO),
+        ("above", 0.0, (inf, inf), Held.YES),
+        ("above", 0.0, (0.1, inf), Held.YES),
+        ("above", 0.0, (-0.1, inf), Held.OPEN),
+        ("below", 0.0, (-0.01, -0.001), Held.YES),
+        ("below", 0.0, (0.0, 0.1), Held.NO),
+        ("below", 0.0, (inf, inf), Held.NO),
+        ("at_most", 0.03, (-inf, 0.03), Held.YES),
+        ("at_most", 0.03, (0.031, inf), Held.NO),
+        ("within", 0.5, (-0.5, 0.5), Held.YES),
+        ("within", 0.5, (-0.6, 0.5), Held.OPEN),
+        ("within", 0.5, (-0.9, -0.6), Held.NO),
+        *[(relation, 0.1, (-inf, inf), Held.OPEN) for relation in ("above", "below", "at_most", "within")],
+    ],
+)
+def test_what_an_interval_decides(relation: str, threshold: float, interval: tuple[float, float], held: Held) -> None:
+    assert decide(relation, threshold, interval) is held
+
+
+def test_published_losses_become_percents_of_perplexity() -> None:
+    loss = Published("validation_loss", "mxfp4", "bf16", (2.60, 2.49), 1, 1, "Table 2")
+    perplexity = Published("perplexity", "mxfp4_rht", "bf16", (10.02, 9.92), 1, 1, "6.4")
+    assert published_percent(loss) == pytest.approx(100 * (math.exp(0.11) - 1))
+    assert published_percent(perplexity) == pytest.approx(100 * 0.1 / 9.92)
+
+
+def test_the_shipped_claims_judge_a_sweep_of_table_2(tmp_path: Path) -> None:
+    truth = {"bf16": 3.7, "mxfp4": 3.81, "mxfp4_rht": 3.71, "mxfp4_sr": 3.71, "mxfp4_rht_sr": 3.70}
+    sweep = write_sweep(tmp_path / "sweep", truth, scatter=0.0005)
+    shipped = load_claims(Path(__file__).resolve().parents[2] / "configs" / "claims.yaml")
+    found = groups(sweep)
+    outcomes = {verdict.claim.id: verdict.outcome for verdict in judge_all(shipped, found)}
+    for claim in ("mxfp4_plain", "mxfp4_rht_alone", "mxfp4_sr_alone", "mxfp4_rht_sr", "mxfp4_rht_long"):
+        assert outcomes[claim] is Outcome.REPRODUCED
+    assert outcomes["mxfp8_parity"] is Outcome.NOT_TESTED
+    assert published_gaps(shipped, found[0])["mxfp4"] == [pytest.approx(11.63, abs=0.01)]

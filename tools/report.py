@@ -1,0 +1,46 @@
+"""Turn runs into evidence: curves, gaps to bf16 with their uncertainty, and a verdict on each published claim.
+
+    python tools/report.py runs/paper_table2 --out reports/table2
+    python tools/report.py runs/gpt_25m-bf16 'runs/gpt_25m-mxfp4*' --out reports/mxfp4
+
+takes run folders of pretrain_gpt.py, folders that hold a sweep.json, and patterns, and writes one HTML file that opens
+anywhere, with its figures as PNG beside it. docs/report.md has the rules.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.build import build
+from megatron_lowprec.report.claims import load_claims
+from megatron_lowprec.report.runs import find_runs
+
+CLAIMS = Path(__file__).resolve().parent.parent / "configs" / "claims.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit code, 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUNS", help="folder of a run or of a sweep, or a quoted pattern")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the report goes")
+    parser.add_argument("--claims", type=Path, default=CLAIMS, metavar="FILE", help="default: configs/claims.yaml")
+    parser.add_argument("--reference", default="bf16", metavar="LABEL", help="what gaps are to; default: bf16")
+    parser.add_argument("--title", help="default: the sweeps' names, or else the models'")
+    args = parser.parse_args(arguments)
+    try:
+        claims = load_claims(args.claims)
+        runs, notes = find_runs(args.runs, claims.rules.diverged_rise)
+        names = dict.fromkeys(run.sweep or run.model for run in runs)
+        report = build(runs, notes, claims, args.reference, args.title or f"Report: {', '.join(names)}")
+        path = report.write(args.out)
+    except (UserError, OSError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([*report.lines(), "", f"report: {path}"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_lowprec.errors import UserError
-from tools.bench import around, layer, overhead, quantize, shapes
+from tools.bench import around, layer, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import main
 from tools.bench.measure import Bench, Copy, Timing, combined, in_turn, rate
 from tools.bench.pieces import Piece
@@ -308,3 +308,36 @@ def test_step_end_to_end(tmp_path: Path) -> None:
     assert plain["update_ms"] > 0
     assert plain["stock_update_ms"] > 0
     assert plain["tokens_per_second"] == pytest.approx(2 * 128 / plain["ms"] * 1e3)
+
+
+@pytest.mark.parametrize(("gpus", "says"), [("1,x", "numbers of GPUs"), ("0", "numbers of GPUs")])
+def test_scaling_names_mistakes(gpus: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scaling", "--gpus", gpus, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
+    assert main(["scaling", "--models", "70b", "--device", "cpu"]) == 2
+    assert "no config" in capsys.readouterr().err
+
+
+def test_efficiency_is_of_the_first_count() -> None:
+    args = argparse.Namespace(micro_batch=None)
+    run = {"low": 1.0, "high": 1.0, "micro_batch": 2, "sequence": 128, "peak_gib": 0.0, "losses": [1.0]}
+    found = {1: [{"ms": 10.0, **run}], 8: [{"ms": 12.5, **run}], 2: [{"failed": "out of memory"}]}
+    row = scaling._row(shapes.MODELS["smoke"], "bf16", 8, found, args)
+    assert row["efficiency"] == pytest.approx(0.8)
+    assert row["tokens_per_second"] == pytest.approx(8 * 2 * 128 / 12.5e-3)
+    assert scaling._row(shapes.MODELS["smoke"], "bf16", 2, found, args)["failed"] == "out of memory"
+
+
+@pytest.mark.slow
+def test_scaling_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "scaling.json"
+    asked = ["--gpus", "1,2", "--recipes", "fp8_delayed", "--warm-up", "1", "--iterations", "2", "--out", str(out)]
+    done = bench("scaling", *asked)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = json.loads(out.read_text())["tables"][0]["rows"]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert one["efficiency"] == 1.0
+    assert two["efficiency"] == pytest.approx(one["ms"] / two["ms"])
+    # the batch of each is the same, so that together they see other samples
+    assert one["batch"] == two["batch"] == "2x128"
+    assert one["runs"][0]["losses"] != two["runs"][0]["losses"]

@@ -13,11 +13,12 @@ WHAT = {
     "quantize": "fused MX quantizers against a plain copy",
     "linear": "a linear layer's forward and backward over bf16",
     "step": "a whole training step over bf16",
+    "scaling": "a whole training step on several GPUs over one, data parallel",
     "around": "what a step does around its linear layers, against torch and Megatron-core",
     "overhead": "what the Hadamard transform and stochastic rounding cost on top of FP8 and MXFP4",
 }
 # The overhead at 70B is about as small as the noise of one round; a round of step starts processes.
-ROUNDS = {"quantize": 2, "linear": 3, "step": 1, "around": 3, "overhead": 7}
+ROUNDS = {"quantize": 2, "linear": 3, "step": 1, "scaling": 1, "around": 3, "overhead": 7}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,10 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--kinds", type=_names, default=["nearest", "sr", "rht64", "rht64+sr"])
     quantize.add_argument("--directions", type=_names, default=["rows", "columns", "both"])
     parts["linear"].add_argument("--no-graph", action="store_true", help="do not replay the kernels as a CUDA graph")
-    step = parts["step"]
-    step.add_argument("--micro-batch", type=int, help="sequences; the table's unless given")
-    step.add_argument("--warm-up", type=int, default=5, help="iterations before the timed ones")
-    step.add_argument("--iterations", type=int, default=20, help="timed iterations")
+    for name, iterations in (("step", 20), ("scaling", 15)):
+        parts[name].add_argument("--micro-batch", type=int, help="sequences of a GPU; the table's unless given")
+        parts[name].add_argument("--warm-up", type=int, default=5, help="iterations before the timed ones")
+        parts[name].add_argument("--iterations", type=int, default=iterations, help="timed iterations")
+    scaling = parts["scaling"]
+    scaling.add_argument("--gpus", type=_names, default=["1", "8"], help="one after the other; on a CPU processes")
+    scaling.add_argument("--models", type=_names, dest="shapes", help="the same as --shapes")
     parts["around"].add_argument(
         "--pieces", type=_names, help="norm,bias,gelu,dropout,loss,attention; all unless given"
     )

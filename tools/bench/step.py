@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
         for turn in range(args.rounds):
             for variant, flags in variants.items():
-                result = _in_fresh_process(model, flags, args)
+                result = in_fresh_process(model, flags, args)
                 found[variant].append(result)
                 said = result.get("failed") or f"{result['ms']:.2f} ms, peak {result['peak_gib']:.1f} GiB"
                 report.progress(f"{model.name} {variant}, round {turn + 1}: {said}")
@@ -76,8 +76,10 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     report.table(f"step: {args.device}", rows, columns)
 
 
-def _in_fresh_process(model: ModelShape, flags: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """What ``step_worker`` writes, or the end of what it says on stderr."""
+def in_fresh_process(
+    model: ModelShape, flags: list[str], args: argparse.Namespace, processes: int | None = None
+) -> dict[str, Any]:
+    """What ``step_worker`` writes, or the end of what it says on stderr; ``processes``: by torchrun, the step alone."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         asked = {
@@ -86,8 +88,12 @@ def _in_fresh_process(model: ModelShape, flags: list[str], args: argparse.Namesp
             "warm_up": args.warm_up,
             "iterations": args.iterations,
             "result": str(result),
+            "step_alone": processes is not None,
         }
         command = [sys.executable, "-m", "tools.bench.step_worker", json.dumps(asked)]
+        if processes is not None:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            command[1:1] = torchrun
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         if done.returncode or not result.exists():
             lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]

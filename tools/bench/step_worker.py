@@ -1,6 +1,8 @@
-"""One process of ``step``: a run built as by ``megatron_lowprec.training.run``, without data files, log or checkpoint.
+"""One process of ``step`` or ``scaling``: a run built as by ``megatron_lowprec.training.run``, without data files, log
+or checkpoint.
 
-Takes one argument, JSON with flags (of the driver), micro_batch, warm_up, iterations and result (the file to write).
+Takes one argument, JSON with flags (of the driver), micro_batch (of each data-parallel rank), warm_up, iterations,
+result (the file that rank 0 writes) and step_alone (leave out what is measured beside the steps).
 """
 
 import json
@@ -29,9 +31,10 @@ def main(asked: dict[str, Any]) -> None:
     from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
 
     on_gpu = torch.cuda.is_available()
-    batch, steps = asked["micro_batch"], asked["warm_up"] + asked["iterations"]
+    per_rank, steps = asked["micro_batch"], asked["warm_up"] + asked["iterations"]
+    batch = per_rank * ranks.world_size
     length = ["--global-batch-size", str(batch), "--train-iters", str(max(1000, steps))]
-    config, _, _ = parse([*asked["flags"], "--mock-data", "--micro-batch-size", str(batch), *length])
+    config, _, _ = parse([*asked["flags"], "--mock-data", "--micro-batch-size", str(per_rank), *length])
     config = resolve_run(resolve_model(config), ranks.world_size, gpus=on_gpu)
     recipe = load_recipe(config.recipe, config.recipe_set)
     te_recipe.prepare(config, recipe)
@@ -72,8 +75,10 @@ def main(asked: dict[str, Any]) -> None:
     def step() -> None:
         train_step(trainer, batches, config, steps, device)
 
-    kernel_ms = _kernel_milliseconds(step) if on_gpu else None
-    update_ms, stock_update_ms = _updates(trainer.optimizer, on_gpu)
+    kernel_ms = update_ms = stock_update_ms = None
+    if not asked["step_alone"]:
+        kernel_ms = _kernel_milliseconds(step) if on_gpu else None
+        update_ms, stock_update_ms = _updates(trainer.optimizer, on_gpu)
     timed = milliseconds[asked["warm_up"] :]
     fifths = quantiles(timed, n=5, method="inclusive") if len(timed) > 1 else timed * 4
     found = {
@@ -83,7 +88,7 @@ def main(asked: dict[str, Any]) -> None:
         "first_seconds": milliseconds[0] / 1e3,
         "milliseconds": milliseconds,
         "losses": losses,
-        "micro_batch": batch,
+        "micro_batch": per_rank,
         "sequence": config.seq_length,
         "peak_gib": peak / 2**30,
         "reserved_gib": reserved / 2**30,
@@ -93,7 +98,8 @@ def main(asked: dict[str, Any]) -> None:
         "runtime": trainer.runtime.header(),
         "layers": model.implementation(config, trainer),
     }
-    Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
+    if ranks.rank == 0:
+        Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
     startup.finalize()
 
 

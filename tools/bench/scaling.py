@@ -1,0 +1,104 @@
+"""Weak scaling of a whole training step: data parallel on 1 to N GPUs of this machine, the batch of each the same.
+
+One GPU and N run the same flags: distributed optimizer, gradients reduced under the backward pass, weights gathered
+under the forward pass. A step on N GPUs would take as long as on one if communication were free: efficiency is t1 / tN.
+"""
+
+import argparse
+from statistics import median
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from tools.bench.measure import Bench
+from tools.bench.report import Report
+from tools.bench.shapes import ModelShape, models
+from tools.bench.step import in_fresh_process
+from tools.bench.table import Column, Row
+
+RECIPES = ("bf16", "fp8_delayed")
+FLAGS = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+COLUMNS = (
+    Column("model", "model"),
+    Column("recipe", "recipe"),
+    Column("batch", "batch"),
+    Column("processes", "GPUs", "d"),
+    Column("ms", "ms/step", ".2f"),
+    Column("low", "p20", ".2f"),
+    Column("high", "p80", ".2f"),
+    Column("noise", "rounds", ".1%"),
+    Column("efficiency", "t1/tN", ".3f"),
+    Column("tokens_per_second", "tokens/s", ",.0f"),
+    Column("peak_gib", "peak GiB", ".1f"),
+    Column("last_loss", "last loss", ".4f"),
+)
+
+
+def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
+    """Each model under each recipe on each number of GPUs, --rounds times in turn."""
+    recipes = list(args.recipes or RECIPES)
+    chosen = models(args.shapes or (["345m", "1.3b"] if args.device == "cuda" else ["smoke"]))
+    without = [model.name for model in chosen if model.config is None]
+    if without:
+        raise UserError(f"--models {','.join(without)}: there is no config of it in configs/models; leave it out")
+    counts = _counts(args)
+    report.note(
+        f"data parallel, {' '.join(FLAGS)}; mock data; the batch is each GPU's",
+        f"{args.warm_up} iterations before {args.iterations} timed ones, median of rank 0's wall clock, device idle at",
+        "both ends; peak: allocated on rank 0; t1/tN: step of the first count of GPUs over this one's",
+    )
+    rows: list[Row] = []
+    for model in chosen:
+        for recipe in recipes:
+            found: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
+            for turn in range(args.rounds):
+                for count in counts:
+                    result = in_fresh_process(model, [*FLAGS, "--recipe", recipe], args, processes=count)
+                    found[count].append(result)
+                    said = result.get("failed") or f"{result['ms']:.2f} ms"
+                    report.progress(f"{model.name} {recipe} on {count}, round {turn + 1}: {said}")
+            rows += [_row(model, recipe, count, found, args) for count in counts]
+    report.table(f"weak scaling: {args.device}", rows, COLUMNS)
+
+
+def _counts(args: argparse.Namespace) -> list[int]:
+    try:
+        counts = [int(count) for count in args.gpus]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise UserError(f"--gpus {','.join(args.gpus)}: wants numbers of GPUs, as in 1,8")
+    if args.device == "cuda":
+        import torch
+
+        if max(counts) > torch.cuda.device_count():
+            raise UserError(f"--gpus {max(counts)}: torch sees {torch.cuda.device_count()}")
+    return list(dict.fromkeys(counts))
+
+
+def _row(
+    model: ModelShape, recipe: str, count: int, found: dict[int, list[dict[str, Any]]], args: argparse.Namespace
+) -> Row:
+    runs = found[count]
+    named = {
+        "model": model.name,
+        "recipe": recipe,
+        "batch": f"{args.micro_batch or model.micro_batch}x?",
+        "processes": count,
+    }
+    failures = [run["failed"] for run in runs if "failed" in run]
+    if failures:
+        return named | {"failed": failures[0]}
+    ms, first = median(run["ms"] for run in runs), runs[0]
+    alone = [run["ms"] for run in next(iter(found.values())) if "ms" in run]
+    return named | {
+        "batch": f"{first['micro_batch']}x{first['sequence']}",
+        "ms": ms,
+        "low": min(run["low"] for run in runs),
+        "high": max(run["high"] for run in runs),
+        "noise": (max(run["ms"] for run in runs) - min(run["ms"] for run in runs)) / ms,
+        "efficiency": median(alone) / ms if alone else None,
+        "tokens_per_second": count * first["micro_batch"] * first["sequence"] / ms * 1e3,
+        "peak_gib": max(run["peak_gib"] for run in runs),
+        "last_loss": first["losses"][-1],
+        "runs": runs,
+    }

@@ -10,6 +10,8 @@ RUN := runs/gpt_tiny-$(RECIPE)
 ARGS ?=
 TEST_WORKERS ?= 2
 TESTS ?= tests
+MATRIX ?=
+FAULTS ?= --moments 30 --inside-save 10 --out docs/results/$(shell date +%F)-faults.md
 
 # Names are tried by running them: a name on the PATH may be a shim without an interpreter behind it.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -20,11 +22,11 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test lint types format clean
+.PHONY: help setup train test test-faults test-matrix lint types format clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
-		|| sed -n 's/^\([a-z]*\):.*## */  make \1: /p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z-]*\):.*## */  make \1: /p' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED)  ## make .venv: locked versions, and this package as editable
 
@@ -49,7 +51,13 @@ train: setup  ## train gpt_tiny with RECIPE on every GPU, or as 2 processes on a
 test: setup lint types  ## lint, types and all tests; those marked gpu where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")'); \
 	$(call threads,$(TEST_WORKERS)); \
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "$$gpu" $(TESTS)
+	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) -m "$$gpu" $(TESTS)
+
+test-faults: setup  ## kill, interrupt and damage small runs, half an hour; FAULTS are flags of tools/faults
+	@$(BIN)/python -m tools.faults $(FAULTS)
+
+test-matrix: setup  ## every recipe on every layout against one process, half an hour on two cores; MATRIX are flags of tools/matrix
+	@$(BIN)/python -m tools.matrix $(MATRIX)
 
 lint: setup  ## ruff: rules and layout
 	@$(BIN)/ruff check

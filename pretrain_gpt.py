@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import startup
+from megatron_lowprec.training.interrupt import Abandoned, Interrupted
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0, or 2 for what a user can mend, said in one line by one process."""
+    """Exit code: 0; 2 for what a user can mend, said in one line by one process; 1 for the rest."""
     ranks = startup.prepare_environment()
     try:
         from megatron_lowprec.training.run import run
@@ -23,8 +24,22 @@ def main(argv: Sequence[str]) -> int:
         run(argv, ranks)
     except UserError as error:
         return startup.fail("pretrain_gpt.py", error, ranks)
+    except Interrupted as signal:
+        if ranks.rank == 0:
+            print(f"pretrain_gpt.py: {signal} before the first step: nothing to save", file=sys.stderr, flush=True)
+        return 1
     except BrokenPipeError:  # `--explain-recipe | head`: whoever read has what they wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Abandoned:
+        print(f"pretrain_gpt.py: rank {ranks.rank}: stopped, for another rank has ended", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 - shown in full there
+        from megatron_lowprec.training import peers
+
+        peers.report(error, ranks.rank, ranks.world_size)
+        return 1
     return 0
 
 

@@ -151,7 +151,7 @@ class Scorer:
 
     def prepared(self) -> dict[str, str]:
         """--data-path's entries and the prefix of each; raw text is tokenized by the first process of each node."""
-        from megatron_lowprec.training.data import in_turn
+        from megatron_lowprec.training.agreement import in_turn
 
         args = self._args
         cache = args.data_cache_path or str(REPOSITORY / "data" / "cache")

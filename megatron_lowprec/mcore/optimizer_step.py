@@ -9,6 +9,7 @@ libraries is there. One thing has no handle but a method of the optimizer object
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,14 +20,17 @@ from torch.nn.utils import get_total_norm
 
 
 @torch.no_grad()
-def optimizer_step(optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
+def optimizer_step(
+    optimizer: MegatronOptimizer, loss: Callable[[], float] | None = None
+) -> tuple[bool, float | None, int | None]:
     """One update, and (whether it happened, gradient norm before clipping, gradient values that are zero).
 
-    Megatron-core notices a gradient that is not finite by its loss scaler alone; bf16 has none, so the norm decides
+    Megatron-core notices a gradient that is not finite by its loss scaler alone; bf16 has none, so norm and loss decide
     here, and weights and moments stay as they are.
 
     Args:
         optimizer: the ``ChainedOptimizer`` that ``get_megatron_optimizer`` returns.
+        loss: gives the loss, alike on all ranks; read behind the norm, when the device has it ready.
     """
     if optimizer.prepare_grads():
         return False, None, None
@@ -34,7 +38,7 @@ def optimizer_step(optimizer: MegatronOptimizer) -> tuple[bool, float | None, in
     # Gathered while the device is still busy with the backward pass: after the wait it has nothing to do.
     clipped = [(part.config.clip_grad, gradients(part)) for part in parts]
     norm = float(grad_norm(optimizer))
-    if not math.isfinite(norm):
+    if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss())):
         return False, norm, None
     for limit, grads in clipped:
         factor = limit / (norm + 1.0e-6)

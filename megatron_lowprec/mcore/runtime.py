@@ -11,16 +11,18 @@ from torch import nn
 
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.linear import LinearNumerics, LinearPlace
 from megatron_lowprec.mcore.collectives import max_over
+from megatron_lowprec.mcore.mlp import LowPrecMLP
 from megatron_lowprec.mcore.moment import current_moment, set_moment
+from megatron_lowprec.mcore.norm import LayerNorm, RMSNorm
 from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
+from megatron_lowprec.numerics import LinearNumerics, LinearPlace
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_moment import enter_moment
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.native import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.resolve import kept_in_bf16
+from megatron_lowprec.recipe.resolve import gemms_in_bf16, kept_in_bf16, without_gemms
 from megatron_lowprec.recipe.schema import HistoryRule, Recipe
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")
@@ -33,6 +35,9 @@ class RecipeRuntime:
         self.recipe, self.device = recipe, device
         self.kept: list[str] = []
         self.emulated: dict[str, list[str]] = {}
+        self.rerun_in_bf16: list[str] = []
+        self.recomputes_gelu: bool | None = None
+        self.notes: list[str] = []
         self.layers: list[LinearNumerics] = []
         self._histories: dict[tuple[int, HistoryRule, bool], AmaxHistory] = {}
 
@@ -51,10 +56,16 @@ class RecipeRuntime:
         if self.device.type == "cuda":
             enter_moment(moment, self.device)
 
-    def end_step(self) -> None:
-        """After the optimizer's step, skipped or not: amax histories move on, reduced over the tensors' ranks."""
+    def end_step(self, updated: bool = True) -> None:
+        """After the optimizer's step: amax histories move on, reduced over the tensors' ranks.
+
+        A step that was skipped leaves no trace in them: an Inf would keep scales from moving for a whole window.
+        """
         for (_, _, expert), history in self._histories.items():
-            history.update(partial(_reduce_over_holders, expert=expert))
+            if updated:
+                history.update(partial(_reduce_over_holders, expert=expert))
+            else:
+                history.newest.zero_()
         for numerics in self.layers:
             numerics.forget_weights()
 
@@ -62,12 +73,23 @@ class RecipeRuntime:
         """The history that all tensors of a kind share."""
         return self._histories.setdefault((length, rule, expert), AmaxHistory(length, rule, self.device))
 
+    def gemms(self) -> dict[str, str]:
+        """GEMM -> how it runs on this stage: not quantized, native, or emulated and why; single layers aside."""
+        emulated = {gemm: reason for reason, gemms in self.emulated.items() for gemm in gemms}
+        quantized = {name for layer in self.layers for name, gemm in layer.recipe.gemms.items() if gemm.quantized}
+
+        def how(name: str) -> str:
+            if name not in quantized:
+                return "not quantized"
+            return f"emulated: {emulated[name]}" if name in emulated else f"native on {arch_of(self.device)}"
+
+        return {name: how(name) for name in self.recipe.gemms}
+
     def header(self) -> list[str]:
         """Lines that say how the recipe runs here."""
         lines = [f"recipe {self.recipe.name}: {self.recipe.summary}"]
-        emulated = {gemm for gemms in self.emulated.values() for gemm in gemms}
-        native = [name for name, gemm in self.recipe.gemms.items() if gemm.quantized and name not in emulated]
-        if native and len(self.kept) < len(self.layers):
+        native = [name for name, runs in self.gemms().items() if runs.startswith("native")]
+        if native:
             lines.append(f"{', '.join(native)} native on {arch_of(self.device)}")
         for reason, gemms in self.emulated.items():
             lines.append(
@@ -88,7 +110,12 @@ class RecipeRuntime:
         )
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
-        return lines
+        if self.recomputes_gelu is not None:
+            where = "of every dense MLP" if self.recomputes_gelu else "of no layer here: it is not fused with its bias"
+            lines.append(f"--recompute-gelu: GELU computed again in the backward pass {where}")
+        if self.rerun_in_bf16:
+            lines.append(f"--rerun-in-bf16, on this stage: {', '.join(self.rerun_in_bf16)}")
+        return lines + self.notes
 
 
 def bind_recipe(
@@ -99,8 +126,11 @@ def bind_recipe(
     seed: int,
     accumulate_wgrad: bool = True,
     same_noise_on_data_parallel: bool = False,
+    reduce_amax: bool = True,
     cache_weights: bool = False,
     emulate: bool = False,
+    rerun_in_bf16: Sequence[str] = (),
+    recompute_gelu: bool = False,
 ) -> RecipeRuntime:
     """Give every linear layer built by ``LowPrecSpecProvider`` its numerics, by global layer number.
 
@@ -114,15 +144,25 @@ def bind_recipe(
         accumulate_wgrad: add weight gradients to an fp32 ``main_grad`` in fp32, not rounded to the compute dtype first.
         cache_weights: keep quantized weights for the microbatches of a step, where all multiply with the same.
         emulate: multiply in the compute dtype also where the device has FP8 products.
+        recompute_gelu: keep no input of linear_fc2 where GELU is fused, and say where it is not.
+        rerun_in_bf16: globs of single GEMMs that are to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
         same_noise_on_data_parallel: draw the same rounding noise on every data-parallel rank (to study just that).
+        reduce_amax: take a current scale that spans tensor-parallel ranks from the amax of all of them; else each rank
+            scales its own part by that part's (histories of delayed scaling are always reduced).
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     runtime = RecipeRuntime(recipe, device)
+    if not reduce_amax:
+        runtime.notes.append("--no-amax-reduce: a current scale is of each tensor-parallel rank's own part")
+    if same_noise_on_data_parallel:
+        runtime.notes.append("--same-noise-on-data-parallel: rounding noise does not average out over these ranks")
     plain = get_recipe("bf16")
     for layer_number, name, expert, module in _linears(model_chunks):
         kept = kept_in_bf16(recipe, layer_number, name, num_layers)
         if kept and recipe.quantized:
             runtime.kept.append(f"layers.{layer_number}.{name}")
+        plain_gemms = frozenset[str]() if kept else gemms_in_bf16(rerun_in_bf16, layer_number, name)
+        runtime.rerun_in_bf16 += [f"layers.{layer_number}.{name}.{gemm}" for gemm in sorted(plain_gemms)]
         split, group = ("O" if isinstance(module, LowPrecColumnParallelLinear) else "I"), module.tp_group
         shared = group.size() > 1
         place = LinearPlace(
@@ -134,13 +174,13 @@ def bind_recipe(
             split=split if shared else "",
         )
         history_of: Callable[[int, HistoryRule], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
-        reduce_amax = partial(max_over, group=group) if shared else None
+        over_ranks = partial(max_over, group=group) if shared and reduce_amax else None
         module.numerics = LinearNumerics(
-            plain if kept else recipe,
+            plain if kept else without_gemms(recipe, plain_gemms),
             place,
             seed,
             history_of,
-            reduce_amax,
+            over_ranks,
             cache_weights=cache_weights,
             stores_histories_of=recipe,
             emulate=emulate,
@@ -149,7 +189,32 @@ def bind_recipe(
             _note_emulated(runtime, module, name, layer_number, emulate)
         runtime.layers.append(module.numerics)
         module.accumulates_in_fp32 = accumulate_wgrad
+    _ask_norms_for_amax(model_chunks)
+    if recompute_gelu:
+        mlps = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, LowPrecMLP)]
+        for mlp in mlps:
+            mlp.recompute_gelu = True
+        runtime.recomputes_gelu = device.type == "cuda" and any(mlp.has_bias_and_gelu() for mlp in mlps)
     return runtime
+
+
+def _ask_norms_for_amax(model_chunks: Sequence[nn.Module]) -> None:
+    """Let a norm note the amax of its output, where the linear layer behind it scales by just that."""
+    for layer in (
+        module for chunk in model_chunks for module in chunk.modules() if isinstance(module, TransformerLayer)
+    ):
+        behind = (
+            (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
+            (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
+        )
+        for norm, linear in behind:
+            if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
+                numerics, weight = linear.bound_numerics, linear.weight
+                numerics.choose_products(weight)
+                # gathered first under sequence parallelism, a part's amax says nothing there
+                norm.hints_amax = (
+                    numerics.help_wanted("input", weight) == "amax" and not linear.config.sequence_parallel
+                )
 
 
 def _note_emulated(
@@ -158,7 +223,7 @@ def _note_emulated(
     """Which of a layer's GEMMs will not run natively, and why: one line of the header for each reason."""
     out_features, in_features = module.weight.shape
     arch = arch_of(runtime.device)
-    for gemm, spec in runtime.recipe.gemms.items():
+    for gemm, spec in module.bound_numerics.recipe.gemms.items():
         if not spec.quantized:
             continue
         everywhere = why_emulated(gemm, spec, arch)

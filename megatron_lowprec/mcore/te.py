@@ -57,7 +57,7 @@ def accumulate_wgrad(model_chunks: Sequence[nn.Module]) -> None:
 def trust_extra_states() -> None:
     """Let TransformerEngine read its states back, which it unpickles only where the environment allows that.
 
-    They come out of a checkpoint that torch's reader has unpickled before, without asking; so nothing more is trusted.
+    They are pickles inside of a checkpoint's objects, and can run code: what is checked there are the objects alone.
     """
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
 
@@ -79,8 +79,15 @@ class TERuntime:
     def begin_microbatch(self, index: int) -> None:
         """Nothing to do: Megatron-core's schedules mark the first one."""
 
-    def end_step(self) -> None:
-        """Nothing to do: amax histories move on when the FP8 context ends."""
+    def end_step(self, updated: bool = True) -> None:
+        """Nothing to do: amax histories move on when the FP8 context ends, also in a step that is then skipped."""
+
+    def gemms(self) -> dict[str, str]:
+        """GEMM -> how it runs."""
+        return {
+            name: f"native, TransformerEngine: {self._runs}" if gemm.quantized else "not quantized"
+            for name, gemm in self.recipe.gemms.items()
+        }
 
     def header(self) -> list[str]:
         """Lines that say how the recipe runs here."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from megatron_lowprec.recipe.native import why_emulated
-from megatron_lowprec.recipe.resolve import LinearSite, kept_in_bf16
+from megatron_lowprec.recipe.resolve import LinearSite, gemms_in_bf16, kept_in_bf16, without_gemms
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
 
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
@@ -58,7 +58,9 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"layer{'s' if len(numbers) > 1 else ''} {named}"
 
 
-def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, arch: str) -> str:
+def explain(
+    recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, arch: str, rerun_in_bf16: Sequence[str] = ()
+) -> str:
     """Every linear layer, its three GEMMs, and each operand's format, scales, rounding and transform.
 
     Layers that run alike are shown once, with the range of their numbers.
@@ -67,23 +69,23 @@ def explain(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, arch: 
         sites: the model's linear layers, in order.
         num_layers: transformer layers over all pipeline stages.
         arch: "cpu", or a GPU's compute capability as "sm90", which decides between emulated and native.
+        rerun_in_bf16: globs of single GEMMs that run unquantized.
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
 
-    def runs_as(site: LinearSite) -> tuple[str, int, int, bool]:
+    def runs_as(site: LinearSite) -> tuple[str, int, int, bool, frozenset[str]]:
         kept = not recipe.quantized or kept_in_bf16(recipe, site.layer_number, site.name, num_layers)
-        return site.name, site.in_features, site.out_features, kept
+        plain = gemms_in_bf16(rerun_in_bf16, site.layer_number, site.name)
+        return site.name, site.in_features, site.out_features, kept, plain
 
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
-    for (name, in_features, out_features, kept), group in groupby(by_name, key=runs_as):
+    for (name, in_features, out_features, kept, plain), group in groupby(by_name, key=runs_as):
         which = _ranges([site.layer_number for site in group])
         lines.append(
             f"{which}: {name} [{in_features} -> {out_features}]" + ("  kept in the compute dtype" if kept else "")
         )
         for gemm_name in GEMM_OPERANDS if not kept else ():
-            lines += [
-                "  " + line
-                for line in describe_gemm(gemm_name, getattr(recipe, gemm_name), arch, in_features, out_features)
-            ]
+            gemm = getattr(without_gemms(recipe, plain), gemm_name)
+            lines += ["  " + line for line in describe_gemm(gemm_name, gemm, arch, in_features, out_features)]
     lines += ["", "never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

@@ -1,9 +1,10 @@
 """Which linear layers a recipe reaches, and whether their sizes allow it: pure functions of the config."""
 
+import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, Recipe
@@ -60,6 +61,41 @@ def weight_serves_microbatches(gemm: GemmSpec) -> bool:
     """Whether all microbatches of a step multiply with the same quantized weight, so that one may be kept for them."""
     drawn = gemm.hadamard is not None and gemm.hadamard.signs == "random"
     return gemm.weight is not None and gemm.weight.rounding != "stochastic" and not drawn
+
+
+def gemms_in_bf16(globs: Iterable[str], layer_number: int, name: str) -> frozenset[str]:
+    """The GEMMs of that linear layer which ``globs`` such as ``layers.3.mlp.linear_fc1.dgrad`` name."""
+    return frozenset(
+        gemm
+        for gemm in GEMM_OPERANDS
+        if any(fnmatchcase(f"{site_path(layer_number, name)}.{gemm}", pattern) for pattern in globs)
+    )
+
+
+def without_gemms(recipe: Recipe, gemms: Iterable[str]) -> Recipe:
+    """The recipe with these of its GEMMs in the compute dtype."""
+    plain: dict[str, Any] = {gemm: GemmSpec() for gemm in gemms}
+    return replace(recipe, **plain)
+
+
+def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[LinearSite], num_layers: int) -> None:
+    """Refuse a glob of single GEMMs that names none which the recipe quantizes.
+
+    Raises:
+        UserError: with the nearest name.
+    """
+    quantized = [
+        f"{site.path}.{name}"
+        for site in sites
+        if not kept_in_bf16(recipe, site.layer_number, site.name, num_layers)
+        for name, gemm in recipe.gemms.items()
+        if gemm.quantized
+    ]
+    for glob in globs:
+        if not any(fnmatchcase(path, glob) for path in quantized):
+            near = difflib.get_close_matches(glob, quantized, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"--rerun-in-bf16 {glob}: recipe {recipe.name} quantizes no GEMM of that name{hint}")
 
 
 def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, tensor_parallel: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
         from_yaml = read_yaml(given["config"])
         # Overrides add up; the command line's come last and so win.
         given["recipe_set"] = [*from_yaml.get("recipe_set", []), *given.get("recipe_set", [])]
-    values = {**_without_rivals(from_yaml, given), **given}
+    values = {**without_rivals(from_yaml, given), **given}
     fp8 = {name: values.pop(name) for name in FP8_FLAGS if name in values}
     overrides = translate_fp8_flags(fp8)
     values["recipe_set"] = [*overrides, *values.get("recipe_set", [])]
@@ -140,18 +140,32 @@ _RIVALS: tuple[tuple[frozenset[str], ...], ...] = (
 )
 
 
-def _without_rivals(from_yaml: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def without_rivals(
+    from_yaml: dict[str, Any],
+    given: dict[str, Any],
+    where: tuple[str, str] = ("the YAML file", "the command line"),
+) -> dict[str, Any]:
+    """``from_yaml`` without what ``given`` says in another way; ``where`` names the two in an error.
+
+    Raises:
+        UserError: one of the two says the same thing in two ways.
+    """
     for ways in _RIVALS:
-        for where, values in (("the command line", given), ("the YAML file", from_yaml)):
+        for place, values in ((where[1], given), (where[0], from_yaml)):
             used = [way for way in ways if any(values.get(name) for name in way)]
             if len(used) > 1:
                 names = " and ".join(flag(next(n for n in sorted(way) if values.get(n))) for way in used)
-                raise UserError(f"{where} has {names}, which exclude each other; leave one out")
+                raise UserError(f"{place} has {names}, which exclude each other; leave one out")
         if any(given.get(name) for way in ways for name in way):
             from_yaml = {
                 n: v for n, v in from_yaml.items() if not any(n in way and not way & given.keys() for way in ways)
             }
     return from_yaml
+
+
+def rivals_of(name: str) -> frozenset[str]:
+    """``name`` and the options that say the same thing in another way."""
+    return frozenset({name}).union(*(way for ways in _RIVALS if any(name in way for way in ways) for way in ways))
 
 
 def find(path: str) -> Path:
@@ -174,13 +188,18 @@ def read_yaml(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected keys and values at the top, found a {type(content).__name__}")
+    return checked_options(f"--config {path}", content)
+
+
+def checked_options(where: str, content: Mapping[Any, Any]) -> dict[str, Any]:
+    """Field names and values from YAML's keys and values; ``where`` begins an error about one of them."""
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if (name not in KINDS and name not in FP8_FLAGS) or name == "config":
             known = [n.replace("_", "-") for n in KINDS if n != "config"]
-            raise UserError(f"--config {path}: unknown key '{key}'{nearest(str(key).replace('_', '-'), known)}")
-        values[name] = value if name in FP8_FLAGS else _checked(f"--config {path}: {key}", KINDS[name], value)
+            raise UserError(f"{where}: unknown key '{key}'{nearest(str(key).replace('_', '-'), known)}")
+        values[name] = value if name in FP8_FLAGS else _checked(f"{where}: {key}", KINDS[name], value)
     return values
 
 

@@ -1,39 +1,41 @@
-"""Checkpoints in Megatron-core's torch_dist format: SAVE/iter_0000010/ and latest_checkpointed_iteration.txt.
+"""A run's state as Megatron-core's torch_dist checkpoints hold it: what is saved, and how it is loaded.
 
-Beside the tensors each checkpoint holds ``config.yaml``: the resolved options, the recipe, the schedule, the layout
-and the progress. It is read before anything is loaded, so that a checkpoint of another model is refused early and in
-one line.
+Model and optimizer (moments, main weights) by unsharded tensors, so that any layout loads them; amax histories with the
+layers they belong to; the scheduler's position; each rank's random state. Beside them ``config.yaml`` holds the
+resolved options (the seed among them, the base of all random keys), the recipe, the schedule, the layout and the
+progress, from which the position in the data follows (``saved.py``).
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import random
-import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.te import EXTRA_STATE, trust_extra_states
 from megatron_lowprec.recipe.load import recipe_to_dict
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+from megatron_lowprec.training import random_state, untrusted
+from megatron_lowprec.training.agreement import together
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.model import Model, Trainer, torch_optimizers
-from megatron_lowprec.training.saved import CONFIG, TRACKER, Saved, iteration_folder
+from megatron_lowprec.training.peers import is_lost_connection
+from megatron_lowprec.training.saved import Saved
 
 # What Megatron-core and torch raise over a damaged or foreign checkpoint; torch's own derives from BaseException.
 _UNREADABLE = (
@@ -45,6 +47,7 @@ _UNREADABLE = (
     OSError,
     RuntimeError,
     pickle.UnpicklingError,
+    untrusted.Damaged,
 )
 
 
@@ -56,42 +59,36 @@ class Progress:
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    # The last iteration after which the validation was completed.
+    evaluated: int = -1
 
 
-def save(folder: str, trainer: Trainer, progress: Progress, saved: dict[str, Any]) -> Path:
-    """Write one checkpoint; every rank calls it. ``saved`` is what ``config.yaml`` gets beside the progress.
-
-    It is written beside its final place and moved there when it is whole; the tracker file comes last. So a checkpoint
-    that the tracker names is never a half one, whenever the process dies.
-    """
-    final = iteration_folder(folder, progress.iteration)
-    partial = final.with_name(final.name + ".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+def state_to_save(trainer: Trainer) -> dict[str, Any]:
+    """All that a checkpoint's tensors and objects hold, as Megatron-core's sharded state; every rank calls it."""
     _prime_adam(trainer.optimizer)
-    state = _state(trainer, loading=False)
-    dist_checkpointing.save(state, str(partial), validate_access_integrity=True)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (partial / CONFIG).write_text(yaml.safe_dump({**saved, "progress": asdict(progress)}, sort_keys=False))
-        old = final.with_name(final.name + ".old")
-        if final.exists():
-            final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-        tracker = Path(folder) / TRACKER
-        tracker.with_suffix(".partial").write_text(f"{progress.iteration}\n")
-        os.replace(tracker.with_suffix(".partial"), tracker)
-    dist.barrier()
-    return final
+    return _state(trainer, loading=False)
 
 
-def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int]) -> tuple[Progress, list[str]]:
+@dataclass(frozen=True)
+class Loaded:
+    """Where a run goes on.
+
+    Attributes:
+        progress: how far it has come.
+        notes: lines about what was not loaded.
+        uncalibrated: delayed scaling lacks amax histories that training would have by now.
+    """
+
+    progress: Progress
+    notes: list[str]
+    uncalibrated: bool
+
+
+def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int]) -> Loaded:
     """Fill ``trainer`` from a checkpoint that ``saved.check_shape`` has let pass; every rank calls it.
 
-    Returns the progress to go on from, and lines that say what was not loaded.
+    Raises:
+        UserError: it cannot be read, or holds a pickle that does not belong there.
     """
     notes = []
     with_optimizer = not (config.finetune or config.no_load_optim)
@@ -103,11 +100,16 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         _prime_adam(trainer.optimizer)
     state = _state(trainer, loading=True, with_optimizer=with_optimizer, with_random_state=with_random_state)
     try:
-        notes += [*_leave_out_histories(state, found.folder), *_leave_out_extra_states(state, found, trainer)]
-        state = dist_checkpointing.load(state, str(found.folder))
+        metadata = untrusted.read_metadata(found.folder)
+        uncalibrated, more = _fit_histories(state, metadata, same_gradients=_same_gradients(found, config))
+        te_uncalibrated, te_more = _leave_out_extra_states(state, found, trainer, _same_gradients(found, config))
+        uncalibrated |= te_uncalibrated
+        notes += [*more, *te_more]
+        state = _read(state, found.folder, metadata)
     except _UNREADABLE as error:
-        what = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"--load {found.folder}: cannot be loaded: {what}; choose an older checkpoint") from None
+        if is_lost_connection(error):
+            raise
+        raise _unreadable(found.folder, error) from None
     if trainer.config.transformer_impl == "transformer_engine":
         trust_extra_states()
     for name, chunk in _named_chunks(trainer.chunks):
@@ -119,8 +121,9 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         # Main weights are copies of the model's, made before these were loaded.
         trainer.optimizer.reload_model_params()
     if with_random_state:
-        _set_random_state(state["random_state"])
-    return (Progress() if config.finetune else Progress(**found.progress)), notes
+        random_state.restore(state["random_state"])
+    progress = Progress() if config.finetune else Progress(**found.progress)
+    return Loaded(progress, notes, uncalibrated)
 
 
 def load_weights(folder: Path, model: Model) -> list[str]:
@@ -135,52 +138,108 @@ def load_weights(folder: Path, model: Model) -> list[str]:
     chunks = _named_chunks(model.chunks)
     state = {name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in chunks}
     try:
-        notes = _leave_out_histories(state, folder)
-        state = dist_checkpointing.load(state, str(folder))
+        stored = untrusted.examine(folder)
+        _, notes = _fit_histories(state, stored)
+        state = _read(state, folder, stored)
     except _UNREADABLE as error:
-        what = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"--load {folder}: cannot be loaded: {what}; choose an older checkpoint") from None
+        if is_lost_connection(error):
+            raise
+        raise _unreadable(folder, error) from None
     for name, chunk in chunks:
         unwrap_model(chunk).load_state_dict(state[name])
     return notes
 
 
-def _leave_out_histories(state: dict[str, Any], folder: Path) -> list[str]:
-    """Drop the amax histories that the checkpoint lacks or holds in another length: these begin anew.
+def _read(state: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """The state as the checkpoint holds it; its objects are checked before torch unpickles them."""
+    objects = [item.unique_key for item in nested_values(state) if isinstance(item, ShardedObject)]
+    together(lambda: _check_objects(folder, metadata, objects))
+    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    return loaded
 
-    Delayed scaling then starts as in a fresh run, with scale 1 until the first step has been seen.
+
+def _check_objects(folder: Path, metadata: Metadata, keys: list[str]) -> None:
+    try:
+        untrusted.check_objects(folder, metadata, keys)
+    except untrusted.Damaged as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Path, error: BaseException) -> UserError:
+    what = " ".join(str(error).split())[:300] or type(error).__name__
+    return UserError(f"--load {folder}: cannot be loaded: {what}; choose an older checkpoint")
+
+
+def _same_gradients(found: Saved, config: Config) -> bool:
+    """Whether gradients of the backward pass are of the checkpoint's scale, and not sums where those were means."""
+    return bool(found.content["options"].get("calculate_per_token_loss")) == config.calculate_per_token_loss
+
+
+def _fit_histories(state: dict[str, Any], metadata: Metadata, same_gradients: bool = True) -> tuple[bool, list[str]]:
+    """Ask for the amax histories that the checkpoint has as this recipe keeps them; the others begin anew.
+
+    Returns whether any does, and lines about these and about stored ones that this recipe has no use for.
     """
-    stored = dist_checkpointing.load_tensors_metadata(str(folder))
-    dropped = 0
+    stored = metadata.state_dict_metadata
+    unused = {key for key in stored if ".amax." in key}
+    missing = rescaled = 0
     for name, chunk in state.items():
         if not name.startswith("model"):
             continue
         for key in [key for key in chunk if ".amax." in key]:
             found = stored.get(chunk[key].key)
-            if found is None or found.global_shape != chunk[key].global_shape:
+            unused.discard(chunk[key].key)
+            if not isinstance(found, TensorStorageMetadata) or found.size != chunk[key].global_shape:
                 del chunk[key]
-                dropped += 1
-    return [f"checkpoint: {dropped} amax histories are not in it as this recipe keeps them; they begin anew"] * (
-        dropped > 0
-    )
+                missing += 1
+            elif not same_gradients and key.endswith("grad_output"):
+                del chunk[key]
+                rescaled += 1
+    notes = []
+    if rescaled:
+        notes.append(
+            f"checkpoint: {rescaled} amax histories of gradients begin anew, for --calculate-per-token-loss differs "
+            "and with it the scale of the backward pass"
+        )
+    if missing:
+        notes.append(f"checkpoint: {missing} amax histories are not in it as this recipe keeps them; they begin anew")
+    if unused:
+        operands = ", ".join(sorted({key.rpartition(".")[2] for key in unused}))
+        notes.append(f"checkpoint: its amax histories of {operands} are dropped, for this recipe has no use for them")
+    return missing + rescaled > 0, notes
 
 
-def _leave_out_extra_states(state: dict[str, Any], found: Saved, trainer: Trainer) -> list[str]:
-    """Drop TransformerEngine's own state, its amax histories, unless the checkpoint holds it of this very recipe."""
+def _leave_out_extra_states(
+    state: dict[str, Any], found: Saved, trainer: Trainer, same_gradients: bool
+) -> tuple[bool, list[str]]:
+    """Drop TransformerEngine's own state, its amax histories, unless the checkpoint holds it of this very recipe.
+
+    Returns and says the same as ``_fit_histories``.
+    """
     before = found.content["options"].get("transformer_impl", "local")
-    same = found.content.get("recipe") == recipe_to_dict(trainer.runtime.recipe)
-    if same and before == trainer.config.transformer_impl:
-        return []
-    dropped = [
-        chunk.pop(key)
-        for name, chunk in state.items()
-        if name.startswith("model")
-        for key in [key for key in chunk if key.endswith(EXTRA_STATE)]
-    ]
-    delayed = trainer.config.fp8 and trainer.config.fp8_recipe == "delayed"
-    return ["checkpoint: it has no amax histories of TransformerEngine as this recipe keeps them; they begin anew"] * (
-        bool(dropped) and bool(delayed)
-    )
+    stored = found.content.get("recipe", {})
+    same_recipe = stored == recipe_to_dict(trainer.runtime.recipe)
+    if same_recipe and same_gradients and before == trainer.config.transformer_impl:
+        return False, []
+    for name, chunk in state.items():
+        if name.startswith("model"):
+            for key in [key for key in chunk if key.endswith(EXTRA_STATE)]:
+                del chunk[key]
+    missing = bool(trainer.config.fp8) and trainer.config.fp8_recipe == "delayed"
+    notes = []
+    if before == "transformer_engine" and _is_delayed(stored):
+        notes.append(
+            "checkpoint: its amax histories of TransformerEngine are dropped, for they are another recipe's or scale's"
+        )
+    if missing:
+        notes.append("checkpoint: no amax histories are in it as TransformerEngine keeps them; they begin anew")
+    return missing, notes
+
+
+def _is_delayed(recipe: Mapping[str, Any]) -> bool:
+    """Whether a recipe, as ``config.yaml`` holds it, scales any operand by its history."""
+    operands = [operand for gemm in GEMM_OPERANDS for operand in (recipe.get(gemm) or {}).values()]
+    return any(isinstance(operand, Mapping) and operand.get("scaling") == "delayed" for operand in operands)
 
 
 def _load_weights(model: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -209,33 +268,17 @@ def _state(
         name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(trainer.chunks)
     }
     if with_optimizer:
+        parts = _distributed_parts(trainer.optimizer)
+        for part in parts:
+            _index_as_buckets_lie(part)
         state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+        for part in parts:
+            del part.get_parameter_state_dp_zero
         state["scheduler"] = {"num_steps": trainer.scheduler.num_steps}
     if with_random_state:
         rank, size = dist.get_rank(), dist.get_world_size()
-        state["random_state"] = ShardedObject("random_state", _random_state(), (size,), (rank,), replica_id=0)
+        state["random_state"] = ShardedObject("random_state", random_state.capture(), (size,), (rank,), replica_id=0)
     return state
-
-
-def _random_state() -> dict[str, Any]:
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - what Megatron-core draws from
-        "torch": torch.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _prime_adam(optimizer: MegatronOptimizer) -> None:
@@ -259,7 +302,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     Its distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per weight (KeyError);
     and it hands all weights one "step" tensor, which Adam then advances once a weight.
     """
-    parts = [p for p in getattr(optimizer, "chained_optimizers", [optimizer]) if isinstance(p, DistributedOptimizer)]
+    parts = _distributed_parts(optimizer)
     for part in parts:
         _keep_steps(part)
     optimizer.load_state_dict(state)
@@ -269,6 +312,35 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
         for weight, weight_state in inner.state.items():
             if "step" in weight_state:
                 weight_state["step"] = weight_state["step"].clone().to(weight.device)
+
+
+def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    return [p for p in getattr(optimizer, "chained_optimizers", [optimizer]) if isinstance(p, DistributedOptimizer)]
+
+
+def _index_as_buckets_lie(part: DistributedOptimizer) -> None:
+    """Around a fault of Megatron-core 0.16.1, which else saves moments and main weights shifted against their weights.
+
+    It gathers the state of a buffer's buckets without the padding behind each, but cuts weights out by their places in
+    the padded buffer. There are several buckets with --overlap-grad-reduce in a large model, or where embeddings are
+    shared between pipeline stages; padding, wherever a bucket's size is no multiple of lcm(data-parallel size, 128).
+    """
+    gather = part.get_parameter_state_dp_zero
+
+    def gather_with_padding(**options: Any) -> dict[Any, Any]:
+        state: dict[Any, Any] = gather(**options)
+        for number, buffer in enumerate(part.buffers):
+            for tensors in state[number].values():
+                for key in [key for key, value in tensors.items() if torch.is_tensor(value)]:
+                    placed, start = torch.zeros(buffer.numel, dtype=tensors[key].dtype), 0
+                    for bucket in buffer.buckets:
+                        size = bucket.numel_unpadded
+                        placed[bucket.offset : bucket.offset + size] = tensors[key][start : start + size]
+                        start += size
+                    tensors[key] = placed
+        return state
+
+    part.get_parameter_state_dp_zero = gather_with_padding
 
 
 def _keep_steps(part: DistributedOptimizer) -> None:

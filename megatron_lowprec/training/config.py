@@ -24,10 +24,22 @@ class RecipeOptions:
 
     recipe: str = arg("bf16", "a named recipe (--list-recipes) or a YAML file with one")
     recipe_set: list[str] = arg([], "change one field of the recipe, as in dgrad.hadamard.block=128; may be repeated")
+    rerun_in_bf16: list[str] = arg(
+        [], "run single GEMMs unquantized to see which one is at fault, as in layers.3.mlp.linear_fc1.dgrad; globs"
+    )
+    no_self_test: bool = arg(False, "skip the test of quantizers, random numbers and products on this device")
     list_recipes: bool = arg(False, "print the named recipes and stop")
     explain_recipe: bool = arg(False, "print what every GEMM of every linear layer of this model runs in, and stop")
     fp8_param_gather: bool = arg(
         False, "keep weights in FP8 and gather them so (--transformer-impl transformer_engine alone)"
+    )
+    no_amax_reduce: bool = arg(
+        False,
+        "let each tensor-parallel rank take a current scale from its own part: no collective for it, but codes then "
+        "depend on the tensor-parallel size",
+    )
+    same_noise_on_data_parallel: bool = arg(
+        False, "draw the same rounding noise and signs on every data-parallel rank (to study what that does)"
     )
     stock_linears: bool = arg(
         False, "keep Megatron-core's own linear layers (for comparisons; the recipe must be bf16)"
@@ -104,20 +116,31 @@ class TrainingOptions:
     train_iters: int | None = arg(None, "iterations of the whole run")
     train_samples: int | None = arg(None, "samples of the whole run, instead of --train-iters")
     bf16: bool = arg(False, "bf16 weights and activations, fp32 main weights")
+    calculate_per_token_loss: bool = arg(
+        False, "weigh every token of an iteration alike, where some carry no loss; else every microbatch. --sft does"
+    )
     seed: int = arg(1234, "of weights, dropout, data order and stochastic rounding")
-    deterministic_mode: bool = arg(False, "choose deterministic algorithms where there is a choice")
+    deterministic_mode: bool = arg(False, "only algorithms that give the same bits each time; slower on a GPU")
     no_gradient_accumulation_fusion: bool = arg(
         False, "round a weight gradient to bf16 before it is added to main_grad"
     )
     emulate: bool = arg(False, "multiply in the compute dtype also where the GPU has FP8 products")
     recompute_granularity: Literal["full", "selective"] | None = arg(None, "recompute activations in the backward pass")
+    recompute_gelu: bool = arg(
+        False, "on a GPU, keep the output of linear_fc1 alone and compute its GELU again in the backward pass"
+    )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
     recompute_num_layers: int | None = arg(
         None, "layers of one recomputed chunk (uniform) or recomputed layers (block)"
     )
+    max_skipped_steps: int = arg(
+        10, "stop with a report after so many iterations in a row whose loss or gradient was not finite (ours)"
+    )
     exit_interval: int | None = arg(None, "save and stop at every iteration that this divides")
     exit_duration_in_mins: float | None = arg(None, "save and stop after so many minutes")
-    exit_signal_handler: bool = arg(False, "save and stop at SIGTERM")
+    exit_signal_handler: bool = arg(
+        True, "save and stop at SIGTERM or SIGUSR1 (ours: on unless --no-exit-signal-handler)"
+    )
     profile: bool = arg(False, "write a trace of torch's profiler into the run's folder")
     profile_step_start: int = arg(10, "first profiled iteration")
     profile_step_end: int = arg(12, "iteration at which profiling ends")
@@ -204,6 +227,8 @@ class DataOptions:
     )
     data_phase_switch_samples: int | None = arg(None, "the same in samples (ours)")
     data_phase_path: list[str] | None = arg(None, "the second blend, written as --data-path (ours)")
+    sft: bool = arg(False, "the data are conversations (JSON lines with messages), learned on their answers alone")
+    sft_tokenizer_prompt_format: Literal["tulu"] = arg("tulu", "template that --sft writes conversations out by")
     mock_data: bool = arg(False, "random tokens of a fixed seed instead of data")
     split: str = arg("969,30,1", "how --data-path's documents are cut into train, validation and test")
     data_cache_path: str | None = arg(
@@ -227,7 +252,14 @@ class CheckpointOptions:
     save: str | None = arg(None, "folder for checkpoints; default runs/CONFIG-RECIPE/checkpoints")
     no_save: bool = arg(False, "write no checkpoint (ours)")
     save_interval: int | None = arg(None, "iterations between checkpoints; the last one is always saved")
-    load: str | None = arg(None, "folder to continue from; may be --save's, empty or not")
+    keep_last: int | None = arg(None, "keep so many of the newest checkpoints and remove the others (ours)")
+    async_save: bool = arg(False, "write checkpoints beside the training, in processes of their own")
+    load: str | None = arg(
+        None, "folder to continue from; may be --save's, empty or not; default --save's if it holds a checkpoint"
+    )
+    pretrained_checkpoint: str | None = arg(
+        None, "folder whose weights a new run begins with; of no effect where --save or --load holds a checkpoint"
+    )
     finetune: bool = arg(False, "take the weights alone and start at iteration 0")
     no_load_optim: bool = arg(False, "do not load the optimizer and the schedule's position")
     no_load_rng: bool = arg(False, "do not load the random state")

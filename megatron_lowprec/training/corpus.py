@@ -91,9 +91,33 @@ def prepare(
     if not jsonl.is_text_file(path):
         check_prefix(path, tokenizer)
         return path
+
+    def written(prefix: str, count: int) -> Note:
+        (note,) = write([path], {json_key: prefix}, tokenizer, workers=count, append_eod=append_eod)
+        return note
+
+    return cached(path, tokenizer, cache_dir, (json_key, append_eod), written, workers=workers, report=report)
+
+
+def cached(
+    path: str,
+    tokenizer: Tokenizer,
+    cache_dir: str,
+    how: Sequence[object],
+    written: Callable[[str, int], Note],
+    *,
+    workers: int,
+    report: Callable[[str], None] = print,
+) -> str:
+    """The checked prefix in ``cache_dir`` that a text file is tokenized to, unless that was done before.
+
+    Args:
+        how: what the ids depend on beside file and vocabulary; plain values.
+        written: writes a prefix with so many processes.
+    """
     _require_files([path])
     stat = os.stat(path)
-    identity = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, json_key, append_eod])
+    identity = json.dumps([os.path.realpath(path), stat.st_size, stat.st_mtime_ns, *how])
     stem = Path(path).name.partition(".jsonl")[0]
     prefix = str(Path(cache_dir) / f"{stem}-{tokenizer.fingerprint}-{_digest(identity)}")
     try:
@@ -101,8 +125,7 @@ def prepare(
         with lock(f"{prefix}.lock"):
             if not os.path.exists(f"{prefix}.json"):
                 report(f"tokenizing {path} into {prefix}.bin")
-                count = workers if stat.st_size >= _PARALLEL_BYTES else 1
-                (note,) = write([path], {json_key: prefix}, tokenizer, workers=count, append_eod=append_eod)
+                note = written(prefix, workers if stat.st_size >= _PARALLEL_BYTES else 1)
                 report(f"tokenized {path}: {note.documents} documents, {note.tokens} tokens, {note.empty} empty")
     except OSError as error:
         raise UserError(f"cannot prepare {path} in {cache_dir}: {error}; name another --data-cache-path") from None
@@ -162,8 +185,8 @@ def write_batches(
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     encoder = Encoder(tokenizer, tuple(prefixes), append_eod, dtype)
     documents, tokens, empty = (np.zeros(len(prefixes), np.int64) for _ in range(3))
-    with _staged(list(prefixes.values())) as staged:
-        builders = [IndexedDatasetBuilder(f"{place}.bin", dtype=dtype) for place in staged]
+    with staged(list(prefixes.values())) as places:
+        builders = [IndexedDatasetBuilder(f"{place}.bin", dtype=dtype) for place in places]
         for batch in encode(encoder, batches, workers):
             for builder, ids, lengths in zip(builders, batch.ids, batch.lengths, strict=True):
                 for document in np.split(ids, np.cumsum(lengths)[:-1]) if lengths else ():
@@ -174,7 +197,7 @@ def write_batches(
             if progress is not None:
                 progress(Progress(batch.bytes_read, bytes_total, int(documents.sum()), int(tokens.sum())))
         notes = []
-        for column, (key, place) in enumerate(zip(prefixes, staged, strict=True)):
+        for column, (key, place) in enumerate(zip(prefixes, places, strict=True)):
             if not tokens[column]:
                 raise UserError(f"{', '.join(sources)}: no text under {key!r} in any line; nothing was written")
             builders[column].finalize(f"{place}.idx")
@@ -189,9 +212,14 @@ def write_batches(
                 append_eod=append_eod,
                 source=tuple(sources),
             )
-            Path(f"{place}.json").write_text(json.dumps(asdict(note), indent=2) + "\n", encoding="utf-8")
+            write_note(place, note)
             notes.append(note)
     return tuple(notes)
+
+
+def write_note(prefix: str, note: Note) -> None:
+    """``PREFIX.json``: the last file of a corpus."""
+    Path(f"{prefix}.json").write_text(json.dumps(asdict(note), indent=2) + "\n", encoding="utf-8")
 
 
 def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
@@ -345,7 +373,7 @@ def _digest(text: str) -> str:
 
 
 @contextmanager
-def _staged(prefixes: Sequence[str]) -> Iterator[list[str]]:
+def staged(prefixes: Sequence[str]) -> Iterator[list[str]]:
     """Places to write, one a prefix, on the same file system; moved to the prefixes at the end, unless it raised."""
     folders = []
     try:

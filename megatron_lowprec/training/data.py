@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,25 +19,28 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import corpus
+from megatron_lowprec.training.agreement import in_turn
 from megatron_lowprec.training.blend import all_paths, data_paths, parse_blend
+from megatron_lowprec.training.chat_data import ChatSamples, prepare_chats
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.order import Blend, Epochs, Phases, Positions, Samples
+from megatron_lowprec.training.processes import helpers
 from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import Tokenizer
 
 _FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
 _SPLITS = (Split.train, Split.valid, Split.test)
 _MOCK_SAMPLES = 4096
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SplitData:
-    """One of train, validation and test: samples by position, and how large one epoch of it is."""
+    """One of train, validation and test: samples by position, how large one epoch of it is, and lines about it."""
 
     samples: Blend | Phases
     epoch_samples: int
     epoch_tokens: int
+    notes: tuple[str, ...] = ()
 
 
 Data = Mapping[str, SplitData | None]
@@ -68,7 +70,9 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
         create_attention_mask=False,
     )
     # The first rank writes the indices that the others read.
-    return in_turn(world_rank == 0, lambda: {s.name: _build_split(config, cached, prefixes, s) for s in _SPLITS})
+    return in_turn(
+        world_rank == 0, lambda: {s.name: _build_split(config, cached, prefixes, tokenizer, s) for s in _SPLITS}
+    )
 
 
 def _prepare_texts(config: Config, tokenizer: Tokenizer, local_rank: int) -> dict[str, str]:
@@ -77,14 +81,16 @@ def _prepare_texts(config: Config, tokenizer: Tokenizer, local_rank: int) -> dic
     assert config.data_cache_path is not None
     cache = config.data_cache_path
 
+    tokenized = prepare_chats if config.sft else corpus.prepare
+
     def prepare() -> dict[str, str]:
-        return {path: corpus.prepare(path, tokenizer, cache, workers=max(1, torch.get_num_threads())) for path in paths}
+        return {path: tokenized(path, tokenizer, cache, workers=max(1, torch.get_num_threads())) for path in paths}
 
     return in_turn(local_rank == 0, prepare)
 
 
 def _build_split(
-    config: Config, cached: GPTDatasetConfig, prefixes: Mapping[str, str], split: Split
+    config: Config, cached: GPTDatasetConfig, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split
 ) -> SplitData | None:
     paths = data_paths(config, split.name)
     if not paths or (split.name != "train" and config.eval_iters == 0):
@@ -96,9 +102,14 @@ def _build_split(
         return None
     documents = share
 
-    def blend_of(items: Sequence[str]) -> tuple[list[str], list[GPTDataset], list[float]]:
+    def samples_of(path: str) -> Samples:
+        if config.sft:
+            return ChatSamples(prefixes[path], documents, cached.sequence_length, tokenizer.eod, split.name, path)
+        return _build_dataset(cached, prefixes[path], documents, split, path)
+
+    def blend_of(items: Sequence[str]) -> tuple[list[str], list[Samples], list[float]]:
         blend = parse_blend(items)
-        datasets = [_build_dataset(cached, prefixes[path], documents, split, path) for path, _ in blend]
+        datasets = [samples_of(path) for path, _ in blend]
         weights = [float(len(d)) if weight is None else weight for d, (_, weight) in zip(datasets, blend, strict=True)]
         return [path for path, _ in blend], datasets, weights
 
@@ -112,7 +123,11 @@ def _build_split(
     taken = dict(zip(named, first.taken(switch), strict=True))
     named, datasets, weights = blend_of(config.data_phase_path)
     second = Blend([Epochs(d, config.seed) for d in datasets], weights, [taken.get(path, 0) for path in named])
-    return replace(found, samples=Phases(first, second, switch))
+    return replace(found, samples=Phases(first, second, switch), notes=found.notes + _notes(datasets))
+
+
+def _notes(datasets: Sequence[Samples]) -> tuple[str, ...]:
+    return tuple(dataset.summary for dataset in datasets if isinstance(dataset, ChatSamples))
 
 
 def _build_dataset(
@@ -134,7 +149,10 @@ def _build_dataset(
 def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: Config) -> SplitData:
     samples = sum(len(d) for d in datasets)
     return SplitData(
-        Blend([Epochs(d, config.seed) for d in datasets], weights), samples, samples * sized(config.seq_length)
+        Blend([Epochs(d, config.seed) for d in datasets], weights),
+        samples,
+        samples * sized(config.seq_length),
+        _notes(datasets),
     )
 
 
@@ -184,7 +202,8 @@ class Batches:
                 # It draws a seed whenever it starts, which must not come out of dropout's random state.
                 generator=torch.Generator(),
             )
-            self._loader = iter(loader)
+            with helpers():
+                self._loader = iter(loader)
 
     def __iter__(self) -> Batches:
         return self
@@ -217,24 +236,3 @@ class Batches:
 def _pack(samples: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """(field, sample, sequence) integers: one tensor to pin, copy and broadcast."""
     return torch.stack([torch.stack([sample[name].to(torch.int64) for sample in samples]) for name in _FIELDS])
-
-
-def in_turn(first: bool, work: Callable[[], T]) -> T:
-    """``work()`` on the ranks that are ``first``, then on the others; a UserError on one rank is raised on all."""
-    result: T | None = None
-    for turn in (True, False):
-        message: str | None = None
-        if first == turn:
-            try:
-                result = work()
-            except UserError as error:
-                message = str(error)
-        messages: list[Any] = [message]
-        if dist.is_initialized():
-            messages = [None] * dist.get_world_size()
-            dist.all_gather_object(messages, message)
-        for found in messages:
-            if found is not None:
-                raise UserError(found)
-    assert result is not None
-    return result

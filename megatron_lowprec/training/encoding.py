@@ -2,10 +2,11 @@
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ import numpy.typing as npt
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import jsonl
 from megatron_lowprec.training.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class Encoder:
         return EncodedBatch(tuple(ids), tuple(lengths), tuple(empty), batch.bytes_read)
 
 
-def encode(encoder: Encoder, batches: Iterable[jsonl.Batch], workers: int) -> Iterator[EncodedBatch]:
-    """Apply ``encoder`` to the batches; results come in their order, whatever the number of processes.
+def encode(encoder: Callable[[jsonl.Batch], T], batches: Iterable[jsonl.Batch], workers: int) -> Iterator[T]:
+    """Apply ``encoder``, which can be pickled, to the batches; results come in their order, for any number of workers.
 
     Raises:
         UserError: what ``encoder`` or the reading of ``batches`` finds, or a worker process that died.
@@ -63,7 +66,7 @@ def encode(encoder: Encoder, batches: Iterable[jsonl.Batch], workers: int) -> It
     # Not fork: the caller may hold threads (torch, gloo), and a forked copy of their locks never opens.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_set_encoder, initargs=(encoder,)) as pool:
-        pending: deque[Future[EncodedBatch]] = deque()
+        pending: deque[Future[T]] = deque()
         try:
             for batch in batches:
                 pending.append(pool.submit(_encode_in_worker, batch))
@@ -78,13 +81,13 @@ def encode(encoder: Encoder, batches: Iterable[jsonl.Batch], workers: int) -> It
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_encoder_of_worker: Encoder
+_encoder_of_worker: Callable[[jsonl.Batch], Any]
 
 
-def _set_encoder(encoder: Encoder) -> None:
+def _set_encoder(encoder: Callable[[jsonl.Batch], Any]) -> None:
     global _encoder_of_worker
     _encoder_of_worker = encoder
 
 
-def _encode_in_worker(batch: jsonl.Batch) -> EncodedBatch:
+def _encode_in_worker(batch: jsonl.Batch) -> Any:
     return _encoder_of_worker(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.data import Batches, SplitData
 from megatron_lowprec.training.model import Trainer, gathered
 from megatron_lowprec.training.shapes import sized
-from megatron_lowprec.training.step import run_microbatches
+from megatron_lowprec.training.step import PendingLoss, run_microbatches
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,30 @@ class Evaluation:
         return math.exp(min(20.0, self.loss))
 
 
-def evaluate(trainer: Trainer, split: SplitData, config: Config, device: torch.device) -> Evaluation:
-    """Over --eval-iters global batches, always the same ones; every rank calls it and gets the result."""
+def evaluate(
+    trainer: Trainer,
+    split: SplitData,
+    config: Config,
+    device: torch.device,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Over --eval-iters global batches, always the same ones; every rank calls it and gets the result.
+
+    ``interrupted`` is asked before each batch, by all ranks together; None where it says so.
+    """
     batches = [Batches(split, 0, config, device) for _ in trainer.chunks]
     per_iteration = sized(config.global_batch_size) // (
         sized(config.micro_batch_size) * mpu.get_data_parallel_world_size()
     )
+    losses: list[PendingLoss] = []
     with _evaluating(trainer, config), torch.no_grad():
         # One call an iteration bounds the activations that a pipeline keeps.
-        losses = [run_microbatches(trainer, batches, per_iteration, config, device) for _ in range(config.eval_iters)]
-    return Evaluation(sum(loss.mean() for loss in losses) / len(losses))
+        for _ in range(config.eval_iters):
+            if interrupted():
+                return None
+            losses.append(run_microbatches(trainer, batches, per_iteration, config, device))
+    nats, tokens = (sum(column) for column in zip(*(loss.sums() for loss in losses), strict=True))
+    return Evaluation(nats / tokens if tokens else math.nan)
 
 
 @contextmanager

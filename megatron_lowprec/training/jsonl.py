@@ -63,13 +63,38 @@ def texts(batch: Batch, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
         if not line.strip():
             continue
         where = f"{batch.path}, line {number}"
-        try:
-            document = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where}: not a JSON object ({error}); each line must be one") from None
-        if not isinstance(document, dict):
-            raise UserError(f"{where}: not a JSON object but a {type(document).__name__}; each line must be one")
+        document = parse(line, where)
         yield tuple(_text(document, key, where) for key in keys)
+
+
+def parse(line: bytes, where: str) -> dict[str, object]:
+    """The JSON object of a line.
+
+    Raises:
+        UserError: it is none; ``where`` begins the message.
+    """
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not a JSON object ({error}); each line must be one") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{where}: not a JSON object but a {type(document).__name__}; each line must be one")
+    return document
+
+
+def checked_text(value: object, what: str) -> str:
+    """``value`` if it is text that can be encoded.
+
+    Raises:
+        UserError: it is not; ``what`` begins the message.
+    """
+    if not isinstance(value, str):
+        raise UserError(f"{what} holds a {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} is not Unicode ({error.reason} at {error.start}); mend the line") from None
+    return value
 
 
 def _file_batches(path: str, bytes_before: int) -> Iterator[Batch]:
@@ -96,14 +121,7 @@ def _text(document: dict[str, object], key: str, where: str) -> str:
     if key not in document:
         found = ", ".join(map(repr, document)) or "none"
         raise UserError(f"{where}: no key {key!r}; found: {found}; name the right one (--json-keys)")
-    text = document[key]
-    if not isinstance(text, str):
-        raise UserError(f"{where}: {key!r} holds a {type(text).__name__}, not text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {key!r} is not Unicode ({error.reason} at {error.start}); mend the line") from None
-    return text
+    return checked_text(document[key], f"{where}: {key!r}")
 
 
 def _decompressed(raw: IO[bytes], path: str) -> IO[bytes]:

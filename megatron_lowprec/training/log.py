@@ -87,7 +87,13 @@ class RunLog:
     """Everything that a run prints and records; on ranks that do not write every call does nothing."""
 
     def __init__(
-        self, config: Config, paths: RunPaths, writes: bool, resumed_at: int, resolved: Mapping[str, Any]
+        self,
+        config: Config,
+        paths: RunPaths,
+        writes: bool,
+        resumed_at: int,
+        resolved: Mapping[str, Any],
+        evaluated_at: int | None = None,
     ) -> None:
         self._config, self._paths, self._writes = config, paths, writes
         self._interval = _Interval()
@@ -95,7 +101,7 @@ class RunLog:
         if not writes:
             return
         paths.run.mkdir(parents=True, exist_ok=True)
-        _drop_rows_after(paths.metrics, resumed_at)
+        _drop_rows_after(paths.metrics, resumed_at, resumed_at if evaluated_at is None else evaluated_at)
         self._metrics = paths.metrics.open("a", encoding="utf-8", buffering=1)
         from torch.utils.tensorboard import SummaryWriter
 
@@ -185,8 +191,11 @@ class RunLog:
         self._bar.start()
 
 
-def _drop_rows_after(metrics: Path, iteration: int) -> None:
-    """Rows that a continued run will write again, and a last line that a killed process left half."""
+def _drop_rows_after(metrics: Path, iteration: int, evaluated: int) -> None:
+    """Rows that a continued run will write again, and a last line that a killed process left half.
+
+    Training rows after ``iteration``, evaluation rows after ``evaluated``: one may have been interrupted in between.
+    """
     if not metrics.exists():
         return
     kept = []
@@ -195,7 +204,7 @@ def _drop_rows_after(metrics: Path, iteration: int) -> None:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if row["iteration"] <= iteration:
+        if row["iteration"] <= (iteration if "lm loss" in row else evaluated):
             kept.append(line + "\n")
     partial = metrics.with_suffix(".partial")
     partial.write_text("".join(kept), encoding="utf-8")

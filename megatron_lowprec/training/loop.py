@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,11 +12,15 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from megatron_lowprec.training import checkpoint
+from megatron_lowprec.training import random_state
+from megatron_lowprec.training.bad_numbers import BadSteps, Diagnosis, diagnose, weights_are_finite
+from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import Progress
+from megatron_lowprec.training.checkpoint_writer import CheckpointWriter
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.data import Batches, Data
 from megatron_lowprec.training.evaluate import evaluate
+from megatron_lowprec.training.interrupt import Stop, StopReasons, ask_requeue
 from megatron_lowprec.training.log import RunLog, StepRow
 from megatron_lowprec.training.model import Trainer, gathered
 from megatron_lowprec.training.paths import RunPaths
@@ -37,40 +39,59 @@ class Run:
     data: Data
     progress: Progress
     log: RunLog
+    stops: StopReasons
+    checkpoints: CheckpointWriter
     # What config.yaml says beside the progress.
     saved: dict[str, Any]
+    # Delayed scaling lacks amax histories that training would have by now.
+    uncalibrated: bool
 
 
-def train(run: Run) -> None:
-    """Iterate to --train-iters or to a reason to stop; evaluate, log and save on the way and at the end."""
+def train(run: Run) -> Stop | None:
+    """Iterate to --train-iters or to a reason to stop, which is returned; evaluate, log and save on the way."""
     config, progress = run.config, run.progress
     train_iters = sized(config.train_iters)
     if progress.iteration >= train_iters:
         run.log.say(
             f"nothing to train: the checkpoint is at iteration {progress.iteration} of --train-iters {train_iters}"
         )
-    stop, profiler = StopReasons(config, run.device), Profiler(config, run.paths)
+    profiler = Profiler(config, run.paths)
+    bad_steps = BadSteps(config, run.paths.run)
     batches = _train_batches(run) if progress.iteration < train_iters else []
-    saved_at = progress.iteration if config.load is not None else -1
-    reason = None
-    while progress.iteration < train_iters and reason is None:
+    saved_at = progress.iteration
+    if run.uncalibrated and batches:
+        update_num_microbatches(progress.consumed_samples)
+        calibrate(run.trainer, lambda: _train_batches(run), config, progress.iteration, run.device)
+        run.log.say(f"delayed scaling: histories filled by {PASSES} passes over the next batch, without an update")
+    # An evaluation that the run before was interrupted in is made up for.
+    stop = run.stops.interrupted() or _evaluate_if_due(run)
+    while progress.iteration < train_iters and stop is None:
         update_num_microbatches(progress.consumed_samples)
         profiler.before(progress.iteration)
-        row = _train_iteration(run, batches)
+        row = _train_iteration(run, batches, bad_steps)
         profiler.after(progress.iteration)
         run.log.step(row)
-        reason = stop.asked(progress.iteration)
-        if config.eval_iters and progress.iteration % config.eval_interval == 0 and progress.iteration < train_iters:
-            _evaluate(run, "valid")
+        run.checkpoints.poll()
+        stop = bad_steps.stop() or run.stops.after(progress.iteration)
+        if stop is None or not stop.at_once:
+            stop = _evaluate_if_due(run) or stop
         if config.save_interval is not None and progress.iteration % config.save_interval == 0:
             saved_at = _save(run)
-    if reason is not None:
-        run.log.say(f"stopping at iteration {progress.iteration}: {reason}")
     if saved_at != progress.iteration:
         _save(run)
-    if config.eval_iters and reason is None:
-        _evaluate(run, "valid")
-        _evaluate(run, "test")
+    run.checkpoints.finish()
+    if stop is None and config.eval_iters:
+        stop = _evaluate(run, "valid") or _evaluate(run, "test")
+    if stop is not None and stop.error is not None:
+        finite = weights_are_finite(run.trainer)
+        if dist.get_rank() == 0:
+            bad_steps.report(run.saved, progress.iteration, finite)
+    if stop is not None:
+        run.log.say(f"stopping at iteration {progress.iteration}: {stop.reason}")
+        if dist.get_rank() == 0 and stop.requeue:
+            # The checkpoint to continue from is on disk by now.
+            ask_requeue(config.save, progress.iteration, stop.reason)
+    return stop
 
 
 def _train_batches(run: Run) -> list[Batches]:
@@ -79,23 +100,26 @@ def _train_batches(run: Run) -> list[Batches]:
     return [Batches(split, run.progress.consumed_samples, run.config, run.device) for _ in run.trainer.chunks]
 
 
-def _train_iteration(run: Run, batches: list[Batches]) -> StepRow:
+def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> StepRow:
     """One step, its bookkeeping and its row for the log."""
     progress, config = run.progress, run.config
+    before = random_state.capture()
     batch_size = get_current_global_batch_size()
     started = time.perf_counter()
     result = train_step(run.trainer, batches, config, progress.iteration, run.device)
-    progress.iteration += 1
-    progress.consumed_samples += batch_size
     if result.updated:
         run.trainer.scheduler.step(increment=batch_size)
+        bad_steps.passed()
     else:
         progress.skipped_iterations += 1
-        run.log.say(
-            f"iteration {progress.iteration}: the gradient is not finite "
-            f"(norm {result.grad_norm}, loss {result.loss}), so "
-            "weights and moments stay as they were"
-        )
+
+        def look() -> Diagnosis:
+            again = _train_batches(run)
+            return diagnose(run.trainer, again, config, progress.iteration, run.device, before)
+
+        run.log.say(*bad_steps.skipped(progress.iteration + 1, result.loss, result.grad_norm, look))
+    progress.iteration += 1
+    progress.consumed_samples += batch_size
     if math.isnan(result.loss):
         progress.nan_iterations += 1
     seconds = time.perf_counter() - started
@@ -116,50 +140,45 @@ def _train_iteration(run: Run, batches: list[Batches]) -> StepRow:
     )
 
 
-def _evaluate(run: Run, split: str) -> None:
+def _evaluate_if_due(run: Run) -> Stop | None:
+    """The validation of --eval-interval, unless it has been done; the last iteration's comes after the training."""
+    config, progress = run.config, run.progress
+    due = config.eval_iters and progress.iteration and progress.iteration % config.eval_interval == 0
+    if not due or progress.iteration in (progress.evaluated, config.train_iters):
+        return None
+    stop = _evaluate(run, "valid")
+    if stop is None:
+        progress.evaluated = progress.iteration
+    return stop
+
+
+def _evaluate(run: Run, split: str) -> Stop | None:
+    """Evaluate and log; a reason to stop where one came up on the way, and then nothing is logged."""
     data = run.data[split]
     if data is None:
-        return
-    result = evaluate(run.trainer, data, run.config, run.device)
-    run.log.evaluation(run.progress.iteration, run.progress.consumed_samples, split, result.loss, result.perplexity)
+        return None
+    stop: Stop | None = None
+
+    def interrupted() -> bool:
+        nonlocal stop
+        stop = run.stops.interrupted()
+        return stop is not None
+
+    result = evaluate(run.trainer, data, run.config, run.device, interrupted)
+    if result is not None:
+        run.log.evaluation(run.progress.iteration, run.progress.consumed_samples, split, result.loss, result.perplexity)
+    return stop
 
 
 def _save(run: Run) -> int:
-    """Write a checkpoint, unless there is nowhere to; the iteration that is safe now."""
+    """Write a checkpoint, unless there is nowhere to; the iteration that needs no other one."""
     if run.config.save is not None:
         with gathered(run.trainer, run.config):
-            folder = checkpoint.save(run.config.save, run.trainer, run.progress, run.saved)
-        run.log.say(f"saved {folder}")
+            if weights_are_finite(run.trainer):
+                run.checkpoints.save(run.trainer, run.progress)
+            else:
+                run.log.say(f"no checkpoint of iteration {run.progress.iteration}: weights are not finite")
     return run.progress.iteration
-
-
-class StopReasons:
-    """Why a run may end before its last iteration; all ranks agree."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self._config, self._device = config, device
-        self._started = time.monotonic()
-        self._signalled = False
-        if config.exit_signal_handler:
-            signal.signal(signal.SIGTERM, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-
-    def asked(self, iteration: int) -> str | None:
-        """A reason to stop after this iteration, or None."""
-        config = self._config
-        if config.exit_interval is not None and iteration % config.exit_interval == 0:
-            return f"--exit-interval {config.exit_interval}"
-        if not config.exit_signal_handler and config.exit_duration_in_mins is None:
-            return None
-        minutes = (time.monotonic() - self._started) / 60
-        late = config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins
-        # Clocks and signals differ between ranks.
-        flags = torch.tensor([self._signalled, late], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        signalled, late = map(bool, flags.tolist())
-        return "SIGTERM" if signalled else f"--exit-duration-in-mins {config.exit_duration_in_mins}" if late else None
 
 
 class Profiler:

@@ -33,9 +33,9 @@ class Runs:
 
     def keeps_codes(self, config: Config, name: str) -> bool:
         """Whether a linear layer keeps FP8 codes of its input for wgrad, not the input itself."""
-        if config.sequence_parallel:
-            return False
         site = next(site for site in linear_sites(config) if site.name == name)
+        if config.sequence_parallel and site.split == "column":  # gathered again for the backward pass
+            return False
         native = self.native_gemms(config, site)
         return {"fprop", "wgrad"} <= native and self.recipe.fprop.input == self.recipe.wgrad.input
 
@@ -83,7 +83,6 @@ def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch
 
 
 def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> MemoryPlan:
-    recipe = runs.recipe
     first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
     layers = sized(config.num_layers) // config.pipeline_model_parallel_size
     in_flight = _microbatches_in_flight(config, gpus, stage)
@@ -95,7 +94,7 @@ def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: i
     resident, update = _state(config, runs, vocabulary, gpus, stage)
     transient = {
         "logits": logit_bytes(config, vocabulary, runs.fused) if last else 0.0,
-        "backward": _recomputed(config, layers, runs) + _backward_of_a_layer(config, recipe),
+        "backward": _recomputed(config, layers, runs) + _backward_of_a_layer(config, runs),
         "update": update,
     }
     return MemoryPlan(runs, stage, config.pipeline_model_parallel_size, gpus, in_flight, resident, kept, transient)
@@ -236,9 +235,17 @@ def layer_activations(config: Config, runs: Runs | None = None) -> dict[str, flo
         for tensor_name, linear in _INPUTS.items():
             if runs.keeps_codes(config, linear):
                 kept[tensor_name] /= width
+        if recomputes_gelu(config, runs):
+            del kept["input of linear_fc2"]
         if runs.keeps_codes(config, "self_attention.linear_proj"):
             kept["FP8 codes of linear_proj's input"] = query / width
     return kept
+
+
+def recomputes_gelu(config: Config, runs: Runs) -> bool:
+    """Whether --recompute-gelu leaves the input of linear_fc2 to the backward pass."""
+    others = config.swiglu or config.squared_relu or config.disable_bias_linear or config.num_experts
+    return config.recompute_gelu and runs.fused and not others
 
 
 def _attention_core(config: Config, rows: float) -> dict[str, float]:
@@ -327,7 +334,7 @@ def _recomputed(config: Config, layers: int, runs: Runs) -> float:
     return 0.0
 
 
-def _backward_of_a_layer(config: Config, recipe: Recipe) -> float:
+def _backward_of_a_layer(config: Config, runs: Runs) -> float:
     """Gradients that live at once around the widest linear layer, and its operands where they are quantized."""
     tokens, width = float(_tokens(config)), _width(config)
     stream = tokens * sized(config.hidden_size) * width
@@ -339,9 +346,10 @@ def _backward_of_a_layer(config: Config, recipe: Recipe) -> float:
         ffn, ranks = sized(config.moe_ffn_hidden_size), _expert_tensor_size(config)
     wide = tokens * ffn * width / ranks
     operands = 0.0
-    if recipe.wgrad.quantized or recipe.dgrad.quantized:
+    if runs.recipe.wgrad.quantized or runs.recipe.dgrad.quantized:
         operands = 2 * gates * wide + stream  # dy along its rows and along its columns; x
-    return stream + (1 + gates) * wide + operands
+    again = wide if recomputes_gelu(config, runs) else 0.0
+    return stream + (1 + gates) * wide + operands + again
 
 
 # ---- the layout

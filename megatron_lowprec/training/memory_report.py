@@ -28,7 +28,13 @@ def planned(config: Config, recipe: Recipe, world_size: int, device: Device | No
     model_ranks = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
     gpus = config.memory_plan_gpus or max(world_size, model_ranks * config.expert_model_parallel_size)
     without_data = replace(
-        config, mock_data=True, data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None
+        config,
+        mock_data=True,
+        sft=False,
+        data_path=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
     )
     config = resolve_run(without_data, gpus, gpus=True)
     vocabulary = padded_vocab_size(

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_te_version
 
+from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
@@ -71,23 +72,27 @@ def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model
         check_support(te.kind)
     transformer = transformer_config(config, te)
     chunks = _gpt_chunks(config, transformer, padded_vocab_size)
-    return Model(transformer, chunks, _runtime(config, recipe, te, chunks))
+    if te is None:
+        return Model(transformer, chunks, bind(config, recipe, chunks))
+    if not config.no_gradient_accumulation_fusion:
+        accumulate_wgrad(chunks)
+    return Model(transformer, chunks, TERuntime(recipe, str(te)))
 
 
-def _runtime(config: Config, recipe: Recipe, te: TERecipe | None, bare: list[MegatronModule]) -> Runtime:
-    fused = not config.no_gradient_accumulation_fusion
-    if te is not None:
-        if fused:
-            accumulate_wgrad(bare)
-        return TERuntime(recipe, str(te))
+def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> RecipeRuntime:
+    """Put a model of this project's layers under a recipe, in the place of the one that it was under."""
     return bind_recipe(
-        bare,
+        chunks,
         recipe,
         num_layers=sized(config.num_layers),
         seed=config.seed,
-        accumulate_wgrad=fused,
+        accumulate_wgrad=not config.no_gradient_accumulation_fusion,
+        same_noise_on_data_parallel=config.same_noise_on_data_parallel,
+        reduce_amax=not config.no_amax_reduce,
         cache_weights=get_num_microbatches() > 1,
         emulate=config.emulate,
+        rerun_in_bf16=config.rerun_in_bf16,
+        recompute_gelu=config.recompute_gelu,
     )
 
 
@@ -125,7 +130,8 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
         # fused form for experts, and none without a bias.
         bias_activation_fusion=with_gelu_bias or config.swiglu,
         bias_dropout_fusion=True,
-        cross_entropy_loss_fusion=on_gpu,
+        # Ours has a fixed order of sums, Megatron-core's has not.
+        cross_entropy_loss_fusion=on_gpu and (have_triton() or not config.deterministic_mode),
         # These need apex or TE; our linears add into main_grad themselves.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -134,6 +140,7 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
         transformer_impl=config.transformer_impl,
         fp8_param=config.fp8_param_gather,
         **(te.transformer_config() if te is not None else {}),
+        calculate_per_token_loss=config.calculate_per_token_loss,
         deterministic_mode=config.deterministic_mode,
         recompute_granularity=config.recompute_granularity,
         recompute_method=config.recompute_method,

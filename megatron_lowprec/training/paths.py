@@ -12,7 +12,7 @@ from megatron_lowprec.training.config import Config
 
 @dataclass(frozen=True)
 class RunPaths:
-    """One folder a run: metrics.jsonl, config.yaml, tensorboard/ and, unless --save says otherwise, checkpoints/."""
+    """One folder a run: metrics.jsonl, config.yaml, run.json, tensorboard/ and, without --save, checkpoints/."""
 
     run: Path
     tensorboard: Path
@@ -25,6 +25,10 @@ class RunPaths:
     @property
     def config(self) -> Path:
         return self.run / "config.yaml"
+
+    @property
+    def record(self) -> Path:
+        return self.run / "run.json"
 
     def lines(self) -> list[str]:
         """For the end of a run."""

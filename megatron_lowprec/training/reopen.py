@@ -13,8 +13,9 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.load import load_recipe, recipe_from_dict
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.folders import TRACKER, iteration_folder
 from megatron_lowprec.training.resolve import resolve_run
-from megatron_lowprec.training.saved import CONFIG, TRACKER, Saved, find_checkpoint, iteration_folder
+from megatron_lowprec.training.saved import CONFIG, Saved, find_checkpoint
 
 # What belongs to a run, not to its model: all of it is given anew or switched off.
 _PLAIN: Mapping[str, Any] = {
@@ -38,9 +39,12 @@ _PLAIN: Mapping[str, Any] = {
     "min_lr": 0.0,
     "load": None,
     "save": None,
+    "pretrained_checkpoint": None,
+    "rerun_in_bf16": [],
     "distributed_backend": None,
     "wandb_project": None,
     "mock_data": True,
+    "sft": False,
     "data_path": None,
     "train_data_path": None,
     "valid_data_path": None,
@@ -72,7 +76,7 @@ def find(path: str) -> Saved:
         return Saved(place, _content(place / CONFIG))
     if not (place / TRACKER).exists() and (place / "checkpoints" / TRACKER).exists():
         place = place / "checkpoints"
-    found = find_checkpoint(Config(load=str(place)))
+    found, _ = find_checkpoint(Config(load=str(place)))
     assert found is not None  # it raises where there is none, for this Config has no --save
     return found
 

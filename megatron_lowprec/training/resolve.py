@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.arguments import REPOSITORY, find, flag
-from megatron_lowprec.training.blend import resolve_phase
+from megatron_lowprec.training.blend import all_paths, resolve_phase
 from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.jsonl import SUFFIXES, is_text_file
 from megatron_lowprec.training.shapes import check_divisible, sized
 from megatron_lowprec.training.te_recipe import INSTALL
 
@@ -72,7 +73,7 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     if (config.train_iters is None) == (config.train_samples is None):
         raise UserError("the length of the run is missing: give --train-iters or --train-samples")
     _positive(config, "train_iters" if config.train_iters is not None else "train_samples")
-    for name in ("eval_interval", "log_interval", "save_interval", "exit_interval"):
+    for name in ("eval_interval", "log_interval", "save_interval", "exit_interval", "keep_last", "max_skipped_steps"):
         if getattr(config, name) is not None:
             _positive(config, name)
     config = replace(config, global_batch_size=batch)
@@ -215,7 +216,8 @@ def _check_implementation(config: Config, gpus: bool) -> None:
                 "in the model's dtype; leave it out"
             )
         return
-    for name, wanted in (("stock_linears", False), ("attention_backend", "auto")):
+    ours: dict[str, Any] = {"stock_linears": False, "attention_backend": "auto", "rerun_in_bf16": []}
+    for name, wanted in (ours | {"no_amax_reduce": False, "same_noise_on_data_parallel": False}).items():
         if getattr(config, name) != wanted:
             raise UserError(f"{flag(name)} is for --transformer-impl local; leave one of the two out")
     if config.fp8_param_gather and not (config.use_distributed_optimizer and config.bf16):
@@ -281,6 +283,8 @@ def _iterations(config: Config, step: int) -> int:
 
 
 def _resolve_data(config: Config) -> Config:
+    if config.sft:
+        config = _resolve_sft(config)
     separate = (config.train_data_path, config.valid_data_path, config.test_data_path)
     if not config.mock_data and config.data_path is None and config.train_data_path is None:
         raise UserError("no data: give --data-path, --train-data-path or --mock-data")
@@ -305,6 +309,22 @@ def _resolve_data(config: Config) -> Config:
     }
     found: dict[str, Any] = {**files, **paths}
     return replace(config, data_cache_path=config.data_cache_path or str(REPOSITORY / "data" / "cache"), **found)
+
+
+def _resolve_sft(config: Config) -> Config:
+    """Conversations differ in how much of them is answers, so tokens are what is weighed alike."""
+    if config.mock_data:
+        raise UserError("--sft learns from conversations and --mock-data are none; leave one out")
+    if config.tokenizer_type == "NullTokenizer":
+        raise UserError(
+            "--sft writes conversations out as text, which NullTokenizer cannot read; use another tokenizer"
+        )
+    for path in all_paths(config):
+        if not is_text_file(path):
+            raise UserError(
+                f"data path {path}: --sft reads conversations as JSON lines ({', '.join(SUFFIXES)}); name such files"
+            )
+    return replace(config, calculate_per_token_loss=True)
 
 
 def find_data(item: str) -> str:

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.load import load_recipe
-from megatron_lowprec.recipe.resolve import check_sizes
+from megatron_lowprec.recipe.resolve import check_gemm_globs, check_sizes
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import memory, memory_report, te_recipe
-from megatron_lowprec.training import saved as saved_state
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.arguments import parse
 from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.interrupt import (
+    Abandoned,
+    Interrupted,
+    Signals,
+    Stop,
+    StopReasons,
+    ask_requeue,
+    clear_requeue,
+)
 from megatron_lowprec.training.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.resolve import data_parallel_size, resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.shapes import linear_sites, num_parameters, sized
 from megatron_lowprec.training.startup import Ranks, finalize, initialize, versions
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_lowprec.training.saved import Saved
+    from megatron_lowprec.training.tokenizer import Tokenizer
 
 
 def run(argv: Sequence[str], ranks: Ranks) -> None:
@@ -33,6 +50,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     config = resolve_model(config)
     recipe = load_recipe(config.recipe, config.recipe_set)
     check_sizes(recipe, linear_sites(config), sized(config.num_layers), config.tensor_model_parallel_size)
+    check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), sized(config.num_layers))
     if config.explain_recipe:
         _print_once(ranks, *notes, _explanation(config, recipe))
         return
@@ -54,29 +72,71 @@ def _recipe_table() -> str:
 
 
 def _explanation(config: Config, recipe: Recipe) -> str:
-    import torch
-
-    from megatron_lowprec.kernels.dispatch import arch_of
     from megatron_lowprec.recipe.explain import explain
 
     if config.transformer_impl == "transformer_engine":
         means = te_recipe.check(config, recipe)
         return f"recipe {recipe.name}: {recipe.summary}\nby TransformerEngine, in every linear layer: {means}"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return explain(recipe, linear_sites(config), sized(config.num_layers), arch_of(device))
+    return explain(recipe, linear_sites(config), sized(config.num_layers), _arch(), config.rerun_in_bf16)
 
 
 def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks) -> None:
     import torch
 
-    from megatron_lowprec.kernels.dispatch import arch_of
-    from megatron_lowprec.training.blend import check_paths, continued_phase
-    from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
+    from megatron_lowprec.training.saved import source
 
     config = resolve_run(config, ranks.world_size, gpus=torch.cuda.is_available())
     te_recipe.prepare(config, recipe)
+    if not config.no_save:
+        config, more = source(config)
+        notes = notes + more
     config, paths = run_paths(config, recipe.name)
-    schedule, schedule_notes = schedules.plan(config, total_samples(config))
+    signals = Signals()
+    with signals.listening(config.exit_signal_handler):
+        try:
+            if ranks.rank == 0:
+                clear_requeue(config.save)
+            stop = _work(_plan(config, paths, given, notes, recipe, ranks), ranks, signals)
+        except BaseException as error:
+            if signals.received is None:
+                raise
+            if not signals.deferred:
+                # Whatever the signal has turned into on its way up here.
+                ask_requeue(config.save, None, signals.received)
+                raise Interrupted(signals.received) from None
+            from megatron_lowprec.training.peers import is_lost_connection
+
+            if is_lost_connection(error):
+                raise Abandoned(str(error)) from None
+            raise
+    if stop is not None and stop.error is not None:
+        raise UserError(stop.error)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A run as far as it is known without the other ranks."""
+
+    config: Config
+    paths: RunPaths
+    recipe: Recipe
+    schedule: schedules.Schedule
+    tokenizer: Tokenizer
+    found: Saved | None
+    content: dict[str, Any]
+    # For the log, before and after the header.
+    notes: list[str]
+    later_notes: list[str]
+
+
+def _plan(
+    config: Config, paths: RunPaths, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks
+) -> _Plan:
+    """Tokenizer, schedule, and the checkpoint to continue from, each checked against the others."""
+    from megatron_lowprec.training import saved as saved_state
+    from megatron_lowprec.training.blend import check_paths, continued_phase
+    from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
+
     tokenizer = tokenizer_of(config)
     check_paths(config, tokenizer)
     vocabulary = padded_vocab_size(
@@ -84,21 +144,23 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
     )
     gpu = _gpu(ranks)
     if gpu is not None and not config.no_memory_check:
-        arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        notes += memory_report.check(memory.plan(config, recipe, vocabulary, ranks.world_size, arch), gpu)
-    found = saved_state.find_checkpoint(config)
+        notes = notes + memory_report.check(memory.plan(config, recipe, vocabulary, ranks.world_size, _arch()), gpu)
+    schedule, later_notes = schedules.plan(config, total_samples(config))
+    found, more = saved_state.find_checkpoint(config)
+    later_notes += more
     if found is not None:
+        vocabulary = saved_state.same_padding(found, config, tokenizer.vocab_size, vocabulary)
         saved_state.check_shape(found, config, vocabulary)
-        schedule_notes += [
-            *saved_state.recipe_note(found, recipe),
-            *saved_state.implementation_note(found, config),
-        ]
+        later_notes += [*saved_state.recipe_note(found, recipe), *saved_state.implementation_note(found, config)]
         if not config.finetune:
+            config, more = saved_state.continued(found, config, given)
+            later_notes += more
             config, more = continued_phase(config, found.content["options"], given)
-            schedule_notes += more
+            later_notes += more
         if not (config.finetune or config.no_load_optim):
+            saved_state.check_optimizer(found, config)
             schedule, more = schedules.continued(schedule, found.schedule, config, given)
-            schedule_notes += more
+            later_notes += more
     layout = {
         "tensor": config.tensor_model_parallel_size,
         "pipeline": config.pipeline_model_parallel_size,
@@ -106,31 +168,85 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
         "expert": config.expert_model_parallel_size,
         "data": data_parallel_size(config, ranks.world_size),
     }
-    content = saved_state.content(config, recipe, schedule, vocabulary, layout)
+    content = saved_state.content(config, recipe, schedule, vocabulary, layout) | {"versions": dict(versions())}
+    return _Plan(config, paths, recipe, schedule, tokenizer, found, content, notes, later_notes)
 
-    device = initialize(config, ranks)
+
+def _work(plan: _Plan, ranks: Ranks, signals: Signals) -> Stop | None:
+    """Process groups, and inside of them all that takes several ranks; why the training ended early, if it did."""
+    device = initialize(plan.config, ranks)
+    from megatron_lowprec.training.peers import PeerWatch
+
+    with PeerWatch(ranks.rank):
+        stop = _train_on_ranks(plan, device, ranks, signals)
+    finalize()
+    return stop
+
+
+def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Signals) -> Stop | None:
+
     from megatron_lowprec.training import checkpoint, data, loop, model
+    from megatron_lowprec.training.agreement import same_on_all_ranks, together
+    from megatron_lowprec.training.checkpoint_writer import CheckpointWriter
     from megatron_lowprec.training.log import RunLog
+    from megatron_lowprec.training.record import RunRecord
+    from megatron_lowprec.training.self_test import self_test
 
-    splits = data.build(config, tokenizer, ranks.rank, ranks.local_rank)
-    trainer = model.build(config, recipe, schedule, vocabulary)
+    config, paths, content = plan.config, plan.paths, plan.content
+    notes = list(plan.later_notes)
+    vocabulary, layout = content["padded_vocab_size"], content["layout"]
+    same_on_all_ranks("the checkpoint to continue from", str(plan.found.folder) if plan.found is not None else "none")
+    splits = data.build(config, plan.tokenizer, ranks.rank, ranks.local_rank)
+    trainer = model.build(config, plan.recipe, plan.schedule, vocabulary)
+    if not config.no_self_test and config.transformer_impl == "local":
+        together(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
     progress = checkpoint.Progress()
-    if found is not None:
-        progress, load_notes = checkpoint.load(found, trainer, config, layout)
-        schedule_notes += [f"continuing from {found.folder} at iteration {progress.iteration}", *load_notes]
+    uncalibrated = False
+    if plan.found is not None:
+        loaded = checkpoint.load(plan.found, trainer, config, layout)
+        progress, uncalibrated = loaded.progress, loaded.uncalibrated
+        notes += [f"continuing from {plan.found.folder} at iteration {progress.iteration}", *loaded.notes]
     if ranks.rank == 0:
-        schedule_notes += keep_older_run(paths, config)
-    log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content)
+        notes += keep_older_run(paths, config)
+    log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content, progress.evaluated)
     if ranks.rank == 0:
         paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     layers = model.implementation(config, trainer)
-    log.say(*notes, *_header(config, recipe, layers, vocabulary, layout, str(device), splits, paths))
-    log.say(*trainer.runtime.header(), *schedule_notes)
-    loop.train(loop.Run(config, paths, device, trainer, splits, progress, log, content))
-    if gpu is not None:
-        log.say(f"memory: {torch.cuda.max_memory_allocated() / memory.GIB:.1f} GiB allocated at most on a GPU")
+    log.say(*plan.notes, *_header(config, plan.recipe, layers, vocabulary, layout, str(device), splits, paths))
+    about_data = [note for split in splits.values() if split is not None for note in split.notes]
+    log.say(*trainer.runtime.header(), *about_data, *notes)
+    facts = {
+        "recipe": plan.recipe.name,
+        "gemms": trainer.runtime.gemms(),
+        "layers": layers,
+        "device": _device_name(str(device)),
+        "processes": ranks.world_size,
+        "versions": dict(versions()),
+        "parameters": num_parameters(config, vocabulary),
+        "tokens": total_samples(config) * sized(config.seq_length),
+    }
+    record = RunRecord(paths.record, ranks.rank == 0, facts, continues=progress.iteration > 0)
+    # From here on there is something to lose.
+    signals.defer()
+    stops = StopReasons(config, signals, ranks.started)
+    writer = CheckpointWriter(config, content, log.say)
+    run = loop.Run(config, paths, device, trainer, splits, progress, log, stops, writer, content, uncalibrated)
+    stop = loop.train(run)
+    stops.finish()
+    peak = _peak_memory(device)
+    if peak is not None:
+        log.say(f"memory: {peak / memory.GIB:.1f} GiB allocated at most on a GPU")
+    record.end(progress.iteration, peak)
     log.close()
-    finalize()
+    return stop
+
+
+def _arch() -> str:
+    import torch
+
+    from megatron_lowprec.kernels.dispatch import arch_of
+
+    return arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _gpu(ranks: Ranks) -> memory_report.Device | None:
@@ -141,6 +257,18 @@ def _gpu(ranks: Ranks) -> memory_report.Device | None:
         return None
     found = torch.cuda.get_device_properties(ranks.local_rank)
     return memory_report.Device(found.name, found.total_memory)
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    """Bytes that torch had allocated at most on the fullest GPU of the run; every rank calls it."""
+    import torch
+    import torch.distributed as dist
+
+    if device.type != "cuda":
+        return None
+    peak = torch.tensor(torch.cuda.max_memory_allocated(), dtype=torch.int64, device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak)
 
 
 def _header(

@@ -1,9 +1,9 @@
-"""What a checkpoint's config.yaml alone tells: which one, of what model, how far. No megatron, no tensors."""
+"""Which checkpoint a run continues from, and what its config.yaml tells: of what model, how far. No megatron."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import yaml
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.load import recipe_to_dict
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training import folders, untrusted
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.schedule import Schedule
 
-TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
 
 # Options that the tensors of a checkpoint depend on.
@@ -36,6 +36,10 @@ _SHAPE = (
     "num_experts",
     "moe_ffn_hidden_size",
 )
+# Options that the optimizer's tensors depend on beside the model's.
+_OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
+# Options that decide which samples stand at which position.
+_DATA = ("data_path", "train_data_path", "data_phase_path", "mock_data", "sft", "split", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -58,41 +62,76 @@ class Saved:
         return Schedule.from_dict(self.content["schedule"])
 
 
-def iteration_folder(folder: str, iteration: int) -> Path:
-    """Megatron's name for a checkpoint."""
-    return Path(folder) / f"iter_{iteration:07d}"
+def source(config: Config) -> tuple[Config, list[str]]:
+    """--load as it is meant: where it is not given, --save's folder if a checkpoint is there, or
+    --pretrained-checkpoint, of which the weights alone are taken.
+    """
+    if config.load is not None:
+        return config, []
+    if config.save is not None and (folders.whole(config.save) or folders.tracked(config.save) is not None):
+        # --finetune and its like are meant for what a run begins with.
+        continued = replace(config, load=config.save, finetune=False, no_load_optim=False, no_load_rng=False)
+        return continued, [f"--save {config.save} holds a checkpoint: continuing from it"]
+    if config.pretrained_checkpoint is not None:
+        return replace(config, load=config.pretrained_checkpoint, finetune=True), []
+    return config, []
 
 
-def find_checkpoint(config: Config) -> Saved | None:
-    """The newest checkpoint of --load, or None where there is none to load.
+def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
+    """The newest checkpoint of --load, and lines about those that had to be passed over; None where there is none.
+
+    A run that continues from its own folder goes back to the newest checkpoint that is whole, and says so; one that
+    starts from another folder's checkpoint wants that one.
 
     Raises:
-        UserError: no checkpoint in --load's folder, and it is not --save's (where the first run starts with none).
+        UserError: no checkpoint in --load's folder, and it is not --save's (where the first run starts with none); none
+            that is whole; a pickle that does not belong there.
     """
     if config.load is None:
-        return None
-    tracker = Path(config.load) / TRACKER
-    if not tracker.exists():
-        if config.save is not None and Path(config.load).resolve() == Path(config.save).resolve():
-            return None
-        raise UserError(
-            f"--load {config.load}: no checkpoint there (no {TRACKER}); check the path, or leave --load out"
-        )
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise UserError(
-            f"--load {config.load}: {TRACKER} holds {text!r}, not an iteration; "
-            "write the number of one of the iter_ folders into it"
-        )
-    folder = iteration_folder(config.load, int(text))
+        return None, []
+    own = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    newest, present = folders.tracked(config.load), folders.whole(config.load)
+    if newest is None and not present and own:
+        return None, []
+    if newest is None and not own:
+        raise UserError(_without_tracker(config.load))
+    notes = []
+    if newest is None:
+        notes.append(f"{folders.TRACKER} is missing or damaged: looking at the checkpoints themselves")
+        newest = max(present)
+    candidates = {newest: folders.iteration_folder(config.load, newest), **present}
+    for iteration, path in candidates.items():
+        if iteration > newest:
+            continue
+        try:
+            return _read(present.get(iteration, path)), notes
+        except untrusted.Damaged as error:
+            if not own:
+                raise UserError(
+                    f"--load {config.load}: {path.name} cannot be loaded: {error}; choose an older checkpoint by "
+                    f"writing its iteration into {folders.TRACKER}"
+                ) from None
+            notes.append(f"{path.name} cannot be loaded: {error}; going back to an older checkpoint")
+    raise UserError(f"--load {config.load}: no checkpoint there is whole: {'; '.join(notes)}; name another folder")
+
+
+def _without_tracker(load: str) -> str:
+    if not (Path(load) / folders.TRACKER).exists():
+        return f"--load {load}: no checkpoint there (no {folders.TRACKER}); check the path, or leave --load out"
+    return f"--load {load}: {folders.TRACKER} holds no iteration; write the number of one of the iter_ folders into it"
+
+
+def _read(folder: Path) -> Saved:
+    """A checkpoint whose files are in order; raises as ``untrusted.examine``."""
+    if not folder.is_dir():
+        raise untrusted.Damaged("there is no such folder")
     try:
-        content = yaml.safe_load((folder / CONFIG).read_text())
+        content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         saved = Saved(folder, content)
         _ = saved.progress, saved.layout, saved.schedule, content["options"], content["padded_vocab_size"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        raise UserError(
-            f"--load {config.load}: {folder.name}/{CONFIG} is missing or not this driver's; name another checkpoint"
-        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        raise untrusted.Damaged(f"{CONFIG} is missing or not this driver's") from None
+    untrusted.examine(folder)
     return saved
 
 
@@ -115,6 +154,56 @@ def check_shape(saved: Saved, config: Config, padded_vocab_size: int) -> None:
             f"--load {saved.folder} holds another model: {', '.join(differing)}; "
             "give the checkpoint's sizes or another --load"
         )
+
+
+def check_optimizer(saved: Saved, config: Config) -> None:
+    """Refuse optimizer state of another kind than this run's, naming what differs."""
+    options = saved.content["options"]
+    differing = [
+        f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {options.get(name)})"
+        for name in _OPTIMIZER
+        if options.get(name) != getattr(config, name)
+    ]
+    if differing:
+        raise UserError(
+            f"--load {saved.folder} holds another optimizer's state: {', '.join(differing)}; "
+            "give the checkpoint's options, or --no-load-optim to go on with the weights alone"
+        )
+    before, now = saved.layout.get("expert", 1), config.expert_model_parallel_size
+    if config.num_experts and (before > 1) != (now > 1):
+        raise UserError(
+            f"--load {saved.folder} was written with --expert-model-parallel-size {before}, and this run has {now}: "
+            "from 2 on Megatron-core keeps the optimizer state of experts apart, and loads neither kind as the other; "
+            "stay on one side, or give --no-load-optim to go on with the weights alone"
+        )
+
+
+def same_padding(saved: Saved, config: Config, vocab_size: int, padded_vocab_size: int) -> int:
+    """The checkpoint's padded vocabulary where it serves this run: it was padded for its own tensor-parallel size."""
+    found = saved.content["padded_vocab_size"]
+    serves = isinstance(found, int) and found >= vocab_size and found % config.tensor_model_parallel_size == 0
+    return found if serves else padded_vocab_size
+
+
+def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Config, list[str]]:
+    """This run's options with the checkpoint's seed, unless another was asked for; lines where data or noise change."""
+    options = saved.content["options"]
+    notes = []
+    seed = options.get("seed")
+    if isinstance(seed, int) and seed != config.seed:
+        if "seed" in given:
+            notes.append(f"seed: {config.seed}, checkpoint {seed}: data order and every random draw change from here")
+        else:
+            config = replace(config, seed=seed)
+            notes.append(f"seed: the checkpoint's {seed}")
+    # An option that is off is not in older checkpoints.
+    changed = [name for name in _DATA if (options.get(name) or None) != (getattr(config, name) or None)]
+    if changed:
+        notes.append(
+            f"data: {', '.join('--' + name.replace('_', '-') for name in changed)} differ from the checkpoint's run, "
+            "so the samples from here on are not those it would have seen"
+        )
+    return config, notes
 
 
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:

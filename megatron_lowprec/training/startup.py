@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
+import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
 
@@ -46,38 +46,30 @@ _KNOWN_WARNINGS = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all."""
+    """This process among all, and when it started (``time.monotonic``)."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    started: float = field(default_factory=time.monotonic)
 
 
 def prepare_environment() -> Ranks:
     """Environment and warning filters; under plain ``python`` this becomes a world of one process."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
     # Megatron-core's overlap of communication relies on kernels of one queue running in order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
-    # torchrun sets 1 where nobody chose a number of threads; under plain python 1 was somebody's choice.
+    # torchrun sets 1 where nobody chose a number of threads for several processes; else 1 was somebody's choice.
     chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+    if chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ and ranks.local_world_size > 1):
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
     return ranks
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def initialize(config: Config, ranks: Ranks) -> torch.device:
@@ -86,33 +78,42 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
 
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     from megatron_lowprec.mcore import cpu_stand_in
-    from megatron_lowprec.training.resolve import virtual_stages
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if config.deterministic_mode:
+        _choose_deterministic_algorithms()
     device = _device(ranks)
     if device.type == "cpu":
         import torch._dynamo
 
         # Megatron-core compiles its small fusions, which takes minutes on a CPU and gains nothing.
         torch._dynamo.config.disable = True
-    if config.deterministic_mode:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # TransformerEngine's attention
-        torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         # Backward in the thread that calls it: a process has one GPU, and Python in autograd's own thread takes twice
         # the time, which a GPU waits for where layers are small.
         torch.autograd.set_multithreading_enabled(False)
     cpu_stand_in.install()
+    # One process has nobody to meet: a store of its own needs no port, which another run might take first.
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
     dist.init_process_group(
         config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
         timeout=timedelta(minutes=config.distributed_timeout_minutes),
         device_id=device if device.type == "cuda" else None,
+        **alone,
     )
+    lay_out(config)
+    return device
+
+
+def lay_out(config: Config) -> None:
+    """Megatron-core's process groups, random seeds and microbatches, inside the process group of all ranks."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    from megatron_lowprec.training.resolve import virtual_stages
+
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -123,7 +124,7 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
         distributed_timeout_minutes=config.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    _seed(config.seed + 100 * mpu.get_pipeline_model_parallel_rank())
+    seed(config)
     init_num_microbatches_calculator(
         # Any rank but 0 keeps it quiet; the header says the same.
         1,
@@ -132,7 +133,28 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
         config.micro_batch_size,
         mpu.get_data_parallel_world_size(),
     )
-    return device
+
+
+# Megatron-LM's list: with these NCCL sums in one order; "^NVLS" leaves out the one that does not.
+_DETERMINISTIC_NCCL = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
+
+
+def _choose_deterministic_algorithms() -> None:
+    """As Megatron's --deterministic-mode asks for, but chosen where Megatron only checks; before CUDA is set up."""
+    import torch
+
+    algorithm = os.environ.setdefault("NCCL_ALGO", "Ring")
+    if algorithm not in _DETERMINISTIC_NCCL:
+        raise UserError(
+            f"--deterministic-mode with NCCL_ALGO={algorithm}: unset it, or choose one of "
+            f"{', '.join(_DETERMINISTIC_NCCL)}"
+        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    torch.use_deterministic_algorithms(True)
+    # Of attention's kernels flash and plain math have a deterministic backward.
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _device(ranks: Ranks) -> torch.device:
@@ -149,42 +171,49 @@ def _device(ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
-def _seed(seed: int) -> None:
+def seed(config: Config) -> None:
     """As Megatron-LM: pipeline stages differ, data-parallel ranks do not, tensor-parallel ones by their tracker."""
     import random
 
     import numpy as np
     import torch
+    from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - what Megatron-core draws from
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    base = config.seed + 100 * mpu.get_pipeline_model_parallel_rank()
+    random.seed(base)
+    np.random.seed(base)  # noqa: NPY002 - what Megatron-core draws from
+    torch.manual_seed(base)
+    tensor_parallel.model_parallel_cuda_manual_seed(base)
 
 
 def finalize() -> None:
     """Take down what ``initialize`` has set up."""
     import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
-    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
     if dist.is_initialized():
         dist.barrier()
-        destroy_num_microbatches_calculator()
-        mpu.destroy_model_parallel()
+        take_down_layout()
         dist.destroy_process_group()
+
+
+def take_down_layout() -> None:
+    """Take down what ``lay_out`` has set up; the process group of all ranks stays."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+
+    destroy_num_microbatches_calculator()
+    mpu.destroy_model_parallel()
 
 
 def fail(program: str, error: UserError, ranks: Ranks) -> int:
     """Say what a user can mend, on one process; the exit code."""
-    import time
-
     if ranks.rank == 0:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
     else:
         # torchrun ends the others at the first failure, which must not be before rank 0 has spoken.
-        time.sleep(20 if ranks.world_size > 1 else 0)
+        time.sleep(20)
+        print(f"{program}: error: rank {ranks.rank} alone: {error}", file=sys.stderr, flush=True)
     return 2
 
 
@@ -205,7 +234,7 @@ def versions() -> Mapping[str, str]:
 
     found = {
         "python": sys.version.split()[0],
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "megatron-core": importlib.metadata.version("megatron-core"),
     }
     # Where it is, Megatron-core takes some of its kernels under our layers, too.

@@ -35,22 +35,32 @@ class StepResult:
 def train_step(
     trainer: Trainer, batches: list[Batches], config: Config, iteration: int, device: torch.device
 ) -> StepResult:
-    """One iteration over the current global batch; ``iteration`` counts those completed before."""
-    for chunk in trainer.chunks:
-        chunk.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
-    trainer.runtime.begin_step(iteration)
-    loss = run_microbatches(trainer, batches, get_num_microbatches(), config, device, runtime=trainer.runtime)
+    """One iteration over the current global batch; ``iteration`` counts those completed before.
+
+    Where loss or gradient are not finite nothing changes: weights, moments and amax histories stay as they are.
+    """
+    loss = forward_backward(trainer, batches, config, iteration, device)
     for chunk_batches in batches:
         # Everything so far is only launched: the next step's first batch is ready before the device is.
         chunk_batches.prefetch()
-    updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer)
-    trainer.runtime.end_step()
+    updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer, loss.mean)
+    trainer.runtime.end_step(updated)
     norm = None
     if config.log_params_norm:
         with gathered(trainer, config):
             norm = params_norm(trainer)
     return StepResult(loss.mean(), updated, grad_norm, num_zeros, norm)
+
+
+def forward_backward(
+    trainer: Trainer, batches: list[Batches], config: Config, iteration: int, device: torch.device
+) -> PendingLoss:
+    """Launch fresh gradients of one global batch; its loss."""
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    trainer.runtime.begin_step(iteration)
+    return run_microbatches(trainer, batches, get_num_microbatches(), config, device, runtime=trainer.runtime)
 
 
 def run_microbatches(
@@ -94,12 +104,17 @@ class PendingLoss:
         if self._copied is not None:
             self._copied.record()
 
-    def mean(self) -> float:
-        """Nats a token; NaN without tokens."""
+    def sums(self) -> tuple[float, float]:
+        """(nats, tokens)"""
         if self._copied is not None:
             self._copied.synchronize()
-        summed, tokens = self._total.tolist()
-        return summed / tokens if tokens else float("nan")
+        nats, tokens = self._total.tolist()
+        return nats, tokens
+
+    def mean(self) -> float:
+        """Nats a token; NaN without tokens."""
+        nats, tokens = self.sums()
+        return nats / tokens if tokens else float("nan")
 
 
 class ForwardStep:

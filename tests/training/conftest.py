@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,26 +14,50 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 
 from megatron_lowprec.training import startup
 from megatron_lowprec.training.run import run
+from tests.training.helpers import argv
 
 Drive = Callable[[list[str]], None]
 
 
-@pytest.fixture
-def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
-    """Run the driver with a command line in an empty folder; raises its UserError."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
+@contextmanager
+def driving(folder: Path) -> Iterator[Drive]:
+    """Run the driver with a command line in a folder; raises what the driver raises."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        threads = torch.get_num_threads()
 
-    def call(arguments: list[str]) -> None:
-        monkeypatch.delenv("RANK", raising=False)
-        monkeypatch.delenv("MASTER_PORT", raising=False)
-        run(arguments, startup.prepare_environment())
+        def call(arguments: list[str]) -> None:
+            _take_down()
+            monkeypatch.delenv("RANK", raising=False)
+            monkeypatch.delenv("MASTER_PORT", raising=False)
+            run(arguments, startup.prepare_environment())
 
-    yield call
-    torch.set_num_threads(threads)
+        yield call
+        torch.set_num_threads(threads)
+        _take_down()
+
+
+def _take_down() -> None:
+    """What a run that ended by an error has left standing."""
     if dist.is_initialized():
         destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Drive]:
+    """``driving`` in an empty folder."""
+    with driving(tmp_path) as call:
+        yield call
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A --save folder with checkpoints of iterations 2 and 4 and the metrics; copy it to change it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with driving(folder) as call:
+        call(argv(save="out", train_iters=4, save_interval=2, recipe="fp8_delayed", lr_decay_iters=10))
+    return folder / "out"

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.environment import python_path
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Two layers, random tokens: what a test leaves out.
@@ -41,18 +43,28 @@ def argv(**changes: Any) -> list[str]:
     return arguments
 
 
-def torchrun(processes: int, arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    processes: int, arguments: list[str], cwd: Path, script: str = "pretrain_gpt.py"
+) -> subprocess.CompletedProcess[str]:
     """The driver on that many processes of this machine, its output captured."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
-        [*command, str(REPOSITORY / "pretrain_gpt.py"), *arguments],
+        [*command, str(REPOSITORY / script), *arguments],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+def many_runs(processes: int, cases: list[list[str]], cwd: Path) -> None:
+    """Several command lines, one after the other, in one launch; ``errors.json`` has the errors by number."""
+    path = cwd / "cases.json"
+    path.write_text(json.dumps(cases))
+    done = torchrun(processes, [str(path)], cwd, script="tests/training/many_runs.py")
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from megatron_lowprec.training.arguments import parse
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.memory import GIB, MemoryPlan
 from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from tests.environment import python_path
 from tests.training.conftest import Drive
 from tests.training.helpers import REPOSITORY, argv
 from tests.training.memory_worker import SIZES, VOCABULARY, measure
@@ -136,7 +137,7 @@ def test_the_plan_is_what_two_processes_hold(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "tests.training.memory_worker", str(tmp_path), json.dumps(changes)],
         cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
         capture_output=True,
         text=True,
         timeout=300,

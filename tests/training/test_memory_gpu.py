@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import python_path
 from tests.training.helpers import REPOSITORY
 
 LLAMA = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"]
@@ -35,7 +36,7 @@ def test_the_plan_is_what_is_allocated(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *flags],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, **python_path()},
         capture_output=True,
         text=True,
         timeout=600,

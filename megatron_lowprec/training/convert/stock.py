@@ -20,7 +20,7 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
 from megatron_lowprec.training.convert.store import read_weights
-from megatron_lowprec.training.saved import TRACKER, iteration_folder
+from megatron_lowprec.training.folders import TRACKER, iteration_folder
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(_\d{3})?$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

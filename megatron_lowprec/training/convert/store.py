@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +12,7 @@ import yaml
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.training import saved, startup
+from megatron_lowprec.training import folders, saved, startup
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
 from megatron_lowprec.training.reopen import plain
@@ -63,7 +61,7 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
     Raises:
         UserError: weights that are not this model's, or a folder that has checkpoints already.
     """
-    if (folder / saved.TRACKER).exists():
+    if (folder / folders.TRACKER).exists():
         raise UserError(f"--save {folder}: has checkpoints already; name another folder")
     config = resolve_run(resolve_model(plain(config)), 1, gpus=torch.cuda.is_available())
     rows = len(weights["embedding.word_embeddings.weight"])
@@ -83,16 +81,12 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
     gpt = unwrap_model(chunk)
     _fill(gpt, weights)
     metadata = {"singleton_local_shards": False, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    final = saved.iteration_folder(str(folder), 0)
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = folders.stage(str(folder), 0)
     dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=metadata)}, str(partial))
     content |= {"weights_only": source, "progress": asdict(Progress())}
     (partial / saved.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     (folder / "model.yaml").write_text(_model_yaml(config, source), encoding="utf-8")
-    os.replace(partial, final)
-    (folder / saved.TRACKER).write_text("0\n")
+    final = folders.publish(partial, str(folder), 0)
     startup.finalize()
     return final
 

@@ -1,0 +1,111 @@
+"""Checkpoint folders on disk: how one appears whole or not at all, and which are kept. No megatron, no tensors.
+
+SAVE/iter_0000010/                      a whole checkpoint: it got this name when all of it was written
+SAVE/iter_0000020.partial.5a0c31d2/     one being written, or what a killed process has left of one
+SAVE/latest_checkpointed_iteration.txt  the iteration to continue from
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_WHOLE = re.compile(r"iter_(\d{7,})")
+_REPLACED = ".old"
+
+
+def iteration_folder(folder: str, iteration: int) -> Path:
+    """Megatron's name for a checkpoint."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def tracked(folder: str) -> int | None:
+    """The iteration that the tracker names; None where it is missing, empty or no number."""
+    try:
+        text = (Path(folder) / TRACKER).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if re.fullmatch(r"[0-9]+", text) else None
+
+
+def whole(folder: str) -> dict[int, Path]:
+    """iteration -> folder of the checkpoints there, newest first.
+
+    One that was being replaced by a newer one of the same iteration when the process died counts, under its old name.
+    """
+    found: dict[int, Path] = {}
+    for path in Path(folder).glob("iter_*"):
+        match = _WHOLE.fullmatch(path.name.removesuffix(_REPLACED))
+        if match and path.is_dir() and not (path.name.endswith(_REPLACED) and int(match[1]) in found):
+            found[int(match[1])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def stage(folder: str, iteration: int) -> Path:
+    """A new, empty place to write a checkpoint to; what killed processes have left is cleared away.
+
+    Its name is new, too: the writer of a killed process may live on for a moment and write where it was told.
+    """
+    for remains in Path(folder).glob("iter_*.partial.*"):
+        shutil.rmtree(remains, ignore_errors=True)
+    for replaced in Path(folder).glob(f"iter_*{_REPLACED}"):
+        if (in_place := replaced.with_name(replaced.name.removesuffix(_REPLACED))).exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(in_place)
+    final = iteration_folder(folder, iteration)
+    partial = final.with_name(f"{final.name}.partial.{secrets.token_hex(4)}")
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(partial: Path, folder: str, iteration: int) -> Path:
+    """Give a written checkpoint its name and make it the one to continue from; in this order, each step atomic."""
+    final = iteration_folder(folder, iteration)
+    replaced = final.with_name(final.name + _REPLACED)
+    for path in partial.iterdir():
+        _sync(path)
+    _sync(partial)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(Path(folder))
+    tracker = Path(folder) / TRACKER
+    temporary = tracker.with_name(f".{TRACKER}.partial")
+    temporary.write_text(f"{iteration}\n", encoding="utf-8")
+    _sync(temporary)
+    os.replace(temporary, tracker)
+    _sync(Path(folder))
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def prune(folder: str, iteration: int, keep: int) -> list[Path]:
+    """Remove all but the ``keep`` newest checkpoints up to ``iteration``; returns those removed.
+
+    Later ones are left alone: a run that went back to an older checkpoint has yet to replace them.
+    """
+    removed = []
+    for path in [path for number, path in whole(folder).items() if number <= iteration][keep:]:
+        # Under a name that no start looks at: half a checkpoint must not pass for a whole one.
+        doomed = path.with_name(f"{path.name}.partial.{secrets.token_hex(4)}")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+        removed.append(path)
+    return removed
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what the system has been told; some file systems know no such thing for folders."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,65 @@
+"""What a checkpoint holds, told without loading it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.training.conftest import checkpoints  # noqa: F401 - a fixture
+from tools import inspect_checkpoint
+
+
+@pytest.fixture
+def out(checkpoints: Path, tmp_path: Path) -> Path:  # noqa: F811
+    return Path(shutil.copytree(checkpoints, tmp_path / "out"))
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """What was printed, by the word in front."""
+    found: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        what, _, text = line.partition(":")
+        found.setdefault(what, []).append(text.strip())
+    return found
+
+
+def test_recipe_step_layout_and_sizes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_checkpoint.main([str(out)]) == 0
+    told = lines(capsys)
+    assert told["there are"] == ["4 (latest), 2"]
+    assert told["step"] == ["4, 16 samples consumed"]
+    assert told["recipe"][0].startswith("fp8_delayed: ")
+    assert told["layout"] == ["tensor 1, pipeline 1, context 1, expert 1, data 1"]
+    assert told["seed"][0].startswith("1234")
+    # 118,528 parameters: weights and two moments in fp32; no main weights in an fp32 run.
+    assert "weights, float32: 16 tensors, 118,528 values, 474.1 kB" in told["holds"]
+    assert "optimizer's exp_avg, float32: 16 tensors, 118,528 values, 474.1 kB" in told["holds"]
+    # 3 operands of 4 linear layers, stacked over 2 layers: 1024 steps and the amax in effect.
+    assert "amax histories, float32: 12 tensors, 24,600 values, 98.4 kB" in told["holds"]
+    assert told["holds"][-1] == "random state of 1 rank"
+    assert told["on disk"][0].endswith("; whole")
+
+
+def test_another_iteration_or_one_folder(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_checkpoint.main([str(out), "--iteration", "2"]) == 0
+    chosen = lines(capsys)
+    assert inspect_checkpoint.main([str(out / "iter_0000002")]) == 0
+    assert lines(capsys)["step"] == chosen["step"] == ["2, 8 samples consumed"]
+
+
+def test_a_damaged_one_is_told_as_such(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = out / "iter_0000004" / "__0_1.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert inspect_checkpoint.main([str(out)]) == 1
+    assert "__0_1.distcp is cut short" in lines(capsys)["damaged"][0]
+
+
+@pytest.mark.parametrize(("iteration", "words"), [("3", "there are 4, 2"), (None, "no checkpoint there")])
+def test_what_is_not_there_is_one_line(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], iteration: str | None, words: str
+) -> None:
+    arguments = [str(out), "--iteration", iteration] if iteration else [str(tmp_path)]
+    assert inspect_checkpoint.main(arguments) == 2
+    assert words in capsys.readouterr().err

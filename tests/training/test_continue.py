@@ -1,0 +1,287 @@
+"""What a start finds in --save and makes of it: checkpoints of this run, damaged ones, of another recipe, of none."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import checkpoint, checkpoint_writer, folders, loop
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.saved import Saved, check_optimizer
+from tests.training.conftest import Drive, driving
+from tests.training.helpers import argv, losses, rows
+
+COMMON: dict[str, Any] = {"save": "out", "train_iters": 6, "save_interval": 2, "lr_decay_iters": 10}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of iterations 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    with driving(folder) as call:
+        call(argv(**COMMON))
+    return folder / "out"
+
+
+@pytest.fixture
+def interrupted(whole: Path, tmp_path: Path) -> Path:
+    """The same run as it lay there after iteration 5, its newest checkpoint that of iteration 4."""
+    out = Path(shutil.copytree(whole, tmp_path / "out"))
+    shutil.rmtree(out / "iter_0000006")
+    (out / folders.TRACKER).write_text("4\n")
+    metrics = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(metrics[:5]))
+    return out
+
+
+def newest(out: Path) -> Path:
+    return out / "iter_0000004"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+# What happened to the folder, whether the run then goes back to iteration 2, and what it says about it.
+ACCIDENTS: dict[str, tuple[Callable[[Path], Any], int, str]] = {
+    "nothing": (lambda out: None, 4, "holds a checkpoint: continuing from it"),
+    "corrupt latest": (lambda out: (out / folders.TRACKER).write_bytes(b"\x00\xff4"), 4, "missing or damaged"),
+    "empty latest": (lambda out: (out / folders.TRACKER).write_text(""), 4, "missing or damaged"),
+    "no latest": (lambda out: (out / folders.TRACKER).unlink(), 4, "missing or damaged"),
+    "latest of another": (lambda out: (out / folders.TRACKER).write_text("900\n"), 4, "iter_0000900 cannot be loaded"),
+    "truncated shard": (lambda out: truncate(newest(out) / "__0_1.distcp"), 2, "__0_1.distcp is cut short"),
+    "missing shard": (lambda out: (newest(out) / "__0_0.distcp").unlink(), 2, "__0_0.distcp is missing"),
+    "truncated metadata": (lambda out: truncate(newest(out) / ".metadata"), 2, ".metadata cannot be read"),
+    "truncated common": (lambda out: truncate(newest(out) / "common.pt"), 2, "common.pt cannot be read"),
+    "no config": (lambda out: (newest(out) / "config.yaml").unlink(), 2, "config.yaml is missing"),
+    "empty folder": (lambda out: (shutil.rmtree(newest(out)), newest(out).mkdir()), 2, "config.yaml is missing"),
+    "being replaced": (lambda out: newest(out).rename(out / "iter_0000004.old"), 4, "continuing from it"),
+}
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_a_start_goes_on_from_the_newest_whole_checkpoint(
+    drive: Drive, interrupted: Path, whole: Path, capsys: pytest.CaptureFixture[str], accident: str
+) -> None:
+    happen, iteration, words = ACCIDENTS[accident]
+    happen(interrupted)
+    drive(argv(**COMMON))
+    printed = capsys.readouterr().out
+    assert words in printed
+    assert f"at iteration {iteration}" in printed
+    assert losses(interrupted) == losses(whole)
+    assert folders.tracked(str(interrupted)) == 6
+    assert not list(interrupted.glob("*.old"))
+
+
+def test_nothing_whole_is_no_reason_to_start_anew(drive: Drive, interrupted: Path) -> None:
+    for folder in folders.whole(str(interrupted)).values():
+        truncate(folder / "common.pt")
+    with pytest.raises(UserError, match=r"no checkpoint there is whole: iter_0000004 .*; iter_0000002 "):
+        drive(argv(**COMMON))
+
+
+def test_another_run_s_damaged_checkpoint_is_refused(drive: Drive, interrupted: Path) -> None:
+    truncate(newest(interrupted) / "__0_1.distcp")
+    with pytest.raises(UserError, match=r"iter_0000004 cannot be loaded: __0_1\.distcp is cut short"):
+        drive(argv(**COMMON | {"save": "new", "load": "out"}))
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["absent", "empty"])
+def test_a_save_folder_without_a_checkpoint_starts_a_run(drive: Drive, tmp_path: Path, exists: bool) -> None:
+    if exists:
+        (tmp_path / "out").mkdir()
+    drive(argv(save="out", train_iters=1))
+    assert [row["iteration"] for row in rows(Path("out"))] == [1]
+
+
+def test_no_save_does_not_look_for_checkpoints(drive: Drive, interrupted: Path) -> None:
+    drive(argv(**COMMON | {"train_iters": 1, "no_save": True}))
+    assert [row["iteration"] for row in rows(interrupted)] == [1]
+
+
+def test_a_pretrained_checkpoint_is_where_a_run_begins_once(drive: Drive, whole: Path) -> None:
+    common = {"save": "new", "pretrained_checkpoint": str(whole), "train_iters": 2}
+    drive(argv(**common, exit_interval=1))
+    drive(argv(**common))
+    assert [row["iteration"] for row in rows(Path("new"))] == [1, 2]
+    # Trained weights, and a schedule and counts of its own.
+    assert rows(Path("new"))[0]["lm loss"] < rows(whole)[0]["lm loss"]
+    assert rows(Path("new"))[0]["consumed samples"] == 4
+
+
+def test_the_seed_is_the_checkpoint_s_unless_one_is_given(
+    drive: Drive, interrupted: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = newest(interrupted) / "config.yaml"
+    content = yaml.safe_load(path.read_text())
+    assert content["options"]["seed"] == 1234
+    drive(argv(**COMMON | {"save": "new", "load": "out", "seed": 7, "no_save": True}))
+    assert "seed: 7, checkpoint 1234" in capsys.readouterr().out
+    assert losses(Path("new"))[0] != losses(whole)[4]
+    content["options"]["seed"] = 7
+    path.write_text(yaml.safe_dump(content))
+    drive(argv(**COMMON | {"save": "same", "load": "out", "no_save": True}))
+    assert "seed: the checkpoint's 7" in capsys.readouterr().out
+    assert losses(Path("same")) == losses(Path("new"))
+
+
+def test_other_data_is_said_aloud(drive: Drive, interrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(**COMMON | {"seq_length": 16, "max_position_embeddings": 32}))
+    assert "data: --seq-length differ" in capsys.readouterr().out
+
+
+def test_the_padding_of_the_vocabulary_is_the_checkpoint_s(drive: Drive, interrupted: Path, whole: Path) -> None:
+    # As a larger tensor-parallel size would ask for.
+    drive(argv(**COMMON | {"make_vocab_size_divisible_by": 512}))
+    assert losses(interrupted) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    "change", [{"use_distributed_optimizer": True}, {"bf16": True}], ids=lambda change: next(iter(change))
+)
+def test_another_optimizer_s_state_is_refused_by_name(drive: Drive, interrupted: Path, change: dict[str, Any]) -> None:
+    flag = next(iter(change)).replace("_", "-")
+    with pytest.raises(UserError, match=f"another optimizer's state: --{flag} True .checkpoint: False."):
+        drive(argv(**COMMON | change))
+    drive(argv(**COMMON | change | {"load": "out", "save": "new", "no_load_optim": True, "no_save": True}))
+    assert len(losses(Path("new"))) == 2
+
+
+def test_only_the_last_are_kept(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(**COMMON, keep_last=2))
+    assert list(folders.whole("out")) == [6, 4]
+    assert "saved out/iter_0000006, removed 1 older" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"use_distributed_optimizer": True, "bf16": True}], ids=["plain", "distributed"]
+)
+def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = COMMON | layout | {"recipe": "fp8_delayed"}
+    drive(argv(**common | {"save": "sync"}))
+    with monkeypatch.context() as patch:
+        # Published as late as can be: weights and moments have changed by then.
+        patch.setattr(checkpoint_writer.CheckpointWriter, "poll", lambda self: None)
+        drive(argv(**common | {"save": "out", "async_save": True}))
+    assert losses(Path("out")) == losses(Path("sync"))
+    for iteration in (2, 4):
+        rest = f"rest{iteration}"
+        shutil.copytree(folders.iteration_folder("out", iteration), folders.iteration_folder(rest, iteration))
+        (Path(rest) / folders.TRACKER).write_text(f"{iteration}\n")
+        drive(argv(**common | {"save": rest}))
+        assert losses(Path(rest)) == losses(Path("sync"))[iteration:]
+    assert "saved out/iter_0000006" in capsys.readouterr().out
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[tuple[int, int | None]] = []
+    step = loop.train_step
+
+    def watching(*args: Any) -> Any:
+        published.append((args[3], folders.tracked("out")))
+        return step(*args)
+
+    polls = iter([False, False, False, True, True, True])
+    poll = checkpoint_writer.CheckpointWriter.poll
+    monkeypatch.setattr(checkpoint_writer.CheckpointWriter, "poll", lambda self: poll(self) if next(polls) else None)
+    monkeypatch.setattr(loop, "train_step", watching)
+    drive(argv(**COMMON | {"save_interval": 1, "train_iters": 3}, async_save=True))
+    # Steps completed, and the checkpoint that a start would have found: the one before is finished before the next.
+    assert published == [(0, None), (1, None), (2, 1)]
+    assert folders.tracked("out") == 3
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process and its children may grow beyond that: as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [300_000, 1_000], ids=["shards", "all files"])
+@pytest.mark.parametrize("asynchronously", [False, True], ids=["sync", "async"])
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, whole: Path, size: int, asynchronously: bool
+) -> None:
+    save = checkpoint_writer.CheckpointWriter.save
+
+    def full(self: Any, trainer: Any, progress: Any) -> None:
+        self.finish()  # of the checkpoint before
+        with largest_file(size if progress.iteration == 4 else resource.RLIM_INFINITY):
+            save(self, trainer, progress)
+
+    options = COMMON | {"async_save": asynchronously or None}
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer.CheckpointWriter, "save", full)
+        with pytest.raises(UserError, match=r"could not be written: .*iteration 2 stays the newest") as error:
+            drive(argv(**options))
+    assert "\n" not in str(error.value)
+    assert not list(Path("out").glob("*.partial.*")), "it takes the room that the next attempt needs"
+    drive(argv(**options))
+    assert losses(Path("out")) == losses(whole)
+
+
+def test_delayed_scaling_is_calibrated_for_a_checkpoint_without_histories(
+    drive: Drive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A mean over 1,024 tokens: at scale 1 E5M2 rounds most of its gradients to zero, and the norm is 8% off.
+    sizes = {"hidden_size": 128, "seq_length": 512, "bf16": True, "hidden_dropout": 0, "attention_dropout": 0}
+    common = COMMON | sizes | {"train_iters": 5, "save_interval": None}
+    drive(argv(**common | {"save": "plain", "train_iters": 4}))
+    drive(argv(**common | {"save": "exact", "load": "plain"}))
+    capsys.readouterr()
+    drive(argv(**common | {"save": "new", "load": "plain", "recipe": "fp8_delayed"}))
+    printed = capsys.readouterr().out
+    assert "24 amax histories are not in it as this recipe keeps them; they begin anew" in printed
+    assert "histories filled by 3 passes over the next batch" in printed
+    exact, new = (rows(Path(name))[0] for name in ("exact", "new"))
+    assert new["lm loss"] == pytest.approx(exact["lm loss"], rel=1e-3)
+    assert new["grad-norm"] == pytest.approx(exact["grad-norm"], rel=0.03)
+    # The other way round the histories have no use, and this is said.
+    drive(argv(**common | {"save": "back", "load": "new", "train_iters": 6}))
+    assert "amax histories of grad_output, input, weight are dropped" in capsys.readouterr().out
+
+
+def test_calibration_leaves_no_trace_but_the_histories(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Dropout is on. A run under bf16 that calibrates all the same is the run that does not.
+    drive(argv(**COMMON))
+    shutil.rmtree("out/iter_0000006")
+    Path("out", folders.TRACKER).write_text("2\n")
+    load = checkpoint.load
+
+    def uncalibrated(*args: Any) -> Any:
+        return replace(load(*args), uncalibrated=True)
+
+    monkeypatch.setattr(checkpoint, "load", uncalibrated)
+    whole = losses(Path("out"))
+    drive(argv(**COMMON))
+    assert losses(Path("out")) == whole
+
+
+@pytest.mark.parametrize(("before", "now", "refused"), [(1, 2, True), (4, 1, True), (2, 4, False), (1, 1, False)])
+def test_the_optimizer_of_experts_stays_on_its_side(before: int, now: int, refused: bool) -> None:
+    options = {"optimizer": "adam", "bf16": False, "use_distributed_optimizer": False}
+    saved = Saved(Path("there"), {"options": options, "layout": {"expert": before}})
+    check_optimizer(saved, Config(expert_model_parallel_size=now))  # a dense model
+    config = Config(num_experts=4, expert_model_parallel_size=now)
+    if not refused:
+        check_optimizer(saved, config)
+        return
+    with pytest.raises(UserError, match=f"--expert-model-parallel-size {before}, and this run has {now}"):
+        check_optimizer(saved, config)

@@ -1,0 +1,203 @@
+"""The tables of docs/ that follow from the recipes, rewritten between their markers.
+
+    python tools/doc_tables.py            # write what has changed
+    python tools/doc_tables.py --check    # name the pages that would change; exit code 1 if there are any
+
+A table stands between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table -->``. Kinds:
+
+    recipes                        every registered recipe and every file of configs/recipes, with its page
+    operands RECIPE                what each GEMM does to each operand
+    differences BASE RECIPE ...    the fields in which recipes differ from BASE
+    execution RECIPE ...           native or emulated on each kind of device, for sizes that products take
+
+A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from itertools import groupby
+from pathlib import Path
+
+from megatron_lowprec.recipe.load import load_recipe
+from megatron_lowprec.recipe.native import why_emulated
+from megatron_lowprec.recipe.registry import recipes
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOCS = REPOSITORY / "docs"
+DEVICES = {
+    "cpu": "CPU",
+    "sm80": "Ampere, sm80",
+    "sm89": "Ada, sm89",
+    "sm90": "Hopper, sm90",
+    "sm100": "Blackwell, sm100",
+}
+_TABLE = re.compile(r"(?P<begin><!-- table: (?P<what>[^>]*?) -->\n)(?P<table>.*?)(?P<end><!-- end of table -->)", re.S)
+_CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
+_WIDE = 4096  # a size that every product takes
+
+
+def pages() -> list[Path]:
+    """The pages that may hold tables."""
+    return sorted(DOCS.rglob("*.md"))
+
+
+def tables_of(text: str) -> list[list[str]]:
+    """Kind and arguments of each table of a page."""
+    return [match["what"].split() for match in _TABLE.finditer(text)]
+
+
+def named_recipes() -> list[str]:
+    """Registered names, then the YAML files."""
+    files = sorted((REPOSITORY / "configs/recipes").glob("*.yaml"))
+    return [*recipes(), *(str(file.relative_to(REPOSITORY)) for file in files)]
+
+
+def page_of(name: str) -> list[Path]:
+    """The pages whose tables say what a recipe does."""
+    described = ("operands", "differences")
+    return [
+        page
+        for page in pages()
+        if any(what[0] in described and name in what[1:] for what in tables_of(page.read_text(encoding="utf-8")))
+        and page.parent != DOCS
+    ]
+
+
+def rewritten(page: Path) -> str:
+    """The page's text with its tables as they should be."""
+    text = page.read_text(encoding="utf-8")
+
+    def table(match: re.Match[str]) -> str:
+        kind, *names = match["what"].split()
+        return match["begin"] + _markdown([*_KINDS[kind](page, *names)]) + match["end"]
+
+    return _TABLE.sub(table, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page would change")
+    args = parser.parse_args(argv)
+    stale = [page for page in pages() if page.read_text(encoding="utf-8") != rewritten(page)]
+    for page in stale:
+        print(("out of date: " if args.check else "wrote ") + str(page.relative_to(REPOSITORY)))
+        if not args.check:
+            page.write_text(rewritten(page), encoding="utf-8")
+    return int(args.check and bool(stale))
+
+
+Row = Sequence[str]
+_ABSENT = ("compute dtype", "", "", "")
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+
+
+def _recipe(name: str) -> Recipe:
+    return load_recipe(str(REPOSITORY / name) if name.endswith(".yaml") else name)
+
+
+def _recipes(page: Path) -> Iterator[Row]:
+    yield "recipe", "summary", "source", "page"
+    for name in named_recipes():
+        recipe = _recipe(name)
+        links = [f"[{found.stem}]({found.relative_to(page.parent)})" for found in page_of(name)]
+        yield f"`{name}`", recipe.summary, recipe.source, ", ".join(links)
+
+
+def _operands(page: Path, name: str) -> Iterator[Row]:
+    yield "GEMM", "contracts", "operand", "format", "tile", "scale", "rounding", "transform"
+    for gemm, spec in _recipe(name).gemms.items():
+        for operand in GEMM_OPERANDS[gemm]:
+            yield gemm, _CONTRACTED[gemm], operand, *_numerics(getattr(spec, operand)), _transform(spec)
+
+
+def _numerics(quant: QuantSpec | None) -> Row:
+    if quant is None:
+        return _ABSENT
+    scale = f"{quant.scale_format} `{quant.scale_rule}`"
+    if quant.amax_floor:
+        scale += f", amax at least {quant.amax_floor:g}"
+    if quant.scaling == "delayed":
+        scale += f", delayed: {quant.history_rule} of {quant.history}, margin {quant.margin}"
+    rounding = f"`{quant.rounding}`"
+    if quant.rounding == "stochastic":
+        rounding += f", {quant.random_bits} bits"
+    if quant.headroom != 1.0:
+        rounding += f", headroom {quant.headroom:g}"
+    return quant.format.upper(), quant.tile, scale, rounding
+
+
+def _transform(gemm: GemmSpec) -> str:
+    return f"Hadamard {gemm.hadamard.block}, {gemm.hadamard.signs} signs" if gemm.hadamard is not None else ""
+
+
+def _differences(page: Path, base: str, *others: str) -> Iterator[Row]:
+    yield "recipe", "field", f"in `{base}`", "here"
+    for name in others:
+        changes = _changes(_recipe(base), _recipe(name))
+        for values in dict.fromkeys(changes.values()):
+            yield f"`{name}`", ", ".join(f"`{key}`" for key in changes if changes[key] == values), *values
+
+
+def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
+    """Every field that decides numerics and differs -> what it is there and here."""
+    pairs: dict[str, tuple[str, str]] = {}
+    for gemm, operands in GEMM_OPERANDS.items():
+        there, here = base.gemms[gemm], other.gemms[gemm]
+        for operand in operands:
+            before, after = _numerics(getattr(there, operand)), _numerics(getattr(here, operand))
+            # an operand that is there on one side alone is one difference, not four
+            if _ABSENT in (before, after):
+                pairs[f"{gemm}.{operand}"] = _in_a_line(before), _in_a_line(after)
+                continue
+            for field, pair in zip(("format", "tile", "scale", "rounding"), zip(before, after), strict=True):
+                pairs[f"{gemm}.{operand}.{field}"] = pair
+        pairs[f"{gemm}.hadamard"] = _transform(there) or "none", _transform(here) or "none"
+        pairs[f"{gemm}.fast_accumulation"] = str(there.fast_accumulation).lower(), str(here.fast_accumulation).lower()
+    for keep in fields(KeepBf16):
+        values = getattr(base.keep_bf16, keep.name), getattr(other.keep_bf16, keep.name)
+        pairs[f"keep_bf16.{keep.name}"] = str(values[0]), str(values[1])
+    return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
+
+
+def _in_a_line(numerics: Row) -> str:
+    return ", ".join(part for part in numerics if part)
+
+
+def _execution(page: Path, *names: str) -> Iterator[Row]:
+    yield "recipe", "GEMM", *DEVICES.values(), "why emulated"
+    for name in names:
+        gemms = _recipe(name).gemms
+        runs = {gemm: tuple(_runs(gemm, spec, arch) for arch in DEVICES) for gemm, spec in gemms.items()}
+        for on_devices, alike in groupby(runs, key=lambda gemm: runs[gemm]):
+            reasons = dict.fromkeys(reason for _, reason in on_devices if reason)
+            yield f"`{name}`", ", ".join(alike), *(how for how, _ in on_devices), "; ".join(reasons)
+
+
+def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
+    """How a GEMM runs on a device, and why not natively."""
+    if not gemm.quantized:
+        return "compute dtype", ""
+    reason = why_emulated(name, gemm, arch, _WIDE, _WIDE)
+    return ("native", "") if reason is None else ("emulated", reason.removesuffix(f" on {arch}"))
+
+
+_KINDS: dict[str, Callable[..., Iterator[Row]]] = {
+    "recipes": _recipes,
+    "operands": _operands,
+    "differences": _differences,
+    "execution": _execution,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Say what a checkpoint holds, and whether it is whole: recipe, step, layout, sizes.
+
+    python tools/inspect_checkpoint.py runs/gpt_345m/checkpoints
+    python tools/inspect_checkpoint.py runs/gpt_345m/checkpoints --iteration 2000
+
+Nothing of it is loaded: file sizes and ``.metadata`` are enough, and neither can run code here. The exit code is 1
+where the checkpoint is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.explain import describe_operand
+from megatron_lowprec.recipe.load import recipe_from_dict
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
+from megatron_lowprec.training import folders, untrusted
+from megatron_lowprec.training.saved import CONFIG, Saved
+
+
+def describe(folder: Path) -> Iterator[str]:
+    """Lines about one checkpoint.
+
+    Raises:
+        Damaged: it is not whole.
+        UserError: it holds a pickle that does not belong there.
+    """
+    try:
+        content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        saved = Saved(folder, content)
+        progress, layout, options = saved.progress, saved.layout, dict(content["options"])
+        recipe = recipe_from_dict(content["recipe"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, UserError) as error:
+        raise untrusted.Damaged(f"{CONFIG} is missing or not this driver's: {error}") from None
+    yield _row("checkpoint", str(folder))
+    yield _row("step", f"{progress['iteration']:,}, {progress['consumed_samples']:,} samples consumed")
+    if progress.get("skipped_iterations"):
+        yield _row("skipped", f"{progress['skipped_iterations']:,} iterations")
+    yield from _recipe(recipe)
+    yield _row("seed", f"{options.get('seed')}, the base of data order, dropout and all random streams")
+    yield _row(
+        "model",
+        f"{options.get('num_layers')} layers, hidden {options.get('hidden_size')}, "
+        f"{options.get('num_attention_heads')} heads, sequence {options.get('seq_length')}, "
+        f"vocabulary {content.get('padded_vocab_size')} (padded)",
+    )
+    yield _row("layout", ", ".join(f"{name} {size}" for name, size in layout.items()))
+    if "versions" in content:
+        yield _row("written by", ", ".join(f"{name} {version}" for name, version in content["versions"].items()))
+    metadata = untrusted.examine(folder)
+    yield from _sizes(metadata)
+    files = [path for path in folder.iterdir() if path.is_file()]
+    yield _row("on disk", f"{len(files)} files, {_bytes(sum(path.stat().st_size for path in files))}; whole")
+
+
+def _recipe(recipe: Recipe) -> Iterator[str]:
+    yield _row("recipe", f"{recipe.name}: {recipe.summary}")
+    for name, gemm in recipe.gemms.items():
+        if gemm.quantized:
+            operands = (f"{operand} {describe_operand(getattr(gemm, operand))}" for operand in GEMM_OPERANDS[name])
+            yield _row("", f"{name}: {'; '.join(operands)}")
+
+
+def _sizes(metadata: Metadata) -> Iterator[str]:
+    tensors, values, sizes = Counter[str](), Counter[str](), Counter[str]()
+    for key, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            continue
+        part = f"{_part(key)}, {str(stored.properties.dtype).removeprefix('torch.')}"
+        count = math.prod(stored.size)
+        tensors[part] += 1
+        values[part] += count
+        sizes[part] += count * stored.properties.dtype.itemsize
+    for part, size in sizes.items():
+        yield _row("holds", f"{part}: {tensors[part]} tensors, {values[part]:,} values, {_bytes(size)}")
+    objects = [key for key in metadata.state_dict_metadata if key.startswith("random_state")]
+    yield _row("holds", f"random state of {len(objects)} rank{'s' * (len(objects) != 1)}")
+
+
+def _part(key: str) -> str:
+    if ".amax." in key:
+        return "amax histories"
+    if not key.startswith("optimizer."):
+        return "weights"
+    state = key.split(".")[2]
+    return {"param": "main weights", "fp32_param": "main weights"}.get(state, f"optimizer's {state}")
+
+
+def _row(what: str, text: str) -> str:
+    return f"{what + ':' if what else '':<13}{text}"
+
+
+def _bytes(size: int) -> str:
+    power = min(int(math.log(max(size, 1), 1000)), 4)
+    return f"{size / 1000**power:.1f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}" if power else f"{size} bytes"
+
+
+def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
+    """The checkpoint that is meant, and lines about the others beside it."""
+    if (folder / CONFIG).exists() and (folder / ".metadata").exists():
+        return folder, []
+    present, latest = folders.whole(str(folder)), folders.tracked(str(folder))
+    if not present:
+        raise UserError(f"{folder}: no checkpoint there; name a --save folder or one of its iter_ folders")
+    notes = []
+    if latest not in present:
+        notes.append(_row("latest", f"{folders.TRACKER} names {latest}, of which there is no checkpoint"))
+    chosen = iteration if iteration is not None else latest if latest in present else max(present)
+    if chosen not in present:
+        raise UserError(f"{folder}: no checkpoint of iteration {chosen}; there are {', '.join(map(str, present))}")
+    listed = ", ".join(f"{number}{' (latest)' if number == latest else ''}" for number in present)
+    return present[chosen], [*notes, _row("there are", listed)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 for a damaged checkpoint, 2 for what a user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a --save folder, or one iter_ folder in it")
+    parser.add_argument("--iteration", type=int, help="which checkpoint; default the latest")
+    arguments = parser.parse_args(argv)
+    try:
+        folder, notes = _choose(arguments.folder, arguments.iteration)
+        for line in (*notes, *describe(folder)):
+            print(line)
+    except untrusted.Damaged as error:
+        print(_row("damaged", str(error)))
+        return 1
+    except UserError as error:
+        print(f"inspect_checkpoint.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

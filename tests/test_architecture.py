@@ -20,16 +20,20 @@ MAY_IMPORT = {
     "errors": set(),
     "formats": set(),
     "recipe": {"errors", "formats"},
+    "report": {"errors", "recipe"},
     "kernels": {"formats"},
     "quantization": {"errors", "formats", "kernels", "recipe"},
-    "linear": {"errors", "formats", "kernels", "recipe", "quantization"},
-    "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "linear"},
-    "training": {"errors", "formats", "kernels", "recipe", "quantization", "linear", "mcore"},
+    "numerics": {"errors", "formats", "kernels", "recipe", "quantization"},
+    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "numerics"},
+    "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "numerics"},
+    "training": {"errors", "formats", "kernels", "recipe", "quantization", "numerics", "linear", "mcore"},
+    # starts runs in processes of their own, and reads of training/ only what needs neither torch nor megatron
+    "sweep": {"errors", "recipe", "training"},
 }
 # "" is megatron_lowprec/__init__.py, which names things of the recipe for whoever imports the package
 MAY_IMPORT[""] = {"errors", "recipe"}
 SEES_MEGATRON = {"mcore", "training"}
-PURE = {"", "errors", "formats", "recipe"}  # no torch: --list-recipes is instant
+PURE = {"", "errors", "formats", "recipe", "report", "sweep"}  # no torch: --list-recipes is instant
 
 
 def part_of(path: Path) -> str:

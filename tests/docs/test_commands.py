@@ -1,0 +1,296 @@
+"""Every command in the pages: its program exists, takes those flags, and finds the files that it names."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.load import load_recipe
+from megatron_lowprec.sweep.cli import _parser as sweep_parser
+from megatron_lowprec.training import arguments
+from megatron_lowprec.training.resolve import resolve_model
+from megatron_lowprec.training.te_recipe import INSTALL
+from tests.docs.markdown import (
+    ELLIPSES,
+    PAGES,
+    ROOT,
+    Command,
+    Fence,
+    commands,
+    commands_of,
+    fences,
+    flag_lines,
+    lines_of,
+    name_of,
+    refusals,
+    spans,
+)
+from tests.tools.test_packaging import declared
+
+# Those that a page shows an error of are run in test_messages.py.
+_REFUSED = {command for page in PAGES for command, _ in refusals(page)}
+COMMANDS = [command for page in PAGES for command in commands(page) if command not in _REFUSED]
+# What the reader puts in, or what another command of the page writes.
+_PLACEHOLDER = re.compile(r"[A-Z_]+(\.yaml)?|\$.*|FILLED_IN.*|.*….*")
+_WRITTEN = ("runs/", "reports/", "my_", "checkpoints/")
+_SLURM = {
+    *("--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--job-name", "--signal", "--output", "--batch"),
+    *("--partition", "--account", "--qos", "--requeue", "--kill-on-bad-exit"),
+}
+
+
+def plain(words: Sequence[str]) -> list[str]:
+    """Without what stands for "and the rest of it"; an ellipsis behind a flag is that flag's value."""
+    before = ["", *words]
+    return [w for w, last in zip(words, before) if w not in ELLIPSES or last.startswith("--")]
+
+
+class Parsed(Exception):  # noqa: N818 - nothing is wrong
+    """A tool's own parser has taken its command line."""
+
+    def __init__(self, namespace: argparse.Namespace) -> None:
+        self.namespace = namespace
+
+
+def parse_of_tool(module: str, words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """``words`` by the parser in the tool's ``main``, which goes no further."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def and_stop(parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
+        raise Parsed(parse(parser, *args, **kwargs))  # type: ignore[arg-type,call-overload]
+
+    main = importlib.import_module(module).main
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", and_stop)
+        patch.setattr(sys, "argv", [module, *words])
+        try:
+            main(list(words)) if main.__code__.co_argcount else main()
+        except Parsed as parsed:
+            return parsed.namespace
+        except SystemExit:
+            raise AssertionError(f"{module} does not take {' '.join(words)}") from None
+    raise AssertionError(f"{module} never parsed its arguments")
+
+
+def check_driver(words: Sequence[str]) -> None:
+    """Flags of pretrain_gpt.py, its configuration and its recipe; the model's sizes where all of it is there."""
+    whole = len(plain(words)) == len(words)
+    options = vars(arguments.build_parser().parse_args(plain(words)))
+    config = options.get("config")
+    if config is not None and (_PLACEHOLDER.fullmatch(config) or config.startswith(_WRITTEN)):
+        whole = False
+    elif config is not None:
+        assert arguments.find(config).is_file(), f"{config} is not there"
+        arguments.read_yaml(str(arguments.find(config)))
+    recipe = options.get("recipe")
+    if recipe is not None and not _PLACEHOLDER.fullmatch(recipe) and not recipe.startswith("my_"):
+        load_recipe(str(ROOT / recipe) if recipe.endswith(".yaml") else recipe, options.get("recipe_set", []))
+    if whole and not options.get("list_recipes"):
+        resolve_model(arguments.parse(list(words))[0])
+
+
+def check_slurm(words: Sequence[str]) -> list[str]:
+    """The script's own words, after options of sbatch that are known here."""
+    rest = plain(words)
+    while rest and rest[0].startswith("--"):
+        option = rest.pop(0)
+        assert option.partition("=")[0] in _SLURM, f"{option}: an option of Slurm that no test knows"
+        if "=" not in option:
+            rest.pop(0)
+    return rest
+
+
+def check_make(words: Sequence[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^\.PHONY: (.*)$", makefile, re.M)[0].split())
+    variables = set(re.findall(r"^(\w+) \??:?=", makefile, re.M))
+    for word in words:
+        name, equals, _ = word.partition("=")
+        assert name in (variables if equals else targets), f"make {word}: the Makefile has no {name}"
+
+
+def check_pip(words: Sequence[str], line: str) -> None:
+    assert words[0] == "install", words
+    for word in words[1:]:
+        if word.startswith("-"):
+            continue
+        requirement = Requirement(word)
+        if requirement.name.replace("_", "-") == "megatron-lowprec":
+            assert requirement.extras <= set(declared()), f"setup.py has no extra of {word}"
+        elif requirement.name == "transformer-engine":
+            assert word in INSTALL
+        else:
+            raise AssertionError(f"{line}: no test knows where {word} comes from")
+
+
+def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = plain(words)
+    if words[0] == "-c":
+        compile(words[1], "python -c", "exec")
+        return None
+    if words[0] == "-m":
+        program, rest = words[1], words[2:]
+        if program == "torch.distributed.run":
+            return check_torchrun(rest, monkeypatch)
+        if program in ("pytest", "pip"):
+            return check_pip(rest, " ".join(words)) if program == "pip" else None
+        assert program.startswith(("tools.", "tests.")), f"python -m {program}: no test knows it"
+        spec = importlib.util.find_spec(program)
+        assert spec is not None, f"there is no {program}"
+        if program.startswith("tests."):
+            return None  # takes what any shell takes
+        module = f"{program}.__main__" if spec.submodule_search_locations else program
+        alternatives = rest[0].split("|") if rest and "|" in rest[0] else [None]
+        for word in alternatives:
+            given = rest if word is None else [word, *rest[1:]]
+            parse_of_tool(module, given, monkeypatch)
+        return None
+    script, rest = words[0], words[1:]
+    if script == "pretrain_gpt.py":
+        return check_driver(rest)
+    assert (ROOT / script).is_file(), f"{script} is not there"
+    assert script.startswith(("tools/", "scripts/")), f"python {script}: no test knows it"
+    given = parse_of_tool(script.removesuffix(".py").replace("/", "."), rest, monkeypatch)
+    if script == "tools/train_recipes.py":
+        check_driver([*given.more, "..."])
+    return None
+
+
+def check_torchrun(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torchrun_parser().parse_args(plain(words))
+    check_python([given.training_script, *given.training_script_args], monkeypatch)
+
+
+def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *words = command.words
+    if program == "python":
+        check_python(words, monkeypatch)
+    elif program == "torchrun":
+        if words != ["--help"]:
+            check_torchrun(words, monkeypatch)
+    elif program == "make":
+        check_make(words)
+    elif program == "pip":
+        check_pip(words, str(command))
+    else:
+        rest = check_slurm(words)
+        if rest and rest[0] == "torchrun":
+            check_torchrun(rest[1:], monkeypatch)
+        elif rest:
+            assert rest[0] == "scripts/pretrain.sbatch"
+            check_driver([*rest[2:], "..."])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        check(command, monkeypatch)
+    except (UserError, SystemExit) as error:
+        raise AssertionError(f"{command}\n{error}") from None
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_files_of_a_command_are_there(command: Command) -> None:
+    for word in command.words:
+        folder = word.split("/")[0]
+        ours = folder in ("configs", "data", "scripts", "tests", "tools", "requirements") and "/" in word
+        if ours and not word.startswith(("data/wikipedia", "data/cache")):
+            assert any(ROOT.glob(word)), f"{word} is not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_of_flags(page: Path) -> None:
+    for words in flag_lines(page):
+        check_driver([*words, "..."])
+
+
+# ---- flags in running text
+_FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
+# Other programs' flags that the pages speak of.
+_FOREIGN = {
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--standalone", "--shutdown-timeout", "--signals-to-handle"),
+    *("--signal", "--requeue", "--kill-on-bad-exit", "--help", "--no-build-isolation", "--nodes", "--gpus-per-node"),
+    *("--no-bias-gelu-fusion", "--apply-layernorm-1p"),
+    *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
+    *_SLURM,
+}
+
+
+def known_flags() -> set[str]:
+    """Of the driver and of every tool."""
+    found = set(_FOREIGN)
+    parsers = [arguments.build_parser(), sweep_parser()]
+    found |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    for file in (ROOT / "tools").rglob("*.py"):
+        found |= set(re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', file.read_text(encoding="utf-8")))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_flags_in_the_text_exist(page: Path) -> None:
+    known = known_flags()
+    assert [flag for span in spans(page) for flag in _FLAG.findall(span) if flag not in known] == []
+
+
+# ---- the tests themselves
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python pretrain_gpt.py --recipe mxfp9",
+        "python pretrain_gpt.py --recipe mxfp8 --no-such-flag",
+        "python pretrain_gpt.py --recipe mxfp8 --recipe-set dgrad.hadamard.blok=128",
+        "python pretrain_gpt.py --config configs/models/gpt_none.yaml",
+        "python pretrain_gpt.py --train-iters many",
+        "python tools/none.py",
+        "python tools/evaluate.py --load runs/x --part all",
+        "python -m tools.bench nothing",
+        "torchrun --no-such-flag 2 pretrain_gpt.py",
+        "torchrun --nproc-per-node 2 pretrain_gpt.py --recipe mxfp9",
+        "make nothing",
+        "make train NOTHING=1",
+        "pip install 'megatron-lowprec[nothing]'",
+        "sbatch --no-such-option 1 scripts/pretrain.sbatch runs/x",
+    ],
+)
+def test_a_wrong_command_is_noticed(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```\n{line}\n```\n", encoding="utf-8")
+    (command,) = commands(page)
+    with pytest.raises((AssertionError, UserError, SystemExit, ImportError)):
+        check(command, monkeypatch)
+
+
+def test_commands_are_found() -> None:
+    assert len(COMMANDS) > 30
+    assert {command.words[0] for command in COMMANDS} >= {"python", "torchrun", "make", "sbatch", "pip"}
+
+
+# Lines of a shell that start nothing of ours.
+_OF_THE_SHELL = re.compile(r"#.*|\. \.venv/bin/activate|--.*|")
+_SOURCED = re.compile(r"source (\S+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_shell_blocks_hold_commands_alone(page: Path) -> None:
+    """Output is marked as text: else a command that no test recognizes would pass for it."""
+    for fence in fences(page):
+        if fence.language == "":
+            functions = ""
+            for line in lines_of(fence.body):
+                if sourced := _SOURCED.fullmatch(line):
+                    functions += (ROOT / sourced[1]).read_text(encoding="utf-8")
+                    continue
+                if f"{line.split(' ')[0]}()" in functions:
+                    continue
+                known = _OF_THE_SHELL.fullmatch(line) or commands_of(Fence(page, "", line))
+                assert known, f"no command that is known here, and not marked as text: {line}"

@@ -1,0 +1,96 @@
+"""Commands of the pages that are run for real: all that print and stop, and a few as their own processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lowprec import recipes
+from megatron_lowprec.training import run as driver
+from megatron_lowprec.training.startup import Ranks
+from tests.docs.markdown import ELLIPSES, PAGES, ROOT, Command, commands, refusals
+
+_PRINT_AND_STOP = {"--list-recipes", "--explain-recipe", "--memory-plan"}
+_REFUSED = {command for page in PAGES for command, _ in refusals(page)}
+
+
+def prints_and_stops(command: Command) -> bool:
+    """Whether it needs no more than what the repository holds."""
+    words = set(command.words)
+    given = not words & {*ELLIPSES, "NAME"} and not any(word.startswith("my_") for word in words)
+    return "pretrain_gpt.py" in words and bool(words & _PRINT_AND_STOP) and given and command not in _REFUSED
+
+
+PRINTING = [command for page in PAGES for command in commands(page) if prints_and_stops(command)]
+
+
+@pytest.mark.parametrize("command", PRINTING, ids=str)
+def test_command_prints(command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert command.words[:2] == ("python", "pretrain_gpt.py")
+    driver.run(list(command.words[2:]), Ranks(0, 1, 0, 1))
+    printed = capsys.readouterr().out
+    if "--list-recipes" in command.words:
+        assert [line.split()[0] for line in printed.splitlines()] == list(recipes())
+    elif "--memory-plan" in command.words:
+        assert "\n  peak " in printed
+    else:
+        assert "\nnever quantized: " in printed
+        # An override that changed nothing would not be worth its line.
+        changes = [word for word in command.words if "." in word and "=" in word]
+        assert all(f"+{change}" in printed.splitlines()[0 if "--config" in command.words else 1] for change in changes)
+
+
+def test_there_is_much_to_print() -> None:
+    assert len(PRINTING) > 15
+    assert {next(iter(set(command.words) & _PRINT_AND_STOP)) for command in PRINTING} == _PRINT_AND_STOP
+
+
+def processed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command that some page has, in an empty folder, as its reader starts it."""
+    words = shlex.split(command)
+    known = {command.words for page in PAGES for command in commands(page)}
+    assert tuple(words) in known, "no page has this command: take it out here, or put it back there"
+    return subprocess.run(
+        [sys.executable, str(ROOT / words[1]), *words[2:]],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_recipes_are_listed_by_a_process(tmp_path: Path) -> None:
+    done = processed("python pretrain_gpt.py --list-recipes", tmp_path)
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(recipes())
+    assert done.stderr == ""
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = processed("python pretrain_gpt.py --recipe mxfp4_sr_rht", tmp_path)
+    assert done.returncode == 2
+    (message,) = [error for command, error in refusals(ROOT / "docs/faq.md") if "mxfp4_sr_rht" in command.words]
+    assert done.stderr == f"pretrain_gpt.py: error: {message}\n"
+
+
+def test_two_iterations_under_a_changed_recipe(tmp_path: Path) -> None:
+    done = processed(
+        "python pretrain_gpt.py --config configs/models/gpt_tiny.yaml --mock-data --no-save --train-iters 2 "
+        "--eval-iters 0 --recipe mxfp8 --recipe-set dgrad.grad_output.format=e5m2 "
+        "--recipe-set keep_bf16.last_layers=1",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (metrics,) = tmp_path.glob("runs/gpt_tiny-mxfp8+*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["iteration"] for row in rows if "lm loss" in row] == [1, 2]
+    assert "kept in the compute dtype by the recipe on this stage: layers.2." in done.stdout

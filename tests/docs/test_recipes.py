@@ -1,0 +1,229 @@
+"""What the pages say of recipes is what the registry holds, and their examples run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_lowprec import UserError, get_recipe
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.recipe import registry
+from megatron_lowprec.recipe.load import load_recipe
+from megatron_lowprec.recipe.resolve import LinearSite, check_sizes
+from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, KeepBf16, QuantSpec
+from megatron_lowprec.sweep import spec as sweep
+from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, prose, spans
+from tools import doc_tables
+
+FAMILIES = sorted(page for page in (ROOT / "docs/recipes").glob("*.md") if page.stem != "own")
+INDEX = ROOT / "docs/recipes.md"
+
+
+# ---- generated tables
+@pytest.mark.parametrize("page", doc_tables.pages(), ids=name_of)
+def test_tables_are_what_the_registry_says(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == doc_tables.rewritten(page), "run python tools/doc_tables.py"
+
+
+@pytest.mark.parametrize("name", doc_tables.named_recipes())
+def test_every_recipe_has_a_page(name: str) -> None:
+    pages = doc_tables.page_of(name)
+    assert pages or name == "bf16", f"{name} is on no page of docs/recipes: give it a table operands or differences"
+    assert len({page for page in pages if page.stem != "own"}) <= 1, f"{name} is on {pages}"
+    for page in pages:
+        assert f"`{name}`" in prose(page) or name in page.read_text(encoding="utf-8").splitlines()[0]
+
+
+def test_every_page_names_recipes_that_run_somewhere() -> None:
+    for page in FAMILIES:
+        kinds = [what[0] for what in doc_tables.tables_of(page.read_text(encoding="utf-8"))]
+        assert {"operands", "execution"} <= set(kinds), name_of(page)
+
+
+def test_a_changed_recipe_changes_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs/recipes/mxfp8.md"
+    changed = load_recipe("mxfp8", ["dgrad.grad_output.scale_rule=ceil", "name=mxfp8"])
+    monkeypatch.setitem(registry._RECIPES, "mxfp8", changed)
+    assert doc_tables.rewritten(page) != page.read_text(encoding="utf-8")
+
+
+def test_a_table_of_an_operand_shows_every_field() -> None:
+    """A field that is added to the schema has to be shown, or two recipes that differ look alike."""
+    names = {field.name for field in dataclasses.fields(QuantSpec)}
+    plain = QuantSpec("e4m3", "tensor")
+    others = {
+        "format": "e5m2",
+        "tile": "row",
+        "scale_format": "e8m0",
+        "scale_rule": "amax_pow2",
+        "rounding": "stochastic",
+        "random_bits": 4,
+        "headroom": 0.5,
+        "amax_floor": 1e-4,
+        "scaling": "delayed",
+        "history": 4,
+        "history_rule": "most_recent",
+        "margin": 2,
+    }
+    assert set(others) == names
+    for name, value in others.items():
+        changes: dict[str, object] = {name: value}
+        before = plain
+        if name == "scale_format":
+            before, changes = dataclasses.replace(plain, tile="1x32"), {name: value, "scale_rule": "floor"}
+        if name == "random_bits":
+            before = dataclasses.replace(plain, rounding="stochastic")
+        if name in ("history", "history_rule", "margin"):
+            before = dataclasses.replace(plain, scaling="delayed")
+        after = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
+        assert doc_tables._numerics(before) != doc_tables._numerics(after), name
+
+
+# ---- docs/recipes/own.md
+def table_after(page: Path, heading: str) -> dict[str, list[str]]:
+    """First column, without its ticks, to the other ones, of the first table after a heading."""
+    text = page.read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1]
+    rows = re.search(r"(?:^\|.*\n)+", text, re.M)
+    assert rows is not None
+    cells = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in rows[0].splitlines()[2:]]
+    return {row[0].strip("| `"): [cell.strip("| ") for cell in row[1:]] for row in cells}
+
+
+def test_fields_of_an_operand() -> None:
+    table = table_after(ROOT / "docs/recipes/own.md", "Fields of an operand")
+    fields = {field.name: field for field in dataclasses.fields(QuantSpec)}
+    assert list(table) == list(fields)
+    hints = typing.get_type_hints(QuantSpec)
+    for name, (values, default, *_) in table.items():
+        wanted = "required" if fields[name].default is dataclasses.MISSING else str(fields[name].default)
+        assert default == wanted, name
+        if typing.get_origin(hints[name]) is typing.Literal:
+            assert values.split(", ") == list(typing.get_args(hints[name])), name
+    assert table["format"][0].split(", ") == list(FORMATS)
+
+
+def test_fields_of_a_gemm_and_of_the_whole() -> None:
+    table = table_after(ROOT / "docs/recipes/own.md", "Fields of a GEMM and of the whole")
+    wanted = {f"hadamard.{field.name}": field.default for field in dataclasses.fields(HadamardSpec)}
+    wanted |= {"fast_accumulation": GemmSpec().fast_accumulation}
+    wanted |= {f"keep_bf16.{field.name}": field.default for field in dataclasses.fields(KeepBf16)}
+    shown = {name: "none" if value == () else str(value).lower() for name, value in wanted.items()}
+    assert {name: row[1] for name, row in table.items()} == shown
+
+
+def test_rules_of_scales_are_all_named_in_the_index() -> None:
+    text = INDEX.read_text(encoding="utf-8")
+    for rule in ("amax_pow2", "half_away", "random_bits"):
+        assert f"`{rule}`" in text
+
+
+# ---- measured and published numbers
+@pytest.mark.parametrize("page", FAMILIES, ids=name_of)
+def test_measured_numbers_stand_in_what_the_page_links(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").split("## Measured\n", 1)[1].split("\n## ", 1)[0]
+    sources = [page.parent / link for link in re.findall(r"\]\((\.\./results/[^)#]+)", text)]
+    assert sources
+    known = {n for file in [*sources, ROOT / "configs/claims.yaml"] for n in _numbers(file.read_text(encoding="utf-8"))}
+    # Differences that the pages take of the table of 50 steps.
+    known |= {0.010, 0.003} if any("recipes-125m" in file.name for file in sources) else set()
+    assert len(_numbers(text)) > 3
+    assert sorted(_numbers(text) - known) == []
+
+
+def _numbers(text: str) -> set[float]:
+    """Decimal fractions, but for versions, dates and identifiers of papers."""
+    return {float(number) for number in re.findall(r"(?<![\w./-])\d+\.\d{1,3}(?![\w.]|\d)", text)}
+
+
+# ---- examples
+YAML_EXAMPLES = [fence for page in PAGES for fence in fences(page) if fence.language == "yaml"]
+PYTHON_PAGES = [page for page in PAGES if any(fence.language == "python" for fence in fences(page))]
+
+
+def first_line(fence: Fence) -> str:
+    return f"{name_of(fence.page)}: {fence.body.splitlines()[0][:60]}"
+
+
+@pytest.mark.parametrize("fence", YAML_EXAMPLES, ids=first_line)
+def test_yaml_examples_are_recipes_or_sweeps(fence: Fence, tmp_path: Path) -> None:
+    file = tmp_path / "my_recipe.yaml"
+    file.write_text(fence.body, encoding="utf-8")
+    content = yaml.safe_load(fence.body)
+    assert isinstance(content, dict)
+    if "recipes" not in content:
+        load_recipe(str(file))
+    for size in content.get("sizes", [None]) if "recipes" in content else ():
+        sweep.read(str(file), size)
+
+
+def test_every_sweep_that_is_shipped_is_in_the_table() -> None:
+    named = table_after(ROOT / "docs/sweeps.md", "What is shipped")
+    assert set(named) == {file.stem for file in (ROOT / "configs/sweeps").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
+def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The blocks of a page one after the other, as a reader would type them."""
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    if page == ROOT / "README.md":
+        from megatron_lowprec.formats import Format
+
+        names["Format"] = Format
+    for fence in fences(page):
+        if fence.language == "python":
+            exec(compile(fence.body, f"{name_of(page)}, python", "exec"), names)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["fprop.input.scale_rule=floor"], "does not belong to scale_format"),
+        (["fprop.input.scale_format=e8m0", "fprop.input.scale_rule=floor"], "QuantSpec.tile tensor was asked"),
+        (["fprop.hadamard.block=64"], "asks delayed scaling under a Hadamard transform"),
+        (["fprop.input.history=16"], "is asked to keep two amax histories"),
+        (["fprop.grad_output.format=e4m3", "fprop.grad_output.tile=tensor"], "fprop multiplies input and weight"),
+    ],
+)
+def test_refusals_are_quoted_as_they_are(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe("fp8_delayed", overrides)
+    assert message in str(error.value)
+    assert str(error.value) in spans(ROOT / "docs/recipes/own.md")
+
+
+def test_every_page_is_linked_from_another() -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert any(f"{page.name}" in text for other, text in texts.items() if other != page), name_of(page)
+
+
+# ---- sizes that recipes take, in docs/faq.md
+SIZES = re.findall(
+    r"^\| (`[^|]+) \| ([^|]+) \| ([^|]+) \| any \|$", (ROOT / "docs/faq.md").read_text(encoding="utf-8"), re.M
+)
+
+
+def test_sizes_that_recipes_take() -> None:
+    known = {name: (into, out) for names, into, out in SIZES for name in re.findall(r"`(\w+)`", names)}
+    assert len(known) >= 10
+    for name, wanted in known.items():
+        recipe = get_recipe(name)
+        for index, text in enumerate(wanted):
+            multiple = 1 if text.startswith("any") else int(re.findall(r"\d+", text)[-1])
+            for size, taken in ((768 + multiple, True), (768 + multiple // 2, multiple == 1)):
+                sizes = [768, 768]
+                sizes[index] = size
+                site = LinearSite(1, "linear", *sizes, "column")
+                try:
+                    check_sizes(recipe, [site], 1, 1)
+                except UserError:
+                    assert not taken, f"{name} refuses {sizes}"
+                else:
+                    assert taken, f"{name} takes {sizes}"

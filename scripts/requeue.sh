@@ -17,13 +17,16 @@ save_and_requeue() {
     on_signal() {
         again=yes
         echo "$(date +%FT%T) $1: asking for a checkpoint"
-        # Again and again: who is just starting does not listen yet, and being told twice does no harm.
+        # Again and again: who is just starting does not listen yet, and being told twice does no harm. A process group of
+        # its own: scancel itself tries for minutes where a job is ending, and must not tell the one that starts again.
         if [ -n "$step" ] && [ -z "$teller" ]; then
+            set -m
             while kill -0 "$step" 2>/dev/null; do
                 scancel --signal=USR1 "$job" 2>/dev/null
                 sleep 10
             done &
             teller=$!
+            set +m
         fi
     }
     trap 'on_signal SIGUSR1' USR1 # --signal: the time is nearly up
@@ -39,7 +42,7 @@ save_and_requeue() {
         wait "$step"
         code=$?
     done
-    if [ -n "$teller" ]; then kill "$teller" 2>/dev/null; fi
+    if [ -n "$teller" ]; then kill -- -"$teller" 2>/dev/null; fi
     [ -e "$save/requeue" ] || return "$code"
 
     # One that Slurm is ending is cancelled, and stays so, or Slurm requeues it. One that still runs was told that its

@@ -45,7 +45,7 @@ _PLACEHOLDER = re.compile(r"[A-Z_]+(\.yaml)?|\$.*|FILLED_IN.*|.*….*")
 _WRITTEN = ("runs/", "reports/", "my_", "checkpoints/")
 _SLURM = {
     *("--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--job-name", "--signal", "--output", "--batch"),
-    *("--partition", "--account", "--qos", "--requeue", "--kill-on-bad-exit"),
+    *("--partition", "--account", "--qos", "--requeue", "--kill-on-bad-exit", "--nodelist", "--wrap"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,14 @@ COMMANDS = {
 
 
 def submit(folder: Path, run: str, **more: str) -> tuple[int, list[str], str]:
-    """The script's exit code, the commands that it called, with torchrun doing ``run``, and what it printed."""
+    """The script's exit code, the commands that it called, with torchrun doing ``run``, and what it printed.
+
+    ``more``: of the environment, or what another command does.
+    """
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     for name, body in COMMANDS.items():
-        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).write_text(f"#!/bin/bash\n{more.pop(name, body)}\n")
         (commands / name).chmod(0o755)
     (folder / "scripts").symlink_to(ROOT / "scripts")
     job = {
@@ -93,3 +97,14 @@ def test_torchrun_does_not_hear_and_the_ranks_are_told(tmp_path: Path, number: s
     assert code == 0, printed
     assert "scancel --signal=USR1 7" in calls
     assert f"SIG{number}: asking for a checkpoint" in printed
+
+
+def test_nothing_tells_the_job_any_more_once_it_is_back_in_the_queue(tmp_path: Path) -> None:
+    # scancel tries for minutes where a job is ending, and would tell the next start, too
+    slow = 'touch told; sleep 2; touch "told again"'
+    run = "kill -TERM $BATCH; while [ ! -e told ]; do sleep 0.1; done; echo SIGTERM > out/requeue; exit 1"
+    (tmp_path / "out").mkdir()
+    code, calls, printed = submit(tmp_path, run, scancel=slow)
+    assert (code, calls[-1]) == (0, "scontrol requeue 7"), printed
+    time.sleep(2.5)
+    assert not (tmp_path / "told again").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 _SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 _PARTIAL = "iter_*.partial.*"
 _TOKEN = "MEGATRON_LOWPREC_FAULTS"
+_STEP = re.compile(r"^ iteration +\d+/", re.MULTILINE)
 _PATIENCE = 600.0  # seconds, for machines that have other things to do
 
 
@@ -86,6 +88,8 @@ class Run:
             time.sleep(poll)
 
     def wait_for_iteration(self, iteration: int) -> None:
+        """Until this start has logged it; one before it may have come further than its last checkpoint."""
+        self.wait(lambda: _STEP.search(self.printed), "a step", poll=0.05)
         self.wait(lambda: self.iteration >= iteration, f"iteration {iteration}")
 
     def wait_for_save(self) -> None:

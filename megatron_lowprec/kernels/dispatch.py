@@ -5,7 +5,8 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron_lowprec.kernels.bias import reference
+from megatron_lowprec.kernels.bias import reference as bias_reference
+from megatron_lowprec.kernels.history import reference as history_reference
 
 
 @lru_cache(maxsize=1)
@@ -58,4 +59,13 @@ def add_bias_(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         from megatron_lowprec.kernels.bias import triton
 
         return triton.add_bias_(y, bias)
-    return reference.add_bias_(y, bias)
+    return bias_reference.add_bias_(y, bias)
+
+
+def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
+    """``history.reference.update_history_``, on a GPU as one kernel."""
+    if fuses(window):
+        from megatron_lowprec.kernels.history import triton
+
+        return triton.update_history_(newest, window, in_effect, take_max)
+    return history_reference.update_history_(newest, window, in_effect, take_max)

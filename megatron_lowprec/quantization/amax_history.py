@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_lowprec.kernels.dispatch import update_history_
 from megatron_lowprec.recipe.schema import HistoryRule
 
 
@@ -62,12 +63,10 @@ class AmaxHistory:
         Args:
             reduce_max: takes ``newest`` to its maximum over the ranks that hold parts or copies of the tensors.
         """
-        newest = self.newest if reduce_max is None else reduce_max(self.newest)
+        if reduce_max is not None:
+            self.newest.copy_(reduce_max(self.newest))
         # in place: a captured graph goes on reading and writing the same memory
-        self.window.copy_(torch.cat((newest.unsqueeze(0), self.window[:-1])))
-        found = self.window.amax(dim=0) if self.rule == "max" else newest
-        self.in_effect.copy_(torch.where((found > 0) & found.isfinite(), found, self.in_effect))
-        self.newest.zero_()
+        update_history_(self.newest, self.window, self.in_effect, self.rule == "max")
 
     def state(self, slot: int) -> torch.Tensor:
         """fp32 [length + 1] of one tensor: the amax in effect, then its window."""

@@ -78,3 +78,8 @@ class AmaxHistory:
         self.in_effect[slot] = state[0]
         self.window[:, slot] = 0
         self.window[:kept, slot] = state[1 : 1 + kept].to(self.window.device)
+
+    def rescale(self, slot: int, factor: float) -> None:
+        """One tensor is larger by ``factor`` from now on: all that is known of it, too."""
+        self.in_effect[slot] *= factor
+        self.window[:, slot] *= factor

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.runtime import RecipeRuntime
 from megatron_lowprec.mcore.te import EXTRA_STATE, trust_extra_states
 from megatron_lowprec.recipe.load import recipe_to_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
@@ -36,6 +37,7 @@ from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.model import Model, Trainer, torch_optimizers
 from megatron_lowprec.training.peers import is_lost_connection
 from megatron_lowprec.training.saved import Saved
+from megatron_lowprec.training.shapes import sized
 
 # What Megatron-core and torch raise over a damaged or foreign checkpoint; torch's own derives from BaseException.
 _UNREADABLE = (
@@ -114,6 +116,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         trust_extra_states()
     for name, chunk in _named_chunks(trainer.chunks):
         _load_weights(unwrap_model(chunk), state[name])
+    notes += _resize_gradients(trainer, found, config, layout)
     if with_optimizer:
         _load_optimizer(trainer.optimizer, state["optimizer"])
         trainer.scheduler.step(increment=int(state["scheduler"]["num_steps"]))
@@ -173,6 +176,25 @@ def _unreadable(folder: Path, error: BaseException) -> UserError:
 def _same_gradients(found: Saved, config: Config) -> bool:
     """Whether gradients of the backward pass are of the checkpoint's scale, and not sums where those were means."""
     return bool(found.content["options"].get("calculate_per_token_loss")) == config.calculate_per_token_loss
+
+
+def _resize_gradients(trainer: Trainer, found: Saved, config: Config, layout: Mapping[str, int]) -> list[str]:
+    """Bring amax histories of gradients to the size that gradients have now; a line about it where it is another.
+
+    A gradient travels as the mean over its own rank's tokens of an iteration: with half the batch on a rank it is twice
+    as large, whatever the sum over ranks.
+    """
+    if config.calculate_per_token_loss or not isinstance(trainer.runtime, RecipeRuntime):
+        return []
+    options = found.content["options"]
+    before = found.layout["data"] / (options["global_batch_size"] * options["seq_length"])
+    factor = layout["data"] / (sized(config.global_batch_size) * sized(config.seq_length)) / before
+    delayed = [layer.histories["grad_output"] for layer in trainer.runtime.layers if "grad_output" in layer.histories]
+    if factor == 1 or not delayed:
+        return []
+    for history, slot in delayed:
+        history.rescale(slot, factor)
+    return [f"checkpoint: amax histories of gradients times {factor:g}, for a rank's batch is another"]
 
 
 def _fit_histories(state: dict[str, Any], metadata: Metadata, same_gradients: bool = True) -> tuple[bool, list[str]]:

@@ -148,3 +148,13 @@ def test_another_length_keeps_the_newest(length: int, window: list[float]) -> No
 def test_scale_is_maximum_over_amax_less_the_margin(margin: int, factor: float) -> None:
     scale = delayed_encode_scale(torch.tensor(7.0), replace(FP8_DELAYED, margin=margin))
     assert scale.tolist() == [[64.0 * factor]]  # 448 / 7
+
+
+def test_a_tensor_that_is_larger_from_now_on() -> None:
+    history = AmaxHistory(2, "max")
+    for slot in range(2):
+        assert history.add_tensor() == slot
+        run(history, [3.0], slot)
+    history.rescale(1, 4.0)
+    assert history.in_effect.tolist() == [3.0, 12.0]
+    assert history.window.tolist() == [[0.0, 12.0], [3.0, 0.0]]

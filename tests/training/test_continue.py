@@ -258,6 +258,39 @@ def test_delayed_scaling_is_calibrated_for_a_checkpoint_without_histories(
     assert "amax histories of grad_output, input, weight are dropped" in capsys.readouterr().out
 
 
+def test_histories_of_gradients_follow_the_batch_of_a_rank(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A gradient is a mean over its rank's tokens: four times as many make each a quarter as large.
+    common = {"recipe": "fp8_delayed", "lr_decay_iters": 100}
+    drive(argv(save="out", train_iters=4, global_batch_size=4, **common))
+    load, runtimes, loaded = checkpoint.load, [], []
+
+    def watched(found: Any, trainer: Any, *args: Any) -> Any:
+        result = load(found, trainer, *args)
+        runtimes.append(trainer.runtime)
+        loaded.append(in_effect(trainer.runtime))
+        return result
+
+    def in_effect(runtime: Any) -> dict[str, list[float]]:
+        states = [(name, h.state(slot)) for layer in runtime.layers for name, (h, slot) in layer.histories.items()]
+        return {wanted: [state[0].item() for name, state in states if name == wanted] for wanted, _ in states}
+
+    monkeypatch.setattr(checkpoint, "load", watched)
+    for batch in (4, 16):
+        drive(argv(save=f"on {batch}", load="out", train_iters=5, global_batch_size=batch, **common))
+    assert capsys.readouterr().out.count("amax histories of gradients times 0.25") == 1
+    same, larger = loaded
+    assert larger["input"] == same["input"]
+    assert larger["weight"] == same["weight"]
+    assert larger["grad_output"] == [amax / 4 for amax in same["grad_output"]]
+    # And so they are: the step after it has seen gradients of about this size.
+    for (history, slot), expected in zip(
+        [layer.histories["grad_output"] for layer in runtimes[1].layers], larger["grad_output"], strict=True
+    ):
+        assert history.window[0, slot].item() == pytest.approx(expected, rel=0.6)
+
+
 def test_calibration_leaves_no_trace_but_the_histories(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     # Dropout is on. A run under bf16 that calibrates all the same is the run that does not.
     drive(argv(**COMMON))

@@ -76,6 +76,14 @@ class Run:
         children = psutil.Process(self.torchrun.pid).children()
         return sorted((child for child in children if "RANK" in child.environ()), key=lambda p: p.environ()["RANK"])
 
+    def listen(self, number: signal.Signals) -> bool:
+        """Whether both ranks answer to a signal by now; before that it ends them, as it ends any program."""
+        try:
+            caught = [_caught(rank.pid) >> (number - 1) & 1 for rank in self.ranks()]
+        except (psutil.Error, OSError):  # one that is just being started
+            return False
+        return caught == [1, 1]
+
     def wait(self, until: Callable[[], Any], what: str, poll: float = 0.002) -> None:
         """Until something has come about while the run is running."""
         end = time.monotonic() + _PATIENCE
@@ -146,6 +154,12 @@ class Run:
             return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_TOKEN) == self._token
         except psutil.Error:
             return False
+
+
+def _caught(pid: int) -> int:
+    """Signals that a process has handlers for, as Linux tells: bit N - 1 for signal N."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(status.split("SigCgt:")[1].split()[0], 16)
 
 
 def rows(save: Path) -> list[dict[str, Any]]:

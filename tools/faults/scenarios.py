@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ class Scenarios:
             run = self._start(save, [*more, "--num-workers", "1"])
             before = run.iteration
             if place == "a start":
-                time.sleep(self._random.uniform(1.0, 5.0))
+                run.wait(partial(run.listen, number), "ranks that listen", poll=0.01)
+                time.sleep(self._random.uniform(0.0, 4.0))
             elif place == "an evaluation":
                 due = (before // EVAL_INTERVAL + 1) * EVAL_INTERVAL
                 run.wait_for_iteration(due)

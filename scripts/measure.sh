@@ -1,0 +1,144 @@
+#!/bin/bash
+# The measurements behind docs/results, on the GPUs of this machine, one after the other:
+#
+#   scripts/measure.sh [--dry-run] OUT PART...
+#
+#   tests      tests that need a GPU: kernels against their reference, the memory plan, TransformerEngine
+#   step       a step of 345M and 1.3B under the FP8 recipes (and TransformerEngine's and torchao's, where installed)
+#   linear     a linear layer under each, and the quantizers
+#   memory     peak memory with and without --recompute-gelu
+#   configs    100 steps of gpt_345m and gpt_1.3b as they are, at a small batch; 10 of gpt_6.7b on all GPUs
+#   scaling    weak scaling from one GPU to all
+#   matrix     every recipe on every layout that the GPUs hold
+#   table2     the sweep paper_table2, small, on all GPUs, and its report
+#   interrupt  a run on two GPUs that SIGTERM stops, and what follows, against one that nothing stops
+#
+# DATA, from the environment, is a corpus of --data-path, which configs and table2 need; GPUS how many GPUs to use.
+# Each part writes OUT/PART.log, its JSON beside it, and OUT/PART.done if it came to its end with exit code 0; a part that
+# is done is not repeated. --dry-run prints the commands alone.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+dry=""
+if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
+out=${1:?OUT folder, then some of: tests step linear memory configs scaling matrix table2 interrupt}
+shift
+gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
+data=${DATA:-data/enwiki-valid.jsonl.xz}
+
+run() {
+    if [ -n "$dry" ]; then
+        printf '%s\n' "${*@Q}"
+        return
+    fi
+    echo "+ $*"
+    "$@"
+}
+
+# train NAME PROCESSES FLAGS...: a run that leaves its metrics and its memory, but no checkpoint.
+train() {
+    local name=$1 processes=$2
+    shift 2
+    run torchrun --standalone --nproc-per-node "$processes" pretrain_gpt.py --no-save --save "$out/$name" \
+        --data-path "$data" --split 98,1,1 --eval-iters 0 --log-interval 10 "$@"
+}
+
+tests() { run python -m pytest -q -m gpu -rs tests; }
+
+step() {
+    run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_current,fp8_blockwise --peers te,torchao \
+        --rounds 2 --out "$out/step.json"
+}
+
+linear() {
+    run python -m tools.bench linear --recipes fp8_delayed,fp8_current,fp8_rowwise,fp8_blockwise,mxfp4_rht_sr \
+        --peers te,torchao --out "$out/linear.json" &&
+        run python -m tools.bench quantize --out "$out/quantize.json"
+}
+
+memory() {
+    local model batch recipe failed=0
+    for model in 345m:16 1.3b:8; do
+        batch=${model#*:}
+        for recipe in bf16 fp8_delayed "fp8_delayed --recompute-gelu"; do
+            # shellcheck disable=SC2086 # a recipe, and a flag behind it
+            train "memory/${model%:*}-${recipe// --/-}" 1 --config "configs/models/gpt_${model%:*}.yaml" --train-iters 8 \
+                --micro-batch-size "$batch" --global-batch-size "$batch" --tensor-model-parallel-size 1 --recipe $recipe ||
+                failed=1
+        done
+    done
+    return $failed
+}
+
+configs() {
+    local model recipe failed=0
+    for model in 345m:16 1.3b:8; do
+        for recipe in bf16 fp8_delayed mxfp4_rht_sr; do
+            train "configs/${model%:*}-$recipe" 1 --config "configs/models/gpt_${model%:*}.yaml" --recipe "$recipe" \
+                --train-iters 100 --micro-batch-size "${model#*:}" --global-batch-size "${model#*:}" || failed=1
+        done
+    done
+    if [ "$gpus" -ge 2 ]; then
+        for recipe in bf16 fp8_delayed mxfp4_rht_sr; do
+            train "configs/6.7b-$recipe" "$gpus" --config configs/models/gpt_6.7b.yaml --recipe "$recipe" \
+                --tensor-model-parallel-size "$gpus" --train-iters 10 --global-batch-size 16 --log-interval 1 || failed=1
+        done
+    fi
+    return $failed
+}
+
+scaling() {
+    run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m,1.3b --recipes bf16,fp8_delayed --out "$out/scaling.json"
+}
+
+matrix() { run python -m tools.matrix --gpus "$gpus" --folder "$out/matrix" --out "$out/matrix-gpu-$gpus.md"; }
+
+table2() {
+    # No checkpoint but each run's last one: ten runs of some minutes.
+    run python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --data-path "$data" \
+        --set save-interval=1000000 --set micro-batch-size=32 --out "$out/table2"
+    local code=$?
+    run python tools/report.py "$out/table2" --out "$out/table2-report" && return $code
+}
+
+interrupt() {
+    local flags="--config configs/models/gpt_125m.yaml --recipe fp8_mxfp4_rht_sr --train-iters 60 --save-interval 1000
+        --micro-batch-size 8 --global-batch-size 16 --hidden-dropout 0.1 --eval-iters 0 --log-interval 1
+        --use-distributed-optimizer --deterministic-mode --mock-data"
+    local start="torchrun --standalone --nproc-per-node 2 --signals-to-handle SIGTERM pretrain_gpt.py"
+    # shellcheck disable=SC2086 # several words each
+    if [ -n "$dry" ]; then
+        run $start --save "$out/whole" $flags && run $start --save "$out/stopped" $flags
+        return
+    fi
+    # shellcheck disable=SC2086
+    run $start --save "$out/whole" $flags || return 1
+    # shellcheck disable=SC2086
+    $start --save "$out/stopped" $flags &
+    local torchrun=$!
+    until grep -qs '"iteration": 20,' "$out/stopped/metrics.jsonl"; do sleep 0.2; done
+    kill -TERM "$torchrun"
+    wait "$torchrun"
+    cat "$out/stopped/requeue" || return 1
+    # shellcheck disable=SC2086
+    run $start --save "$out/stopped" $flags || return 1
+    diff <(grep -o '"lm loss hex": "[^"]*"' "$out/whole/metrics.jsonl") \
+        <(grep -o '"lm loss hex": "[^"]*"' "$out/stopped/metrics.jsonl") && echo "the same losses, bit for bit"
+}
+
+mkdir -p "$out"
+failed=0
+for part in "$@"; do
+    if ! declare -F "$part" >/dev/null || [ "$part" = run ] || [ "$part" = train ]; then
+        echo "scripts/measure.sh: $part is none of: tests step linear memory configs scaling matrix table2 interrupt" >&2
+        exit 2
+    fi
+    if [ -n "$dry" ]; then
+        "$part"
+    elif [ ! -e "$out/$part.done" ]; then
+        echo "$part: started $(date +%T)"
+        if "$part" >"$out/$part.log" 2>&1; then touch "$out/$part.done"; else failed=1; fi
+        echo "$part: $([ -e "$out/$part.done" ] && echo done || echo FAILED) $(date +%T), $out/$part.log"
+    fi
+done
+exit $failed

@@ -1,0 +1,58 @@
+"""scripts/measure.sh: every command of it is one that the programs take."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import Command
+from tests.docs.test_commands import check
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/measure.sh"
+PARTS = ("tests", "step", "linear", "memory", "configs", "scaling", "matrix", "table2", "interrupt")
+
+
+def measure(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments], env={**os.environ, **more}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_commands(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = measure("--dry-run", str(tmp_path), part, GPUS="2", DATA="my_corpus_text_document")
+    assert done.returncode == 0, done.stderr
+    commands = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert commands
+    for words in commands:
+        check(Command(SCRIPT, tuple(words), fenced=True), monkeypatch)
+
+
+def test_the_parts_are_those_that_it_names() -> None:
+    (named,) = [line for line in SCRIPT.read_text().splitlines() if "none of:" in line]
+    assert tuple(named.partition("none of: ")[2].partition('"')[0].split()) == PARTS
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
+    done = measure("--dry-run", str(tmp_path), "speed", GPUS="0")
+    assert done.returncode == 2
+    assert "speed is none of: tests" in done.stderr
+
+
+def test_a_part_that_is_done_is_not_repeated_and_one_that_failed_is(tmp_path: Path) -> None:
+    programs, out = tmp_path / "bin", tmp_path / "out"
+    programs.mkdir()
+    (programs / "python").write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\n[[ $* != *scaling* ]]\n')
+    (programs / "python").chmod(0o755)
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "GPUS": "1"}
+    for _ in range(2):
+        assert measure(str(out), "step", "scaling", **environment).returncode == 1
+    calls = (tmp_path / "calls").read_text()
+    assert (calls.count("tools.bench step"), calls.count("tools.bench scaling")) == (1, 2)
+    assert (out / "step.done").exists()
+    assert not (out / "scaling.done").exists()

@@ -8,7 +8,7 @@ setup(
     description="Published low-precision pretraining recipes for Megatron-core, with the same numerics on CPU and GPU",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_lowprec", "megatron_lowprec.*"]),
     # Spelled out although it is the default: with it an editable install puts the repository's root on sys.path, so
     # that tests, tools and pretrain_gpt.py can be imported too.

@@ -28,7 +28,7 @@ def test_all_results_of_the_peer_are_met(case: str) -> None:
 
 
 def test_the_folder_holds_all_the_cases() -> None:
-    # 48 files as listed in golden/README.md: a case lost from the folder would otherwise go unnoticed
+    # files as listed in golden/README.md: a case lost from the folder would otherwise go unnoticed
     assert len(check_golden.cases(FOLDER)) == len(list(FOLDER.glob("*.safetensors"))) - 1
     kinds = {
         "element_formats": 1,

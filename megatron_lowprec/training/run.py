@@ -14,7 +14,7 @@ from megatron_lowprec.recipe.resolve import check_gemm_globs, check_sizes
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import memory, memory_report, te_recipe
 from megatron_lowprec.training import schedule as schedules
-from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.arguments import find, parse
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.interrupt import (
     Abandoned,
@@ -48,7 +48,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         _print_once(ranks, _recipe_table())
         return
     config = resolve_model(config)
-    recipe = load_recipe(config.recipe, config.recipe_set)
+    recipe = load_recipe(str(find(config.recipe)), config.recipe_set)
     check_sizes(recipe, linear_sites(config), sized(config.num_layers), config.tensor_model_parallel_size)
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), sized(config.num_layers))
     if config.explain_recipe:

@@ -19,7 +19,7 @@ def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
         "command": " ".join(["python -m tools.bench", *argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()}), a smoke test",
         "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
         if on_gpu

@@ -387,7 +387,7 @@ def test_step_compares_with_the_peer_s_own_bf16(monkeypatch: pytest.MonkeyPatch,
         parts = {"kernel_ms": ms, "update_ms": 1.0, "stock_update_ms": 1.0}
         return {"ms": ms, "low": ms, "high": ms, "losses": [1.0], "layers": "x", **sizes, **parts}
 
-    monkeypatch.setattr(step, "_in_fresh_process", run)
+    monkeypatch.setattr(step, "in_fresh_process", run)
     monkeypatch.setattr(step, "absent", lambda name, device: None)
     out = tmp_path / "step.json"
     arguments = ["--shapes", "smoke", "--recipes", "mxfp8", "--peers", "te", "--out", str(out)]

@@ -12,24 +12,19 @@ from megatron_lowprec.errors import UserError
 from tools.bench.measure import Bench
 from tools.bench.report import Report
 from tools.bench.shapes import ModelShape, models
-from tools.bench.step import in_fresh_process
+from tools.bench.step import COLUMNS as STEP_COLUMNS
+from tools.bench.step import in_fresh_process, measured_row
 from tools.bench.table import Column, Row
 
 RECIPES = ("bf16", "fp8_delayed")
 FLAGS = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+_OF_A_STEP = {column.key: column for column in STEP_COLUMNS}
 COLUMNS = (
-    Column("model", "model"),
-    Column("recipe", "recipe"),
-    Column("batch", "batch"),
+    *(_OF_A_STEP[key] for key in ("model", "recipe", "batch")),
     Column("processes", "GPUs", "d"),
-    Column("ms", "ms/step", ".2f"),
-    Column("low", "p20", ".2f"),
-    Column("high", "p80", ".2f"),
-    Column("noise", "rounds", ".1%"),
+    *(_OF_A_STEP[key] for key in ("ms", "low", "high", "noise")),
     Column("efficiency", "t1/tN", ".3f"),
-    Column("tokens_per_second", "tokens/s", ",.0f"),
-    Column("peak_gib", "peak GiB", ".1f"),
-    Column("last_loss", "last loss", ".4f"),
+    *(_OF_A_STEP[key] for key in ("tokens_per_second", "peak_gib", "last_loss")),
 )
 
 
@@ -88,17 +83,6 @@ def _row(
     failures = [run["failed"] for run in runs if "failed" in run]
     if failures:
         return named | {"failed": failures[0]}
-    ms, first = median(run["ms"] for run in runs), runs[0]
+    measured = measured_row(runs, count)
     alone = [run["ms"] for run in next(iter(found.values())) if "ms" in run]
-    return named | {
-        "batch": f"{first['micro_batch']}x{first['sequence']}",
-        "ms": ms,
-        "low": min(run["low"] for run in runs),
-        "high": max(run["high"] for run in runs),
-        "noise": (max(run["ms"] for run in runs) - min(run["ms"] for run in runs)) / ms,
-        "efficiency": median(alone) / ms if alone else None,
-        "tokens_per_second": count * first["micro_batch"] * first["sequence"] / ms * 1e3,
-        "peak_gib": max(run["peak_gib"] for run in runs),
-        "last_loss": first["losses"][-1],
-        "runs": runs,
-    }
+    return named | {**measured, "efficiency": median(alone) / measured["ms"] if alone else None}

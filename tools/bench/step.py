@@ -113,24 +113,32 @@ def _row(model: ModelShape, recipe: str, found: dict[str, list[dict[str, Any]]],
     failures = [run["failed"] for run in runs if "failed" in run]
     if failures:
         return named | {"failed": failures[0]}
-    ms = median(run["ms"] for run in runs)
+    measured, first = measured_row(runs), runs[0]
+    ms = measured["ms"]
     plain, own = _bf16_ms(found, "bf16"), _bf16_ms(found, "TE bf16" if recipe.startswith("TE ") else "bf16")
-    first = runs[0]
     return named | {
-        "batch": f"{first['micro_batch']}x{first['sequence']}",
-        "ms": ms,
-        "low": min(run["low"] for run in runs),
-        "high": max(run["high"] for run in runs),
-        "noise": (max(run["ms"] for run in runs) - min(run["ms"] for run in runs)) / ms,
+        **measured,
         "over_bf16": ms / plain if plain else None,
         "over_own": ms / own if own else None,
-        "tokens_per_second": first["micro_batch"] * first["sequence"] / ms * 1e3,
-        "peak_gib": max(run["peak_gib"] for run in runs),
         "reserved_gib": max(run["reserved_gib"] for run in runs),
         "kernel_ms": first["kernel_ms"],
         "update_ms": median(run["update_ms"] for run in runs),
         "stock_update_ms": median(run["stock_update_ms"] for run in runs),
         "first_seconds": first["first_seconds"],
+    }
+
+
+def measured_row(runs: list[dict[str, Any]], processes: int = 1) -> Row:
+    """What a row of whole steps says, of all rounds; each process has a batch of its own."""
+    ms, first = median(run["ms"] for run in runs), runs[0]
+    return {
+        "batch": f"{first['micro_batch']}x{first['sequence']}",
+        "ms": ms,
+        "low": min(run["low"] for run in runs),
+        "high": max(run["high"] for run in runs),
+        "noise": (max(run["ms"] for run in runs) - min(run["ms"] for run in runs)) / ms,
+        "tokens_per_second": processes * first["micro_batch"] * first["sequence"] / ms * 1e3,
+        "peak_gib": max(run["peak_gib"] for run in runs),
         "last_loss": first["losses"][-1],
         "runs": runs,
     }

@@ -30,6 +30,8 @@ setup(
         "wandb": ["wandb>=0.17"],
         "datasets": ["datasets>=2.20"],  # whose streams can be resumed
         "zstd": ["zstandard>=0.22"],
+        # For tools/harness; without its own extra for Hugging Face models, which asks for more than it needs here.
+        "lm-eval": ["lm-eval==0.4.13", "transformers==5.23.0", "accelerate==1.15.0"],
         "te": ["transformer-engine[pytorch]==2.20.2"],
         "dev": [
             "pytest>=8.0",

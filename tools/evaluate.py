@@ -5,9 +5,11 @@
     torchrun --nproc-per-node 8 tools/evaluate.py --load runs/my_run/iter_0020000 --wikitext --stride 512
 
 Every token is scored once. Windows are as long as the model's sequence; they are contiguous, or with --stride slide by
-that many tokens. A corpus of --data-path is one stream of tokens, in the order of its documents, whose first token is
-not scored. With --wikitext each article is scored by itself after one end-of-document token, as lm-evaluation-harness's
-task wikitext does: text put back together, loss over the words and bytes of the text as it came.
+that many tokens. The last window of a text reaches back for context until it is as long as the others, and scores what
+is left. A corpus of --data-path is one stream of tokens, in the order of its documents; its first token is not scored.
+With --wikitext each article is scored by itself after one end-of-document token, as lm-evaluation-harness's task
+wikitext does: text put back together, likelihood over the tokenizer's ids without those that pad the vocabulary, loss
+over the words and bytes of the text as it came. tools/harness has that task, for what tools/export_hf.py writes.
 """
 
 from __future__ import annotations
@@ -29,13 +31,12 @@ from megatron_lowprec.training.arguments import REPOSITORY, find
 from megatron_lowprec.training.resolve import find_data
 from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import tokenizer_of
-from megatron_lowprec.training.wikitext import Page, read
+from megatron_lowprec.training.wikitext import SHIPPED, Page, read
 from megatron_lowprec.training.windows import Text, check_stride
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.score import Score
 
-WIKITEXT = "data/wikitext-test.raw.txt.xz"
 PARTS = ("train", "valid", "test")
 
 
@@ -48,10 +49,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--split", metavar="A,B,C", help="cut the documents of --data-path as in training")
     parser.add_argument("--part", choices=PARTS, default="valid", help="which part of --split (default: valid)")
     parser.add_argument(
-        "--wikitext", nargs="?", const=WIKITEXT, metavar="FILE", help=f"raw WikiText (default file: {WIKITEXT})"
+        "--wikitext", nargs="?", const=SHIPPED, metavar="FILE", help=f"raw WikiText (default file: {SHIPPED})"
     )
     parser.add_argument("--seq-length", type=int, help="tokens of a window; default the model's")
-    parser.add_argument("--stride", type=int, help="tokens between windows; default --seq-length: contiguous")
+    parser.add_argument("--stride", type=int, help="new tokens of a window; default --seq-length: contiguous")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="windows of one pass on one rank (default: 4)")
     parser.add_argument("--max-tokens", type=int, help="score only the first so many tokens of each --data-path")
     parser.add_argument("--recipe", help="evaluate under another recipe than the checkpoint's, such as bf16")
@@ -167,7 +168,7 @@ class Scorer:
         ids = corpus.tokens_of(prefix, _share(self._args.split, self._args.part))[: self._args.max_tokens]
         if len(ids) < 2:
             raise UserError(f"{path}: {len(ids)} tokens, too few to score one after another")
-        found = self._score([Text(int(ids[0]), ids[1:])], path)
+        found = self._score([Text(int(ids[0]), ids[1:])], path, None)
         self._say(f"{path}: {found.tokens:,} tokens, loss {found.loss:.4f}, perplexity {found.perplexity:.3f}")
         return {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
 
@@ -176,7 +177,8 @@ class Scorer:
         from megatron_lowprec.training.score import per
 
         ids = [np.asarray(self._tokenizer.tokenize(page.text), np.int64) for page in pages]
-        found = self._score([Text(self._tokenizer.eod, article) for article in ids], path)
+        texts = [Text(self._tokenizer.eod, article) for article in ids]
+        found = self._score(texts, path, self._tokenizer.vocab_size)
         words, size = sum(page.words for page in pages), sum(page.size for page in pages)
         of_word, of_byte, bits = per(found.nats, words), per(found.nats, size), found.nats / size / math.log(2)
         self._say(
@@ -197,7 +199,7 @@ class Scorer:
             "bits_per_byte": bits,
         }
 
-    def _score(self, texts: Sequence[Text], name: str) -> Score:
+    def _score(self, texts: Sequence[Text], name: str, vocab_size: int | None) -> Score:
         from megatron_lowprec.training.score import score
 
         return score(
@@ -208,6 +210,7 @@ class Scorer:
             batch_size=self._args.micro_batch_size,
             filler=self._tokenizer.eod,
             device=self._device,
+            vocab_size=vocab_size,
             progress=_progress(name) if self._ranks.rank == 0 and sys.stderr.isatty() else None,
         )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_lowprec.training.model import Model
 from megatron_lowprec.training.windows import Text, Window, pack, windows
@@ -47,6 +50,7 @@ def score(
     batch_size: int,
     filler: int,
     device: torch.device,
+    vocab_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
     """Every token of ``texts`` once, in windows dealt over the data-parallel ranks; the same result on every rank.
@@ -55,6 +59,7 @@ def score(
         length, stride: of ``windows``.
         batch_size: windows of one forward pass.
         filler: an id to fill rows with.
+        vocab_size: likelihoods are over the first so many ids; default all of the model's, padding included.
         progress: called with forward passes done and in all.
     """
     (chunk,) = model.chunks
@@ -64,15 +69,35 @@ def score(
     rounds = math.ceil(len(places) / (batch_size * ranks))
     total = torch.zeros(2, dtype=torch.float64, device=device)
     positions = torch.arange(length, device=device).expand(batch_size, length)
-    for number in range(rounds):
-        # All ranks make as many passes, the last ones of some without a window: experts exchange tokens in each.
-        first = (number * ranks + rank) * batch_size
-        total += _score_batch(chunk, texts, places[first : first + batch_size], positions, filler, device)
-        if progress is not None:
-            progress(number + 1, rounds)
+    with _without_padding(chunk, vocab_size):
+        for number in range(rounds):
+            # All ranks make as many passes, the last ones of some without a window: experts exchange tokens in each.
+            first = (number * ranks + rank) * batch_size
+            total += _score_batch(chunk, texts, places[first : first + batch_size], positions, filler, device)
+            if progress is not None:
+                progress(number + 1, rounds)
     dist.all_reduce(total, group=mpu.get_data_parallel_group())
     nats, tokens = total.tolist()
     return Score(nats, int(tokens))
+
+
+@contextmanager
+def _without_padding(chunk: torch.nn.Module, vocab_size: int | None) -> Iterator[None]:
+    """The output layer gives ids from ``vocab_size`` on no probability."""
+    if vocab_size is None:
+        yield
+        return
+
+    def withhold(_layer: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
+        logits = output[0]  # [s, b, this rank's part of the vocabulary]
+        first = mpu.get_tensor_model_parallel_rank() * logits.shape[-1]
+        logits[..., max(0, vocab_size - first) :] = -math.inf
+
+    handle = get_attr_wrapped_model(chunk, "output_layer").register_forward_hook(withhold)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _score_batch(

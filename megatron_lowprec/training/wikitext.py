@@ -14,6 +14,8 @@ from pathlib import Path
 
 from megatron_lowprec.errors import UserError
 
+SHIPPED = "data/wikitext-test.raw.txt.xz"  # in the repository
+
 # In this order; a pattern and what takes its place.
 _PUNCTUATION = [(re.escape(f" {mark} "), f"{mark} ") for mark in ":;.!?,"]
 _RULES = [
@@ -85,6 +87,6 @@ def read(path: str) -> list[Page]:
         content = Path(path).read_bytes()
         return list(pages((lzma.decompress(content) if path.endswith(".xz") else content).decode()))
     except FileNotFoundError:
-        raise UserError(f"--wikitext {path}: no such file; the shipped one is data/wikitext-test.raw.txt.xz") from None
+        raise UserError(f"--wikitext {path}: no such file; the shipped one is {SHIPPED}") from None
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise UserError(f"--wikitext {path}: not a WikiText file in UTF-8, plain or .xz: {error}") from None

@@ -40,11 +40,14 @@ class Window:
 
 
 def windows(texts: Sequence[Text], length: int, stride: int) -> Iterator[Window]:
-    """Windows of at most ``length`` tokens, each ``stride`` further than the last.
+    """Windows of ``length`` tokens that score ``stride`` new ones each; the first scores all of its tokens.
 
-    ``stride == length`` cuts a text into contiguous windows: the first token of each is scored after one token, its
-    last one after ``length``. A smaller stride makes windows slide: after the first one every token has more than
-    ``length - stride`` tokens of context.
+    ``stride == length`` makes them contiguous: the first token of each is scored after one token, its last one after
+    ``length``. A smaller stride makes windows slide: after the first one every token has more than ``length - stride``
+    tokens of context.
+
+    The last window of a text has fewer tokens left to score, and reaches back for context until it is whole, as
+    lm-evaluation-harness's rolling windows do; only a text shorter than ``length`` makes a shorter window.
 
     Raises:
         UserError: a stride outside of 1 .. length.
@@ -54,7 +57,7 @@ def windows(texts: Sequence[Text], length: int, stride: int) -> Iterator[Window]
         end = 0
         while end < len(text.ids):
             begin, end = end, min(end + (stride if end else length), len(text.ids))
-            yield Window(number, max(0, begin - (length - stride)), begin, end)
+            yield Window(number, max(0, end - length), begin, end)
 
 
 def pack(

@@ -15,7 +15,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "data/README.md", *(ROOT / "docs").rg
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
-PROGRAMS = ("python", "torchrun", "make", "sbatch", "srun", "pip")
+PROGRAMS = ("python", "torchrun", "make", "sbatch", "srun", "pip", "lm_eval")
 ERROR = "pretrain_gpt.py: error: "
 ELLIPSES = ("...", "…")
 

@@ -133,6 +133,16 @@ def check_pip(words: Sequence[str], line: str) -> None:
             raise AssertionError(f"{line}: no test knows where {word} comes from")
 
 
+def check_lm_eval(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="lm_eval")
+    for name in ("--model", "--model_args", "--include_path", "--tasks"):
+        parser.add_argument(name, required=True)
+    for name in ("--batch_size", "--metadata", "--output_path", "--device"):
+        parser.add_argument(name)
+    given = parser.parse_args(list(words))
+    assert (ROOT / given.include_path / f"{given.tasks}.yaml").is_file(), f"{given.include_path} has no {given.tasks}"
+
+
 def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = plain(words)
     if words[0] == "-c":
@@ -182,6 +192,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         check_make(words)
     elif program == "pip":
         check_pip(words, str(command))
+    elif program == "lm_eval":
+        check_lm_eval(words)
     else:
         rest = check_slurm(words)
         if rest and rest[0] == "torchrun":
@@ -259,6 +271,7 @@ def test_flags_in_the_text_exist(page: Path) -> None:
         "make nothing",
         "make train NOTHING=1",
         "pip install 'megatron-lowprec[nothing]'",
+        "lm_eval --model hf --model_args pretrained=my_model --include_path tools/harness --tasks nothing",
         "sbatch --no-such-option 1 scripts/pretrain.sbatch runs/x",
     ],
 )

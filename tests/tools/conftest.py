@@ -1,5 +1,56 @@
-"""The driver in this process, for the tools that work on its checkpoints."""
+"""The driver in this process, for the tools that work on its checkpoints; a model and a WikiText to score."""
 
-from tests.training.conftest import drive
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.conftest import Drive, drive
+from tests.training.helpers import REPOSITORY, argv
+from tools import evaluate
 
 __all__ = ["drive"]
+
+BPE = REPOSITORY / "data/tiny_bpe"
+TEXT = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": BPE / "vocab.json", "merge_file": BPE / "merges.txt"}
+# 4096 ids and 904 rows of padding.
+MODEL: dict[str, Any] = {
+    **TEXT,
+    "vocab_size": None,
+    "make_vocab_size_divisible_by": 1000,
+    "lr": 0.02,
+    "train_iters": 6,
+    "lr_decay_style": "constant",
+}
+RAW = "\n".join(
+    [
+        " ",
+        " = One = ",
+        " ",
+        ' A guest @-@ starring role , in 1 @,@ 000 films ; and " theatre " . It was the city \'s first ( or last ) . ',
+        " = = Part = = ",
+        " The boys ' film was seen in 2002 , and again in 2004 by the same people who had liked it , or not . ",
+        " = Two = ",
+        " ",
+        " Another one . ",
+        "",
+    ]
+)
+
+
+def run(*flags: str) -> dict[str, Any]:
+    """tools/evaluate.py in this process; its JSON."""
+    assert evaluate.main([*flags, "--out", "results.json"]) == 0
+    found: dict[str, Any] = json.loads(Path("results.json").read_text())
+    return found
+
+
+@pytest.fixture
+def trained(drive: Drive) -> str:
+    """A small model in fp32 and WikiText of two articles, in an empty folder."""
+    Path("wiki.raw").write_text(RAW)
+    drive(argv(**MODEL, save="run"))
+    return "run"

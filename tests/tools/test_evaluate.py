@@ -16,43 +16,11 @@ import torch
 
 from megatron_lowprec.training import startup
 from megatron_lowprec.training.wikitext import detokenize
+from tests.tools.conftest import MODEL, RAW, TEXT, run
 from tests.training.conftest import Drive
 from tests.training.convert.reference import logits
 from tests.training.helpers import REPOSITORY, argv, rows
 from tools import evaluate, export_hf
-
-BPE = REPOSITORY / "data/tiny_bpe"
-TEXT = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": BPE / "vocab.json", "merge_file": BPE / "merges.txt"}
-MODEL: dict[str, Any] = {**TEXT, "vocab_size": None, "lr": 0.02, "train_iters": 6, "lr_decay_style": "constant"}
-RAW = "\n".join(
-    [
-        " ",
-        " = One = ",
-        " ",
-        ' A guest @-@ starring role , in 1 @,@ 000 films ; and " theatre " . It was the city \'s first ( or last ) . ',
-        " = = Part = = ",
-        " The boys ' film was seen in 2002 , and again in 2004 by the same people who had liked it , or not . ",
-        " = Two = ",
-        " ",
-        " Another one . ",
-        "",
-    ]
-)
-
-
-def run(*flags: str) -> dict[str, Any]:
-    """The tool in this process; its JSON."""
-    assert evaluate.main([*flags, "--out", "results.json"]) == 0
-    found: dict[str, Any] = json.loads(Path("results.json").read_text())
-    return found
-
-
-@pytest.fixture
-def trained(drive: Drive) -> str:
-    """A small model in fp32 and WikiText of two articles, in an empty folder."""
-    Path("wiki.raw").write_text(RAW)
-    drive(argv(**MODEL, save="run"))
-    return "run"
 
 
 def test_it_is_the_driver_s_validation_loss(drive: Drive) -> None:
@@ -73,13 +41,14 @@ def test_it_is_the_driver_s_validation_loss(drive: Drive) -> None:
 
 
 def reference_nats(folder: Path, ids: list[int], eod: int, length: int) -> float:
-    """Negative log likelihood of one article in contiguous windows, by plain torch."""
+    """Negative log likelihood of one article in contiguous windows, the last one whole as well, by plain torch."""
     total = 0.0
+    stream = [eod, *ids]
     for begin in range(0, len(ids), length):
-        labels = torch.tensor(ids[begin : begin + length])
-        inputs = torch.tensor([eod if begin == 0 else ids[begin - 1], *ids[begin : begin + length - 1]])[: len(labels)]
-        found = logits(folder, inputs[None])[0].double().log_softmax(-1)
-        total -= float(found.gather(1, labels[:, None]).sum())
+        first = min(begin, max(0, len(ids) - length))
+        labels = torch.tensor(stream[first + 1 : first + 1 + length])
+        found = logits(folder, torch.tensor(stream[first : first + len(labels)])[None])[0].double().log_softmax(-1)
+        total -= float(found.gather(1, labels[:, None])[begin - first :].sum())
     return total
 
 
@@ -98,7 +67,7 @@ def test_word_perplexity_is_lm_evaluation_harness_s(trained: str, monkeypatch: p
         nats += reference_nats(Path("hf"), ids, tokenizer.eod, 32)
         words, size, tokens = words + len(re.split(r"\s+", article)), size + len(article.encode()), tokens + len(ids)
     assert (found["pages"], found["words"], found["bytes"], found["tokens"]) == (2, words, size, tokens)
-    # The tiny vocabulary of 4096 has no padding, so that both normalize over the same ids.
+    # The export has none of the rows that pad the vocabulary.
     assert found["loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert found["word_perplexity"] == pytest.approx(math.exp(nats / words), rel=1e-4)
     assert found["byte_perplexity"] == pytest.approx(math.exp(nats / size), rel=1e-5)

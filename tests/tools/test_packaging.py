@@ -68,7 +68,7 @@ def test_runtime_and_extras_are_the_published_ones() -> None:
         *("torch", "megatron-core", "numpy", "pyyaml", "psutil"),
         *("tokenizers", "safetensors", "tensorboard", "matplotlib", "rich"),
     }
-    assert set(groups) == {"", "wandb", "datasets", "te", "zstd", "dev"}
+    assert set(groups) == {"", "wandb", "datasets", "te", "zstd", "lm-eval", "dev"}
 
 
 def test_shipped_data_has_the_checksums_of_its_readme() -> None:

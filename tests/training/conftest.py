@@ -17,6 +17,8 @@ from megatron_lowprec.training.run import run
 from tests.training.helpers import argv
 
 Drive = Callable[[list[str]], None]
+# What torchrun sets and, without it, the driver does.
+PLACE_IN_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
@@ -24,7 +26,7 @@ def driving(folder: Path) -> Iterator[Drive]:
     """Run the driver with a command line in a folder; raises what the driver raises."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.chdir(folder)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in PLACE_IN_LAUNCH:
             monkeypatch.delenv(name, raising=False)
         threads = torch.get_num_threads()
 

@@ -16,6 +16,7 @@ from megatron_lowprec.kernels.quantize.reference import tile_amax
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_moment import capturing
 from megatron_lowprec.quantization.native import amax_for_gemms, cast_for_gemms
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import (
     Reduce,
     delayed_encode_scale,
@@ -250,7 +251,8 @@ class LinearNumerics:
         """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` as ``forward`` kept it."""
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
         w = self._weight("dgrad", w_OI, self._native_gemms(dy.matrix), True, weight_amax)
-        return self._gemm("dgrad", dy.matrix, w_OI.t(), moment, first=dy.operands.get("dgrad"), second=w)
+        w_IO = w_OI.t() if w is None else w_OI  # unread where there is an operand
+        return self._gemm("dgrad", dy.matrix, w_IO, moment, first=dy.operands.get("dgrad"), second=w)
 
     def wgrad(
         self,
@@ -351,7 +353,7 @@ class LinearNumerics:
         spec = self.recipe.fprop.weight
         if spec is None or spec != self.recipe.dgrad.weight or (spec.tile, spec.scaling) != ("tensor", "current"):
             return None
-        if self._keeps_weight("fprop"):
+        if self._keeps_weight("fprop") or isinstance(w_OI, Fp8Weight):
             return None
         amax = amax_for_gemms(w_OI)
         return amax if self._reduce_amax is None else self._reduce_amax(amax)
@@ -359,7 +361,9 @@ class LinearNumerics:
     def _weight(
         self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], observe: bool, amax: torch.Tensor | None
     ) -> AnyOperand | None:
-        """The weight's operand where it is native, or kept from an earlier microbatch; else None."""
+        """The weight's operand where it is native, FP8 itself, or kept from an earlier microbatch; else None."""
+        if isinstance(w_OI, Fp8Weight):
+            return self._primary_weight(gemm, w_OI, gemm in native, observe)
         keeps = observe and self._keeps_weight(gemm)
         if keeps and gemm in self._weights and (gemm in native) == isinstance(self._weights[gemm], ScaledOperand):
             return self._weights[gemm]
@@ -373,6 +377,20 @@ class LinearNumerics:
         if keeps:
             self._weights |= made
         return made[gemm]
+
+    def _primary_weight(self, gemm: str, w_OI: Fp8Weight, native: bool, observe: bool) -> AnyOperand:
+        """The operand that the codes are already; a native dgrad reads a copy of them that is made once a step."""
+        if observe and w_OI.spec.scaling == "delayed":
+            history, slot = self.histories["weight"]
+            history.observe(slot, w_OI.main_amax)
+        transposed = gemm == "dgrad"
+        if not native:
+            return w_OI.operand(transposed)
+        if not transposed or not (observe and self._keeps_weight(gemm)):
+            return w_OI.scaled_operand(transposed)
+        if gemm not in self._weights:
+            self._weights[gemm] = w_OI.scaled_operand(transposed)
+        return self._weights[gemm]
 
     def _gemm(
         self,

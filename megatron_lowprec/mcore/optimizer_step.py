@@ -11,12 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch.nn.utils import get_total_norm
+
+from megatron_lowprec.mcore.primary_weight import quantize_main_weights
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 
 
 @torch.no_grad()
@@ -74,17 +79,31 @@ def grad_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
 
 
 def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
-    """Let the optimizer round its fp32 main weights into the model's bf16 ones by one call instead of one a weight.
+    """Let the optimizer round its fp32 main weights into the model's bf16 ones by one call instead of one a weight,
+    and make codes of FP8 ones (``primary_weight``).
 
     Megatron-core reaches this through a method of its own, in the middle of ``step_with_ready_grads``; the method is
     replaced on these objects alone. The result is the same. Main weights of fp32 models are the model's own.
     """
     for part in optimizer.chained_optimizers:
-        if isinstance(part, (Float16OptimizerWithFloat16Params, DistributedOptimizer)) and not part.is_stub_optimizer:
+        kinds = (Float16OptimizerWithFloat16Params, DistributedOptimizer)
+        if isinstance(part, kinds) and not part.is_stub_optimizer and not _has_foreign_fp8_weights(part):
             part._copy_main_params_to_model_params = partial(_copy_weights, part)
 
 
+def _has_foreign_fp8_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer) -> bool:
+    """Whether there are FP8 weights of TransformerEngine's, which Megatron-core alone knows to update."""
+    weights = [weight for buffer in getattr(part, "buffers", ()) for weight in buffer.params]
+    return any(is_float8tensor(weight) and not isinstance(weight, Fp8Weight) for weight in weights)
+
+
 def _copy_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer) -> None:
-    model, main = part._get_model_and_main_params_data_float16()
+    quantize_main_weights(part, ahead=True)
+    if isinstance(part, DistributedOptimizer):
+        shards = zip(chain(*part.shard_float16_groups), chain(*part.shard_fp32_from_float16_groups), strict=True)
+        pairs = [pair for pair in shards if pair[0] is not None]  # no shard of an FP8 weight
+        model, main = ([pair[side].data for pair in pairs] for side in (0, 1))
+    else:
+        model, main = part._get_model_and_main_params_data_float16()
     if model:
         torch._foreach_copy_(model, main)

@@ -68,6 +68,12 @@ class AmaxHistory:
         # in place: a captured graph goes on reading and writing the same memory
         update_history_(self.newest, self.window, self.in_effect, self.rule == "max")
 
+    def upcoming(self) -> torch.Tensor:
+        """fp32 [N]: what the end of this step will put in effect, of tensors whose ``newest`` all ranks know alike."""
+        in_effect = self.in_effect.clone()
+        update_history_(self.newest.clone(), self.window.clone(), in_effect, self.rule == "max")
+        return in_effect
+
     def state(self, slot: int) -> torch.Tensor:
         """fp32 [length + 1] of one tensor: the amax in effect, then its window."""
         return torch.cat((self.in_effect[slot : slot + 1], self.window[:, slot]))

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
 
 VALUES_PER_DRAW = 8
 """Entries along the contracted dimension that one call of the random stream serves: shards begin at a multiple.
@@ -61,6 +61,33 @@ def weight_serves_microbatches(gemm: GemmSpec) -> bool:
     """Whether all microbatches of a step multiply with the same quantized weight, so that one may be kept for them."""
     drawn = gemm.hadamard is not None and gemm.hadamard.signs == "random"
     return gemm.weight is not None and gemm.weight.rounding != "stochastic" and not drawn
+
+
+def primary_weight_spec(recipe: Recipe) -> QuantSpec | None:
+    """How a weight is quantized that a layer can hold as FP8 codes alone; None where it cannot.
+
+    fprop and dgrad must take it by the same spec, with one scale, or the second would need what the first was made of.
+    """
+    spec, gemms = recipe.fprop.weight, (recipe.fprop, recipe.dgrad)
+    if spec is None or spec != recipe.dgrad.weight or any(gemm.hadamard is not None for gemm in gemms):
+        return None
+    plain = (spec.tile, spec.scale_format, spec.rounding, spec.headroom) == ("tensor", "fp32", "nearest_even", 1.0)
+    return spec if plain and spec.format in ("e4m3", "e5m2") else None
+
+
+def check_primary_weights(recipe: Recipe) -> None:
+    """Refuse FP8 primary weights for a recipe that has none.
+
+    Raises:
+        UserError: with the named recipe's own operands.
+    """
+    if primary_weight_spec(recipe) is None:
+        taken = {name: getattr(recipe, name).weight for name in ("fprop", "dgrad")}
+        found = ", ".join(f"{n} {f'{w.format} by {w.tile}' if w else 'unquantized'}" for n, w in taken.items())
+        raise UserError(
+            "--fp8-param-gather keeps a weight as FP8 codes with one scale, which fprop and dgrad must then share; "
+            f"recipe {recipe.name} takes it in {found}: use fp8_delayed or fp8_current, or leave the flag out"
+        )
 
 
 def gemms_in_bf16(globs: Iterable[str], layer_number: int, name: str) -> frozenset[str]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.mcore.finite_check import Finding, FiniteCheck
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training import random_state
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.data import Batches
@@ -83,7 +84,9 @@ def weights_are_finite(trainer: Trainer) -> bool:
     bad = torch.zeros((), dtype=torch.int32, device=next(trainer.chunks[0].parameters()).device)
     for chunk in trainer.chunks:
         for weight in chunk.parameters():
-            bad |= (~weight.isfinite()).any()
+            # Inf saturates in FP8 codes; the main weights that they are made of have it in their amax.
+            values = weight.main_amax if isinstance(weight, Fp8Weight) else weight
+            bad |= (~values.isfinite()).any()
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     return not bad
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_lowprec.mcore.primary_weight import settle
 from megatron_lowprec.training import random_state
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.data import Batches
@@ -34,6 +35,7 @@ def calibrate(
     for _ in range(PASSES):
         forward_backward(trainer, batches(), config, iteration, device)
         trainer.runtime.end_step()
+        settle(trainer.optimizer, trainer.chunks)
         random_state.restore(before)
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()

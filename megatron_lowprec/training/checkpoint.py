@@ -27,8 +27,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.primary_weight import compute_dtype_weights, settle
 from megatron_lowprec.mcore.runtime import RecipeRuntime
 from megatron_lowprec.mcore.te import EXTRA_STATE, trust_extra_states
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.load import recipe_to_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.training import random_state, untrusted
@@ -123,6 +125,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
     elif config.bf16:
         # Main weights are copies of the model's, made before these were loaded.
         trainer.optimizer.reload_model_params()
+    settle(trainer.optimizer, trainer.chunks)
     if with_random_state:
         random_state.restore(state["random_state"])
     progress = Progress() if config.finetune else Progress(**found.progress)
@@ -297,10 +300,29 @@ def _state(
         for part in parts:
             del part.get_parameter_state_dp_zero
         state["scheduler"] = {"num_steps": trainer.scheduler.num_steps}
+    # behind the optimizer, which tells the state of a weight by the weight itself
+    _store_in_compute_dtype(state, trainer, loading)
     if with_random_state:
         rank, size = dist.get_rank(), dist.get_world_size()
         state["random_state"] = ShardedObject("random_state", random_state.capture(), (size,), (rank,), replica_id=0)
     return state
+
+
+def _store_in_compute_dtype(state: dict[str, Any], trainer: Trainer, loading: bool) -> None:
+    """Put what a run without --fp8-param-gather would save in the place of FP8 weights, or room to load it into."""
+    held = {
+        id(tensor.data): tensor
+        for name, _ in _named_chunks(trainer.chunks)
+        for tensor in state[name].values()
+        if isinstance(getattr(tensor, "data", None), Fp8Weight)
+    }
+    if loading:
+        for tensor in held.values():
+            tensor.data = torch.empty(tensor.data.shape, dtype=tensor.data.dtype)
+    elif held:
+        for weight, plain in compute_dtype_weights(trainer.optimizer):
+            held.pop(id(weight)).data = plain
+        assert not held, "every FP8 weight has a main weight"
 
 
 def _prime_adam(optimizer: MegatronOptimizer) -> None:

@@ -31,7 +31,9 @@ class RecipeOptions:
     list_recipes: bool = arg(False, "print the named recipes and stop")
     explain_recipe: bool = arg(False, "print what every GEMM of every linear layer of this model runs in, and stop")
     fp8_param_gather: bool = arg(
-        False, "keep weights in FP8 and gather them so (--transformer-impl transformer_engine alone)"
+        False,
+        "keep linear layers' weights as FP8 codes, without a bf16 copy, and gather them so; needs "
+        "--use-distributed-optimizer, and a recipe with one FP8 weight for fprop and dgrad",
     )
     no_amax_reduce: bool = arg(
         False,

@@ -6,11 +6,11 @@ value are written out: 2 for bf16, 4 for fp32, 1 for a dropout mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lowprec.recipe.native import native_gemms
-from megatron_lowprec.recipe.resolve import LinearSite, kept_in_bf16, weight_serves_microbatches
+from megatron_lowprec.recipe.resolve import LinearSite, kept_in_bf16, primary_weight_spec, weight_serves_microbatches
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.resolve import data_parallel_size, virtual_stages
@@ -38,6 +38,11 @@ class Runs:
             return False
         native = self.native_gemms(config, site)
         return {"fprop", "wgrad"} <= native and self.recipe.fprop.input == self.recipe.wgrad.input
+
+    def keeps_primary_weights(self, config: Config) -> bool:
+        """Whether the weights of quantized layers are FP8 codes alone."""
+        asked = config.fp8_param_gather and config.transformer_impl == "local"
+        return asked and primary_weight_spec(self.recipe) is not None
 
     def native_gemms(self, config: Config, site: LinearSite) -> frozenset[str]:
         """The GEMMs of a linear layer that multiply FP8 codes."""
@@ -160,7 +165,7 @@ def _state(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -
     total = weights.dense + weights.expert
     half_gradients = config.bf16 and config.grad_reduce_in_bf16
     resident = {
-        "weights": total * _width(config),
+        "weights": total * _width(config) - _primary_weights(config, runs, stage) * (_width(config) - 1.0),
         "main weights": owned * 4.0 if config.bf16 else 0.0,
         "moments": owned * 8.0,
         "gradients": total * (2.0 if half_gradients else 4.0),
@@ -173,20 +178,34 @@ def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:
     """Quantized weights that are kept between the microbatches of a step: a byte a value, or emulated the dtype's."""
     if _microbatches(config, gpus) == 1:
         return 0.0
+    total = 0.0
+    for site, weights in _quantized_layers(config, runs, stage):
+        native = runs.native_gemms(config, site)
+        kept = [name for name, gemm in runs.recipe.gemms.items() if weight_serves_microbatches(gemm)]
+        if runs.keeps_primary_weights(config):  # a transposed copy alone, which native products read
+            kept = ["dgrad"] if "dgrad" in native else []
+        total += weights * sum(1 if name in native else _width(config) for name in kept)
+    return total
+
+
+def _primary_weights(config: Config, runs: Runs, stage: int) -> float:
+    """Weights of one rank that are FP8 codes without a copy in the compute dtype."""
+    if not runs.keeps_primary_weights(config):
+        return 0.0
+    return sum(weights for _, weights in _quantized_layers(config, runs, stage))
+
+
+def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[LinearSite, float]]:
+    """Linear layers of a stage that are under the recipe, and the weights of each on one rank, without biases."""
     layers = sized(config.num_layers)
     here = layers // config.pipeline_model_parallel_size
-    per_site = 0.0
     for site in linear_sites(config):
         # Interleaved stages hold other layers in the same number; which ones are left in bf16 then differs a little.
         if (site.layer_number - 1) // here != stage or kept_in_bf16(runs.recipe, site.layer_number, site.name, layers):
             continue
         ranks = _expert_tensor_size(config) if _is_expert(site) else config.tensor_model_parallel_size
         experts = sized(config.num_experts) // config.expert_model_parallel_size if _is_expert(site) else 1
-        native = runs.native_gemms(config, site)
-        kept = [name for name, gemm in runs.recipe.gemms.items() if weight_serves_microbatches(gemm)]
-        width = sum(1 if name in native else _width(config) for name in kept)
-        per_site += experts * site.in_features * site.out_features / ranks * width
-    return per_site
+        yield site, experts * site.in_features * site.out_features / ranks
 
 
 # ---- activations of one microbatch

@@ -23,6 +23,7 @@ from megatron.core.utils import get_te_version
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once
+from megatron_lowprec.mcore.primary_weight import settle, use_primary_weights
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
 from megatron_lowprec.mcore.spec import gpt_block_spec
 from megatron_lowprec.mcore.te import TERuntime, accumulate_wgrad, check_support, te_block_spec
@@ -58,8 +59,12 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     """Model, recipe, data parallelism, optimizer and scheduler; every rank calls it, with the process groups there."""
     model = build_model(config, recipe, padded_vocab_size)
     transformer = model.config
+    if config.fp8_param_gather and isinstance(model.runtime, RecipeRuntime):
+        count = use_primary_weights(model.chunks, reduce_amax=not config.no_amax_reduce)
+        model.runtime.notes.append(f"--fp8-param-gather: {count} weights on this stage are FP8, without a bf16 copy")
     chunks = _data_parallel(config, transformer, list(model.chunks))
     optimizer = _optimizer(config, transformer, chunks)
+    settle(optimizer, chunks)
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
     return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer))
@@ -138,7 +143,7 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
         persist_layer_norm=False,
         apply_rope_fusion=te is not None and config.position_embedding_type == "rope",
         transformer_impl=config.transformer_impl,
-        fp8_param=config.fp8_param_gather,
+        fp8_param=config.fp8_param_gather and te is not None,  # of TransformerEngine's layers
         **(te.transformer_config() if te is not None else {}),
         calculate_per_token_loss=config.calculate_per_token_loss,
         deterministic_mode=config.deterministic_mode,
@@ -217,7 +222,7 @@ def _data_parallel(
     )
     # Only the first chunk's gradients wait for the whole backward; buckets of the others would never fill in time.
     chunks = [DistributedDataParallel(transformer, ddp, c, disable_bucketing=i > 0) for i, c in enumerate(bare)]
-    if not config.fp8_param_gather:  # a collective takes no quantized tensor, and one seed gives all ranks one model
+    if not config.fp8_param_gather:  # a collective takes no FP8 weight, and one seed gives all ranks one model
         for chunk in chunks:
             chunk.broadcast_params()
     if config.overlap_grad_reduce:

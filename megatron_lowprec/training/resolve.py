@@ -209,19 +209,14 @@ def _check_parallelism(config: Config, world_size: int) -> None:
 
 
 def _check_implementation(config: Config, gpus: bool) -> None:
+    if config.fp8_param_gather and not (config.use_distributed_optimizer and config.bf16):
+        raise UserError("--fp8-param-gather needs --use-distributed-optimizer and --bf16")
     if config.transformer_impl == "local":
-        if config.fp8_param_gather:
-            raise UserError(
-                "--fp8-param-gather needs --transformer-impl transformer_engine: this project's layers gather weights "
-                "in the model's dtype; leave it out"
-            )
         return
     ours: dict[str, Any] = {"stock_linears": False, "attention_backend": "auto", "rerun_in_bf16": []}
     for name, wanted in (ours | {"no_amax_reduce": False, "same_noise_on_data_parallel": False}).items():
         if getattr(config, name) != wanted:
             raise UserError(f"{flag(name)} is for --transformer-impl local; leave one of the two out")
-    if config.fp8_param_gather and not (config.use_distributed_optimizer and config.bf16):
-        raise UserError("--fp8-param-gather needs --use-distributed-optimizer and --bf16")
     if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
             f"--transformer-impl transformer_engine needs TransformerEngine, which is not installed: {INSTALL}, or "

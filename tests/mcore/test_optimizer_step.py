@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import fp8_utils, parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once, grad_norm, optimizer_step
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.training import model, schedule, startup
 from megatron_lowprec.training.arguments import parse
@@ -182,3 +183,16 @@ def test_copying_at_once_leaves_other_optimizers_alone(build: Build) -> None:
     trainer = build()
     copy_weights_at_once(trainer.optimizer)
     assert "_copy_main_params_to_model_params" not in vars(trainer.optimizer.chained_optimizers[0])
+
+
+def test_fp8_weights_of_another_library_are_left_to_megatron(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build(bf16=True, use_distributed_optimizer=True)
+    (part,) = trainer.optimizer.chained_optimizers
+    del part._copy_main_params_to_model_params
+    monkeypatch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
+    monkeypatch.setattr(fp8_utils, "FP8_TENSOR_CLASS", torch.nn.Parameter)
+    copy_weights_at_once(trainer.optimizer)
+    assert "_copy_main_params_to_model_params" not in vars(part)
+    monkeypatch.setattr(fp8_utils, "FP8_TENSOR_CLASS", Fp8Weight)
+    copy_weights_at_once(trainer.optimizer)
+    assert "_copy_main_params_to_model_params" in vars(part)

@@ -39,6 +39,17 @@ def test_maximum_leaves_after_length_steps() -> None:
     assert run(one(3, "max"), [8.0, 1.0, 2.0, 1.0, 1.0, 1.0]) == [8.0, 8.0, 8.0, 2.0, 2.0, 1.0]
 
 
+@pytest.mark.parametrize("rule", ["max", "most_recent"])
+def test_what_is_upcoming_is_in_effect_after_the_step(rule: str) -> None:
+    history = one(3, rule)
+    for amax in (8.0, 1.0, 0.0, 2.0, math.inf, 1.0, 1.0, 4.0):
+        history.observe(0, torch.tensor(amax))
+        before, upcoming = history.in_effect.clone(), history.upcoming()
+        assert torch.equal(history.in_effect, before)
+        history.update()
+        assert torch.equal(history.in_effect, upcoming)
+
+
 def test_most_recent_forgets_at_once() -> None:
     assert run(one(3, "most_recent"), [8.0, 1.0, 2.0]) == [8.0, 1.0, 2.0]
 

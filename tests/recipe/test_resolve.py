@@ -8,7 +8,14 @@ import pytest
 from megatron_lowprec import GemmSpec, KeepBf16, QuantSpec, Recipe, UserError, get_recipe, recipes
 from megatron_lowprec.recipe.explain import explain
 from megatron_lowprec.recipe.native import execution, native_gemms, why_emulated
-from megatron_lowprec.recipe.resolve import LinearSite, check_sizes, kept_in_bf16, unmatched_names
+from megatron_lowprec.recipe.resolve import (
+    LinearSite,
+    check_primary_weights,
+    check_sizes,
+    kept_in_bf16,
+    primary_weight_spec,
+    unmatched_names,
+)
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 
@@ -217,3 +224,34 @@ def test_sizes_that_fp8_products_cannot_take() -> None:
     assert native_gemms(recipe, "sm90", 256, 208) == {"fprop", "wgrad"}
     assert native_gemms(recipe, "sm90", 208, 256) == {"dgrad", "wgrad"}
     assert why_emulated("fprop", recipe.fprop, "sm90", 200, 256) == "in_features 200 is no multiple of 16"
+
+
+def test_recipes_with_primary_weights() -> None:
+    having = {name for name in recipes() if primary_weight_spec(get_recipe(name)) is not None}
+    assert having == {"fp8_delayed", "fp8_current", "fp8_current_bf16_ends"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("bf16", "fprop unquantized, dgrad unquantized"),
+        ("fp8_blockwise", "fprop e4m3 by 128x128, dgrad e4m3 by 128x128"),
+        ("fp8_rowwise_gw_hp", "fprop e4m3 by row, dgrad e4m3 by tensor"),
+        ("fp8_mxfp4_rht_sr", "fprop e4m3 by tensor, dgrad e2m1 by 1x32"),
+    ],
+)
+def test_recipes_without_primary_weights_are_refused(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        check_primary_weights(get_recipe(name))
+    assert "use fp8_delayed or fp8_current" in str(error.value)
+
+
+def test_primary_weights_are_rounded_plainly_and_alike() -> None:
+    spec = get_recipe("fp8_current").fprop.weight
+    assert spec is not None
+    for change in ({"rounding": "stochastic"}, {"headroom": 0.75}, {"format": "e2m1"}, {"tile": "row"}):
+        other = replace(spec, **change)  # type: ignore[arg-type]
+        recipe = replace(get_recipe("fp8_current"), fprop=GemmSpec(weight=other), dgrad=GemmSpec(weight=other))
+        assert primary_weight_spec(recipe) is None
+        recipe = replace(get_recipe("fp8_current"), fprop=GemmSpec(weight=other))
+        assert primary_weight_spec(recipe) is None

@@ -1,0 +1,159 @@
+"""A weight that is FP8 codes and one scale, without a copy in the compute dtype: an FP8 primary weight.
+
+The codes are the quantizer's of the optimizer's fp32 main weight. What the ordinary path has in between, the rounding
+of the main weight to bf16, is left out: codes differ where that rounding crosses the middle between two of them.
+
+It is a tensor of its own kind that says bf16, as TransformerEngine's is, and no parameter of dtype float8: autograd
+gives a parameter a gradient of its dtype, and Megatron-core's optimizers sort parameters by dtype and know no FP8 one.
+What Megatron-core asks of such a tensor is in ``mcore.primary_weight``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.kernels.contract.reference import Operand
+from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
+from megatron_lowprec.recipe.schema import QuantSpec
+
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_ATEN = torch.ops.aten
+_NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.default, _ATEN.new_zeros.default)
+
+
+class Fp8Weight(torch.Tensor):
+    """[O, I] of ``codes * decode_scale``, to autograd a tensor of the compute dtype.
+
+    An op that reads it gets its value in that dtype. Of ops that write, ``copy_`` alone is there: it takes values and
+    keeps them on the host until ``set_codes`` has made codes of the main weights that were copied from them.
+
+    Attributes:
+        codes: uint8 [O, I].
+        decode_scale: fp32 [1], what a decoded element is multiplied by.
+        main_amax: fp32 [1] of what the codes were made of, over all ranks that share the scale.
+        spec: of both GEMMs that take the weight; tile "tensor".
+        source: the values that ``copy_`` got, in the compute dtype on the host, or None.
+    """
+
+    codes: torch.Tensor
+    decode_scale: torch.Tensor
+    main_amax: torch.Tensor
+    spec: QuantSpec
+    source: torch.Tensor | None
+
+    # below autograd nothing but __torch_dispatch__ is to see it
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        codes: torch.Tensor,
+        decode_scale: torch.Tensor,
+        main_amax: torch.Tensor,
+        spec: QuantSpec,
+        dtype: torch.dtype,
+        source: torch.Tensor | None = None,
+    ) -> Fp8Weight:
+        self: Fp8Weight = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        self.codes, self.decode_scale, self.main_amax, self.spec, self.source = (
+            codes,
+            decode_scale,
+            main_amax,
+            spec,
+            source,
+        )
+        return self
+
+    @classmethod
+    def of(cls, values: torch.Tensor, spec: QuantSpec) -> Fp8Weight:
+        """From values in the compute dtype, as ``copy_`` takes them."""
+        one = torch.ones(1, dtype=torch.float32, device=values.device)
+        made = cls(torch.empty_like(values, dtype=torch.uint8), one, one.clone(), spec, values.dtype)
+        return made.take(values)
+
+    def take(self, values: torch.Tensor) -> Fp8Weight:
+        """Stand for ``values`` [O, I], which are kept in ``source``; the scale is of these alone, without a history."""
+        self.source = values.detach().to("cpu", self.dtype, copy=True)
+        fp32 = values.detach().to(self.codes.device, torch.float32)
+        self.main_amax.copy_(fp32.abs().amax().view(1))
+        encode_scale = weight_encode_scale(self.main_amax, self.spec)
+        self.decode_scale.copy_(torch.ones_like(encode_scale) / encode_scale)
+        self.codes.copy_(fp8_codes(fp32, encode_scale, self.spec))
+        return self
+
+    def set_codes(self, start: int, values: torch.Tensor, encode_scale: torch.Tensor) -> None:
+        """Codes of the entries from ``start`` on, counted along rows, from fp32 ``values``; ends ``source``."""
+        self.codes.view(-1)[start : start + values.numel()] = fp8_codes(values, encode_scale, self.spec).view(-1)
+        self.source = None
+
+    def elements(self) -> torch.Tensor:
+        """Codes as numbers of torch's FP8 dtype, [O, I]."""
+        return self.codes.view(_DTYPES[self.spec.format])
+
+    def value(self) -> torch.Tensor:
+        """A plain tensor of what it stands for: ``source`` where it is still there, else codes times scale."""
+        if self.source is not None:
+            return self.source.to(self.codes.device)
+        return (self.elements().float() * self.decode_scale).to(self.dtype)
+
+    def operand(self, transposed: bool) -> Operand:
+        """Of an emulated product: elements in the compute dtype, exact, [O, I] or [I, O]."""
+        elements = self.elements().to(self.dtype)
+        elements = elements.t() if transposed else elements
+        return Operand(elements, self.decode_scale.view(1, 1), (elements.shape[0], elements.shape[1]))
+
+    def scaled_operand(self, transposed: bool) -> ScaledOperand:
+        """Of a native product: the codes themselves, or [I, O] a copy of them."""
+        elements = self.codes.t().contiguous().view(_DTYPES[self.spec.format]) if transposed else self.elements()
+        return ScaledOperand(elements, self.decode_scale, "tensor", elements.shape[0])
+
+    # Megatron-core's names for ``source``, which its optimizer makes main weights of
+    def get_high_precision_init_val(self) -> torch.Tensor:
+        """The value in the compute dtype, on the host where ``copy_`` has left it there."""
+        return self.value() if self.source is None else self.source
+
+    def clear_high_precision_init_val(self) -> None:
+        """Nothing: ``set_codes`` drops it."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Fp8Weight({tuple(self.shape)}, {self.spec.format}, decode scale {self.decode_scale.item():.4g})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Fp8Weight):
+            if func in (_ATEN.detach.default, _ATEN.alias.default) or (
+                func is _ATEN.expand.default and tuple(args[1]) == tuple(first.shape)
+            ):
+                return cls(first.codes, first.decode_scale, first.main_amax, first.spec, first.dtype, first.source)
+            if func is _ATEN.copy_.default:
+                return first.take(args[1].value() if isinstance(args[1], Fp8Weight) else args[1])
+            if func in _NEW:
+                return func(first.codes, *args[1:], **{**kwargs, "dtype": kwargs.get("dtype") or first.dtype})
+            if func._schema.is_mutable and func._schema.arguments[0].alias_info is not None:
+                raise NotImplementedError(f"an FP8 primary weight takes values by copy_ alone, not by {func}")
+        args, kwargs = tree_map_only(Fp8Weight, Fp8Weight.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def weight_encode_scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """fp32 numbers to multiply weights by before rounding, from the amax that each one's scale follows, same shape.
+
+    An amax of 0 gives 1: of a history before its first step, or of a weight of zeros.
+    """
+    margin = spec.margin if spec.scaling == "delayed" else 0
+    return fp32_encode_scale(amax, FORMATS[spec.format], spec.scale_rule, spec.amax_floor, margin)
+
+
+def fp8_codes(values: torch.Tensor, encode_scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """uint8 codes of fp32 ``values``, any shape: the reference's, by torch's conversion (nearest even, saturated)."""
+    limit = FORMATS[spec.format].max
+    return (values * encode_scale).clamp_(-limit, limit).to(_DTYPES[spec.format]).view(torch.uint8)

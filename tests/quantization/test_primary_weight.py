@@ -1,0 +1,240 @@
+"""FP8 primary weights: the reference's codes, what the tensor lets autograd see, and the GEMMs that read it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_lowprec import LowPrecLinear, QuantSpec, get_recipe
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.kernels.quantize.reference import decode, encode, quantize_operand
+from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.primary_weight import Fp8Weight, fp8_codes, weight_encode_scale
+from megatron_lowprec.quantization.quantizer import quantize_for_gemm
+
+RECIPES = ["fp8_current", "fp8_delayed"]
+T, IN, OUT = 40, 64, 96
+
+
+def spec_of(name: str = "fp8_current") -> QuantSpec:
+    spec = get_recipe(name).fprop.weight
+    assert spec is not None
+    return spec
+
+
+def values(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
+    return (torch.randn(OUT, IN, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype).to(device)
+
+
+# ---- codes
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-9, math.nan])
+def test_codes_are_the_reference_s(name: str, scale: float) -> None:
+    fmt, spec = FORMATS[name], replace(spec_of(), format=name)
+    grid = decode(torch.arange(256, dtype=torch.uint8), fmt)
+    grid = grid[grid.isfinite()].sort().values
+    middles = (grid[1:] + grid[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.full_like(middles, to)) for to in (-math.inf, math.inf)]
+    bits = torch.randint(-(2**31), 2**31, (20000,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e30, -1e30, 1e-30, fmt.max, fmt.max * 1.07])
+    x = torch.cat((grid, middles, *beside, bits.view(torch.float32), special)).view(1, -1)
+    encode_scale = torch.tensor([scale])
+    codes = fp8_codes(x, encode_scale, spec)
+    elements, _ = quantize_operand(
+        x, fmt, (1, x.shape[1]), scale_format="fp32", scale_rule="amax", encode_scale=encode_scale.view(1, 1)
+    )
+    number = ~elements.isnan()
+    assert torch.equal(codes[number], encode(elements, fmt)[number])
+    assert decode(codes[~number], fmt).isnan().all()  # NaN has two codes
+    assert number.any() == math.isfinite(scale)
+
+
+@pytest.mark.parametrize("changes", [{}, {"scale_rule": "amax_pow2"}, {"amax_floor": 1e-4}])
+def test_taken_values_are_quantized_as_an_operand_is(changes: dict[str, object]) -> None:
+    spec = replace(spec_of(), **changes)  # type: ignore[arg-type]
+    weight = Fp8Weight.of(values(), spec)
+    assert weight.source is not None
+    assert torch.equal(weight.source, values())
+    assert weight.main_amax == values().float().abs().max()
+    for transposed in (False, True):
+        matrix = values().t() if transposed else values()
+        elements, scale = quantize_for_gemm(matrix.float(), spec)
+        operand = weight.operand(transposed)
+        assert operand.scale is not None
+        if scale is None:  # a power of two is multiplied in
+            assert torch.equal(operand.elements.float() * operand.scale, elements)
+        else:
+            assert torch.equal(operand.elements.float(), elements)
+            assert torch.equal(operand.scale, scale)
+
+
+def test_margin_is_of_delayed_scaling() -> None:
+    amax = torch.tensor([3.0])
+    delayed, current = spec_of("fp8_delayed"), spec_of()
+    assert weight_encode_scale(amax, replace(delayed, margin=2)) == weight_encode_scale(amax, delayed) / 4
+    assert weight_encode_scale(amax, delayed) == weight_encode_scale(amax, current)
+    assert weight_encode_scale(torch.zeros(1), delayed) == 1.0
+
+
+def test_codes_are_set_by_parts() -> None:
+    weight, main = Fp8Weight.of(torch.zeros(OUT, IN).bfloat16(), spec_of()), values(torch.float32).view(-1)
+    encode_scale = weight_encode_scale(main.abs().amax().view(1), spec_of())
+    for start in range(0, main.numel(), 1000):
+        weight.set_codes(start, main[start : start + 1000], encode_scale)
+    assert weight.source is None
+    assert torch.equal(weight.codes, fp8_codes(main, encode_scale, spec_of()).view(OUT, IN))
+
+
+# ---- the tensor
+def test_to_autograd_it_is_a_bf16_parameter() -> None:
+    weight = torch.nn.Parameter(Fp8Weight.of(values(), spec_of()))
+    assert isinstance(weight, Fp8Weight)
+    assert (weight.dtype, weight.shape, weight.requires_grad) == (torch.bfloat16, (OUT, IN), True)
+    assert weight.data.codes is weight.codes  # type: ignore[attr-defined]
+    accumulates = weight.expand_as(weight).grad_fn
+    assert accumulates is not None
+    assert accumulates.next_functions[0][0] is not None
+    for plain in (torch.empty_like(weight), torch.zeros_like(weight), weight + 0):
+        assert type(plain) is torch.Tensor
+        assert (plain.dtype, plain.shape) == (torch.bfloat16, (OUT, IN))
+    (weight.float() * 2).sum().backward()
+    assert type(weight.grad) is torch.Tensor
+    assert (weight.grad == 2).all()
+
+
+def test_its_value_is_what_it_took_until_codes_are_set() -> None:
+    weight = Fp8Weight.of(values(), spec_of())
+    assert torch.equal(weight + 0, values())
+    weight.source = None
+    coarse = (weight.elements().float() * weight.decode_scale).bfloat16()
+    assert torch.equal(weight + 0, coarse)
+    assert not torch.equal(coarse, values())
+    with torch.no_grad():
+        weight.copy_(values() * 2)
+    assert torch.equal(weight.get_high_precision_init_val(), values() * 2)
+
+
+def test_other_writes_are_refused() -> None:
+    weight = Fp8Weight.of(values(), spec_of())
+    with pytest.raises(NotImplementedError, match="copy_ alone"):
+        weight.add_(1.0)
+    with pytest.raises(NotImplementedError, match="copy_ alone"):
+        weight.zero_()
+
+
+# ---- the GEMMs
+def layers(recipe: str, device: str = "cpu") -> tuple[LowPrecLinear, LowPrecLinear]:
+    """The ordinary layer and one with FP8 weights, from main weights that bf16 holds exactly."""
+    ordinary, primary = (
+        LowPrecLinear(IN, OUT, bias=False, dtype=torch.bfloat16, recipe=recipe, device=device) for _ in range(2)
+    )
+    with torch.no_grad():
+        ordinary.weight.copy_(values(device=device))
+    primary.weight = torch.nn.Parameter(Fp8Weight.of(values(device=device), spec_of(recipe)))
+    return ordinary, primary
+
+
+def update(ordinary: LowPrecLinear, primary: LowPrecLinear, main: torch.Tensor) -> None:
+    """What an optimizer's step does: new weights, codes by the scale that the histories are about to put in effect."""
+    with torch.no_grad():
+        ordinary.weight.copy_(main)
+    weight = primary.weight
+    assert isinstance(weight, Fp8Weight)
+    follows = weight.main_amax.copy_(main.float().abs().amax())
+    if weight.spec.scaling == "delayed":
+        history, slot = primary.numerics.histories["weight"]
+        follows = history.upcoming()[slot : slot + 1]
+    encode_scale = weight_encode_scale(follows, weight.spec)
+    weight.decode_scale.copy_(torch.ones_like(encode_scale) / encode_scale)
+    weight.set_codes(0, main.float().view(-1), encode_scale)
+    for layer in (ordinary, primary):
+        layer.end_step()
+        layer.numerics.forget_weights()
+
+
+def train(recipe: str, device: str = "cpu") -> list[list[list[torch.Tensor]]]:
+    """[y, dx, dw] of both layers over four steps of two microbatches, an evaluation before each."""
+    pair, found = layers(recipe, device), []
+    if recipe == "fp8_delayed":  # a run begins with scale 1
+        assert isinstance(pair[1].weight, Fp8Weight)
+        pair[1].weight.decode_scale.fill_(1.0)
+        pair[1].weight.set_codes(0, values(device=device).float().view(-1), torch.ones(1, device=device))
+    generator = torch.Generator().manual_seed(5)
+    for number in range(4):
+        for _ in range(2):
+            x, dy = (torch.randn(T, size, generator=generator).bfloat16().to(device) for size in (IN, OUT))
+            for layer in pair:
+                with torch.no_grad():
+                    layer(x * 100)
+                leaf = x.clone().requires_grad_()
+                layer.weight.grad = None
+                y = layer(leaf)
+                y.backward(dy)
+                assert leaf.grad is not None
+                assert layer.weight.grad is not None
+                found.append([y.detach(), leaf.grad, layer.weight.grad])
+        update(*pair, main=(values(device=device) * (number + 2) + 0.01).bfloat16())
+    for operand, (history, slot) in pair[0].numerics.histories.items():
+        other, at = pair[1].numerics.histories[operand]
+        assert torch.equal(history.state(slot), other.state(at)), operand
+    return [found[0::2], found[1::2]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_the_ordinary_path_s_where_bf16_holds_the_main_weight(recipe: str) -> None:
+    ordinary, primary = train(recipe)
+    for one, other in zip(ordinary, primary, strict=True):
+        for expected, found in zip(one, other, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_native_products_read_the_codes_and_one_copy_a_step(recipe: str) -> None:
+    numerics = LinearNumerics(get_recipe(recipe), LinearPlace(1, "alone"), 0, AmaxHistory, cache_weights=True)
+    weight = Fp8Weight.of(values(), spec_of(recipe))
+
+    def operand(gemm: str, observe: bool = True) -> ScaledOperand:
+        found = numerics._primary_weight(gemm, weight, native=True, observe=observe)
+        assert isinstance(found, ScaledOperand)
+        assert (found.elements.dtype, found.tile) == (torch.float8_e4m3fn, "tensor")
+        assert found.elements.is_contiguous()
+        assert found.scale is weight.decode_scale
+        return found
+
+    by_rows, by_columns = operand("fprop"), operand("dgrad")
+    assert by_rows.elements.data_ptr() == weight.codes.data_ptr()
+    assert (by_rows.rows, by_columns.rows) == (OUT, IN)
+    assert torch.equal(by_columns.elements.view(torch.uint8), weight.codes.t())
+    assert operand("dgrad") is by_columns
+    assert operand("dgrad", observe=False) is not by_columns
+    numerics.forget_weights()
+    assert operand("dgrad") is not by_columns
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_native_products_are_the_ordinary_path_s_and_near_the_emulated_ones(recipe: str) -> None:
+    ordinary, primary = train(recipe, "cuda")
+    emulated = train(recipe)[1]
+    for one, other, cpu in zip(ordinary, primary, emulated, strict=True):
+        for expected, found, near in zip(one, other, cpu, strict=True):
+            assert torch.equal(found, expected)
+            # fast accumulation keeps about 14 bits, bf16 rounds to 8
+            torch.testing.assert_close(
+                found.cpu().float(), near.float(), rtol=2**-7, atol=2**-9 * float(near.abs().max())
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_s_codes_are_the_cpu_s(recipe: str) -> None:
+    on_gpu, on_cpu = (Fp8Weight.of(values(device=device), spec_of(recipe)) for device in ("cuda", "cpu"))
+    assert torch.equal(on_gpu.codes.cpu(), on_cpu.codes)
+    assert torch.equal(on_gpu.decode_scale.cpu(), on_cpu.decode_scale)
+    transposed = on_gpu.scaled_operand(transposed=True)
+    assert torch.equal(transposed.elements.view(torch.uint8).cpu(), on_cpu.codes.t())

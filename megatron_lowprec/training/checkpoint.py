@@ -20,8 +20,6 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -33,10 +31,10 @@ from megatron_lowprec.mcore.te import EXTRA_STATE, trust_extra_states
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.load import recipe_to_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
-from megatron_lowprec.training import random_state, untrusted
+from megatron_lowprec.training import optimizer_state, random_state, untrusted
 from megatron_lowprec.training.agreement import together
 from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.model import Model, Trainer, torch_optimizers
+from megatron_lowprec.training.model import Model, Trainer
 from megatron_lowprec.training.peers import is_lost_connection
 from megatron_lowprec.training.saved import Saved
 from megatron_lowprec.training.shapes import sized
@@ -69,7 +67,7 @@ class Progress:
 
 def state_to_save(trainer: Trainer) -> dict[str, Any]:
     """All that a checkpoint's tensors and objects hold, as Megatron-core's sharded state; every rank calls it."""
-    _prime_adam(trainer.optimizer)
+    optimizer_state.prime_adam(trainer.optimizer)
     return _state(trainer, loading=False)
 
 
@@ -101,7 +99,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         with_random_state = False
         notes.append("checkpoint: written on another layout of ranks, so dropout continues from a fresh random state")
     if with_optimizer:
-        _prime_adam(trainer.optimizer)
+        optimizer_state.prime_adam(trainer.optimizer)
     state = _state(trainer, loading=True, with_optimizer=with_optimizer, with_random_state=with_random_state)
     try:
         metadata = untrusted.read_metadata(found.folder)
@@ -120,7 +118,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         _load_weights(unwrap_model(chunk), state[name])
     notes += _resize_gradients(trainer, found, config, layout)
     if with_optimizer:
-        _load_optimizer(trainer.optimizer, state["optimizer"])
+        optimizer_state.load(trainer, state["optimizer"])
         trainer.scheduler.step(increment=int(state["scheduler"]["num_steps"]))
     elif config.bf16:
         # Main weights are copies of the model's, made before these were loaded.
@@ -293,12 +291,7 @@ def _state(
         name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(trainer.chunks)
     }
     if with_optimizer:
-        parts = _distributed_parts(trainer.optimizer)
-        for part in parts:
-            _index_as_buckets_lie(part)
-        state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-        for part in parts:
-            del part.get_parameter_state_dp_zero
+        state["optimizer"] = optimizer_state.sharded(trainer, state, loading, metadata)
         state["scheduler"] = {"num_steps": trainer.scheduler.num_steps}
     # behind the optimizer, which tells the state of a weight by the weight itself
     _store_in_compute_dtype(state, trainer, loading)
@@ -323,77 +316,3 @@ def _store_in_compute_dtype(state: dict[str, Any], trainer: Trainer, loading: bo
         for weight, plain in compute_dtype_weights(trainer.optimizer):
             held.pop(id(weight)).data = plain
         assert not held, "every FP8 weight has a main weight"
-
-
-def _prime_adam(optimizer: MegatronOptimizer) -> None:
-    """Make torch's AdamW state before its first step: the distributed optimizer reads it to save and to load."""
-    for inner in torch_optimizers(optimizer):
-        if not isinstance(inner, torch.optim.AdamW):
-            continue
-        for group in inner.param_groups:
-            for weight in group["params"]:
-                if not inner.state[weight]:
-                    inner.state[weight] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                        "exp_avg": torch.zeros_like(weight),
-                        "exp_avg_sq": torch.zeros_like(weight),
-                    }
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict`` around two faults of Megatron-core 0.16.1 with torch's AdamW.
-
-    Its distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per weight (KeyError);
-    and it hands all weights one "step" tensor, which Adam then advances once a weight.
-    """
-    parts = _distributed_parts(optimizer)
-    for part in parts:
-        _keep_steps(part)
-    optimizer.load_state_dict(state)
-    for part in parts:
-        del part._set_main_param_and_optimizer_states
-    for inner in torch_optimizers(optimizer):
-        for weight, weight_state in inner.state.items():
-            if "step" in weight_state:
-                weight_state["step"] = weight_state["step"].clone().to(weight.device)
-
-
-def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    return [p for p in getattr(optimizer, "chained_optimizers", [optimizer]) if isinstance(p, DistributedOptimizer)]
-
-
-def _index_as_buckets_lie(part: DistributedOptimizer) -> None:
-    """Around a fault of Megatron-core 0.16.1, which else saves moments and main weights shifted against their weights.
-
-    It gathers the state of a buffer's buckets without the padding behind each, but cuts weights out by their places in
-    the padded buffer. There are several buckets with --overlap-grad-reduce in a large model, or where embeddings are
-    shared between pipeline stages; padding, wherever a bucket's size is no multiple of lcm(data-parallel size, 128).
-    """
-    gather = part.get_parameter_state_dp_zero
-
-    def gather_with_padding(**options: Any) -> dict[Any, Any]:
-        state: dict[Any, Any] = gather(**options)
-        for number, buffer in enumerate(part.buffers):
-            for tensors in state[number].values():
-                for key in [key for key, value in tensors.items() if torch.is_tensor(value)]:
-                    placed, start = torch.zeros(buffer.numel, dtype=tensors[key].dtype), 0
-                    for bucket in buffer.buckets:
-                        size = bucket.numel_unpadded
-                        placed[bucket.offset : bucket.offset + size] = tensors[key][start : start + size]
-                        start += size
-                    tensors[key] = placed
-        return state
-
-    part.get_parameter_state_dp_zero = gather_with_padding
-
-
-def _keep_steps(part: DistributedOptimizer) -> None:
-    set_states = part._set_main_param_and_optimizer_states
-
-    def set_states_but_step(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, place = part.model_param_group_index_map[model_param]
-        current = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
-        steps = {"step": current["step"].clone()} if "step" in current else {}
-        set_states(model_param, {**steps, **tensors})
-
-    part._set_main_param_and_optimizer_states = set_states_but_step

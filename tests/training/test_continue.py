@@ -16,6 +16,7 @@ import yaml
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import checkpoint, checkpoint_writer, folders, loop
 from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.model import torch_optimizers
 from megatron_lowprec.training.saved import Saved, check_optimizer
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, losses, rows
@@ -256,6 +257,28 @@ def test_delayed_scaling_is_calibrated_for_a_checkpoint_without_histories(
     # The other way round the histories have no use, and this is said.
     drive(argv(**common | {"save": "back", "load": "new", "train_iters": 6}))
     assert "amax histories of grad_output, input, weight are dropped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("distributed", [None, True])
+def test_options_of_the_optimizer_win_over_the_checkpoint(
+    drive: Drive, distributed: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = {"lr_decay_style": "constant", "use_distributed_optimizer": distributed, "save_interval": 2}
+    drive(argv(save="out", train_iters=2, lr=7e-4, **common))
+    groups: list[dict[str, Any]] = []
+    load = checkpoint.load
+
+    def watched(found: Any, trainer: Any, *args: Any) -> Any:
+        result = load(found, trainer, *args)
+        groups.extend(group for inner in torch_optimizers(trainer.optimizer) for group in inner.param_groups)
+        return result
+
+    monkeypatch.setattr(checkpoint, "load", watched)
+    drive(argv(save="changed", load="out", train_iters=3, lr=5e-4, adam_beta2=0.95, **common))
+    drive(argv(save="kept", load="out", train_iters=3, lr=5e-4, use_checkpoint_opt_param_scheduler=True, **common))
+    rates = [rows(Path(name))[0]["learning-rate"] for name in ("changed", "kept")]
+    assert rates == [5e-4, 7e-4]
+    assert {group["betas"] for group in groups[: len(groups) // 2]} == {(0.9, 0.95)}
 
 
 def test_histories_of_gradients_follow_the_batch_of_a_rank(

@@ -1,0 +1,109 @@
+"""The optimizer's state in a checkpoint, around faults of Megatron-core 0.16.1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_lowprec.training.model import Trainer, torch_optimizers
+
+
+def sharded(trainer: Trainer, state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Megatron-core's sharded state; ``state`` is the model's."""
+    parts = _distributed_parts(trainer.optimizer)
+    for part in parts:
+        _index_as_buckets_lie(part)
+    found: dict[str, Any] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    for part in parts:
+        del part.get_parameter_state_dp_zero
+    return found
+
+
+def prime_adam(optimizer: MegatronOptimizer) -> None:
+    """Make torch's AdamW state before its first step: the distributed optimizer reads it to save and to load."""
+    for inner in torch_optimizers(optimizer):
+        if not isinstance(inner, torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            for weight in group["params"]:
+                if not inner.state[weight]:
+                    inner.state[weight] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                        "exp_avg": torch.zeros_like(weight),
+                        "exp_avg_sq": torch.zeros_like(weight),
+                    }
+
+
+def load(trainer: Trainer, state: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict`` around faults of Megatron-core 0.16.1.
+
+    With torch's AdamW its distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per
+    weight (KeyError); and it hands all weights one "step" tensor, which Adam then advances once a weight. And whatever
+    the optimizer, learning rates, betas and eps would be the checkpoint's, silently, where this run's options say
+    something else.
+    """
+    inners = torch_optimizers(trainer.optimizer)
+    asked = [[_options_of(group) for group in inner.param_groups] for inner in inners]
+    parts = _distributed_parts(trainer.optimizer)
+    for part in parts:
+        _keep_steps(part)
+    trainer.optimizer.load_state_dict(state)
+    for part in parts:
+        del part._set_main_param_and_optimizer_states
+    ends = {"max_lr": trainer.scheduler.max_lr, "min_lr": trainer.scheduler.min_lr}
+    for inner, options in zip(inners, asked, strict=True):
+        for group, option in zip(inner.param_groups, options, strict=True):
+            group.update(option | ends)
+        for weight, weight_state in inner.state.items():
+            if "step" in weight_state:
+                weight_state["step"] = weight_state["step"].clone().to(weight.device)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What the command line decides of a group of weights; "step" is how often it was updated."""
+    return {name: value for name, value in group.items() if name not in ("params", "step")}
+
+
+def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    return [p for p in getattr(optimizer, "chained_optimizers", [optimizer]) if isinstance(p, DistributedOptimizer)]
+
+
+def _keep_steps(part: DistributedOptimizer) -> None:
+    set_states = part._set_main_param_and_optimizer_states
+
+    def set_states_but_step(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = part.model_param_group_index_map[model_param]
+        current = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
+        steps = {"step": current["step"].clone()} if "step" in current else {}
+        set_states(model_param, {**steps, **tensors})
+
+    part._set_main_param_and_optimizer_states = set_states_but_step
+
+
+def _index_as_buckets_lie(part: DistributedOptimizer) -> None:
+    """Around a fault of Megatron-core 0.16.1, which else saves moments and main weights shifted against their weights.
+
+    It gathers the state of a buffer's buckets without the padding behind each, but cuts weights out by their places in
+    the padded buffer. There are several buckets with --overlap-grad-reduce in a large model, or where embeddings are
+    shared between pipeline stages; padding, wherever a bucket's size is no multiple of lcm(data-parallel size, 128).
+    """
+    gather = part.get_parameter_state_dp_zero
+
+    def gather_with_padding(**options: Any) -> dict[Any, Any]:
+        state: dict[Any, Any] = gather(**options)
+        for number, buffer in enumerate(part.buffers):
+            for tensors in state[number].values():
+                for key in [key for key, value in tensors.items() if torch.is_tensor(value)]:
+                    placed, start = torch.zeros(buffer.numel, dtype=tensors[key].dtype), 0
+                    for bucket in buffer.buckets:
+                        size = bucket.numel_unpadded
+                        placed[bucket.offset : bucket.offset + size] = tensors[key][start : start + size]
+                        start += size
+                    tensors[key] = placed
+        return state
+
+    part.get_parameter_state_dp_zero = gather_with_padding

@@ -6,11 +6,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.paths import RunPaths
 from megatron_lowprec.training.shapes import sized
@@ -159,21 +161,33 @@ class RunLog:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        self._metrics.close()
-        self._board.close()
+        with self._failing_in_a_line():
+            self._metrics.close()
+            self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
         self.say(*self._paths.lines())
 
     def _record(self, iteration: int, consumed: int, metrics: dict[str, float], losses: tuple[str, ...]) -> None:
         exact = {f"{key} hex": metrics[key].hex() for key in losses}
-        self._metrics.write(
-            json.dumps({"iteration": iteration, "consumed samples": consumed, **metrics, **exact}) + "\n"
-        )
-        for key, value in metrics.items():
-            self._board.add_scalar(key, value, iteration)
+        row = {"iteration": iteration, "consumed samples": consumed, **metrics, **exact}
+        with self._failing_in_a_line():
+            self._metrics.write(json.dumps(row) + "\n")
+            for key, value in metrics.items():
+                self._board.add_scalar(key, value, iteration)
         if self._wandb is not None:
             self._wandb.log(metrics, step=iteration)
+
+    @contextmanager
+    def _failing_in_a_line(self) -> Iterator[None]:
+        """On a disk that fills up this is often the first to fail, an asynchronous checkpoint being written."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self._paths.run}: metrics could not be written: {error.strerror or error}; checkpoints that were "
+                "saved stay; make room or mend the disk, and start the run again"
+            ) from None
 
     def _start_bar(self, resumed_at: int) -> None:
         if not sys.stdout.isatty():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +78,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> list[str]:
     """Training losses of a run, exact."""
     return [row["lm loss hex"] for row in rows(folder) if "lm loss hex" in row]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process and its children may grow beyond that: as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

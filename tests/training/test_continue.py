@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.model import torch_optimizers
 from megatron_lowprec.training.saved import Saved, check_optimizer
 from tests.training.conftest import Drive, driving
-from tests.training.helpers import argv, losses, rows
+from tests.training.helpers import argv, largest_file, losses, rows
 
 COMMON: dict[str, Any] = {"save": "out", "train_iters": 6, "save_interval": 2, "lr_decay_iters": 10}
 
@@ -202,17 +201,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(drive: Drive, monkeypatc
     # Steps completed, and the checkpoint that a start would have found: the one before is finished before the next.
     assert published == [(0, None), (1, None), (2, 1)]
     assert folders.tracked("out") == 3
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file of this process and its children may grow beyond that: as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [300_000, 1_000], ids=["shards", "all files"])

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.log import RunLog, StepRow, iteration_line
 from megatron_lowprec.training.paths import keep_older_run, run_paths
+from tests.training.helpers import largest_file
 
 ROW = StepRow(
     iteration=7,
@@ -68,6 +70,20 @@ def test_metrics_hold_every_step_and_losses_exactly(tmp_path: Path, capsys: pyte
     assert re.findall(r"lm loss: ([^ ]+)", printed) == ["1.000000E+00", "1.000000E-01"]
     assert "validation loss at iteration 3 | lm loss value: 2.000000E+00" in printed
     assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    config, paths = run_paths(Config(save=str(tmp_path / "run"), train_iters=3), "bf16")
+    log = RunLog(config, paths, writes=True, resumed_at=0, resolved={})
+    log.step(row(iteration=1))
+    with largest_file(paths.metrics.stat().st_size + 10), pytest.raises(UserError) as error:
+        log.step(row(iteration=2))
+    assert re.fullmatch(
+        r".*/run: metrics could not be written: File too large; .*start the run again", str(error.value)
+    )
+    # What was written of the row is left out when the run goes on.
+    RunLog(config, paths, writes=True, resumed_at=1, resolved={})
+    assert [json.loads(line)["iteration"] for line in paths.metrics.read_text().splitlines()] == [1]
 
 
 def test_a_continued_run_drops_rows_that_it_writes_again(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from megatron_lowprec.recipe.load import load_recipe
 from megatron_lowprec.recipe.resolve import check_sizes
-from megatron_lowprec.training import checkpoint, data, model, saved, schedule
+from megatron_lowprec.training import checkpoint, data, model, optimizer_state, saved, schedule
 from megatron_lowprec.training.arguments import parse
 from megatron_lowprec.training.calibrate import calibrate
 from megatron_lowprec.training.checkpoint import Progress
@@ -51,24 +51,25 @@ class Snapshot:
 
     def __init__(self, trainer: model.Trainer) -> None:
         self._trainer = trainer
-        self._kept = [(tensor, tensor.detach().clone()) for tensor in _tensors(trainer)]
+        self._kept = [tensor.detach().clone() for tensor in _tensors(trainer)]
         # apex and TransformerEngine count steps here.
-        self._groups = [(group, dict(group)) for group in _groups(trainer)]
+        self._groups = [dict(group) for group in _groups(trainer)]
         self._steps = trainer.scheduler.num_steps
 
     @torch.no_grad()
     def restore(self) -> None:
         """Everything as it was."""
-        for tensor, kept in self._kept:
+        # Whoever loads a checkpoint puts other tensors in the place of some.
+        for tensor, kept in zip(_tensors(self._trainer), self._kept, strict=True):
             tensor.copy_(kept)
-        for group, kept_group in self._groups:
+        for group, kept_group in zip(_groups(self._trainer), self._groups, strict=True):
             group.update({name: value for name, value in kept_group.items() if name != "params"})
         self._trainer.scheduler.num_steps = self._steps
 
     @torch.no_grad()
     def spoil(self) -> None:
         """Nothing as it was: whoever loads a checkpoint now has it from there alone."""
-        for tensor, _ in self._kept:
+        for tensor in _tensors(self._trainer):
             tensor.fill_(0.5)
         self._trainer.scheduler.num_steps = 0
 
@@ -84,7 +85,7 @@ def _tensors(trainer: model.Trainer) -> Iterator[torch.Tensor]:
         for group in inner.param_groups:
             for weight in group["params"]:
                 yield weight.data
-                yield from (value for value in inner.state[weight].values() if torch.is_tensor(value))
+                yield from (value for _, value in sorted(inner.state[weight].items()) if torch.is_tensor(value))
 
 
 @dataclass
@@ -120,6 +121,7 @@ class Setup:
             if not config.no_load_optim:
                 saved.check_optimizer(found, config)
             progress = checkpoint.load(found, trainer, config, layout_of(config, ranks)).progress
+        optimizer_state.prime_adam(trainer.optimizer)  # moments that no step has made yet are part of the snapshot
         return Setup(config, ranks, device, trainer, split, plan, vocabulary, progress, Snapshot(trainer))
 
     def enter(self, recipe: str) -> None:

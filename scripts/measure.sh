@@ -6,7 +6,7 @@
 #   tests      tests that need a GPU: kernels against their reference, the memory plan, TransformerEngine
 #   step       a step of 345M and 1.3B under the FP8 recipes (and TransformerEngine's and torchao's, where installed)
 #   linear     a linear layer under each, and the quantizers
-#   memory     peak memory with and without --recompute-gelu
+#   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
 #   configs    100 steps of gpt_345m and gpt_1.3b as they are, at a small batch; 10 of gpt_6.7b on all GPUs
 #   scaling    weak scaling from one GPU to all
 #   matrix     every recipe on every layout that the GPUs hold
@@ -60,10 +60,10 @@ memory() {
     local model batch recipe failed=0
     for model in 345m:16 1.3b:8; do
         batch=${model#*:}
-        for recipe in bf16 fp8_delayed "fp8_delayed --recompute-gelu"; do
+        for recipe in bf16 fp8_delayed "fp8_delayed --recompute-gelu" "fp8_delayed --fp8-param-gather --recompute-gelu"; do
             # shellcheck disable=SC2086 # a recipe, and a flag behind it
             train "memory/${model%:*}-${recipe// --/-}" 1 --config "configs/models/gpt_${model%:*}.yaml" --train-iters 8 \
-                --micro-batch-size "$batch" --global-batch-size "$batch" --tensor-model-parallel-size 1 --recipe $recipe ||
+                --micro-batch-size "$batch" --global-batch-size "$batch" --use-distributed-optimizer --recipe $recipe ||
                 failed=1
         done
     done

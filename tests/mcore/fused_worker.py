@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -94,9 +94,13 @@ def switched(on: bool) -> Iterator[dict[str, int]]:
         yield asked
 
 
-def run(shape: str, fused: bool, **more: Any) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Losses and all gradients."""
+def run(
+    shape: str, fused: bool, prepare: Callable[[torch.nn.Module], None] | None = None, **more: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Losses and all gradients, of a model that ``prepare`` has had in its hands."""
     model = build(shape, fused, **more)
+    if prepare is not None:
+        prepare(model)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).to(DEVICE)
     positions = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
@@ -148,6 +152,25 @@ def recomputed_gelu(recipe: str) -> None:
             torch.testing.assert_close(got[name], want[name], rtol=2**-6, atol=1e-5)
         else:
             assert torch.equal(got[name], want[name]), name
+
+
+def late_weights() -> None:
+    """A layer inside of a larger function waits for its weights, too: --overlap-param-gather brings them by a hook."""
+
+    def hold_back(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            for weight in module.parameters(recurse=False):
+                held = weight.detach().clone()
+                weight.data.zero_()
+
+                def gather(*_: Any, weight: torch.Tensor = weight, held: torch.Tensor = held) -> None:
+                    weight.data.copy_(held)
+
+                module.register_forward_pre_hook(gather)
+
+    want, _ = run("gpt", True, recompute_gelu=True)
+    got, _ = run("gpt", True, hold_back, recompute_gelu=True)
+    assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def two_steps(recipe: str, recompute_gelu: bool = False) -> dict[str, torch.Tensor]:
@@ -231,7 +254,9 @@ if DEVICE == "cuda":
     CHECKS |= {f"joined-{r}": lambda r=r: joined_casts(r) for r in ("fp8_delayed", "fp8_current")}
     again = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
     CHECKS |= {f"recomputed-{r}": lambda r=r: recomputed_gelu(r) for r in again}
-CHECKS |= {check.__name__: check for check in (dropped_entries, second_backward_fails, norm_marks_its_parameters)}
+CHECKS |= {
+    check.__name__: check for check in (late_weights, dropped_entries, second_backward_fails, norm_marks_its_parameters)
+}
 
 
 def main(out: str) -> None:

@@ -13,7 +13,6 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -25,6 +24,7 @@ from megatron_lowprec.training.chat_data import ChatSamples, prepare_chats
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.order import Blend, Epochs, Phases, Positions, Samples
 from megatron_lowprec.training.processes import helpers
+from megatron_lowprec.training.sample_index import DocumentSamples, DocumentsConfig
 from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
         mocks = {s.name: MockSamples(config, tokenizer.vocab_size, s.value) for s in _SPLITS}
         return {name: _split_data([mock], [1.0], config) for name, mock in mocks.items()}
     prefixes = _prepare_texts(config, tokenizer, local_rank)
-    cached = GPTDatasetConfig(
+    cached = DocumentsConfig(
         random_seed=config.seed,
         sequence_length=sized(config.seq_length),
         # Datasets are built one by one below; Megatron-core's config wants a blend or it assumes mock data.
@@ -90,7 +90,7 @@ def _prepare_texts(config: Config, tokenizer: Tokenizer, local_rank: int) -> dic
 
 
 def _build_split(
-    config: Config, cached: GPTDatasetConfig, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split
+    config: Config, cached: DocumentsConfig, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split
 ) -> SplitData | None:
     paths = data_paths(config, split.name)
     if not paths or (split.name != "train" and config.eval_iters == 0):
@@ -131,10 +131,10 @@ def _notes(datasets: Sequence[Samples]) -> tuple[str, ...]:
 
 
 def _build_dataset(
-    cached: GPTDatasetConfig, prefix: str, share: tuple[float, float], split: Split, path: str
-) -> GPTDataset:
+    cached: DocumentsConfig, prefix: str, share: tuple[float, float], split: Split, path: str
+) -> DocumentSamples:
     """One epoch of the documents in ``share`` of one prefix."""
-    indexed = GPTDataset.build_low_level_dataset(prefix, cached)
+    indexed = DocumentSamples.build_low_level_dataset(prefix, cached)
     documents = len(indexed)
     first, last = (round(documents * end) for end in share)
     tokens = int(indexed.sequence_lengths[first:last].sum())
@@ -143,7 +143,8 @@ def _build_dataset(
             f"{path}: its {split.name} part has {tokens} tokens in {last - first} documents, less than one sample of "
             f"{cached.sequence_length} + 1; give more data, a shorter --seq-length or another --split"
         )
-    return GPTDataset(indexed, prefix, np.arange(first, last, dtype=np.int32), None, split, cached)
+    config = replace(cached, documents=(first, last), tokens=tokens)
+    return DocumentSamples(indexed, prefix, np.arange(first, last, dtype=np.int32), None, split, config)
 
 
 def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: Config) -> SplitData:

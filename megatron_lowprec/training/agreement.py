@@ -14,8 +14,17 @@ from megatron_lowprec.errors import UserError
 T = TypeVar("T")
 
 
+# For a text to be tokenized. A rank that has died is noticed all the same: its connections are closed.
+_PATIENCE = timedelta(days=7)
+
+
 def in_turn(first: bool, work: Callable[[], T]) -> T:
-    """``work()`` on the ranks that are ``first``, then on the others; a UserError on one rank is raised on all."""
+    """``work()`` on the ranks that are ``first``, then on the others; a UserError on one rank is raised on all.
+
+    The others wait as long as it takes, beside the collectives that fail after --distributed-timeout-minutes.
+    """
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None
     result: T | None = None
     for turn in (True, False):
         message: str | None = None
@@ -24,25 +33,29 @@ def in_turn(first: bool, work: Callable[[], T]) -> T:
                 result = work()
             except UserError as error:
                 message = str(error)
-        messages: list[Any] = [message]
-        if dist.is_initialized():
-            messages = [None] * dist.get_world_size()
-            dist.all_gather_object(messages, message)
-        for found in messages:
-            if found is not None:
-                raise UserError(found)
+        _raise_on_all(message, group)
     assert result is not None
     return result
 
 
 def together(work: Callable[[], None]) -> None:
     """``work()`` on all ranks at once; a UserError on one is raised on all."""
-
-    def worked() -> bool:
+    message: str | None = None
+    try:
         work()
-        return True
+    except UserError as error:
+        message = str(error)
+    _raise_on_all(message, None)
 
-    in_turn(True, worked)
+
+def _raise_on_all(message: str | None, group: dist.ProcessGroup | None) -> None:
+    messages: list[Any] = [message]
+    if dist.is_initialized():
+        messages = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, message, group=group)
+    for found in messages:
+        if found is not None:
+            raise UserError(found)
 
 
 def on_first_rank(work: Callable[[], T]) -> T:

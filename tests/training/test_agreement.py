@@ -1,9 +1,11 @@
-"""What two ranks make of a reason to stop that only one of them has."""
+"""What two ranks make of what only one of them has: a reason to stop, work to do first."""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +42,49 @@ def ask(rank: int, store: str, answers: Any) -> None:
     dist.destroy_process_group()
 
 
-def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
+def take_turns(rank: int, store: str, answers: Any) -> None:
+    """Rank 0 takes longer over its turn than a collective may."""
+    import torch.distributed as dist
+
+    from megatron_lowprec.training.agreement import in_turn
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=5)
+    )
+    began: list[float] = []
+
+    def work() -> str:
+        began.append(time.time())
+        time.sleep(8 * (rank == 0))
+        return f"{rank} is done"
+
+    answers.put((rank, (in_turn(rank == 0, work), began[0])))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def answers_of(work: Callable[[int, str, Any], None], tmp_path: Path) -> dict[int, Any]:
+    """What two processes answer."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    ranks = [context.Process(target=ask, args=(rank, str(tmp_path / "store"), answers)) for rank in range(2)]
+    ranks = [context.Process(target=work, args=(rank, str(tmp_path / "store"), answers)) for rank in range(2)]
     for process in ranks:
         process.start()
     found = dict(answers.get(timeout=120) for _ in ranks)
     for process in ranks:
         process.join(60)
     assert [process.exitcode for process in ranks] == [0, 0]
+    return found
+
+
+def test_who_waits_for_work_waits_as_long_as_it_takes(tmp_path: Path) -> None:
+    found = answers_of(take_turns, tmp_path)
+    assert [found[rank][0] for rank in range(2)] == ["0 is done", "1 is done"]
+    assert found[1][1] - found[0][1] > 7.5
+
+
+def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
+    found = answers_of(ask, tmp_path)
     # A step later than the one that it happened in.
     expected = {event: (4, reason) for event, reason in EVENTS.items() if reason is not None}
     assert found == {0: expected, 1: expected}

@@ -79,7 +79,7 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     config = replace(config, global_batch_size=batch)
     _check_rampup(config, step)
     if config.train_iters is None:
-        config = replace(config, train_iters=_iterations(config, step))
+        config = replace(config, train_iters=iterations(config))
     _check_features(config, gpus)
     return resolve_phase(_resolve_data(config), total_samples(config))
 
@@ -258,10 +258,16 @@ def _check_rampup(config: Config, step: int) -> None:
     check_divisible("--global-batch-size less START", sized(config.global_batch_size) - start, "INCREMENT", increment)
 
 
-def _iterations(config: Config, step: int) -> int:
-    """Whole iterations within --train-samples, the ramp's smaller ones first (Megatron's count)."""
+def iterations(config: Config, done: int = 0, consumed: int = 0) -> int:
+    """Whole iterations within --train-samples, the ramp's smaller ones first (Megatron's count).
+
+    Args:
+        done, consumed: iterations that a continued run has behind it, and their samples, whatever its batch was.
+
+    Raises:
+        UserError: not one.
+    """
     samples, batch = sized(config.train_samples), sized(config.global_batch_size)
-    iterations = consumed = 0
     if config.rampup_batch_size is not None:
         start, increment, ramp_samples = config.rampup_batch_size
         per_increment = ramp_samples / ((batch - start) // increment)
@@ -270,11 +276,11 @@ def _iterations(config: Config, step: int) -> int:
             if consumed + size > samples:
                 break
             consumed += size
-            iterations += 1
-    iterations += (samples - consumed) // batch
-    if iterations < 1:
+            done += 1
+    done += max(0, samples - consumed) // batch
+    if done < 1:
         raise UserError(f"--train-samples {samples} is less than one global batch of {batch}")
-    return iterations
+    return done
 
 
 def _resolve_data(config: Config) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -26,7 +26,7 @@ from megatron_lowprec.training.interrupt import (
     clear_requeue,
 )
 from megatron_lowprec.training.paths import RunPaths, keep_older_run, run_paths
-from megatron_lowprec.training.resolve import data_parallel_size, resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.resolve import data_parallel_size, iterations, resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.shapes import linear_sites, num_parameters, sized
 from megatron_lowprec.training.startup import Ranks, finalize, initialize, versions
 
@@ -159,6 +159,12 @@ def _plan(
             later_notes += more
             config, more = continued_phase(config, found.content["options"], given)
             later_notes += more
+            if config.train_samples is not None:
+                # The iterations behind may have been of another batch.
+                behind = found.progress
+                config = replace(
+                    config, train_iters=iterations(config, behind["iteration"], behind["consumed_samples"])
+                )
         if not (config.finetune or config.no_load_optim):
             saved_state.check_optimizer(found, config)
             schedule, more = schedules.continued(schedule, found.schedule, config, given)

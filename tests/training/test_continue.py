@@ -51,6 +51,13 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def test_train_samples_hold_when_the_batch_changes(interrupted: Path, drive: Drive) -> None:
+    """16 of 40 samples are behind at iteration 4: three batches of 8 are left."""
+    options = {**COMMON, "train_iters": None, "train_samples": 40, "lr_decay_iters": None}
+    drive(argv(**options, global_batch_size=8))
+    assert [(row["iteration"], row["consumed samples"]) for row in rows(interrupted)][4:] == [(5, 24), (6, 32), (7, 40)]
+
+
 # What happened to the folder, whether the run then goes back to iteration 2, and what it says about it.
 ACCIDENTS: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "nothing": (lambda out: None, 4, "holds a checkpoint: continuing from it"),

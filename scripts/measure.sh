@@ -116,7 +116,10 @@ interrupt() {
     # shellcheck disable=SC2086
     $start --save "$out/stopped" $flags &
     local torchrun=$!
-    until grep -qs '"iteration": 20,' "$out/stopped/metrics.jsonl"; do sleep 0.2; done
+    until grep -qs '"iteration": 20,' "$out/stopped/metrics.jsonl"; do
+        kill -0 "$torchrun" 2>/dev/null || return 1 # it has failed
+        sleep 0.2
+    done
     kill -TERM "$torchrun"
     wait "$torchrun"
     cat "$out/stopped/requeue" || return 1

@@ -78,6 +78,7 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
             _positive(config, name)
     config = replace(config, global_batch_size=batch)
     _check_rampup(config, step)
+    _check_interleaving(config, step)
     if config.train_iters is None:
         config = replace(config, train_iters=iterations(config))
     _check_features(config, gpus)
@@ -256,6 +257,19 @@ def _check_rampup(config: Config, step: int) -> None:
             f"--rampup-batch-size starts at {start}, not below --global-batch-size {config.global_batch_size}"
         )
     check_divisible("--global-batch-size less START", sized(config.global_batch_size) - start, "INCREMENT", increment)
+
+
+def _check_interleaving(config: Config, step: int) -> None:
+    """Chunks take turns every so many microbatches as there are stages; Megatron-core checks it in a step alone."""
+    if virtual_stages(config) is None:
+        return
+    turn = step * config.pipeline_model_parallel_size
+    sizes = {"--global-batch-size": sized(config.global_batch_size)}
+    if config.rampup_batch_size is not None:
+        start, increment, _ = config.rampup_batch_size
+        sizes |= {"--rampup-batch-size's START": start, "--rampup-batch-size's INCREMENT": increment}
+    for name, size in sizes.items():
+        check_divisible(name, size, "micro-batch x data-parallel size x pipeline stages (interleaved)", turn)
 
 
 def iterations(config: Config, done: int = 0, consumed: int = 0) -> int:

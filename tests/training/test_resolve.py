@@ -49,6 +49,11 @@ def test_virtual_stages_by_either_flag() -> None:
 
 TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
 TP4: dict[str, Any] = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+INTERLEAVED: dict[str, Any] = {
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+}
 CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"num_layers": None}, ["--num-layers"]),
     (1, {"lr": None}, ["--lr"]),
@@ -89,6 +94,8 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
         ["--use-cpu-initialization"],
     ),
     (1, {"num_virtual_stages_per_pipeline_rank": 2}, ["--pipeline-model-parallel-size"]),
+    (2, {**INTERLEAVED, "global_batch_size": 6}, ["--global-batch-size 6", "pipeline stages", "4"]),
+    (2, {**INTERLEAVED, "global_batch_size": 8, "rampup_batch_size": [4, 2, 8]}, ["INCREMENT 2", "4"]),
     (1, {"overlap_param_gather": True}, ["--use-distributed-optimizer"]),
     (1, {"recompute_granularity": "full"}, ["--recompute-method"]),
     (1, {"distributed_backend": "nccl"}, ["nccl", "GPU"]),

@@ -10,12 +10,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.processes import SIGNALS
@@ -28,7 +30,9 @@ class Interrupted(BaseException):
 
 
 class Abandoned(BaseException):
-    """A collective failed after torchrun's SIGTERM: another rank has ended, and has its own error shown."""
+    """Another rank has ended, and has its own error shown: a collective failed after torchrun's SIGTERM, or that came
+    before the first step.
+    """
 
 
 class Signals:
@@ -118,6 +122,26 @@ class StopReasons:
     def finish(self) -> None:
         """Once nobody asks any more."""
         self._any_rank.finish()
+
+
+def follows_a_failure(signal_name: str, local_world_size: int) -> bool:
+    """Whether a signal is torchrun's, which ends all ranks of a machine by SIGTERM once one of them has ended.
+
+    Of ranks that a SIGTERM from outside ends, the first to ask finds all of them alive.
+    """
+    if signal_name != signal.SIGTERM.name or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    me = psutil.Process()
+    with suppress(psutil.Error):
+        return sum(_runs_the_same(child, me) for child in psutil.Process(os.getppid()).children()) < local_world_size
+    return False
+
+
+def _runs_the_same(process: psutil.Process, other: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.cmdline() == other.cmdline()
+    except psutil.Error:
+        return False
 
 
 def ask_requeue(save: str | None, iteration: int | None, reason: str) -> None:

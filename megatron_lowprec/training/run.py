@@ -24,6 +24,7 @@ from megatron_lowprec.training.interrupt import (
     StopReasons,
     ask_requeue,
     clear_requeue,
+    follows_a_failure,
 )
 from megatron_lowprec.training.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.resolve import data_parallel_size, iterations, resolve_model, resolve_run, total_samples
@@ -104,6 +105,8 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
                 raise
             if not signals.deferred:
                 # Whatever the signal has turned into on its way up here.
+                if follows_a_failure(signals.received, ranks.local_world_size):
+                    raise Abandoned(signals.received) from None
                 ask_requeue(config.save, None, signals.received)
                 raise Interrupted(signals.received) from None
             from megatron_lowprec.training.peers import is_lost_connection

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lowprec.training import data, evaluate, interrupt, loop, model, processes
 from tests.training.conftest import Drive
-from tests.training.helpers import argv, losses, rows
+from tests.training.helpers import argv, losses, rows, torchrun
 
 # Dropout is on: a resumed run must find its random state, too.
 COMMON: dict[str, Any] = {"train_iters": 6, "eval_interval": 2, "eval_iters": 3, "lr_decay_iters": 10}
@@ -121,6 +121,33 @@ def test_a_signal_ends_even_a_start_that_hides_it(drive: Drive, monkeypatch: pyt
     with pytest.raises(interrupt.Interrupted, match="SIGUSR1"):
         drive(argv(save="out"))
     assert Path("out/requeue").exists()
+
+
+FAILING = """
+import os, sys, time
+import pretrain_gpt
+from megatron_lowprec.training import model, startup
+
+def build(*_):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("one rank alone is out of memory")
+    for _ in range(200):
+        time.sleep(0.1)
+
+model.build = build
+if __name__ == "__main__":
+    startup.leave(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_fails_before_the_first_step_asks_for_no_other_start(tmp_path: Path) -> None:
+    """torchrun then ends the others by the same signal that a preemption does."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    ended = torchrun(2, argv(save="out"), tmp_path, script=str(tmp_path / "failing.py"))
+    assert ended.returncode == 1
+    assert "one rank alone is out of memory" in ended.stderr
+    assert "rank 0: stopped, for another rank has ended" in ended.stderr
+    assert not (tmp_path / "out" / "requeue").exists()
 
 
 def test_a_second_signal_does_no_harm(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:

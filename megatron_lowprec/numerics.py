@@ -364,11 +364,13 @@ class LinearNumerics:
         """The weight's operand where it is native, FP8 itself, or kept from an earlier microbatch; else None."""
         if isinstance(w_OI, Fp8Weight):
             return self._primary_weight(gemm, w_OI, gemm in native, observe)
-        keeps = observe and self._keeps_weight(gemm)
+        keeps = self._keeps_weight(gemm)
+        # also where nothing is observed: the first pass of an activation recomputation
         if keeps and gemm in self._weights and (gemm in native) == isinstance(self._weights[gemm], ScaledOperand):
             return self._weights[gemm]
         if gemm not in native:
             return None
+        keeps = keeps and observe
         rows, columns = gemm == "fprop", gemm == "dgrad"
         if keeps and {"fprop", "dgrad"} <= native and self.recipe.fprop.weight == self.recipe.dgrad.weight:
             rows = columns = True

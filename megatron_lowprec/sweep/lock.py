@@ -101,6 +101,12 @@ def _started(pid: int) -> float:
         return 0.0
 
 
+_ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    "TIMEOUT",
+)
+
+
 @cache
 def _slurm_knows(job: str, moment: int) -> bool:
     """Whether squeue lists the job; taken for granted where there is no squeue, or no answer. Asked once a moment."""
@@ -113,8 +119,7 @@ def _slurm_knows(job: str, moment: int) -> bool:
         return True
     if answer.returncode:
         return "Invalid job id" not in answer.stderr
-    ended = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
-    return any(state not in ended for state in answer.stdout.split())
+    return any(state not in _ENDED for state in answer.stdout.split())
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -86,6 +85,7 @@ def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model
 
 def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> RecipeRuntime:
     """Put a model of this project's layers under a recipe, in the place of the one that it was under."""
+    at_once = sized(config.micro_batch_size) * mpu.get_data_parallel_world_size()
     return bind_recipe(
         chunks,
         recipe,
@@ -94,7 +94,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         accumulate_wgrad=not config.no_gradient_accumulation_fusion,
         same_noise_on_data_parallel=config.same_noise_on_data_parallel,
         reduce_amax=not config.no_amax_reduce,
-        cache_weights=get_num_microbatches() > 1,
+        cache_weights=sized(config.global_batch_size) > at_once,
         emulate=config.emulate,
         rerun_in_bf16=config.rerun_in_bf16,
         recompute_gelu=config.recompute_gelu,

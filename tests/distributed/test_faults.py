@@ -53,7 +53,8 @@ def test_a_signal_while_a_run_starts_ends_it(tmp_path: Path, runs: list[Run]) ->
     run.wait(lambda: run.listen(signal.SIGTERM), "ranks that listen", poll=0.01)
     run.send(signal.SIGTERM)
     _, seconds = run.ended()
-    assert seconds < 30
+    # a rank that is in torch's C++ code hears nothing; torchrun ends it half a minute later
+    assert seconds < 45
     assert run.left_over() == 0
     assert not rows(tmp_path / "out")
     assert (tmp_path / "out" / "requeue").read_text() == "SIGTERM before the first step\n"

@@ -173,13 +173,17 @@ def _finding(test: Test, group: Group, claims: Claims) -> Finding:
 def _all_diverged(
     test: Test, name: str, left: str, right: str, have: dict[str, int], diverged: dict[str, int]
 ) -> Finding:
-    """No run of one side has a last loss. Two that diverged stand for a gap beyond any; one may be chance."""
+    """No run of one side has a last loss. Two that diverged stand for a gap beyond any, unless the other side has some,
+    too; one may be chance.
+    """
     label = right if not have[right] else left
     words = f"{name}: every run of {label} that came to an end diverged ({diverged[label]})"
     if not have[right]:
         return Finding(test, Held.OPEN, f"{words}, so there is nothing to compare with")
     if diverged[left] < 2:
         return Finding(test, Held.OPEN, f"{words}; one run may be chance")
+    if diverged[right]:
+        return Finding(test, Held.OPEN, f"{words}, and so did {diverged[right]} of {right}")
     held = decide(test.relation, test.threshold, (math.inf, math.inf))
     brief = f"{label} diverged"
     return Finding(test, held, f"{words}; {_relation(test)}: {held.value}", brief, math.inf, (math.inf, math.inf))

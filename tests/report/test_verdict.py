@@ -199,6 +199,18 @@ def test_a_reference_that_diverged_decides_nothing(tmp_path: Path) -> None:
         assert verdict.outcome is Outcome.NOT_RESOLVABLE
 
 
+def test_divergence_on_both_sides_decides_nothing(tmp_path: Path) -> None:
+    """All of the one and most of the other: a gap is no more known than where one run of each had survived."""
+    sweep = diverging(tmp_path, 0, 3)
+    for seed in (4, 5):
+        write_run(sweep / f"bf16-s{seed}", "bf16", seed, 3.7, nan_from=200)
+        add_cells(sweep, "synthetic", [cell("bf16", seed)])
+    for relation in ("above", "at_most", "within"):
+        verdict = judged(claims(tmp_path, gap_is(relation)), sweep)
+        assert verdict.outcome is Outcome.NOT_RESOLVABLE
+    assert "diverged (3), and so did 2 of bf16" in verdict.findings[0].words
+
+
 def test_runs_that_only_stopped_are_no_evidence(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7})
     write_run(sweep / "mxfp4-s1", "mxfp4", 1, 3.9, ends_at=300)

@@ -22,16 +22,17 @@ T = TypeVar("T")
 
 
 def fastest(name: str, candidates: Sequence[T], run: Callable[[T], None], device: torch.device) -> T:
-    """The candidate whose ``run`` takes least time on ``device``; from the cache where one of this name was tuned.
+    """The candidate whose ``run`` takes least time on ``device``; from the cache where these were tuned for this name.
 
     ``candidates[0]``, unmeasured, with ``MEGATRON_LOWPREC_TUNE=0``, where the device is no GPU, or under graph capture.
 
     Args:
-        name: what was tuned, the kernel's source and options included; the GPU's name and Triton's version are added.
+        name: what was tuned, the kernel's constants included; the candidates, the GPU's name and Triton's version are
+            added.
     """
     if len(candidates) == 1 or not tunes(device):
         return candidates[0]
-    cache = _cache(device)
+    cache, name = _cache(device), f"{name} of {list(candidates)}"
     found = _read(cache).get(name)
     if isinstance(found, int) and found < len(candidates):
         return candidates[found]

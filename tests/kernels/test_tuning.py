@@ -1,0 +1,57 @@
+"""Which tiling is taken, on a stand-in for a GPU: events that count what the candidates say they take."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lowprec.kernels import tuning
+
+GPU = torch.device("cuda", 0)
+
+
+class Machine:
+    """Runs candidates that are their own milliseconds."""
+
+    def __init__(self) -> None:
+        self.clock, self.ran = 0, 0
+
+    def run(self, candidate: int) -> None:
+        self.clock += candidate
+        self.ran += 1
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    made = Machine()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = made.clock
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, stop: "Event") -> float:
+            return stop.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(tuning, "tunes", lambda device: True)
+    monkeypatch.setattr(tuning, "_cache", lambda device: tmp_path / "folder" / "tilings.json")
+    return made
+
+
+def test_the_fastest_is_taken_and_remembered(machine: Machine) -> None:
+    assert tuning.fastest("kernel", (4, 2, 9, 3), machine.run, GPU) == 2
+    ran = machine.ran
+    assert tuning.fastest("kernel", (4, 2, 9, 3), machine.run, GPU) == 2
+    assert machine.ran == ran
+
+
+def test_a_choice_among_other_candidates_is_not_taken(machine: Machine) -> None:
+    """As after an upgrade that lists other tilings: the place in the old list says nothing of the new one."""
+    assert tuning.fastest("kernel", (4, 2), machine.run, GPU) == 2
+    assert tuning.fastest("kernel", (1, 3, 2), machine.run, GPU) == 1

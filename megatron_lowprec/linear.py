@@ -77,7 +77,9 @@ class LowPrecLinear(nn.Linear):
         """``x @ weight.T + bias``; x [..., in_features] in the dtype of the weight."""
         training = torch.is_grad_enabled() and (self.weight.requires_grad or x.requires_grad)
         flat = x.reshape(-1, x.shape[-1])
-        y = _LinearFunction.apply(flat, self.weight, self.bias, self.numerics, self.moment, training)
+        # Triton starts kernels on the current device; for the backward pass autograd itself makes it the tensors'
+        with torch.cuda.device_of(flat):
+            y = _LinearFunction.apply(flat, self.weight, self.bias, self.numerics, self.moment, training)
         if training:
             self.moment = self.moment._replace(microbatch=self.moment.microbatch + 1)
         return y.view(*x.shape[:-1], self.out_features)
@@ -85,8 +87,9 @@ class LowPrecLinear(nn.Linear):
     def end_step(self) -> None:
         """What follows an optimizer step for this layer."""
         self.moment = Moment(self.moment.step + 1, 0)
-        for history in self._histories.values():
-            history.update()
+        with torch.cuda.device_of(self.weight):
+            for history in self._histories.values():
+                history.update()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

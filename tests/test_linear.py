@@ -1,6 +1,8 @@
 """The three GEMMs under every recipe against an explicit recomputation: quantized operands and a float64 product."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -253,6 +255,55 @@ def test_two_forwards_before_their_backwards_keep_their_moments(generator: torch
     for y in reversed(outputs):
         y.backward(dy)
     assert all(torch.equal(i.grad, want) for i, want in zip(inputs, wanted, strict=True))
+
+
+# ---- several GPUs in one process
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["mxfp4_rht_sr", "fp8_current", "fp8_delayed"])
+def test_a_layer_need_not_be_on_the_current_gpu(name: str, generator: torch.Generator) -> None:
+    given = tensors(torch.bfloat16, generator)
+    found: list[list[torch.Tensor]] = []
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        layer = layer_of(name, torch.bfloat16).to(device)
+        found.append([])
+        for _ in range(2):
+            found[-1] += [tensor.cpu() for tensor in step(layer, *(tensor.to(device) for tensor in given))]
+            end_step(layer)
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mxfp4_rht_sr", "fp8_delayed"])
+def test_a_layer_makes_its_device_the_current_one(
+    name: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here on a stand-in for a device's being current: no product, cast or update of a history goes without it."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor.device)
+        yield
+        current.pop()
+
+    def watched(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert current == [torch.device("cpu")]
+            calls.append(inner.__name__)
+            return inner(*args, **kwargs)
+
+        return call
+
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(LinearNumerics, "forward", watched(LinearNumerics.forward))
+    monkeypatch.setattr(AmaxHistory, "update", watched(AmaxHistory.update))
+    layer, (x, _) = layer_of(name), tensors(torch.float32, generator)
+    layer(x)
+    end_step(layer)
+    assert set(calls) == ({"forward", "update"} if name in DELAYED else {"forward"})
+    assert current == []
 
 
 # ---- delayed scaling

@@ -53,7 +53,8 @@ def quantize(
         random = random.movedim(axis, -1).reshape(matrix.shape)
     stream = RandomStream((0, 0)) if random is None and spec.rounding != "stochastic" else random
     if isinstance(stream, RandomStream) and fuses_mx(matrix, spec.block, spec.scale_format, 1):
-        codes, scale = _quantized_by_kernel(matrix, spec, stream)
+        with torch.cuda.device_of(matrix):  # Triton starts kernels on the current device
+            codes, scale = _quantized_by_kernel(matrix, spec, stream)
         return QuantizedTensor(decode(codes, FORMATS[spec.format]).to(x.dtype), scale, spec, last.shape, axis)
     encode_scale = None if spec.block else current_encode_scale(matrix, spec)
     elements, scale = quantize_operand(matrix, **kernel_arguments(matrix, spec, random), encode_scale=encode_scale)

@@ -81,8 +81,9 @@ def _remember(path: Path, name: str, best: int) -> None:
     """Into the cache, whole or not at all: other ranks write it, too."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(_read(path) | {name: best}, file, indent=1)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # goes, with what is in it, if the disk is full
+            made = Path(folder, path.name)
+            made.write_text(json.dumps(_read(path) | {name: best}, indent=1), encoding="utf-8")
+            os.replace(made, path)
     except OSError:  # a home that cannot be written costs a measurement at each start, and nothing else
         return

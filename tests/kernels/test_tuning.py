@@ -1,5 +1,7 @@
 """Which tiling is taken, on a stand-in for a GPU: events that count what the candidates say they take."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,14 @@ def test_a_choice_among_other_candidates_is_not_taken(machine: Machine) -> None:
     """As after an upgrade that lists other tilings: the place in the old list says nothing of the new one."""
     assert tuning.fastest("kernel", (4, 2), machine.run, GPU) == 2
     assert tuning.fastest("kernel", (1, 3, 2), machine.run, GPU) == 1
+
+
+def test_a_full_disk_costs_a_measurement_and_leaves_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert tuning.fastest("kernel", (4, 2), machine.run, GPU) == 2
+    assert list((tmp_path / "folder").iterdir()) == []

@@ -29,6 +29,10 @@ _FIRST_RULE = (
     "Allowed are {first:.0e} for the first step (marked g: two spreads), and two spreads, or {first:.0e}, after it."
 )
 _BF16_RULE = "Allowed are two spreads, or {first:.0e}."
+_FLIPPED = f"""Sums in another order differ in their last bits, which can move a number across the middle between two
+codes; a single code can move a loss by more than {FIRST:.0e}, in the first step already. The table of exact sums (fp64)
+says what is left without that.
+"""
 _TITLES = {
     "operands": "## Given the same operand: codes and scales, bit for bit",
     "stock": "## Recipe bf16 and Megatron-core's own layers (`--stock-linears`), bf16, no fused accumulation",
@@ -61,6 +65,8 @@ def render(
     if wrong:
         lines = [f"- {v.check}, {v.model} {v.layout}, {v.recipe}, {v.precision}: {v.says}" for v in wrong]
         parts.append("## More than allowed\n\n" + "\n".join(lines))
+        if any(v.precision != "fp64" and v.check == "losses" for v in wrong):
+            parts.append(_FLIPPED)
     if notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in notes))
     return "\n\n".join(part.strip() for part in parts) + "\n"

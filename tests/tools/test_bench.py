@@ -281,6 +281,18 @@ def test_a_piece_with_another_result_has_no_number() -> None:
     assert "ms" not in row
 
 
+def test_a_piece_whose_first_way_fails_is_compared_with_nothing() -> None:
+    def fails() -> None:
+        raise RuntimeError("no such kernel")
+
+    piece = Piece("x", "4", 16, 1, {"torch": fails, "ours": lambda: None})
+    copy = Copy(16, 1.0)
+    first, ours = around._rows(shapes.MODELS["smoke"], piece, 1, Bench(CPU), copy, set())
+    assert "no such kernel" in first["failed"]
+    assert ours["over"] is None
+    assert ours["ms"] >= 0
+
+
 @pytest.mark.slow
 def test_overhead_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")

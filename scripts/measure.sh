@@ -107,12 +107,12 @@ interrupt() {
         --use-distributed-optimizer --deterministic-mode --mock-data"
     local start="torchrun --standalone --nproc-per-node 2 --signals-to-handle SIGTERM pretrain_gpt.py"
     # shellcheck disable=SC2086 # several words each
+    run $start --save "$out/whole" $flags || return 1
     if [ -n "$dry" ]; then
-        run $start --save "$out/whole" $flags && run $start --save "$out/stopped" $flags
+        # shellcheck disable=SC2086
+        run $start --save "$out/stopped" $flags
         return
     fi
-    # shellcheck disable=SC2086
-    run $start --save "$out/whole" $flags || return 1
     # shellcheck disable=SC2086
     $start --save "$out/stopped" $flags &
     local torchrun=$!

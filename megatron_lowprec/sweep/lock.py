@@ -101,9 +101,9 @@ def _started(pid: int) -> float:
         return 0.0
 
 
-_ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    "TIMEOUT",
+# States of a job that Slurm will not go on with.
+_ENDED = frozenset(
+    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"],
 )
 
 

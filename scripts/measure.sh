@@ -7,13 +7,14 @@
 #   step       a step of 345M and 1.3B under the FP8 recipes (and TransformerEngine's and torchao's, where installed)
 #   linear     a linear layer under each, and the quantizers
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
-#   configs    100 steps of gpt_345m and gpt_1.3b as they are, at a small batch; 10 of gpt_6.7b on all GPUs
+#   configs    100 steps of gpt_345m and gpt_1.3b as they are, at a small batch
+#   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
 #   scaling    weak scaling from one GPU to all
 #   matrix     every recipe on every layout that the GPUs hold
 #   table2     the sweep paper_table2, small, on all GPUs, and its report
 #   interrupt  a run on two GPUs that SIGTERM stops, and what follows, against one that nothing stops
 #
-# DATA, from the environment, is a corpus of --data-path, which configs and table2 need; GPUS how many GPUs to use.
+# DATA, from the environment, is a corpus of --data-path, which configs, large and table2 need; GPUS how many GPUs to use.
 # Each part writes OUT/PART.log, its JSON beside it, and OUT/PART.done if it came to its end with exit code 0; a part that
 # is done is not repeated. --dry-run prints the commands alone.
 set -uo pipefail
@@ -21,7 +22,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step linear memory configs scaling matrix table2 interrupt}
+out=${1:?OUT folder, then some of: tests step linear memory configs large scaling matrix table2 interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -78,12 +79,15 @@ configs() {
                 --train-iters 100 --micro-batch-size "${model#*:}" --global-batch-size "${model#*:}" || failed=1
         done
     done
-    if [ "$gpus" -ge 2 ]; then
-        for recipe in bf16 fp8_delayed mxfp4_rht_sr; do
-            train "configs/6.7b-$recipe" "$gpus" --config configs/models/gpt_6.7b.yaml --recipe "$recipe" \
-                --tensor-model-parallel-size "$gpus" --train-iters 10 --global-batch-size 16 --log-interval 1 || failed=1
-        done
-    fi
+    return $failed
+}
+
+large() {
+    local recipe failed=0
+    for recipe in bf16 fp8_delayed mxfp4_rht_sr; do
+        train "large/6.7b-$recipe" "$gpus" --config configs/models/gpt_6.7b.yaml --recipe "$recipe" \
+            --tensor-model-parallel-size "$gpus" --train-iters 10 --global-batch-size 16 --log-interval 1 || failed=1
+    done
     return $failed
 }
 
@@ -91,12 +95,15 @@ scaling() {
     run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m,1.3b --recipes bf16,fp8_delayed --out "$out/scaling.json"
 }
 
-matrix() { run python -m tools.matrix --gpus "$gpus" --folder "$out/matrix" --out "$out/matrix-gpu-$gpus.md"; }
+matrix() {
+    run python -m tools.matrix --gpus "$gpus" --launches-at-once $((3 * gpus)) --folder "$out/matrix" \
+        --out "$out/matrix-gpu-$gpus.md"
+}
 
 table2() {
     # No checkpoint but each run's last one: ten runs of some minutes.
     run python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --data-path "$data" \
-        --set save-interval=1000000 --set micro-batch-size=32 --out "$out/table2"
+        --set save-interval=1000000 --set micro-batch-size=32 --set split=99,1,0 --out "$out/table2"
     local code=$?
     run python tools/report.py "$out/table2" --out "$out/table2-report" && return $code
 }
@@ -133,7 +140,7 @@ mkdir -p "$out"
 failed=0
 for part in "$@"; do
     if ! declare -F "$part" >/dev/null || [ "$part" = run ] || [ "$part" = train ]; then
-        echo "scripts/measure.sh: $part is none of: tests step linear memory configs scaling matrix table2 interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step linear memory configs large scaling matrix table2 interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

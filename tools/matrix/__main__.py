@@ -1,7 +1,7 @@
 """Every recipe on every layout against one process: losses, operands, stock layers, resuming, rounding noise.
 
     python -m tools.matrix                      # two and four processes on CPU cores
-    python -m tools.matrix --gpus 4             # by NCCL, two launches at a time where two fit
+    python -m tools.matrix --gpus 4             # by NCCL, on two and four of them
     python -m tools.matrix --layouts TP2,PP2 --recipes mxfp4_rht_sr
 
 The exit code is 1 where anything differs by more than it may, or a launch failed.
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     known = ", ".join(dict.fromkeys(layout.name for layout in layouts.LAYOUTS))
     parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs of this machine; 0 for its CPU cores")
-    parser.add_argument("--launches-at-once", type=int, help="default: as many as the GPUs hold, on a CPU one")
+    parser.add_argument("--launches-at-once", type=int, help="default: one a GPU, which they share; on a CPU one")
     parser.add_argument("--recipes", type=_names, help="default: all of the registry")
     parser.add_argument("--layouts", type=_names, default=[], help=f"default: all that fit, of {known}")
     parser.add_argument("--checks", type=_names, default=list(plan.CHECKS), help=f"of {', '.join(plan.CHECKS)}")

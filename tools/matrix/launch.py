@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ class Runner:
 
     Args:
         gpus: of this machine to use; 0 for CPU cores.
-        at_once: launches that may run at a time; each has GPUs of its own.
+        at_once: launches that may run at a time; each takes those GPUs on which the fewest run, for they are small.
         timeout: seconds of one launch.
     """
 
@@ -48,20 +49,17 @@ class Runner:
         """All of them, larger ones first; ``tick`` is called about every second."""
         waiting = sorted(launches, key=lambda launch: -launch.processes)
         running: list[_Running] = []
-        free = set(range(self.gpus))
         try:
             while waiting or running:
-                for launch in list(waiting):
-                    if len(running) < self.at_once and (not self.gpus or launch.processes <= len(free)):
-                        mine = sorted(free)[: launch.processes]
-                        free -= set(mine)
-                        running.append(_Running(launch, mine, self))
-                        waiting.remove(launch)
+                while waiting and len(running) < self.at_once:
+                    launch = waiting.pop(0)
+                    taken = Counter(gpu for one in running for gpu in one.gpus)
+                    mine = sorted(range(self.gpus), key=lambda gpu: (taken[gpu], gpu))[: launch.processes]
+                    running.append(_Running(launch, mine, self))
                 time.sleep(0.2)
                 for one in list(running):
                     if one.ended():
                         self.done.append(one.done())
-                        free |= set(one.gpus)
                         running.remove(one)
                 tick()
         finally:

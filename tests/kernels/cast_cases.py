@@ -130,6 +130,23 @@ def differences(case: Case, device: str) -> list[str]:
     return lines
 
 
+def scale_differences(fmt: str, device: str) -> list[str]:
+    """As ``differences`` for 1x128 tiles whose amax is each of the 32768 bf16 numbers that are not negative."""
+    from megatron_lowprec.kernels.cast.triton import Fp8Rule, cast_fp8
+
+    amax = torch.arange(1 << 15, dtype=torch.int16).view(torch.bfloat16).to(device)
+    tiles = amax[:, None].expand(-1, 128).contiguous()
+    case = Case(*tiles.shape, torch.bfloat16, fmt, "1x128", "amax", "rc")
+    rule, (codes, scale) = Fp8Rule(FORMATS[fmt], case.tile), reference_of(case, tiles, None)
+    by_rows = cast_fp8(tiles, rule, rows=True, columns=False).rows
+    by_columns = cast_fp8(tiles.t().contiguous(), rule, rows=False, columns=True).columns
+    assert by_rows is not None
+    assert by_columns is not None
+    return _compare(f"{case} along rows", by_rows, codes, scale) + _compare(
+        f"{case} along columns", by_columns, codes, scale
+    )
+
+
 def _compare(name: str, operand: ScaledOperand, codes: torch.Tensor, scale: torch.Tensor) -> list[str]:
     (rows, length), padded = codes.shape, operand.elements.view(torch.uint8)
     got = padded[:rows]

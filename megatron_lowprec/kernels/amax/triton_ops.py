@@ -7,13 +7,13 @@ import triton.language as tl
 @triton.jit
 def amax_along(magnitude, axis: tl.constexpr):
     """Largest along an axis, NaN above all: numbers that are not negative compare as their bits do."""
-    return tl.max(magnitude.to(tl.int32, bitcast=True), axis, keep_dims=True).to(tl.float32, bitcast=True)
+    return tl.reduce(magnitude, axis, larger, keep_dims=True)
 
 
 @triton.jit
 def larger(a, b):
     """The larger of entries that are not negative, NaN above all."""
-    return tl.maximum(a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, raise_to_amax
 from megatron_lowprec.kernels.cast.source import KINDS, Fp8Cast, Kind, Source, source_of
-from megatron_lowprec.kernels.cast.triton_ops import as_stored, encode_scale, kept_apart, observe, read, to_fp8
+from megatron_lowprec.kernels.cast.triton_ops import as_stored, both_scales, four_to_fp8, observe, read, to_fp8
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.tuning import fastest
@@ -75,28 +75,33 @@ def _cast_rows(
     FLOOR_SCALE: tl.constexpr,
     MARGIN_SCALE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    SHORT: tl.constexpr,
     NATIVE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Codes along rows with a scale a row, of the whole row or of its part in the tile."""
+    CHUNK: tl.constexpr = 32
     IS_BF16: tl.constexpr = KIND != 0 and x_ptr.dtype.element_ty == tl.bfloat16
     out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    columns = tile_n * BN + tl.arange(0, BN)
-    col = columns[None, :]
-    total = tl.zeros([BN], tl.float32)
+    # [BN / CHUNK, rows, CHUNK]: few threads share a row, and each works out the scales of few
+    columns = tile_n * BN + tl.arange(0, BN // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    col = columns[:, None, :]
+    total = tl.zeros([BN // CHUNK, CHUNK], tl.float32)
     for part in range(BM // ROWS):
-        row = (tile_m * BM + part * ROWS + tl.arange(0, ROWS))[:, None]
+        row = (tile_m * BM + part * ROWS + tl.arange(0, ROWS))[None, :, None]
         x = read(x_ptr, argument_ptr, bias_ptr, row, col, M, N, stride, KIND)
         if SUMS and not ALONG_COLUMNS:
-            total += tl.sum(x, 0)
+            total += tl.sum(x, 1)
         x = as_stored(x, IS_BF16, NATIVE)
         if OBSERVES and not ALONG_COLUMNS:
-            observe(observed_ptr, amax_along(amax_along(tl.abs(x), 1), 0))
-        amax = tl.load(amax_ptr + row, mask=row < M, other=0.0) if TILE == 1 else amax_along(tl.abs(x), 1)
-        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
-        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+            observe(observed_ptr, amax_along(amax_along(amax_along(tl.abs(x), 2), 0), 1))
+        if TILE == 1:
+            amax = tl.load(amax_ptr + row, mask=row < M, other=0.0)
+        else:
+            amax = amax_along(amax_along(tl.abs(x), 0), 2)
+        scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, SHORT)
         if TILE == 1:
             tl.store(row_scale_ptr + row, decode, mask=(row < M) & (tile_n == 0))
         else:
@@ -140,6 +145,7 @@ def _cast_words(
     FLOOR_SCALE: tl.constexpr,
     MARGIN_SCALE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    SHORT: tl.constexpr,
     NATIVE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -176,8 +182,7 @@ def _cast_words(
             amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
         elif TILE == 1:
             amax = tl.load(amax_ptr + M + col, mask=col < N, other=0.0)
-        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
-        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, SHORT)
         if TILE == 1:
             tl.store(col_scale_ptr + col, decode, mask=(col < N) & (tile_m == 0))
         elif TILE == 2:
@@ -197,15 +202,15 @@ def _cast_words(
                     tl.store(col_scale_ptr + one, decode, mask=first)
                 else:
                     tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
-        packed = tl.zeros([BM // 4, COLUMNS], tl.uint32)
-        for four in tl.static_range(4):
-            x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
-            codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
-            if ALONG_ROWS and ONE:
+        if ALONG_ROWS and ONE:
+            for four in tl.static_range(4):
+                x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
+                codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
                 tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=(row + four < height) & (col < N))
-                codes = kept_apart(codes, NATIVE)
-            packed |= codes.to(tl.uint32) << (8 * four)
         if ALONG_COLUMNS:
+            packed = four_to_fp8(
+                x0 * scale, x1 * scale, x2 * scale, x3 * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE
+            )
             to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
             tl.store(col_out + to, packed, mask=(col < N) & (row < padded_M))
 
@@ -250,11 +255,13 @@ def _cast_kernel(
     tiles_n = tl.cdiv(N, BN)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     ONE: tl.constexpr = TILE == 0 or TILE == 3  # one scale for all of the tile, whose codes serve both ways
+    PLAIN: tl.constexpr = FLOOR == 0.0 and MARGIN_SCALE == 1.0 and not POWER_OF_TWO
+    SHORT: tl.constexpr = NATIVE and TILE == 2 and PLAIN and x_ptr.dtype.element_ty == tl.bfloat16
     if ALONG_ROWS and not ONE:
         _cast_rows(
             x_ptr, argument_ptr, bias_ptr, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
             tile_m, tile_n, M, height, N, stride, ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE, MANTISSA,
-            MIN_EXPONENT, MAX, NAN_CODE, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, NATIVE, BM, BN,
+            MIN_EXPONENT, MAX, NAN_CODE, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, SHORT, NATIVE, BM, BN,
             ROWS
         )  # fmt: skip
     if ALONG_COLUMNS or ONE:
@@ -263,7 +270,7 @@ def _cast_kernel(
             x_ptr, argument_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr,
             observed_ptr, sums_ptr, tile_m, tile_n, M, height, padded_M, N, stride, ALONG_ROWS,
             ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, FLOOR,
-            FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, NATIVE, BM, BN, COLUMNS
+            FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, SHORT, NATIVE, BM, BN, COLUMNS
         )  # fmt: skip
 
 

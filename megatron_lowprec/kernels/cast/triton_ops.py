@@ -63,6 +63,46 @@ def encode_scale(
 
 
 @triton.jit
+def both_scales(
+    amax,
+    MAX: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FLOOR_SCALE: tl.constexpr,
+    MARGIN_SCALE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SHORT: tl.constexpr,
+):
+    """``encode_scale`` and its reciprocal, the decode scale, both rounded to nearest.
+
+    SHORT: amax is a bf16 number, there is no floor, no margin and no power of two. Then no IEEE division is needed: the
+    quotient of the mantissas, 1.75 by one of 128, is right after one correction, and the reciprocal of a scale after
+    one of amax / MAX; tests/kernels/test_cast.py tries all bf16 numbers. MAX has to be 1.75 times a power of two.
+    """
+    if SHORT:
+        # the least whose quotient is within fp32; what is below has fp32's maximum for a scale, but 0 has 1
+        LEAST: tl.constexpr = (1.75 + 2.0**-23) * (MAX / 1.75) * 2.0**-128
+        number = tl.maximum(tl.where(amax == 0.0, MAX, amax), LEAST)
+        bits = number.to(tl.int32, bitcast=True)
+        exponent = bits & 0x7F800000
+        mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+        about = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [mantissa], dtype=tl.float32, is_pure=True, pack=1
+        )
+        top = tl.full(amax.shape, 1.75, tl.float32)
+        quotient = 1.75 * about
+        quotient = tl.fma(tl.fma(-quotient, mantissa, top), about, quotient)
+        MAX_EXPONENT: tl.constexpr = 8 if MAX == 448.0 else 15
+        bits = quotient.to(tl.int32, bitcast=True) + ((127 + MAX_EXPONENT) << 23) - exponent
+        scale = tl.where(amax < float("inf"), bits, 0x7FC00000).to(tl.float32, bitcast=True)
+        about = number * (1.0 / MAX)
+        decode = tl.fma(about, tl.fma(-about, scale, tl.full(amax.shape, 1.0, tl.float32)), about)
+    else:
+        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
+        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return scale, decode
+
+
+@triton.jit
 def to_fp8(
     v,
     MANTISSA: tl.constexpr,
@@ -84,18 +124,42 @@ def to_fp8(
 
 
 @triton.jit
+def four_to_fp8(
+    v0,
+    v1,
+    v2,
+    v3,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The codes of four numbers in a uint32, v0's lowest: natively two conversions of two numbers each."""
+    if NATIVE:
+        if MANTISSA == 3:
+            word = tl.inline_asm_elementwise(
+                """{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
+                "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            word = tl.inline_asm_elementwise(
+                """{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
+                "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        word = to_fp8(v0, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE).to(tl.uint32)
+        word |= to_fp8(v1, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE).to(tl.uint32) << 8
+        word |= to_fp8(v2, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE).to(tl.uint32) << 16
+        word |= to_fp8(v3, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE).to(tl.uint32) << 24
+    return word
+
+
+@triton.jit
 def observe(amax_ptr, amax):
     """Raise the fp32 at ``amax_ptr`` to the one in ``amax``; NaN counts as Inf. Order does not matter to a maximum."""
     bits = tl.minimum(amax.to(tl.int32, bitcast=True), 0x7F800000)
     cell = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.zeros(amax.shape, tl.int32)
     tl.atomic_max(cell, bits, sem="relaxed")
-
-
-@triton.jit
-def kept_apart(codes, NATIVE: tl.constexpr):
-    """The same uint8 codes, of which the compiler knows no more: Triton 3.6 puts wrong bytes into words that are made
-    of codes which are stored as bytes, too.
-    """
-    if NATIVE:
-        codes = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4)
-    return codes

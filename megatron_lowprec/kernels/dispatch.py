@@ -1,11 +1,14 @@
 """Which implementation of an op runs: a fused Triton kernel where one applies, else the reference."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 
+from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.bias import reference as bias_reference
+from megatron_lowprec.kernels.cast_many import reference as cast_many_reference
 from megatron_lowprec.kernels.history import reference as history_reference
 
 
@@ -69,3 +72,14 @@ def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch
 
         return triton.update_history_(newest, window, in_effect, take_max)
     return history_reference.update_history_(newest, window, in_effect, take_max)
+
+
+def cast_many_(
+    values: Sequence[torch.Tensor], encode_scale: torch.Tensor, fmt: Format, codes: Sequence[torch.Tensor]
+) -> None:
+    """``cast_many.reference.cast_many_``, on a GPU as one kernel."""
+    if encode_scale.is_cuda and have_triton():
+        from megatron_lowprec.kernels.cast_many import triton
+
+        return triton.cast_many_(values, encode_scale, fmt, codes)
+    return cast_many_reference.cast_many_(values, encode_scale, fmt, codes)

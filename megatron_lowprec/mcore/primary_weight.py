@@ -25,7 +25,7 @@ from torch import nn
 from megatron_lowprec.mcore.collectives import max_over
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.primary_weight import Fp8Weight, weight_encode_scale
+from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
 from megatron_lowprec.recipe.resolve import primary_weight_spec
 from megatron_lowprec.recipe.schema import QuantSpec
 
@@ -128,11 +128,10 @@ def quantize_main_weights(part: Any, ahead: bool) -> None:
     parts = _max_over_sharers([w.scaled for w, _, _ in found], amax)  # type: ignore[attr-defined]
     torch._foreach_copy_([w.main_amax for w, _, _ in found], parts)
     encode_scales = _encode_scales([w for w, _, _ in found], ahead)
-    torch._foreach_copy_([w.decode_scale for w, _, _ in found], [torch.ones_like(e) / e for e in encode_scales])
-    for (weight, master, start), encode_scale in zip(found, encode_scales, strict=True):
-        if master is not None:
-            weight.set_codes(start, master, encode_scale)
-        weight.source = None
+    encode_scale = torch.cat(encode_scales)
+    decode_scales = (torch.ones_like(encode_scale) / encode_scale).split(1)
+    torch._foreach_copy_([w.decode_scale for w, _, _ in found], decode_scales)
+    set_codes(found, encode_scales)
 
 
 def _max_over_sharers(scaled: Sequence[Scaled], amax: torch.Tensor) -> list[torch.Tensor]:

@@ -10,18 +10,20 @@ What Megatron-core asks of such a tensor is in ``mcore.primary_weight``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast_many.reference import DTYPES, fp8_codes
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.kernels.contract.reference import Operand
+from megatron_lowprec.kernels.dispatch import cast_many_
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
 from megatron_lowprec.recipe.schema import QuantSpec
 
-_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _ATEN = torch.ops.aten
 _NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.default, _ATEN.new_zeros.default)
 
@@ -83,17 +85,12 @@ class Fp8Weight(torch.Tensor):
         self.main_amax.copy_(fp32.abs().amax().view(1))
         encode_scale = weight_encode_scale(self.main_amax, self.spec)
         self.decode_scale.copy_(torch.ones_like(encode_scale) / encode_scale)
-        self.codes.copy_(fp8_codes(fp32, encode_scale, self.spec))
+        self.codes.copy_(fp8_codes(fp32, encode_scale, FORMATS[self.spec.format]))
         return self
-
-    def set_codes(self, start: int, values: torch.Tensor, encode_scale: torch.Tensor) -> None:
-        """Codes of the entries from ``start`` on, counted along rows, from fp32 ``values``; ends ``source``."""
-        self.codes.view(-1)[start : start + values.numel()] = fp8_codes(values, encode_scale, self.spec).view(-1)
-        self.source = None
 
     def elements(self) -> torch.Tensor:
         """Codes as numbers of torch's FP8 dtype, [O, I]."""
-        return self.codes.view(_DTYPES[self.spec.format])
+        return self.codes.view(DTYPES[self.spec.format])
 
     def value(self) -> torch.Tensor:
         """A plain tensor of what it stands for: ``source`` where it is still there, else codes times scale."""
@@ -109,7 +106,7 @@ class Fp8Weight(torch.Tensor):
 
     def scaled_operand(self, transposed: bool) -> ScaledOperand:
         """Of a native product: the codes themselves, or [I, O] a copy of them."""
-        elements = self.codes.t().contiguous().view(_DTYPES[self.spec.format]) if transposed else self.elements()
+        elements = self.codes.t().contiguous().view(DTYPES[self.spec.format]) if transposed else self.elements()
         return ScaledOperand(elements, self.decode_scale, "tensor", elements.shape[0])
 
     # Megatron-core's names for ``source``, which its optimizer makes main weights of
@@ -153,7 +150,21 @@ def weight_encode_scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     return fp32_encode_scale(amax, FORMATS[spec.format], spec.scale_rule, spec.amax_floor, margin)
 
 
-def fp8_codes(values: torch.Tensor, encode_scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """uint8 codes of fp32 ``values``, any shape: the reference's, by torch's conversion (nearest even, saturated)."""
-    limit = FORMATS[spec.format].max
-    return (values * encode_scale).clamp_(-limit, limit).to(_DTYPES[spec.format]).view(torch.uint8)
+def set_codes(
+    shards: Sequence[tuple[Fp8Weight, torch.Tensor | None, int]], encode_scales: Sequence[torch.Tensor]
+) -> None:
+    """Codes of parts of many weights at once, a launch for each format; ends each weight's ``source``.
+
+    Args:
+        shards: (weight, fp32 values of the part or None, its first entry counted along rows) of each.
+        encode_scales: fp32 [1] of each.
+    """
+    by_format: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+    for (weight, values, start), scale in zip(shards, encode_scales, strict=True):
+        weight.source = None
+        if values is not None:
+            codes = weight.codes.view(-1)[start : start + values.numel()]
+            by_format.setdefault(weight.spec.format, []).append((values, scale, codes))
+    for name, parts in by_format.items():
+        many, scales, into = zip(*parts, strict=True)
+        cast_many_(many, torch.cat(scales), FORMATS[name], into)

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_lowprec import LowPrecLinear, QuantSpec, get_recipe
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast_many.reference import fp8_codes
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.kernels.quantize.reference import decode, encode, quantize_operand
 from megatron_lowprec.numerics import LinearNumerics, LinearPlace
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.primary_weight import Fp8Weight, fp8_codes, weight_encode_scale
+from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
 from megatron_lowprec.quantization.quantizer import quantize_for_gemm
 
 RECIPES = ["fp8_current", "fp8_delayed"]
@@ -35,7 +37,7 @@ def values(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Te
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-9, math.nan])
 def test_codes_are_the_reference_s(name: str, scale: float) -> None:
-    fmt, spec = FORMATS[name], replace(spec_of(), format=name)
+    fmt = FORMATS[name]
     grid = decode(torch.arange(256, dtype=torch.uint8), fmt)
     grid = grid[grid.isfinite()].sort().values
     middles = (grid[1:] + grid[:-1]) / 2
@@ -44,7 +46,7 @@ def test_codes_are_the_reference_s(name: str, scale: float) -> None:
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e30, -1e30, 1e-30, fmt.max, fmt.max * 1.07])
     x = torch.cat((grid, middles, *beside, bits.view(torch.float32), special)).view(1, -1)
     encode_scale = torch.tensor([scale])
-    codes = fp8_codes(x, encode_scale, spec)
+    codes = fp8_codes(x, encode_scale, fmt)
     elements, _ = quantize_operand(
         x, fmt, (1, x.shape[1]), scale_format="fp32", scale_rule="amax", encode_scale=encode_scale.view(1, 1)
     )
@@ -81,13 +83,28 @@ def test_margin_is_of_delayed_scaling() -> None:
     assert weight_encode_scale(torch.zeros(1), delayed) == 1.0
 
 
+def shards(device: str) -> tuple[list[Fp8Weight], list[torch.Tensor], list[torch.Tensor]]:
+    """Weights of two formats whose codes came by parts, each with its main weight and scale; a third has no part."""
+    weights, mains, scales, parts, part_scales = [], [], [], [], []
+    for number, name in enumerate(("e4m3", "e5m2", "e4m3")):
+        spec = replace(spec_of(), format=name)
+        weight = Fp8Weight.of(torch.zeros(OUT, IN, device=device).bfloat16(), spec)
+        main = (number + 1) * values(torch.float32, device).view(-1)
+        scale = weight_encode_scale(main.abs().amax().view(1), spec)
+        starts = range(0, main.numel(), 1000) if number < 2 else []
+        parts += [(weight, main[start : start + 1000], start) for start in starts] or [(weight, None, 0)]
+        part_scales += [scale] * max(1, len(starts))
+        weights.append(weight), mains.append(main), scales.append(scale)
+    set_codes(parts, part_scales)
+    return weights, mains, scales
+
+
 def test_codes_are_set_by_parts() -> None:
-    weight, main = Fp8Weight.of(torch.zeros(OUT, IN).bfloat16(), spec_of()), values(torch.float32).view(-1)
-    encode_scale = weight_encode_scale(main.abs().amax().view(1), spec_of())
-    for start in range(0, main.numel(), 1000):
-        weight.set_codes(start, main[start : start + 1000], encode_scale)
-    assert weight.source is None
-    assert torch.equal(weight.codes, fp8_codes(main, encode_scale, spec_of()).view(OUT, IN))
+    weights, mains, scales = shards("cpu")
+    assert all(weight.source is None for weight in weights)
+    for weight, main, scale in zip(weights[:2], mains, scales, strict=False):
+        assert torch.equal(weight.codes, fp8_codes(main, scale, FORMATS[weight.spec.format]).view(OUT, IN))
+    assert not weights[2].codes.any()
 
 
 # ---- the tensor
@@ -151,7 +168,7 @@ def update(ordinary: LowPrecLinear, primary: LowPrecLinear, main: torch.Tensor) 
         follows = history.upcoming()[slot : slot + 1]
     encode_scale = weight_encode_scale(follows, weight.spec)
     weight.decode_scale.copy_(torch.ones_like(encode_scale) / encode_scale)
-    weight.set_codes(0, main.float().view(-1), encode_scale)
+    set_codes([(weight, main.float().view(-1), 0)], [encode_scale])
     for layer in (ordinary, primary):
         layer.end_step()
         layer.numerics.forget_weights()
@@ -163,7 +180,7 @@ def train(recipe: str, device: str = "cpu") -> list[list[list[torch.Tensor]]]:
     if recipe == "fp8_delayed":  # a run begins with scale 1
         assert isinstance(pair[1].weight, Fp8Weight)
         pair[1].weight.decode_scale.fill_(1.0)
-        pair[1].weight.set_codes(0, values(device=device).float().view(-1), torch.ones(1, device=device))
+        set_codes([(pair[1].weight, values(device=device).float().view(-1), 0)], [torch.ones(1, device=device)])
     generator = torch.Generator().manual_seed(5)
     for number in range(4):
         for _ in range(2):
@@ -238,3 +255,14 @@ def test_a_gpu_s_codes_are_the_cpu_s(recipe: str) -> None:
     assert torch.equal(on_gpu.decode_scale.cpu(), on_cpu.decode_scale)
     transposed = on_gpu.scaled_operand(transposed=True)
     assert torch.equal(transposed.elements.view(torch.uint8).cpu(), on_cpu.codes.t())
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_parts_are_set_by_a_launch_for_each_format() -> None:
+    shards("cuda")  # compiles the kernel
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        on_gpu = shards("cuda")[0]
+    kernels = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("_cast_many_kernel" in name for name in kernels) == 2, kernels
+    for one, other in zip(on_gpu, shards("cpu")[0], strict=True):
+        assert torch.equal(one.codes.cpu(), other.codes)

@@ -152,7 +152,7 @@ class Scorer:
 
     def prepared(self) -> dict[str, str]:
         """--data-path's entries and the prefix of each; raw text is tokenized by the first process of each node."""
-        from megatron_lowprec.training.agreement import in_turn
+        from megatron_lowprec.training.agreement import in_turn, patient_group
 
         args = self._args
         cache = args.data_cache_path or str(REPOSITORY / "data" / "cache")
@@ -161,7 +161,8 @@ class Scorer:
         def prepare() -> dict[str, str]:
             return {p: corpus.prepare(find_data(p), self._tokenizer, cache, **options) for p in args.data_path}
 
-        return in_turn(self._ranks.local_rank == 0, prepare)
+        with patient_group() as group:
+            return in_turn(self._ranks.local_rank == 0, prepare, group)
 
     def corpus(self, path: str, prefix: str) -> dict[str, Any]:
         """A corpus as one stream of tokens."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,13 +19,26 @@ T = TypeVar("T")
 _PATIENCE = timedelta(days=7)
 
 
-def in_turn(first: bool, work: Callable[[], T]) -> T:
+@contextmanager
+def patient_group() -> Iterator[dist.ProcessGroup | None]:
+    """All ranks, over the hosts: one may wait in it for days, beside collectives that fail after
+    --distributed-timeout-minutes. None for a single process. Every rank enters and leaves it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    yield group
+    dist.barrier()  # nobody ends it while another still reads from it
+    dist.destroy_process_group(group)
+
+
+def in_turn(first: bool, work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """``work()`` on the ranks that are ``first``, then on the others; a UserError on one rank is raised on all.
 
-    The others wait as long as it takes, beside the collectives that fail after --distributed-timeout-minutes.
+    Args:
+        group: of all ranks, as ``patient_group`` makes it: the others wait as long as it does.
     """
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None
     result: T | None = None
     for turn in (True, False):
         message: str | None = None

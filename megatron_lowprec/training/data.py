@@ -18,7 +18,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import corpus
-from megatron_lowprec.training.agreement import in_turn
+from megatron_lowprec.training.agreement import in_turn, patient_group
 from megatron_lowprec.training.blend import all_paths, data_paths, parse_blend
 from megatron_lowprec.training.chat_data import ChatSamples, prepare_chats
 from megatron_lowprec.training.config import Config
@@ -55,7 +55,6 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
     if config.mock_data:
         mocks = {s.name: MockSamples(config, tokenizer.vocab_size, s.value) for s in _SPLITS}
         return {name: _split_data([mock], [1.0], config) for name, mock in mocks.items()}
-    prefixes = _prepare_texts(config, tokenizer, local_rank)
     cached = DocumentsConfig(
         random_seed=config.seed,
         sequence_length=sized(config.seq_length),
@@ -69,24 +68,23 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    # The first rank writes the indices that the others read.
-    return in_turn(
-        world_rank == 0, lambda: {s.name: _build_split(config, cached, prefixes, tokenizer, s) for s in _SPLITS}
-    )
+    with patient_group() as group:
+        prefixes = in_turn(local_rank == 0, lambda: _prepared_texts(config, tokenizer), group)
+        # The first rank writes the indices that the others read.
+        return in_turn(
+            world_rank == 0,
+            lambda: {s.name: _build_split(config, cached, prefixes, tokenizer, s) for s in _SPLITS},
+            group,
+        )
 
 
-def _prepare_texts(config: Config, tokenizer: Tokenizer, local_rank: int) -> dict[str, str]:
+def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     """Data path -> prefix of its .bin/.idx; text is tokenized once, by the first rank of each node."""
-    paths = all_paths(config)
     assert config.data_cache_path is not None
     cache = config.data_cache_path
-
     tokenized = prepare_chats if config.sft else corpus.prepare
-
-    def prepare() -> dict[str, str]:
-        return {path: tokenized(path, tokenizer, cache, workers=max(1, torch.get_num_threads())) for path in paths}
-
-    return in_turn(local_rank == 0, prepare)
+    workers = max(1, torch.get_num_threads())
+    return {path: tokenized(path, tokenizer, cache, workers=workers) for path in all_paths(config)}
 
 
 def _build_split(

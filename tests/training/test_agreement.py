@@ -43,10 +43,11 @@ def ask(rank: int, store: str, answers: Any) -> None:
 
 
 def take_turns(rank: int, store: str, answers: Any) -> None:
-    """Rank 0 takes longer over its turn than a collective may."""
+    """Rank 0 takes longer over its turn than a collective may; the second turns are short."""
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
 
-    from megatron_lowprec.training.agreement import in_turn
+    from megatron_lowprec.training.agreement import in_turn, patient_group
 
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=5)
@@ -58,7 +59,13 @@ def take_turns(rank: int, store: str, answers: Any) -> None:
         time.sleep(8 * (rank == 0))
         return f"{rank} is done"
 
-    answers.put((rank, (in_turn(rank == 0, work), began[0])))
+    groups = [len(_world.pg_map)]
+    with patient_group() as group:
+        first = in_turn(rank == 0, work, group)
+        second = in_turn(rank == 1, lambda: f"{rank} again", group)
+        groups.append(len(_world.pg_map))
+    groups.append(len(_world.pg_map))
+    answers.put((rank, ([first, second], began[0], groups)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -79,7 +86,8 @@ def answers_of(work: Callable[[int, str, Any], None], tmp_path: Path) -> dict[in
 
 def test_who_waits_for_work_waits_as_long_as_it_takes(tmp_path: Path) -> None:
     found = answers_of(take_turns, tmp_path)
-    assert [found[rank][0] for rank in range(2)] == ["0 is done", "1 is done"]
+    assert [found[rank][0] for rank in range(2)] == [[f"{rank} is done", f"{rank} again"] for rank in range(2)]
+    assert all(found[rank][2] == [1, 2, 1] for rank in range(2))  # one group, and it has ended
     assert found[1][1] - found[0][1] > 7.5
 
 

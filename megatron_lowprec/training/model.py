@@ -160,6 +160,9 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
         # An interleaved pipeline without these two trains on wrong activations, silently.
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
+        # A stage's output lives on for its gradient function alone. An interleaved stage would free it while it is
+        # still being sent: a send that is not waited for holds the tensor, but not the memory that it had.
+        deallocate_pipeline_outputs=config.pipeline_model_parallel_size > 1 and virtual is None,
         num_moe_experts=config.num_experts,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
         moe_router_topk=config.moe_router_topk,
@@ -214,6 +217,8 @@ def _data_parallel(
         grad_reduce_in_fp32=config.bf16 and not config.grad_reduce_in_bf16,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
+        # The interleaved schedule starts gathers itself, on all stages at once; else a bucket starts the next.
+        align_param_gather=config.overlap_param_gather and virtual_stages(config) is not None,
         use_distributed_optimizer=config.use_distributed_optimizer,
         fp8_param_gather=config.fp8_param_gather,
         bucket_size=max(40_000_000, 1_000_000 * mpu.get_data_parallel_world_size())
@@ -226,16 +231,16 @@ def _data_parallel(
         for chunk in chunks:
             chunk.broadcast_params()
     if config.overlap_grad_reduce:
-        _overlap(transformer, chunks, config.overlap_param_gather)
+        _overlap(transformer, chunks, ddp.align_param_gather)
     return chunks
 
 
-def _overlap(transformer: TransformerConfig, chunks: list[DistributedDataParallel], gather: bool) -> None:
+def _overlap(transformer: TransformerConfig, chunks: list[DistributedDataParallel], align: bool) -> None:
     """Tell the schedules when to hold back and when to start the collectives; one function, or one a chunk."""
     several = len(chunks) > 1
     transformer.no_sync_func = [c.no_sync for c in chunks] if several else chunks[0].no_sync
     transformer.grad_sync_func = [c.start_grad_sync for c in chunks] if several else chunks[0].start_grad_sync
-    if gather:
+    if align:
         transformer.param_sync_func = [c.start_param_sync for c in chunks] if several else chunks[0].start_param_sync
 
 

@@ -171,10 +171,12 @@ def check_optimizer(saved: Saved, config: Config) -> None:
         )
     before, now = saved.layout.get("expert", 1), config.expert_model_parallel_size
     if config.num_experts and (before > 1) != (now > 1):
+        sizes = "1" if before == 1 else f"{before}, or any from 2"
         raise UserError(
             f"--load {saved.folder} was written with --expert-model-parallel-size {before}, and this run has {now}: "
-            "from 2 on Megatron-core keeps the optimizer state of experts apart, and loads neither kind as the other; "
-            "stay on one side, or give --no-load-optim to go on with the weights alone"
+            "from 2 on Megatron-core gives experts an optimizer of their own, and loads no state of one optimizer into "
+            f"two, or of two into one; give --expert-model-parallel-size {sizes}, or --no-load-optim to go on with the "
+            "weights alone"
         )
 
 

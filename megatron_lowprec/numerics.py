@@ -104,6 +104,8 @@ class LinearNumerics:
     Attributes:
         main_grad_is_zero: a promise to the next ``wgrad`` that it may overwrite what it accumulates into; it takes it
             back. Whoever sets the gradients to zero makes it.
+        keeps_under_capture: keep weights of a step also while a CUDA graph is captured. Whoever says so holds on to
+            ``kept_weights`` and replays a step's graphs in the order of their capture.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class LinearNumerics:
         emulate: bool = False,
     ) -> None:
         self.recipe, self.place = recipe, place
-        self.main_grad_is_zero = False
+        self.main_grad_is_zero = self.keeps_under_capture = False
         self._cache_weights, self._emulate = cache_weights, emulate
         self._native_on: tuple[torch.device, torch.dtype] | None = None
         self._native: frozenset[str] = frozenset()
@@ -296,6 +298,10 @@ class LinearNumerics:
         """Drop quantized weights that were kept: the weight has changed."""
         self._weights.clear()
 
+    def kept_weights(self) -> list[AnyOperand]:
+        """Quantized weights that the step's later microbatches will find."""
+        return list(self._weights.values())
+
     def choose_products(self, w_OI: torch.Tensor) -> None:
         """Find out, once for a device and dtype, which GEMMs run on FP8 units."""
         key = (w_OI.device, w_OI.dtype)
@@ -472,7 +478,7 @@ class LinearNumerics:
 
     def _keeps_weight(self, gemm: str) -> bool:
         """Whether a step's microbatches all multiply with the same quantized weight, and it is to be kept for them."""
-        if not self._cache_weights or capturing():
+        if not self._cache_weights or (capturing() and not self.keeps_under_capture):
             return False
         return self._gemms[gemm].weight_serves_microbatches
 

@@ -5,6 +5,7 @@
 #
 #   tests      tests that need a GPU: kernels against their reference, the memory plan, TransformerEngine
 #   step       a step of 345M and 1.3B under the FP8 recipes (and TransformerEngine's and torchao's, where installed)
+#   graphs     a step of 345M with and without CUDA graphs, at the usual batch and at a small one
 #   linear     a linear layer under each, and the quantizers
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
 #   configs    100 steps of gpt_345m and gpt_1.3b as they are, at a small batch
@@ -22,7 +23,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step linear memory configs large scaling matrix table2 interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling matrix table2 interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -49,6 +50,15 @@ tests() { run python -m pytest -q -m gpu -rs tests; }
 step() {
     run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_current,fp8_blockwise --peers te,torchao \
         --rounds 2 --out "$out/step.json"
+}
+
+graphs() {
+    local batch failed=0
+    for batch in 16 2; do
+        run python -m tools.bench step --shapes 345m --recipes fp8_delayed,fp8_current,fp8_blockwise,mxfp4_rht_sr \
+            --micro-batch "$batch" --cuda-graphs --rounds 2 --out "$out/graphs-$batch.json" || failed=1
+    done
+    return $failed
 }
 
 linear() {
@@ -140,7 +150,7 @@ mkdir -p "$out"
 failed=0
 for part in "$@"; do
     if ! declare -F "$part" >/dev/null || [ "$part" = run ] || [ "$part" = train ]; then
-        echo "scripts/measure.sh: $part is none of: tests step linear memory configs large scaling matrix table2 interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling matrix table2 interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

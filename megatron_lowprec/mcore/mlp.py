@@ -19,7 +19,14 @@ from megatron_lowprec.kernels.cast.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.mcore.amax_hint import known_amax
 from megatron_lowprec.mcore.moment import current_moment
-from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin, Saved, Shared, gradients, product
+from megatron_lowprec.mcore.parallel_linear import (
+    LowPrecLinearMixin,
+    Saved,
+    Shared,
+    await_weights,
+    gradients,
+    product,
+)
 from megatron_lowprec.numerics import GradOutput, Help
 
 
@@ -61,11 +68,11 @@ class _MlpFunction(torch.autograd.Function):
         ctx.mlp, ctx.moment, ctx.wanted = mlp, current_moment(), wanted
         shared = _shared(fc1)
         amax = None if shared.sequence_parallel else known_amax(x)
-        _await_weights(fc1)
+        await_weights(fc1)
         y, first = product(fc1, x, w1, None, ctx.moment, observe, shared, amax)
         active, amax = _active(y, bias, wanted[0])
         keeps = not mlp.recompute_gelu
-        _await_weights(fc2)
+        await_weights(fc2)
         out, second = product(fc2, active, w2, None, ctx.moment, observe, _alone(fc2), amax, keeps)
         ctx.save_for_backward(y, bias, *first.tensors(), *(second if keeps else second._replace(x=None)).tensors())
         ctx.plain = first[4:], second[4:]
@@ -109,12 +116,6 @@ def _active(y: torch.Tensor, bias: torch.Tensor, wanted: Help) -> tuple[torch.Te
 
 def _room_for_amax(y: torch.Tensor, wanted: Help) -> torch.Tensor | None:
     return torch.zeros(1, dtype=torch.float32, device=y.device) if wanted == "amax" else None
-
-
-def _await_weights(layer: LowPrecLinearMixin) -> None:
-    """What a call of the layer begins with: --overlap-param-gather waits for weights in a hook before ``forward``."""
-    for hook in layer._forward_pre_hooks.values():  # type: ignore[attr-defined]
-        hook(layer, ())
 
 
 def _shared(layer: ColumnParallelLinear) -> Shared:

@@ -115,6 +115,12 @@ def gradients(
     return dx, dw, grad.bias
 
 
+def await_weights(module: torch.nn.Module) -> None:
+    """What a call of the module begins with: --overlap-param-gather waits for weights in a hook before ``forward``."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+
+
 class _ParallelLinearFunction(torch.autograd.Function):
     """Communication and gradient accumulation around a layer's fprop, dgrad and wgrad."""
 

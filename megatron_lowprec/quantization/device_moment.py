@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 import torch
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.quantization.random_stream import Moment
 
 _KEPT = 16  # moments in flight: one, or as many as a pipeline has microbatches between forward and backward
@@ -14,6 +15,18 @@ _running: dict[torch.device, torch.Tensor] = {}
 def capturing() -> bool:
     """Whether the current stream records a CUDA graph: nothing that was made before may then be taken for granted."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(what: str) -> None:
+    """For draws by numbers of the host, which a graph would repeat in each replay.
+
+    Raises:
+        UserError: a CUDA graph is being captured.
+    """
+    if capturing():
+        raise UserError(
+            f"{what} on this device outside of the fused MX kernel, and a CUDA graph would repeat the draws"
+        )
 
 
 def device_moment(moment: Moment, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx
 from megatron_lowprec.kernels.quantize.reference import Uniform, decode, fp32_encode_scale, quantize_operand, tile_amax
-from megatron_lowprec.quantization.device_moment import device_moment
+from megatron_lowprec.quantization.device_moment import device_moment, refuse_capture
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 from megatron_lowprec.quantization.transform import Transform, padded
@@ -228,4 +228,5 @@ def _uniform(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream | torch
     if isinstance(random, torch.Tensor):
         draws = random
         return lambda rows: draws[rows]
+    refuse_capture("stochastic rounding runs")
     return random.uniform(matrix.shape[1], spec.random_bits, matrix.device)

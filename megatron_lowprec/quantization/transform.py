@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
-from megatron_lowprec.quantization.device_moment import capturing, device_moment
+from megatron_lowprec.quantization.device_moment import capturing, device_moment, refuse_capture
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.recipe.schema import HadamardSpec
 
@@ -31,6 +31,7 @@ class Transform:
         """fp32 [block] of +1 and -1."""
         if self.stream is None:
             return torch.ones(self.block, device=device)
+        refuse_capture("a random Hadamard transform runs")
         stream = self.stream if self._moment is None else self.stream.at(self._moment)
         return stream.signs(self.block, device)
 

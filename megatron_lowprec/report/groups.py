@@ -20,7 +20,7 @@ from megatron_lowprec.report.runs import Run, Status
 # Whatever is not listed here keeps runs apart.
 _NAMES = """
     config recipe recipe_set seed transformer_impl stock_linears fp8_param_gather emulate
-    no_gradient_accumulation_fusion attention_backend deterministic_mode list_recipes explain_recipe
+    no_gradient_accumulation_fusion attention_backend deterministic_mode cuda_graph_impl list_recipes explain_recipe
     micro_batch_size recompute_granularity recompute_method recompute_num_layers
     exit_interval exit_duration_in_mins exit_signal_handler profile profile_step_start profile_step_end
     tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage

@@ -21,6 +21,7 @@ from megatron.core.utils import get_te_version
 
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
+from megatron_lowprec.mcore.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once
 from megatron_lowprec.mcore.primary_weight import settle, use_primary_weights
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
@@ -52,6 +53,7 @@ class Trainer(Model):
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    graphs: LayerGraphs | None = None
 
 
 def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int) -> Trainer:
@@ -66,7 +68,11 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     settle(optimizer, chunks)
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
-    return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer))
+    graphs = None
+    if config.cuda_graph_impl == "local" and isinstance(model.runtime, RecipeRuntime):
+        graphs = LayerGraphs(chunks[0], several=_several_microbatches(config))
+        model.runtime.notes.append("--cuda-graph-impl local: behind the first step layers are captured in CUDA graphs")
+    return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer), graphs)
 
 
 def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model:
@@ -85,7 +91,6 @@ def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model
 
 def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> RecipeRuntime:
     """Put a model of this project's layers under a recipe, in the place of the one that it was under."""
-    at_once = sized(config.micro_batch_size) * mpu.get_data_parallel_world_size()
     return bind_recipe(
         chunks,
         recipe,
@@ -94,11 +99,16 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         accumulate_wgrad=not config.no_gradient_accumulation_fusion,
         same_noise_on_data_parallel=config.same_noise_on_data_parallel,
         reduce_amax=not config.no_amax_reduce,
-        cache_weights=sized(config.global_batch_size) > at_once,
+        cache_weights=_several_microbatches(config),
         emulate=config.emulate,
         rerun_in_bf16=config.rerun_in_bf16,
         recompute_gelu=config.recompute_gelu,
     )
+
+
+def _several_microbatches(config: Config) -> bool:
+    """Whether a step may have more than one, once a ramp of the batch is over."""
+    return sized(config.global_batch_size) > sized(config.micro_batch_size) * mpu.get_data_parallel_world_size()
 
 
 def transformer_config(config: Config, te: TERecipe | None = None) -> TransformerConfig:

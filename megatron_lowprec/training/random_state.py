@@ -16,11 +16,21 @@ def capture() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": _plain(np.random.get_state()),  # noqa: NPY002 - what Megatron-core draws from
         "torch": torch.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": {name: _value(state) for name, state in _tracked().items()},
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _tracked() -> dict[str, torch.Tensor | torch.Generator]:
+    """Megatron-core's named states: values, or, for CUDA graphs, generators that graphs know by what they are."""
+    states: dict[str, torch.Tensor | torch.Generator] = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return states
+
+
+def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state
 
 
 def _plain(state: Any) -> list[Any]:
@@ -33,6 +43,11 @@ def restore(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    tracked, found = _tracked(), dict(state["tracker"])
+    for name, own in tracked.items():
+        if isinstance(own, torch.Generator) and name in found:
+            own.set_state(found[name])
+            found[name] = own
+    tensor_parallel.get_cuda_rng_tracker().set_states(found)
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -227,8 +227,39 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         raise UserError("--transformer-impl transformer_engine needs GPUs, and torch sees none; leave it out")
 
 
+def _check_cuda_graphs(config: Config, gpus: bool) -> None:
+    """Layers are captured whole, and replayed for one microbatch after the other."""
+    if config.cuda_graph_impl == "none":
+        return
+    asked = f"--cuda-graph-impl {config.cuda_graph_impl}"
+    if not gpus:
+        raise UserError(f"{asked} needs GPUs, and torch sees none; leave it out")
+    if config.transformer_impl != "local":
+        raise UserError(f"{asked} captures this project's layers, not --transformer-impl {config.transformer_impl}'s")
+    if config.num_experts:
+        raise UserError(
+            f"{asked} captures layers whose sizes never change, and those of --num-experts {config.num_experts} follow "
+            "the router; leave one of the two out"
+        )
+    if config.pipeline_model_parallel_size > 1:
+        raise UserError(
+            f"{asked} keeps the activations of one microbatch, and --pipeline-model-parallel-size "
+            f"{config.pipeline_model_parallel_size} has several on their way; leave one of the two out"
+        )
+    if config.recompute_granularity is not None:
+        raise UserError(
+            f"{asked} cannot capture a layer that --recompute-granularity {config.recompute_granularity} runs twice; "
+            "leave one of the two out (--recompute-gelu works)"
+        )
+    if config.distributed_backend == "gloo" and config.tensor_model_parallel_size > 1:
+        raise UserError(
+            f"{asked} captures tensor-parallel collectives, which --distributed-backend gloo runs on the host; use nccl"
+        )
+
+
 def _check_features(config: Config, gpus: bool) -> None:
     _check_implementation(config, gpus)
+    _check_cuda_graphs(config, gpus)
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
         raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     if config.recompute_granularity == "full" and (

@@ -184,7 +184,10 @@ def seed(config: Config) -> None:
     random.seed(base)
     np.random.seed(base)  # noqa: NPY002 - what Megatron-core draws from
     torch.manual_seed(base)
-    tensor_parallel.model_parallel_cuda_manual_seed(base)
+    # A fresh tracker, for an earlier run of this process may have had the other kind. Both kinds draw the same bits.
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        base, use_cudagraphable_rng=config.cuda_graph_impl == "local", force_reset_rng=True
+    )
 
 
 def finalize() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +40,8 @@ def train_step(
 
     Where loss or gradient are not finite nothing changes: weights, moments and amax histories stay as they are.
     """
-    loss = forward_backward(trainer, batches, config, iteration, device)
+    with nullcontext() if trainer.graphs is None else trainer.graphs.step():
+        loss = forward_backward(trainer, batches, config, iteration, device)
     for chunk_batches in batches:
         # Everything so far is only launched: the next step's first batch is ready before the device is.
         chunk_batches.prefetch()

@@ -79,6 +79,7 @@ def test_configs_of_the_table_have_the_same_sizes() -> None:
         (["quantize", "--sizes", "8192by4096"], "ROWSxCOLUMNS"),
         (["quantize", "--sizes", "128x100"], "multiple of 64"),
         (["step", "--shapes", "70b"], "no config"),
+        (["step", "--cuda-graphs"], "--cuda-graphs with --device cpu and --warm-up 5"),
         (["around", "--pieces", "softmax"], "norm, bias, gelu"),
     ],
 )

@@ -49,6 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
         parts[name].add_argument("--micro-batch", type=int, help="sequences of a GPU; the table's unless given")
         parts[name].add_argument("--warm-up", type=int, default=5, help="iterations before the timed ones")
         parts[name].add_argument("--iterations", type=int, default=iterations, help="timed iterations")
+    parts["step"].add_argument(
+        "--cuda-graphs", action="store_true", help="also with --cuda-graph-impl local, in rows of their own"
+    )
     scaling = parts["scaling"]
     scaling.add_argument("--gpus", type=_names, default=["1", "8"], help="one after the other; on a CPU processes")
     scaling.add_argument("--models", type=_names, dest="shapes", help="the same as --shapes")

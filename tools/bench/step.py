@@ -39,11 +39,23 @@ COLUMNS = (
     Column("last_loss", "last loss", ".4f"),
 )
 
+_ABOUT_GRAPHS = (
+    "graphs: layers replayed as CUDA graphs, captured in the second iteration; what they keep is in reserved, not in "
+    "the peak of the timed iterations"
+)
+
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     """Each model under each recipe, --rounds times in turn."""
     recipes = list(dict.fromkeys(["bf16", *(args.recipes or (BESIDE_PEERS if args.peers else RECIPES))]))
     variants = {recipe: ["--recipe", recipe] for recipe in recipes}
+    if args.cuda_graphs:
+        if args.device == "cpu" or args.warm_up < 2:
+            raise UserError(
+                f"--cuda-graphs with --device {args.device} and --warm-up {args.warm_up}: layers are captured on a "
+                "GPU, in the second iteration; use --device cuda and --warm-up 2 or more"
+            )
+        variants |= {f"{recipe} graphs": ["--recipe", recipe, "--cuda-graph-impl", "local"] for recipe in recipes}
     if args.peers:
         reason = absent("te", bench.device)
         if reason is None:
@@ -69,6 +81,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         f"one process and device, mock data; {args.warm_up} iterations before {args.iterations} timed ones",
         "kernels: sum of the kernels' times in one step; update: the optimizer's step alone, and Megatron-core's own",
         "wall clock around data, forward, backward, optimizer and scheduler, device idle at both ends; peak: allocated",
+        *([_ABOUT_GRAPHS] if args.cuda_graphs else []),
         *(["/own bf16: of the same layers, ours or TransformerEngine's"] if args.peers else []),
         *sorted({run["layers"] for row in rows for run in row.get("runs", [])}),
     )

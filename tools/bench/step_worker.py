@@ -98,6 +98,8 @@ def main(asked: dict[str, Any]) -> None:
         "runtime": trainer.runtime.header(),
         "layers": model.implementation(config, trainer),
     }
+    if trainer.graphs is not None:
+        trainer.graphs.drop()
     if ranks.rank == 0:
         Path(asked["result"]).write_text(json.dumps(found), encoding="utf-8")
     startup.finalize()

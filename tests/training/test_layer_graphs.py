@@ -1,0 +1,348 @@
+"""--cuda-graph-impl local: the bits of a run without it; what it cannot capture is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.quantization import device_moment
+from megatron_lowprec.quantization.quantizer import quantize
+from megatron_lowprec.quantization.random_stream import RandomStream
+from megatron_lowprec.quantization.transform import Transform
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.training import loop, model, random_state, resolve
+from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.model import Trainer
+from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from tests.environment import python_path
+from tests.training.conftest import Drive
+from tests.training.helpers import REPOSITORY, argv, rows
+from tests.training.rerun_recorder import RerunRecorder, rerun_on_a_cpu
+from tests.training.test_deterministic import as_before  # noqa: F401 - for the runs in deterministic mode here
+
+GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
+
+
+# ---- what is refused
+
+
+def resolved(gpus: bool = True, world_size: int = 1, **changes: Any) -> Config:
+    return resolve_run(resolve_model(parse(argv(**GRAPHS | changes))[0]), world_size, gpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "said"),
+    [
+        ({"num_experts": 4}, 1, "follow the router; leave one of the two out"),
+        ({"pipeline_model_parallel_size": 2}, 2, "has several on their way; leave one of the two out"),
+        ({"recompute_granularity": "selective"}, 1, "--recompute-granularity selective runs twice; leave one"),
+        ({"distributed_backend": "gloo", "tensor_model_parallel_size": 2}, 2, "gloo runs on the host; use nccl"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(changes: dict[str, Any], world_size: int, said: str) -> None:
+    with pytest.raises(UserError, match=f"--cuda-graph-impl local .*{said}"):
+        resolved(world_size=world_size, **changes)
+
+
+def test_it_needs_gpus_and_layers_of_this_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--cuda-graph-impl local needs GPUs, and torch sees none; leave it out"):
+        resolved(gpus=False)
+    monkeypatch.setattr(resolve.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match="layers, not --transformer-impl transformer_engine's"):
+        resolved(transformer_impl="transformer_engine")
+    with pytest.raises(UserError, match="--cuda-graph-impl: invalid choice: 'transformer_engine'"):
+        parse(argv(cuda_graph_impl="transformer_engine"))
+
+
+def test_megatron_core_s_own_graphs_stay_out() -> None:
+    config = resolved(recompute_gelu=True, tensor_model_parallel_size=2, sequence_parallel=True, world_size=2)
+    assert config.cuda_graph_impl == "local"
+    assert model.transformer_config(config).cuda_graph_impl == "none"
+
+
+def test_draws_that_a_graph_would_repeat_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = get_recipe("mxfp4_rht_sr").dgrad.grad_output
+    assert spec is not None
+    x, stream = torch.randn(32, 64), RandomStream((1, 2), row_span=Span())
+    quantize(x, spec, random=stream)
+    Transform(32, stream).signs(x.device)
+    monkeypatch.setattr(device_moment, "capturing", lambda: True)
+    with pytest.raises(UserError, match="stochastic rounding runs on this device outside of the fused MX kernel"):
+        quantize(x, spec, random=stream)
+    with pytest.raises(UserError, match="a random Hadamard transform runs on this device"):
+        Transform(32, stream).signs(x.device)
+
+
+def test_generators_of_the_tracker_are_saved_and_restored_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    tracker = tensor_parallel.CudaRNGStatesTracker() if hasattr(tensor_parallel, "CudaRNGStatesTracker") else None
+    tracker = tracker or type(tensor_parallel.get_cuda_rng_tracker())()
+    tracker.set_states({"named": generator, "moment": torch.tensor([3, 1])})
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    before = random_state.capture()
+    drawn = torch.rand(4, generator=generator)
+    tracker.set_states({"named": generator, "moment": torch.tensor([4, 0])})
+    assert all(isinstance(state, torch.Tensor) for state in before["tracker"].values())
+    random_state.restore(before)
+    assert tracker.get_states()["named"] is generator
+    assert tracker.get_states()["moment"].tolist() == [3, 1]
+    assert torch.equal(torch.rand(4, generator=generator), drawn)
+
+
+# ---- the order of things, with recordings that run again on a CPU
+
+SMALL: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "seq_length": 32,
+    "train_iters": 5,
+    "eval_iters": 1,
+    "eval_interval": 2,
+    "bf16": True,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "global_batch_size": 4,
+    "no_save": True,
+}
+# of a row of the metrics, exact
+KEYS = (
+    *("lm loss hex", "lm loss validation hex", "lm loss test hex"),
+    *("grad-norm", "params-norm", "skipped iterations"),
+)
+
+Digest = Callable[[], str]
+
+
+@pytest.fixture
+def digest(monkeypatch: pytest.MonkeyPatch) -> Digest:
+    """Of all weights of the last run."""
+    build, built = model.build, list[Trainer]()
+
+    def kept(*args: Any) -> Trainer:
+        built.append(build(*args))
+        return built[-1]
+
+    def of_weights() -> str:
+        digest = hashlib.sha256()
+        for weight in built[-1].chunks[0].parameters():
+            digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    monkeypatch.setattr(model, "build", kept)
+    return of_weights
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[RerunRecorder]:
+    """The flag works on a CPU; what recorders it has made."""
+    return rerun_on_a_cpu(monkeypatch)
+
+
+def history(folder: str) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in KEYS if key in row} for row in rows(Path(folder))]
+
+
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8_delayed": {"recipe": "fp8_delayed"},
+    "overlapped": {"recipe": "fp8_current", **OVERLAP},
+    "primary weights": {"recipe": "fp8_current", "fp8_param_gather": True, **OVERLAP},
+    "stochastic, three microbatches": {"recipe": "mxfp4_rht_sr", "global_batch_size": 6},
+    "one microbatch": {"recipe": "mxfp4_rht_sr", "global_batch_size": 2},
+    "rounded gradients": {"recipe": "fp8_delayed", "no_gradient_accumulation_fusion": True},
+    "bf16 gradients": {"grad_reduce_in_bf16": True},
+    "fp32, megatron-core's attention": {"bf16": None, "attention_backend": "local"},
+    "llama": {"swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope"},
+    "stock linears": {"stock_linears": True},
+}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data parallel": {**OVERLAP, "global_batch_size": 8},
+    "tensor parallel": {"tensor_model_parallel_size": 2},
+    "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+def check_layout(
+    folder: Path, script: str, recipes: list[str], options: dict[str, Any], hide_gpus: bool = False
+) -> None:
+    """Each recipe with and without graphs, on two processes, in one launch."""
+    cases = [
+        argv(save=f"{recipe}-{name}", recipe=recipe, **options | {"log_params_norm": True} | flag)
+        for recipe in recipes
+        for name, flag in (("plain", {}), ("replayed", GRAPHS))
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(REPOSITORY / script), "cases.json"],
+        cwd=folder,
+        env={
+            **os.environ,
+            **({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}),
+            "OMP_NUM_THREADS": "1",
+            **python_path(),
+        },
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    assert json.loads((folder / "errors.json").read_text()) == {}
+    assert done.stdout.count("CUDA graphs: 3 layers captured") == len(recipes)
+    for recipe in recipes:
+        plain, replayed = (history(str(folder / f"{recipe}-{name}")) for name in ("plain", "replayed"))
+        assert replayed == plain, recipe
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_by_recordings_has_the_bits_of_a_plain_one(
+    drive: Drive, digest: Digest, recorders: list[RerunRecorder], case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = SMALL | CASES[case]
+    drive(argv(save="plain", **options))
+    plain = digest()
+    assert not recorders
+    capsys.readouterr()
+    drive(argv(save="recorded", **GRAPHS | options))
+    assert digest() == plain
+    assert history("recorded") == history("plain")
+    kinds = 1 if case == "one microbatch" else 2
+    assert f"CUDA graphs: 3 layers captured, {6 * kinds} graphs" in capsys.readouterr().out
+    # forwards, in order, then backwards, each replayed for as many microbatches as there are
+    (recorder,) = recorders
+    assert recorder.made == [True, True, True, False, False, False] * kinds
+    later = options["global_batch_size"] // 2 - 1
+    step = [*range(6), *[*range(6, 12)] * later]
+    assert recorder.replayed == step * 4
+
+
+def test_each_kind_of_microbatch_has_run_before_it_is_captured(
+    drive: Drive, digest: Digest, recorders: list[RerunRecorder]
+) -> None:
+    ramp = SMALL | {"rampup_batch_size": [2, 2, 4], "train_iters": 6}
+    drive(argv(save="plain", **ramp))
+    plain = digest()
+    drive(argv(save="recorded", **GRAPHS | ramp))
+    assert (digest(), history("recorded")) == (plain, history("plain"))
+    sizes = [row["batch-size"] for row in rows(Path("recorded")) if "batch-size" in row]
+    assert sizes == [2, 2, 4, 4, 4, 4]
+    assert recorders[0].replayed == [*range(12)] * 3
+
+
+def test_a_run_continues_with_and_without(drive: Drive, digest: Digest, recorders: list[RerunRecorder]) -> None:
+    options = SMALL | {"no_save": None, "recipe": "fp8_delayed", "train_iters": 6, "save_interval": 3}
+    drive(argv(save="plain", **options))
+    plain = digest()
+    drive(argv(save="recorded", **GRAPHS | options | {"exit_interval": 3}))
+    drive(argv(save="recorded", **GRAPHS | options))
+    assert (digest(), history("recorded")) == (plain, history("plain"))
+    assert [len(recorder.replayed) for recorder in recorders] == [2 * 12, 2 * 12]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recordings_on_two_processes_have_the_bits_of_plain_runs(tmp_path: Path, layout: str) -> None:
+    check_layout(tmp_path, "tests/training/rerun_recorder.py", ["fp8_current"], SMALL | LAYOUTS[layout], hide_gpus=True)
+
+
+def check_that_a_bad_number_is_traced(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    iterate = loop._train_iteration
+
+    def spoiled(run: Any, *rest: Any) -> Any:
+        weight = run.trainer.chunks[0].module.module.decoder.layers[1].mlp.linear_fc1.weight.data
+        before = weight[0, 0].clone()
+        if run.progress.iteration == 3:
+            weight[0, 0] = torch.inf
+        row = iterate(run, *rest)
+        weight[0, 0] = before if run.progress.iteration == 4 else weight[0, 0]
+        return row
+
+    monkeypatch.setattr(loop, "_train_iteration", spoiled)
+    for name, flag in (("plain", {}), ("with graphs", GRAPHS)):
+        drive(argv(save=name, **options | flag))
+        printed = capsys.readouterr().out
+        assert "iteration 4 skipped" in printed
+        assert "not finite: layers.2.mlp.linear_fc1, fprop, operand weight: 0 NaN and 1 Inf" in printed
+    assert history("with graphs") == history("plain")
+    assert [row["skipped iterations"] for row in history("plain") if "skipped iterations" in row] == [0, 0, 0, 1, 1]
+
+
+def test_what_is_not_finite_is_found_in_layers_run_as_they_are(
+    drive: Drive, recorders: list[RerunRecorder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_that_a_bad_number_is_traced(drive, monkeypatch, capsys, SMALL)
+    assert len(recorders[0].replayed) == 4 * 12
+
+
+# ---- on GPUs
+
+ON_GPU: dict[str, Any] = SMALL | {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "train_iters": 6}
+ON_GPU |= {"deterministic_mode": True, "log_params_norm": True}
+RECIPES = ["bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr"]
+GPU_CASES: dict[str, dict[str, Any]] = {
+    **{recipe: {"recipe": recipe} for recipe in RECIPES},
+    **{name: case for name, case in CASES.items() if name not in RECIPES},
+    "recomputed GELU": {"recipe": "fp8_delayed", "recompute_gelu": True},
+    "without dropout": {"recipe": "fp8_current", "hidden_dropout": 0.0, "attention_dropout": 0.0},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_replays_have_the_bits_of_a_plain_run(
+    drive: Drive, digest: Digest, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ON_GPU | GPU_CASES[case]
+    drive(argv(save="plain", **options))
+    plain = digest()
+    capsys.readouterr()
+    drive(argv(save="replayed", **GRAPHS | options))
+    assert history("replayed") == history("plain")
+    assert digest() == plain
+    assert "CUDA graphs: 3 layers captured" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_rht_sr"])
+def test_replays_continue_from_checkpoints_of_either_kind(drive: Drive, digest: Digest, recipe: str) -> None:
+    options = ON_GPU | {"no_save": None, "recipe": recipe, "save_interval": 3}
+    drive(argv(save="plain", **options))
+    plain = digest()
+    for name, first, second in (("replayed", GRAPHS, GRAPHS), ("mixed", {}, GRAPHS)):
+        drive(argv(save=name, **options | first | {"exit_interval": 3}))
+        drive(argv(save=name, **options | second))
+        assert history(name) == history("plain")
+        assert digest() == plain
+
+
+@pytest.mark.gpu
+def test_a_bad_number_of_a_replay_is_found_in_layers_run_as_they_are(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_that_a_bad_number_is_traced(drive, monkeypatch, capsys, ON_GPU | {"train_iters": 5})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replays_on_two_gpus_have_the_bits_of_plain_runs(tmp_path: Path, layout: str) -> None:
+    check_layout(tmp_path, "tests/training/many_runs.py", RECIPES, ON_GPU | LAYOUTS[layout])

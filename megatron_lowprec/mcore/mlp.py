@@ -18,9 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lowprec.kernels.cast.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.mcore.amax_hint import known_amax
+from megatron_lowprec.mcore.made_operands import Handover
 from megatron_lowprec.mcore.moment import current_moment
 from megatron_lowprec.mcore.parallel_linear import (
     LowPrecLinearMixin,
+    LowPrecRowParallelLinear,
     Saved,
     Shared,
     await_weights,
@@ -63,9 +65,10 @@ class _MlpFunction(torch.autograd.Function):
         mlp: "LowPrecMLP",
         observe: bool,
         wanted: tuple[Help, Help],
+        handover: Handover | None,
     ) -> torch.Tensor:
         fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
-        ctx.mlp, ctx.moment, ctx.wanted = mlp, current_moment(), wanted
+        ctx.mlp, ctx.moment, ctx.wanted, ctx.handover = mlp, current_moment(), wanted, handover
         shared = _shared(fc1)
         amax = None if shared.sequence_parallel else known_amax(x)
         await_weights(fc1)
@@ -88,7 +91,8 @@ class _MlpFunction(torch.autograd.Function):
         input_wants, grad_output_wants = ctx.wanted
 
         def dy2() -> GradOutput:
-            return fc2.bound_numerics.grad_output(dout, moment)
+            made = None if ctx.handover is None else ctx.handover.take(dout)
+            return made or fc2.bound_numerics.grad_output(dout, moment)
 
         def dy1() -> GradOutput:
             if grad_output_wants == "source":
@@ -101,7 +105,7 @@ class _MlpFunction(torch.autograd.Function):
         again = partial(_active, y, bias, input_wants) if second.x is None else None
         dactive, dw2, _ = gradients(fc2, dy2, second, moment, _alone(fc2), again)
         dx, dw1, dbias = gradients(fc1, dy1, first, moment, _shared(fc1))
-        return dx, dw1, dbias, dw2, None, None, None
+        return dx, dw1, dbias, dw2, None, None, None, None
 
 
 def _active(y: torch.Tensor, bias: torch.Tensor, wanted: Help) -> tuple[torch.Tensor | Source, torch.Tensor | None]:
@@ -158,7 +162,7 @@ class LowPrecMLP(MLP):
         if per_token_scale is not None or not self.has_bias_and_gelu() or not fuses(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        if isinstance(fc1, LowPrecLinearMixin) and isinstance(fc2, LowPrecLinearMixin):
+        if isinstance(fc1, LowPrecLinearMixin) and isinstance(fc2, LowPrecRowParallelLinear):
             wanted = self._help_wanted(hidden_states)
             if any(wanted) or self.recompute_gelu:
                 return self._joined(hidden_states, wanted)
@@ -178,11 +182,15 @@ class LowPrecMLP(MLP):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         training = torch.is_grad_enabled() and fc1.weight.requires_grad
-        y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, wanted)
+        handover = fc2.offer_handover(hidden_states)
+        y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, wanted, handover)
         y = y.view(-1, *hidden_states.shape[1:-1], y.shape[-1])
         if fc2.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, group=fc2.tp_group), fc2.bias
-        return reduce_from_tensor_model_parallel_region(y, group=fc2.tp_group), fc2.bias
+        y = reduce_from_tensor_model_parallel_region(y, group=fc2.tp_group)
+        if handover is not None:
+            handover.note_on(y)
+        return y, fc2.bias
 
     def has_bias_and_gelu(self) -> bool:
         """Whether what lies between both linear layers is a bias and GELU that may be one kernel."""

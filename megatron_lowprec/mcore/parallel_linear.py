@@ -18,6 +18,7 @@ from megatron_lowprec.kernels.cast.source import Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.mcore.amax_hint import known_amax
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
+from megatron_lowprec.mcore.made_operands import Handover
 from megatron_lowprec.mcore.moment import current_moment
 from megatron_lowprec.numerics import GradOutput, Kept, LinearNumerics
 from megatron_lowprec.quantization.random_stream import Moment
@@ -134,8 +135,10 @@ class _ParallelLinearFunction(torch.autograd.Function):
         observe: bool,
         shared: Shared,
         amax: torch.Tensor | None,
+        handover: Handover | None,
     ) -> torch.Tensor:
         ctx.layer, ctx.moment, ctx.use_bias, ctx.shared = layer, current_moment(), bias is not None, shared
+        ctx.handover = handover
         y, saved = product(layer, x, weight, bias, ctx.moment, observe, shared, amax)
         ctx.save_for_backward(*saved.tensors())
         ctx.tile, ctx.x_shape = saved.tile, saved.x_shape
@@ -147,9 +150,10 @@ class _ParallelLinearFunction(torch.autograd.Function):
         numerics: LinearNumerics = ctx.layer.bound_numerics
 
         def dy() -> GradOutput:
-            return numerics.grad_output(dy_TO, ctx.moment, bias=ctx.use_bias)
+            made = None if ctx.handover is None else ctx.handover.take(dy_TO)
+            return made or numerics.grad_output(dy_TO, ctx.moment, bias=ctx.use_bias)
 
-        return *gradients(ctx.layer, dy, saved, ctx.moment, ctx.shared), None, None, None, None
+        return *gradients(ctx.layer, dy, saved, ctx.moment, ctx.shared), None, None, None, None, None
 
 
 class LowPrecLinearMixin:
@@ -160,6 +164,7 @@ class LowPrecLinearMixin:
     config: TransformerConfig
     numerics: LinearNumerics | None = None
     accumulates_in_fp32 = True
+    handover: Handover | None = None  # of the call that is under way
 
     @property
     def bound_numerics(self) -> LinearNumerics:
@@ -193,7 +198,7 @@ class LowPrecLinearMixin:
         training = torch.is_grad_enabled() and weight.requires_grad
         shared = Shared(options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"])
         amax = None if shared.sequence_parallel else known_amax(input)
-        y = _ParallelLinearFunction.apply(input, weight, bias, self, training, shared, amax)
+        y = _ParallelLinearFunction.apply(input, weight, bias, self, training, shared, amax, self.handover)
         # outside of the function: autograd forbids to change a view that a function returns
         return y.view(-1, *input.shape[1:-1], y.shape[-1])
 
@@ -230,5 +235,23 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Megatron-core's; an expert's output is no view, for its bias is added to it in place."""
+        self.handover = self.offer_handover(input_)
         output, bias = super().forward(input_)
+        if self.handover is not None:
+            self.handover.note_on(output)
+            self.handover = None
         return (output.clone() if self.is_expert and bias is not None else output), bias
+
+    def offer_handover(self, x: torch.Tensor) -> Handover | None:
+        """A way for dy to come as operands, where dy of this call on x [..., I] is that of the layer's output.
+
+        It is not where ranks gather their parts of it, and not where a bias is added to the output here.
+        """
+        untouched = not self.sequence_parallel and not self.is_expert and self.skip_bias_add
+        training = torch.is_grad_enabled() and self.weight.requires_grad
+        if not untouched or not training or torch.is_anomaly_enabled():  # which takes any NaN for a mistake
+            return None
+        numerics = self.bound_numerics
+        numerics.choose_products(self.weight)
+        wanted = numerics.help_wanted("grad_output", x)
+        return None if wanted is None else Handover(numerics, current_moment(), wanted)

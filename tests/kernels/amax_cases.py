@@ -1,4 +1,7 @@
-"""Kernels that find the amax of what they write: norms, GELU and its gradient. Run interpreted, and on a GPU."""
+"""Kernels that find the amax of what they write: norms, GELU, gradients of GELU and dropout.
+
+Run interpreted, and on a GPU.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -11,17 +14,22 @@ SIZES = ((70, 96), (9, 1000), (33, 2048))
 
 def made(rows: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Kernel -> what it writes, raising the amax that it is given."""
+    from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
     from megatron_lowprec.kernels.layernorm.triton import norm
 
     generator = torch.Generator().manual_seed(rows * width)
     x, y = (torch.randn(2, rows, width, generator=generator) * 3).to(device, dtype)
+    key = torch.tensor([7, -8], dtype=torch.int32, device=device)
     weight, bias = torch.randn(2, width, generator=generator).to(device, dtype)
     return {
         "layernorm": lambda amax: norm(x, weight, bias, 1e-5, amax).y,
         "rmsnorm": lambda amax: norm(x, weight, None, 1e-5, amax).y,
         "bias_gelu": lambda amax: bias_gelu(x, bias, amax),
         "bias_gelu_backward": lambda amax: bias_gelu_backward(x, y, bias, amax=amax)[0],
+        "dropout": lambda amax: bias_dropout_add_backward(x, 0.3, key, None, amax=amax)[0],
+        "dropout, bias": lambda amax: bias_dropout_add_backward(x, 0.3, key, dtype, amax=amax)[0],
+        "nothing dropped": lambda amax: bias_dropout_add_backward(x, 0.0, None, None, amax=amax)[0],
         "of a NaN": lambda amax: bias_gelu(torch.where(x > x.max() - 1e-6, torch.nan, x), bias, amax),
     }
 
@@ -40,7 +48,7 @@ def faults(device: str) -> Iterator[str]:
 
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
-    return len(SIZES) * 2 * 5 * 2, list(faults(device))
+    return len(SIZES) * 2 * 8 * 2, list(faults(device))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Case:
     ways: str
     given: float | None = None  # an amax that is known before, as delayed scaling has it
     special: bool = True  # NaN and Inf in it: every scale of a whole tensor is then NaN
-    kind: Kind = "matrix"  # what is cast: x, or what norm and GELU make of it
+    kind: Kind = "matrix"  # what is cast: x, or what GELU or dropout makes of it
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
@@ -63,18 +63,24 @@ def source_of(case: Case, x: torch.Tensor) -> Source:
     if case.kind == "bias_gelu_grad":
         argument = 3 * torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
         return Source(case.kind, x, argument, bias=bias)
+    if case.kind == "dropout_grad":
+        return Source(case.kind, x, key=torch.tensor([-5, 6], dtype=torch.int32, device=x.device), p=0.3)
     return Source(case.kind, x)
 
 
 def made_of(source: Source) -> torch.Tensor:
     """The matrix, by the kernels that write it; interpreted in fp32, and then rounded as a GPU rounds."""
+    from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
 
     if source.kind == "matrix":
         return source.x
     dtype = source.x.dtype if source.x.is_cuda else torch.float32
-    x, argument, bias = (None if t is None else t.to(dtype) for t in source[1:])
-    y = bias_gelu(x, bias) if source.kind == "bias_gelu" else bias_gelu_backward(x, argument, bias)[0]
+    x, argument, bias = (None if t is None else t.to(dtype) for t in source[1:4])
+    if source.kind == "dropout_grad":
+        y = bias_dropout_add_backward(x, source.p, source.key, None)[0]
+    else:
+        y = bias_gelu(x, bias) if source.kind == "bias_gelu" else bias_gelu_backward(x, argument, bias)[0]
     return y.to(source.x.dtype)
 
 
@@ -181,6 +187,9 @@ def small_cases() -> list[Case]:
         Case(150, 144, bf16, "e5m2", "row", "amax_pow2", "rc", special=False, kind="bias_gelu_grad"),
         Case(150, 256, bf16, "e4m3", "1x128", "amax", "c", special=False, kind="bias_gelu_grad"),
         Case(37, 144, fp32, "e5m2", "tensor", "amax", "rc", given=3.0, kind="bias_gelu_grad"),
+        Case(37, 144, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="dropout_grad"),
+        Case(150, 208, bf16, "e4m3", "tensor", "amax", "rc", special=False, kind="dropout_grad"),
+        Case(150, 256, fp32, "e4m3", "1x128", "amax", "rc", special=False, kind="dropout_grad"),
     ]
 
 
@@ -206,6 +215,7 @@ def gpu_cases() -> list[Case]:
             ((333, 256), ("row", "amax_pow2"), "rc", False),
             ((1000, 1152), ("1x128", "amax"), "rc", True),
             ((333, 256), ("1x128", "amax"), "c", False),
+            ((37, 144), ("tensor", "amax"), "rc", True),
             ((2053, 9216), ("tensor", "amax"), "rc", False),
         )
         if kind != "matrix"

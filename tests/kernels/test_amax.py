@@ -7,7 +7,7 @@ from tests.kernels.interpreted import assert_no_differences
 
 
 def test_interpreted() -> None:
-    assert "60 compared" in assert_no_differences("tests.kernels.amax_cases")
+    assert "96 compared" in assert_no_differences("tests.kernels.amax_cases")
 
 
 @pytest.mark.gpu

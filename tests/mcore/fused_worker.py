@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lowprec.mcore.made_operands import Handover
+
 HIDDEN, SEQUENCE, BATCH, VOCABULARY = 64, 16, 2, 192
 # normalization, activation, sequence parallel
 SHAPES = {
@@ -24,6 +26,7 @@ SHAPES = {
     "gpt-sp": ("LayerNorm", "gelu", True),
     "llama": ("RMSNorm", "silu", True),
 }
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 USERS = ("kernels.dispatch", "mcore.norm", "mcore.mlp", "mcore.gpt_model", "mcore.bias_dropout_add")
 
@@ -137,21 +140,13 @@ def joined_casts(recipe: str) -> None:
     assert joined.call_count == 4
     with patch.object(LinearNumerics, "help_wanted", lambda *_: None):
         want = two_steps(recipe)
-    for name in want:
-        if name.endswith("linear_fc1.bias"):
-            torch.testing.assert_close(got[name], want[name], rtol=2**-6, atol=1e-5)
-        else:
-            assert torch.equal(got[name], want[name]), name
+    equal_but_for(("linear_fc1.bias",), got, want)
 
 
 def recomputed_gelu(recipe: str) -> None:
     """Making GELU again in the backward pass changes no bit."""
     want, got = two_steps(recipe), two_steps(recipe, recompute_gelu=True)
-    for name in want:
-        if name.endswith("linear_fc1.bias"):  # not joined without the flag, under some recipes
-            torch.testing.assert_close(got[name], want[name], rtol=2**-6, atol=1e-5)
-        else:
-            assert torch.equal(got[name], want[name]), name
+    equal_but_for(("linear_fc1.bias",), got, want)  # not joined without the flag, under some recipes
 
 
 def late_weights() -> None:
@@ -173,9 +168,63 @@ def late_weights() -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def two_steps(recipe: str, recompute_gelu: bool = False) -> dict[str, torch.Tensor]:
+@contextlib.contextmanager
+def native() -> Iterator[None]:
+    """FP8 products; on a CPU as fp32 products of the same operands, for layers that believe to be on a Hopper GPU."""
+    if DEVICE == "cuda":
+        yield
+        return
+
+    def product(a: Any, b: Any, *, out_dtype: torch.dtype, bias: Any, **_: Any) -> torch.Tensor:
+        y = (a.elements[: a.rows].float() * a.scale) @ (b.elements[: b.rows].float() * b.scale).t()
+        return (y if bias is None else y + bias.float()).to(out_dtype)
+
+    with (
+        switched(True),
+        patch("megatron_lowprec.numerics.arch_of", lambda _: "sm90"),
+        patch("megatron_lowprec.numerics.scaled_product", product),
+    ):
+        yield
+
+
+def handed_over(recipe: str, **more: Any) -> None:
+    """Gradients that come to a layer as operands are the bits of those that it casts itself.
+
+    p is such that the interpreter, which cuts to bf16 what a GPU rounds, has nothing to cut. Biases are the exception:
+    sums of other parts.
+    """
+    taken: list[bool] = []
+
+    def take(self: Handover, dy: torch.Tensor) -> Any:
+        taken.append((made := kept(self, dy)) is not None)
+        assert made is None or bool(dy.isnan().all())
+        return made
+
+    kept = Handover.take
+    with native():
+        for p in (0.5, 0.0):
+            with patch.object(Handover, "take", take):
+                got = two_steps(recipe, hidden_dropout=p, **more)
+            assert taken == [True] * 8, taken  # two layers of each of two blocks, in two steps
+            taken.clear()
+            with patch.object(Handover, "on", lambda _: None):
+                want = two_steps(recipe, hidden_dropout=p, **more)
+            equal_but_for(("linear_proj.bias", "linear_fc2.bias"), got, want)
+
+
+def equal_but_for(sums: tuple[str, ...], got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        if name.endswith(sums):
+            torch.testing.assert_close(got[name], want[name], rtol=2**-6, atol=1e-5)
+        else:
+            assert torch.equal(got[name], want[name]), name
+
+
+def two_steps(recipe: str, recompute_gelu: bool = False, **more: Any) -> dict[str, torch.Tensor]:
     """Losses, gradients and an amax of the second of two steps: the first one has empty histories."""
-    model = build("gpt", True, recipe, torch.bfloat16, recompute_gelu, hidden_size=256, ffn_hidden_size=512)
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512} if DEVICE == "cuda" else {}
+    model = build("gpt", True, recipe, torch.bfloat16, recompute_gelu, **sizes, **more)
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     positions = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
     for step in range(2):
@@ -196,14 +245,7 @@ def dropout(shape: str) -> None:
     other = found["losses"].clone()
     dist.broadcast(other, 0)
     assert torch.equal(other, found["losses"])
-    again, asked = run(
-        shape,
-        True,
-        hidden_dropout=0.2,
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
-    )
+    again, asked = run(shape, True, hidden_dropout=0.2, **RECOMPUTED)
     assert asked["mcore.bias_dropout_add"] == 8  # it was really run again
     assert all(torch.equal(again[name], found[name]) for name in found)
 
@@ -254,6 +296,8 @@ if DEVICE == "cuda":
     CHECKS |= {f"joined-{r}": lambda r=r: joined_casts(r) for r in ("fp8_delayed", "fp8_current")}
     again = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
     CHECKS |= {f"recomputed-{r}": lambda r=r: recomputed_gelu(r) for r in again}
+CHECKS |= {f"handed-over-{r}": lambda r=r: handed_over(r) for r in ("fp8_delayed", "fp8_current")}
+CHECKS["handed-over-recomputed"] = lambda: handed_over("fp8_delayed", **RECOMPUTED)
 CHECKS |= {
     check.__name__: check for check in (late_weights, dropped_entries, second_backward_fails, norm_marks_its_parameters)
 }

@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     scaling.add_argument("--gpus", type=_names, default=["1", "8"], help="one after the other; on a CPU processes")
     scaling.add_argument("--models", type=_names, dest="shapes", help="the same as --shapes")
     parts["around"].add_argument(
-        "--pieces", type=_names, help="norm,bias,gelu,dropout,loss,attention; all unless given"
+        "--pieces", type=_names, help="norm,bias,gelu,dropout,cast,loss,attention; all unless given"
     )
     parts["overhead"].add_argument(
         "--full-accumulation", action="store_true", help="FP8 GEMM without fast accumulation"

@@ -220,6 +220,41 @@ def dropouts(given: Inputs) -> Iterator[Piece]:
         )
 
 
+def casts(given: Inputs) -> Iterator[Piece]:
+    """What makes a tensor and casts it to FP8 along rows and columns by a known scale: two kernels, or one."""
+    from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
+    from megatron_lowprec.kernels.cast.triton import Fp8Rule, cast_fp8
+    from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
+
+    H = given.model.hidden
+    dout = given.normal(given.tokens, H)
+    size = f"{given.tokens}x{H}"
+    near = 1e-6 if dout.is_cuda else 2e-2  # the interpreter cuts to bf16 what is in memory between two kernels
+    amax, observed = (torch.full((1,), value, device=dout.device) for value in (8.0, 0.0))
+
+    def cast(source: torch.Tensor | Source, fmt: str, sums: bool) -> Fp8Cast:
+        known = {"amax": amax, "observed": observed, "sums": sums}
+        return cast_fp8(source, rules[fmt], rows=True, columns=True, **known)  # type: ignore[arg-type]
+
+    def piece(name: str, apart: Callable[[], Fp8Cast], joined: Callable[[], Fp8Cast], times: int) -> Piece:
+        def results() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for ours, theirs in zip(joined()[:2], apart()[:2], strict=True):
+                yield ours.elements.float(), theirs.elements.float()  # type: ignore[union-attr]
+
+        return Piece(name, size, 4 * dout.numel(), times, {"apart": apart, "joined": joined}, results, near)
+
+    rules = {fmt: Fp8Rule(FORMATS[fmt], "tensor") for fmt in ("e4m3", "e5m2")}
+    key = torch.tensor([1, -2], dtype=torch.int32, device=dout.device)
+    computed = Source("dropout_grad", dout, key=key, p=DROPOUT)
+    yield piece(
+        "dropout's gradient and the bias's + cast, both",
+        lambda: cast(bias_dropout_add_backward(dout, DROPOUT, key, torch.bfloat16)[0], "e5m2", False),
+        lambda: cast(computed, "e5m2", True),
+        2 * LAYERS,
+    )
+
+
 def losses(given: Inputs) -> Iterator[Piece]:
     """Cross entropy of all logits of the step, in one part. Megatron-core's are compiled by torch."""
     from megatron.core.fusions import fused_cross_entropy as stock
@@ -312,6 +347,7 @@ PIECES: dict[str, Callable[[Inputs], Iterator[Piece]]] = {
     "bias": qkv_bias,
     "gelu": gelus,
     "dropout": dropouts,
+    "cast": casts,
     "loss": losses,
     "attention": attentions,
 }

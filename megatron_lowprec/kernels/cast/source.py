@@ -1,8 +1,8 @@
 """What a cast reads: a matrix, or one that another kernel would write and that is computed on the way instead.
 
-The entries are those that ``kernels.gelu`` writes, rounded to the dtype of x as it rounds them, bit for bit: both use
-the same functions, whose multiply-adds are spelled out. A cast of GELU along rows and columns then reads 2 bytes an
-entry and writes 2, where GELU and cast by themselves move 8.
+The entries are those that ``kernels.gelu`` and ``kernels.dropout`` write, rounded to the dtype of x as they round them,
+bit for bit: both use the same functions, whose multiply-adds are spelled out. A cast of GELU or of dropout's gradient
+along rows and columns then reads 2 bytes an entry and writes 2, where that kernel and the cast by themselves move 8.
 """
 
 from typing import Literal, NamedTuple
@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.kernels.dropout.reference import keep_scale, threshold
 
-Kind = Literal["matrix", "bias_gelu", "bias_gelu_grad"]
-KINDS: dict[Kind, int] = {"matrix": 0, "bias_gelu": 1, "bias_gelu_grad": 2}
+Kind = Literal["matrix", "bias_gelu", "bias_gelu_grad", "dropout_grad"]
+KINDS: dict[Kind, int] = {"matrix": 0, "bias_gelu": 1, "bias_gelu_grad": 2, "dropout_grad": 3}
 
 
 class Source(NamedTuple):
@@ -20,16 +21,20 @@ class Source(NamedTuple):
 
     Attributes:
         kind: "matrix" is x itself; "bias_gelu" is ``gelu(x + bias)``; "bias_gelu_grad" is the gradient of GELU's
-            argument, x being the gradient of its result and ``argument + bias`` where it was taken.
+            argument, x being the gradient of its result and ``argument + bias`` where it was taken; "dropout_grad" is
+            the gradient before dropout, x being the one behind it.
         x: bf16 or fp32, the last dimension contiguous.
         argument: as x, with the same strides.
         bias: [N].
+        key, p: of ``kernels.dropout.reference``.
     """
 
     kind: Kind
     x: torch.Tensor
     argument: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    p: float = 0.0
 
     @property
     def shape(self) -> torch.Size:
@@ -41,18 +46,22 @@ class Source(NamedTuple):
         """Of the matrix."""
         return self.x.dtype
 
-    def pointers(self) -> tuple[torch.Tensor, ...]:
-        """All three tensors for a kernel; what the kind does not read is x."""
-        return tuple(self.x if tensor is None else tensor for tensor in self[1:])
+    def arguments(self) -> tuple[torch.Tensor | int | float, ...]:
+        """For a kernel: all four tensors, x where the kind does not read one, and dropout's two numbers."""
+        tensors = (self.x if tensor is None else tensor for tensor in self._tensors())
+        return *tensors, threshold(self.p), keep_scale(self.p)
 
     def specialized_on(self) -> tuple[object, ...]:
-        """What Triton tells apart in ``pointers`` and in the sizes."""
+        """What Triton tells apart in ``arguments`` and in the sizes."""
         N, stride = self.x.shape[1], self.x.stride(0)
         found: tuple[object, ...] = (N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
-        for tensor in self[1:]:
+        for tensor in self._tensors():
             if tensor is not None:
                 found += (tensor.dtype, tensor.data_ptr() % 16 == 0)
         return found
+
+    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.x, self.argument, self.bias, self.key
 
 
 def source_of(x: torch.Tensor | Source) -> Source:

@@ -17,7 +17,7 @@ import triton.language as tl
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, raise_to_amax
 from megatron_lowprec.kernels.cast.source import KINDS, Fp8Cast, Kind, Source, source_of
-from megatron_lowprec.kernels.cast.triton_ops import as_stored, both_scales, four_to_fp8, observe, read, to_fp8
+from megatron_lowprec.kernels.cast.triton_ops import as_stored, encode_scale, kept_apart, observe, read, to_fp8
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.tuning import fastest
@@ -48,9 +48,7 @@ def _amax_kernel(x_ptr, amax_ptr, M, N, stride, VECTORS: tl.constexpr, BM: tl.co
 
 @triton.jit
 def _cast_rows(
-    x_ptr,
-    argument_ptr,
-    bias_ptr,
+    source,
     row_ptr,
     row_scale_ptr,
     amax_ptr,
@@ -75,33 +73,29 @@ def _cast_rows(
     FLOOR_SCALE: tl.constexpr,
     MARGIN_SCALE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    SHORT: tl.constexpr,
     NATIVE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Codes along rows with a scale a row, of the whole row or of its part in the tile."""
-    CHUNK: tl.constexpr = 32
-    IS_BF16: tl.constexpr = KIND != 0 and x_ptr.dtype.element_ty == tl.bfloat16
+    IS_BF16: tl.constexpr = KIND != 0 and source[0].dtype.element_ty == tl.bfloat16
     out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    # [BN / CHUNK, rows, CHUNK]: few threads share a row, and each works out the scales of few
-    columns = tile_n * BN + tl.arange(0, BN // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    col = columns[:, None, :]
-    total = tl.zeros([BN // CHUNK, CHUNK], tl.float32)
+    columns = tile_n * BN + tl.arange(0, BN)
+    col = columns[None, :]
+    total = tl.zeros([BN], tl.float32)
     for part in range(BM // ROWS):
-        row = (tile_m * BM + part * ROWS + tl.arange(0, ROWS))[None, :, None]
-        x = read(x_ptr, argument_ptr, bias_ptr, row, col, M, N, stride, KIND)
+        rows = tile_m * BM + part * ROWS + tl.arange(0, ROWS)
+        row = rows[:, None]
+        x = read(source, rows, tile_n * BN, M, N, stride, KIND, BN)
         if SUMS and not ALONG_COLUMNS:
-            total += tl.sum(x, 1)
+            total += tl.sum(x, 0)
         x = as_stored(x, IS_BF16, NATIVE)
         if OBSERVES and not ALONG_COLUMNS:
-            observe(observed_ptr, amax_along(amax_along(amax_along(tl.abs(x), 2), 0), 1))
-        if TILE == 1:
-            amax = tl.load(amax_ptr + row, mask=row < M, other=0.0)
-        else:
-            amax = amax_along(amax_along(tl.abs(x), 0), 2)
-        scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, SHORT)
+            observe(observed_ptr, amax_along(amax_along(tl.abs(x), 1), 0))
+        amax = tl.load(amax_ptr + row, mask=row < M, other=0.0) if TILE == 1 else amax_along(tl.abs(x), 1)
+        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
+        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         if TILE == 1:
             tl.store(row_scale_ptr + row, decode, mask=(row < M) & (tile_n == 0))
         else:
@@ -114,9 +108,7 @@ def _cast_rows(
 
 @triton.jit
 def _cast_words(
-    x_ptr,
-    argument_ptr,
-    bias_ptr,
+    source,
     row_ptr,
     row_scale_ptr,
     col_ptr,
@@ -145,7 +137,6 @@ def _cast_words(
     FLOOR_SCALE: tl.constexpr,
     MARGIN_SCALE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    SHORT: tl.constexpr,
     NATIVE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -156,19 +147,21 @@ def _cast_words(
     A thread has four consecutive rows of its columns, one in each of four tiles of a layout: it packs their codes to
     one word of the transposed operand, so that whole words cross shared memory, not single bytes.
     """
-    IS_BF16: tl.constexpr = KIND != 0 and x_ptr.dtype.element_ty == tl.bfloat16
+    IS_BF16: tl.constexpr = KIND != 0 and source[0].dtype.element_ty == tl.bfloat16
     ONE: tl.constexpr = TILE == 0 or TILE == 3
     row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     words = tl.arange(0, BM // 4)
-    row = (tile_m * BM + 4 * words)[:, None]
+    rows = tile_m * BM + 4 * words
+    row = rows[:, None]
     for part in range(BN // COLUMNS):
-        columns = tile_n * BN + part * COLUMNS + tl.arange(0, COLUMNS)
+        first = tile_n * BN + part * COLUMNS
+        columns = first + tl.arange(0, COLUMNS)
         col = columns[None, :]
-        x0 = read(x_ptr, argument_ptr, bias_ptr, row, col, M, N, stride, KIND)
-        x1 = read(x_ptr, argument_ptr, bias_ptr, row + 1, col, M, N, stride, KIND)
-        x2 = read(x_ptr, argument_ptr, bias_ptr, row + 2, col, M, N, stride, KIND)
-        x3 = read(x_ptr, argument_ptr, bias_ptr, row + 3, col, M, N, stride, KIND)
+        x0 = read(source, rows, first, M, N, stride, KIND, COLUMNS)
+        x1 = read(source, rows + 1, first, M, N, stride, KIND, COLUMNS)
+        x2 = read(source, rows + 2, first, M, N, stride, KIND, COLUMNS)
+        x3 = read(source, rows + 3, first, M, N, stride, KIND, COLUMNS)
         if SUMS:
             tl.store(sums_ptr + tile_m * N + columns, tl.sum((x0 + x1) + (x2 + x3), 0), mask=columns < N)
         x0, x1 = as_stored(x0, IS_BF16, NATIVE), as_stored(x1, IS_BF16, NATIVE)
@@ -182,44 +175,48 @@ def _cast_words(
             amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
         elif TILE == 1:
             amax = tl.load(amax_ptr + M + col, mask=col < N, other=0.0)
-        scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, SHORT)
+        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
+        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         if TILE == 1:
             tl.store(col_scale_ptr + col, decode, mask=(col < N) & (tile_m == 0))
         elif TILE == 2:
             tl.store(col_scale_ptr + tile_m * N + col, decode, mask=col < N)
         else:
             one = tl.zeros([1, 1], tl.int32)
-            first = tile_m + tile_n + one == 0
+            leads = tile_m + tile_n + one == 0
             if ALONG_ROWS:
                 pitch = tl.cdiv(tl.cdiv(N, BN), 4) * 4
                 if TILE == 0:
-                    tl.store(row_scale_ptr + one, decode, mask=first)
+                    tl.store(row_scale_ptr + one, decode, mask=leads)
                 else:
                     tl.store(row_scale_ptr + tile_m * pitch + tile_n + one, decode)
             if ALONG_COLUMNS:
                 pitch = tl.cdiv(tl.cdiv(padded_M, BM), 4) * 4
                 if TILE == 0:
-                    tl.store(col_scale_ptr + one, decode, mask=first)
+                    tl.store(col_scale_ptr + one, decode, mask=leads)
                 else:
                     tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
-        if ALONG_ROWS and ONE:
-            for four in tl.static_range(4):
-                x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
-                codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
+        packed = tl.zeros([BM // 4, COLUMNS], tl.uint32)
+        for four in tl.static_range(4):
+            x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
+            codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
+            if ALONG_ROWS and ONE:
                 tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=(row + four < height) & (col < N))
+                codes = kept_apart(codes, NATIVE)
+            packed |= codes.to(tl.uint32) << (8 * four)
         if ALONG_COLUMNS:
-            packed = four_to_fp8(
-                x0 * scale, x1 * scale, x2 * scale, x3 * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE
-            )
             to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
             tl.store(col_out + to, packed, mask=(col < N) & (row < padded_M))
 
 
-@triton.jit(do_not_specialize=["M", "height"])
+@triton.jit(do_not_specialize=["threshold", "M", "height"])
 def _cast_kernel(
     x_ptr,
     argument_ptr,
     bias_ptr,
+    key_ptr,
+    threshold,
+    keep_scale,
     row_ptr,
     row_scale_ptr,
     col_ptr,
@@ -252,25 +249,24 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    source = (x_ptr, argument_ptr, bias_ptr, key_ptr, threshold, keep_scale)
     tiles_n = tl.cdiv(N, BN)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     ONE: tl.constexpr = TILE == 0 or TILE == 3  # one scale for all of the tile, whose codes serve both ways
-    PLAIN: tl.constexpr = FLOOR == 0.0 and MARGIN_SCALE == 1.0 and not POWER_OF_TWO
-    SHORT: tl.constexpr = NATIVE and TILE == 2 and PLAIN and x_ptr.dtype.element_ty == tl.bfloat16
     if ALONG_ROWS and not ONE:
         _cast_rows(
-            x_ptr, argument_ptr, bias_ptr, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
+            source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
             tile_m, tile_n, M, height, N, stride, ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE, MANTISSA,
-            MIN_EXPONENT, MAX, NAN_CODE, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, SHORT, NATIVE, BM, BN,
+            MIN_EXPONENT, MAX, NAN_CODE, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, NATIVE, BM, BN,
             ROWS
         )  # fmt: skip
     if ALONG_COLUMNS or ONE:
         # after rows with scales of their own this reads the tile again, from the cache
         _cast_words(
-            x_ptr, argument_ptr, bias_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr,
+            source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr,
             observed_ptr, sums_ptr, tile_m, tile_n, M, height, padded_M, N, stride, ALONG_ROWS,
             ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, FLOOR,
-            FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, SHORT, NATIVE, BM, BN, COLUMNS
+            FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, NATIVE, BM, BN, COLUMNS
         )  # fmt: skip
 
 
@@ -423,7 +419,7 @@ class _CastKernel:
         by_rows = self._operand(height, N, device, M) if self._rows else None
         by_columns = self._operand(N, padded_M, device, N) if self._columns else None
         parts = None
-        pointers, specialized_on = source.pointers(), (*source.specialized_on(), padded_M == 1)
+        made_of, specialized_on = source.arguments(), (*source.specialized_on(), padded_M == 1)
 
         def run(tiling: _Tiling) -> None:
             nonlocal parts
@@ -431,7 +427,7 @@ class _CastKernel:
             if self._sums:
                 parts = torch.empty((tiles_m, N), dtype=torch.float32, device=device)
             arguments = (
-                *pointers,
+                *made_of,
                 *((x, x) if by_rows is None else (by_rows.elements, by_rows.scale)),
                 *((x, x) if by_columns is None else (by_columns.elements, by_columns.scale)),
                 x if amax is None else amax,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.dropout.triton import factors
 from megatron_lowprec.kernels.gelu.triton import gelu_of, gelu_slope_of
 from megatron_lowprec.kernels.quantize.triton_ops import element_codes, round_to_grid
 
@@ -11,12 +12,17 @@ _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def read(x_ptr, argument_ptr, bias_ptr, row, col, M, N, stride, KIND: tl.constexpr):
-    """fp32 entries before any rounding at rows [R, 1] and columns [1, C]; zeros outside of [M, N]."""
+def read(source, rows, first_column, M, N, stride, KIND: tl.constexpr, COLUMNS: tl.constexpr):
+    """fp32 entries before any rounding at ``rows`` [R] and COLUMNS columns from the first on; zeros outside of [M, N].
+
+    ``source`` are the kernel's arguments for ``cast.source.Source``, ``first_column`` is a multiple of 8.
+    """
+    x_ptr, argument_ptr, bias_ptr, key_ptr, threshold, keep_scale = source
+    row, col = rows[:, None], (first_column + tl.arange(0, COLUMNS))[None, :]
     inside = (row < M) & (col < N)
     at = row.to(tl.int64) * stride + col
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if KIND != 0:
+    if KIND == 1 or KIND == 2:
         bias = tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)
         if KIND == 1:
             x = gelu_of(x + bias)
@@ -24,6 +30,8 @@ def read(x_ptr, argument_ptr, bias_ptr, row, col, M, N, stride, KIND: tl.constex
             argument = tl.load(argument_ptr + at, mask=inside, other=0.0).to(tl.float32)
             x = x * gelu_slope_of(argument + bias)
         x = tl.where(inside, x, 0.0)
+    elif KIND == 3:
+        x = x * factors(rows, first_column, key_ptr, threshold, keep_scale, COLUMNS)
     return x
 
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.amax.triton_ops import larger, raise_to_amax
 from megatron_lowprec.kernels.column_sum.triton import sum_partials
 from megatron_lowprec.kernels.dropout import reference
 from megatron_lowprec.kernels.philox.triton import philox
@@ -68,6 +69,7 @@ def _backward_kernel(
     dout_ptr,
     dx_ptr,
     partial_ptr,
+    amax_ptr,
     key_ptr,
     T,
     H,
@@ -76,6 +78,7 @@ def _backward_kernel(
     scale,
     BIAS: tl.constexpr,
     DROPS: tl.constexpr,
+    OBSERVES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -84,6 +87,7 @@ def _backward_kernel(
     columns = first_column + tl.arange(0, COLUMNS)
     within = columns < H
     dbias = tl.zeros([COLUMNS], tl.float32)
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     first = tl.program_id(0) * rows_a_program
     for start in tl.range(0, rows_a_program, ROWS, num_stages=STAGES):
         rows = first + start + tl.arange(0, ROWS)
@@ -95,8 +99,12 @@ def _backward_kernel(
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if BIAS:
             dbias += tl.sum(dx, 0)
+        if OBSERVES:
+            largest = larger(largest, tl.abs(dx.to(dx_ptr.dtype.element_ty).to(tl.float32)))
     if BIAS:
         tl.store(partial_ptr + tl.program_id(0) * H + columns, dbias, mask=within)
+    if OBSERVES:
+        raise_to_amax(amax_ptr, largest)
 
 
 def bias_dropout_add(
@@ -125,12 +133,20 @@ def bias_dropout_add(
 
 
 def bias_dropout_add_backward(
-    dout: torch.Tensor, p: float, key: torch.Tensor | None, bias_dtype: torch.dtype | None, stages: int = 1
+    dout: torch.Tensor,
+    p: float,
+    key: torch.Tensor | None,
+    bias_dtype: torch.dtype | None,
+    stages: int = 1,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As ``reference.bias_dropout_add_backward``; dout contiguous, and returned as dx where nothing is dropped."""
+    """As ``reference.bias_dropout_add_backward``; dout contiguous, and returned as dx where nothing is dropped.
+
+    An fp32 [1] ``amax`` is raised to that of dx, NaN above all.
+    """
     T, H = dout.shape
     drops = reference.threshold(p) > 0
-    if not drops and bias_dtype is None:
+    if not drops and bias_dtype is None and amax is None:
         return dout, None
     across = triton.cdiv(H, _COLUMNS)
     rows = triton.cdiv(triton.cdiv(T, max(1, _BACKWARD_PROGRAMS // across)), _BACKWARD_ROWS) * _BACKWARD_ROWS
@@ -141,6 +157,7 @@ def bias_dropout_add_backward(
         dout,
         dx,
         partial,
+        partial if amax is None else amax,
         dout if key is None else key,
         T,
         H,
@@ -149,6 +166,7 @@ def bias_dropout_add_backward(
         reference.keep_scale(p),
         BIAS=bias_dtype is not None,
         DROPS=drops,
+        OBSERVES=amax is not None,
         ROWS=_BACKWARD_ROWS,
         COLUMNS=_COLUMNS,
         STAGES=stages,

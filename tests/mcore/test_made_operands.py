@@ -1,0 +1,120 @@
+"""Operands that travel in a tensor's place: taken once, by the layer they are for, and NaN to everyone else."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_lowprec.numerics as numerics_module
+from megatron_lowprec import get_recipe
+from megatron_lowprec.mcore.made_operands import Handover, stand_in
+from megatron_lowprec.numerics import GradOutput, LinearNumerics, LinearPlace
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.resolve import without_gemms
+
+
+def numerics_of(recipe: str, *plain: str) -> LinearNumerics:
+    return LinearNumerics(
+        without_gemms(get_recipe(recipe), frozenset(plain)), LinearPlace(1, "x"), 0, lambda *kind: AmaxHistory(*kind)
+    )
+
+
+def handover() -> Handover:
+    return Handover(numerics_of("fp8_delayed"), Moment(0, 0), "source")
+
+
+class _Layer(torch.autograd.Function):
+    """Times 3, and backwards what it is handed, times 3."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, through: Handover) -> torch.Tensor:
+        ctx.through = through
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        made = ctx.through.take(dy)
+        return 3 * (dy if made is None else made.matrix.view(dy.shape)), None
+
+
+class _Behind(torch.autograd.Function):
+    """Times 5; backwards it hands over."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, through: Handover) -> torch.Tensor:
+        ctx.through = through
+        return 5 * y
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.through.give(GradOutput(5 * dout.reshape(-1, dout.shape[-1]), {})).view(dout.shape), None
+
+
+def test_gradient_goes_past_autograd_through_views_and_again() -> None:
+    x, through = torch.ones(6, 4, requires_grad=True), handover()
+    out = _Behind.apply(_Layer.apply(x, through).view(3, 2, 4), through)
+    for _ in range(2):
+        (dx,) = torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)
+        assert torch.equal(dx, torch.full_like(x, 15.0))
+
+
+def test_several_calls_in_flight_do_not_mix() -> None:
+    xs = [torch.full((2, 4), float(n), requires_grad=True) for n in range(3)]
+    ways = [handover() for _ in xs]
+    outs = [_Behind.apply(_Layer.apply(x, way), way) for x, way in zip(xs, ways, strict=True)]
+    for factor, out in reversed(list(enumerate(outs))):
+        out.backward(torch.full_like(out, float(factor)))
+    assert [x.grad.unique().tolist() for x in xs if x.grad is not None] == [[0.0], [15.0], [30.0]]
+
+
+def test_whoever_reads_it_gets_nan() -> None:
+    x, through = torch.ones(2, 4, requires_grad=True), handover()
+    y = _Layer.apply(x, through)
+    (_Behind.apply(y, through).sum() + y.sum()).backward()  # y has a second reader: autograd adds its gradient
+    assert x.grad is not None
+    assert x.grad.isnan().all()
+    placeholder = stand_in(torch.ones(5, 3, dtype=torch.bfloat16))
+    assert placeholder.isnan().all()
+    assert placeholder.untyped_storage().nbytes() == 2
+    assert (placeholder.shape, placeholder.dtype) == ((5, 3), torch.bfloat16)
+
+
+def test_what_was_not_taken_is_not_mistaken_for_another_gradient() -> None:
+    x, through = torch.ones(2, 4, requires_grad=True), handover()
+    y = _Layer.apply(x, through)
+    torch.autograd.grad(_Behind.apply(y, through), y, torch.ones_like(y))  # the layer is not reached
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+def test_a_changed_output_carries_nothing() -> None:
+    y, through = torch.ones(2, 4), handover()
+    assert Handover.on(y) is None
+    through.note_on(y)
+    assert Handover.on(y) is through
+    assert Handover.on(y.view(8)) is None
+    y += 1
+    assert Handover.on(y) is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plain", "help_wanted"),
+    [
+        ("fp8_delayed", (), "source"),
+        ("fp8_current", (), "amax"),
+        ("fp8_delayed", ("dgrad",), None),  # --rerun-in-bf16: one of both GEMMs still reads the tensor
+        ("fp8_delayed", ("wgrad",), None),
+        ("fp8_blockwise", (), None),
+        ("bf16", (), None),
+    ],
+)
+def test_help_is_wanted_where_both_gemms_read_operands_alone(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, plain: tuple[str, ...], help_wanted: str | None
+) -> None:
+    monkeypatch.setattr(numerics_module, "arch_of", lambda _: "sm90")
+    numerics = numerics_of(recipe, *plain)
+    weight = torch.zeros(128, 128, dtype=torch.bfloat16)
+    numerics.choose_products(weight)
+    assert numerics.help_wanted("grad_output", weight) == help_wanted

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
+from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand, scaled_product
 from megatron_lowprec.kernels.contract.reference import Operand, contract
 from megatron_lowprec.kernels.dispatch import add_bias_, arch_of
@@ -175,7 +175,7 @@ class LinearNumerics:
 
     def forward(
         self,
-        x_TI: torch.Tensor | Source,
+        x_TI: "torch.Tensor | Source | Input",
         w_OI: torch.Tensor,
         moment: Moment,
         observe: bool = True,
@@ -189,22 +189,32 @@ class LinearNumerics:
 
         Args:
             x_TI: a computed one only where ``help_wanted`` says so.
-            keep: make wgrad's operand of x now, from the same read, where both products are native.
+            keep: make wgrad's operand of x now, from the same read, where both products are native; one that
+                ``input`` has made is kept anyway.
             amax: fp32 [1] of this rank's part of x, where whoever made it knows it.
         """
         self.choose_products(w_OI)
         native = self._native_gemms(x_TI)
         x, x_kept, weight_amax = None, None, None
-        if "fprop" in native:
+        if isinstance(x_TI, Input):
+            x, x_kept = x_TI.rows, x_TI.columns
+        elif "fprop" in native:
             both = keep and "wgrad" in native and self.recipe.fprop.input == self.recipe.wgrad.input
             x, x_kept = self._cast("input", x_TI, rows=True, columns=both, observe=observe, part_amax=amax)[:2]
-            if keep:
-                weight_amax = self._weight_amax(w_OI)
+        if keep and "fprop" in native:
+            weight_amax = self._weight_amax(w_OI)
         w = self._weight("fprop", w_OI, native, observe, weight_amax)
         y = self._gemm(
             "fprop", _matrix(x_TI, made=x is not None), w_OI, moment, observe, first=x, second=w, bias=bias_O
         )
         return y, Kept(x_kept, weight_amax)
+
+    def input(self, x_TI: NormSource) -> "Input":
+        """x for ``forward``, as operands for fprop and wgrad; only where ``help_wanted`` is "source"."""
+        rows, columns, _ = self._cast("input", x_TI, rows=True, columns=True)
+        assert rows is not None
+        assert columns is not None
+        return Input(x_TI.x, rows, columns)
 
     def grad_output(
         self, dy_TO: torch.Tensor | Source, moment: Moment, bias: bool = False, amax: torch.Tensor | None = None
@@ -310,14 +320,14 @@ class LinearNumerics:
             if w_OI.dtype == torch.bfloat16 and not self._emulate:
                 self._native = native_gemms(self.recipe, arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0])
 
-    def _native_gemms(self, tokens: torch.Tensor | Source) -> frozenset[str]:
+    def _native_gemms(self, tokens: "torch.Tensor | Source | Input") -> frozenset[str]:
         """The GEMMs that run on FP8 units; an expert without tokens multiplies nothing."""
         return self._native if tokens.shape[0] else frozenset()
 
     def _cast(
         self,
         tensor: str,
-        matrix: torch.Tensor | Source,
+        matrix: torch.Tensor | Source | NormSource,
         *,
         rows: bool,
         columns: bool,
@@ -491,12 +501,32 @@ class LinearNumerics:
         return self.place.split in reach
 
 
-def _matrix(x: torch.Tensor | Source, made: bool = False) -> torch.Tensor:
+def _matrix(x: "torch.Tensor | Source | Input", made: bool = False) -> torch.Tensor:
     """x in memory; of a computed one, whose operands are all ``made``, what says its shape and dtype."""
     if isinstance(x, torch.Tensor):
         return x
+    if isinstance(x, Input):
+        return x.like
     assert made or x.kind == "matrix", f"{x.kind} has no matrix in memory: ask help_wanted first"
     return x.x
+
+
+class Input(NamedTuple):
+    """x_TI of a layer, of which there are operands alone.
+
+    Attributes:
+        like: a tensor of its shape and dtype.
+        rows, columns: operands of fprop and wgrad.
+    """
+
+    like: torch.Tensor
+    rows: ScaledOperand
+    columns: ScaledOperand
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, I]"""
+        return self.like.shape
 
 
 class Kept(NamedTuple):

@@ -17,6 +17,8 @@ import torch
 SWITCH = "MEGATRON_LOWPREC_TUNE"
 FOLDER = "MEGATRON_LOWPREC_CACHE"
 _LAUNCHES = 20
+LARGE_ENOUGH = 1 << 24
+"""Entries from which an operand tells tilings apart."""
 
 T = TypeVar("T")
 

@@ -8,13 +8,24 @@ import math
 
 import torch
 
-from megatron_lowprec.numerics import GradOutput, Help, LinearNumerics
+from megatron_lowprec.numerics import GradOutput, Help, Input, LinearNumerics
 from megatron_lowprec.quantization.random_stream import Moment
 
 
 def stand_in(x: torch.Tensor) -> torch.Tensor:
     """NaN of the shape, dtype and device of x, in one cell of memory."""
     return x.new_full((), math.nan).expand(x.shape)
+
+
+def note_input(y: torch.Tensor, made: Input, numerics: LinearNumerics) -> None:
+    """Say that ``made`` is y for the layer of ``numerics``, which alone reads it."""
+    y.lowprec_input = (y._version, numerics, made)  # type: ignore[attr-defined]
+
+
+def made_input(x: torch.Tensor, numerics: LinearNumerics) -> Input | None:
+    """x as operands, where they were made for this layer."""
+    version, layer, made = getattr(x, "lowprec_input", (None, None, None))
+    return made if version == x._version and layer is numerics else None
 
 
 class Handover:

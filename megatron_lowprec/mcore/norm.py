@@ -2,26 +2,36 @@
 parallelism.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.cast.source import NormSource
 from megatron_lowprec.kernels.dispatch import fuses
+from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.mcore.amax_hint import note_amax
+from megatron_lowprec.mcore.made_operands import note_input, stand_in
+from megatron_lowprec.numerics import Help, Input
+
+if TYPE_CHECKING:
+    from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
 
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, amax: torch.Tensor | None
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        normalize: Callable[[torch.Tensor], Normalized],
     ) -> torch.Tensor:
-        from megatron_lowprec.kernels.layernorm.triton import norm
-
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, mean, rstd = norm(rows, weight, bias, eps, amax)
+        y, mean, rstd = normalize(rows)
         ctx.save_for_backward(rows, weight, mean, rstd)
         return y.view(x.shape)
 
@@ -31,18 +41,51 @@ class _NormFunction(torch.autograd.Function):
 
         rows, weight, mean, rstd = ctx.saved_tensors
         dx, dw, db = norm_backward(dy.reshape(rows.shape).contiguous(), rows, weight, mean, rstd)
-        return dx.view(dy.shape), dw, db, None, None
+        return dx.view(dy.shape), dw, db, None
 
 
-def _fused(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float | None, hints: bool
-) -> torch.Tensor:
-    """The norm by one kernel, its output's amax noted where ``hints``."""
-    if not hints:
-        return _NormFunction.apply(x, weight, bias, eps, None)
-    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
-    y = _NormFunction.apply(x, weight, bias, eps, amax)
-    note_amax(y, amax)
+class Reader:
+    """The linear layer behind a norm, the only one to read its output, as it is.
+
+    No module, so that the norm may have it as an attribute without having the layer's weights.
+    """
+
+    def __init__(self, layer: "LowPrecLinearMixin") -> None:
+        self.layer = layer
+
+    def help_wanted(self, x: torch.Tensor) -> Help:
+        """How the norm of x [..., H] spares the layer's casts a pass; operands only for a backward pass to come."""
+        numerics, weight = self.layer.bound_numerics, self.layer.weight
+        numerics.choose_products(weight)
+        wanted = numerics.help_wanted("input", x)
+        training = torch.is_grad_enabled() and weight.requires_grad
+        return None if wanted == "source" and not training else wanted
+
+
+def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The norm by one kernel, which also makes the operands or the amax that the layer behind it wants."""
+    from megatron_lowprec.kernels.layernorm import triton
+
+    weight, eps = norm.weight, norm.eps
+    assert eps is not None
+    # whoever hooks in here wants to see the output
+    reader = None if norm._forward_hooks else norm.reader
+    wanted = None if reader is None else reader.help_wanted(x)
+    if reader is not None and wanted == "source":
+        numerics, made = reader.layer.bound_numerics, list[Input]()
+
+        def cast(rows: torch.Tensor) -> Normalized:
+            source = NormSource.of(rows, weight, bias, eps)
+            made.append(numerics.input(source))
+            return Normalized(stand_in(rows), source.mean, source.rstd)
+
+        y: torch.Tensor = _NormFunction.apply(x, weight, bias, cast)
+        note_input(y, made[0], numerics)
+        return y
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device) if wanted == "amax" else None
+    y = _NormFunction.apply(x, weight, bias, lambda rows: triton.norm(rows, weight, bias, eps, amax))
+    if amax is not None:
+        note_amax(y, amax)
     return y
 
 
@@ -50,24 +93,25 @@ class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` with a weight and a bias.
 
     Attributes:
-        hints_amax: note the output's amax, which the next layer asks for; on a GPU.
+        reader: the layer that alone reads the output, where there is one; on a GPU. In training under delayed scaling
+            the output is then NaN that carries the layer's operands, else it may carry its amax.
     """
 
-    hints_amax = False
+    reader: Reader | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
-        return _fused(x, self.weight, self.bias, self.eps, self.hints_amax) if fuses(x) else super().forward(x)
+        return _fused(self, x, self.bias) if fuses(x) else super().forward(x)
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` with a weight; ``hints_amax`` as ``LayerNorm``."""
+    """``nn.RMSNorm`` with a weight; ``reader`` as ``LayerNorm``."""
 
-    hints_amax = False
+    reader: Reader | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
-        return _fused(x, self.weight, None, self.eps, self.hints_amax) if fuses(x) else super().forward(x)
+        return _fused(self, x, None) if fuses(x) else super().forward(x)
 
 
 class Norm:

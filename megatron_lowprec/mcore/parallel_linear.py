@@ -18,7 +18,7 @@ from megatron_lowprec.kernels.cast.source import Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.mcore.amax_hint import known_amax
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
-from megatron_lowprec.mcore.made_operands import Handover
+from megatron_lowprec.mcore.made_operands import Handover, made_input
 from megatron_lowprec.mcore.moment import current_moment
 from megatron_lowprec.numerics import GradOutput, Kept, LinearNumerics
 from megatron_lowprec.quantization.random_stream import Moment
@@ -68,6 +68,10 @@ def product(
     if isinstance(x, Source):
         y, kept = layer.bound_numerics.forward(x, weight, moment, observe, bias, keep=keep, amax=amax)
         return y, Saved(weight, *kept.saved(x.x), kept.tile, x.shape)
+    made = made_input(x, layer.bound_numerics)
+    if made is not None:
+        y, kept = layer.bound_numerics.forward(made, weight, moment, observe, bias, keep=keep)
+        return y, Saved(weight, *kept.saved(x), kept.tile, x.shape)
     total = gather_sequence(x, shared.tp_group)[0] if shared.sequence_parallel else x
     flat = total.reshape(-1, total.shape[-1])
     # under sequence parallelism a rank keeps its part of x alone, and gathers again
@@ -228,6 +232,12 @@ class LowPrecLinearMixin:
 
 class LowPrecColumnParallelLinear(LowPrecLinearMixin, ColumnParallelLinear):
     """ColumnParallelLinear under a recipe; weight [out / tensor-parallel ranks, in]."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.tp_group.size() == 1:
+            # else its input passes through a function for other ranks: another tensor, without what x carries
+            self.disable_grad_reduce = True
 
 
 class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):

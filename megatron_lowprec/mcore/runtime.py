@@ -14,7 +14,7 @@ from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.mcore.collectives import max_over
 from megatron_lowprec.mcore.mlp import LowPrecMLP
 from megatron_lowprec.mcore.moment import current_moment, set_moment
-from megatron_lowprec.mcore.norm import LayerNorm, RMSNorm
+from megatron_lowprec.mcore.norm import LayerNorm, Reader, RMSNorm
 from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
 from megatron_lowprec.numerics import LinearNumerics, LinearPlace
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -189,7 +189,7 @@ def bind_recipe(
             _note_emulated(runtime, module, name, layer_number, emulate)
         runtime.layers.append(module.numerics)
         module.accumulates_in_fp32 = accumulate_wgrad
-    _ask_norms_for_amax(model_chunks)
+    _introduce_norms(model_chunks)
     if recompute_gelu:
         mlps = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, LowPrecMLP)]
         for mlp in mlps:
@@ -198,23 +198,27 @@ def bind_recipe(
     return runtime
 
 
-def _ask_norms_for_amax(model_chunks: Sequence[nn.Module]) -> None:
-    """Let a norm note the amax of its output, where the linear layer behind it scales by just that."""
+def _introduce_norms(model_chunks: Sequence[nn.Module]) -> None:
+    """Tell each norm of a layer which linear layer alone reads its output, where that is so."""
     for layer in (
         module for chunk in model_chunks for module in chunk.modules() if isinstance(module, TransformerLayer)
     ):
+        # a part that is run again in the backward pass gets the norm's output as it was saved: without what it carries
         behind = (
-            (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
-            (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
+            (layer.input_layernorm, layer.self_attention, "linear_qkv", layer.recompute_input_layernorm),
+            (
+                layer.pre_mlp_layernorm,
+                layer.mlp,
+                "linear_fc1",
+                layer.recompute_pre_mlp_layernorm or layer.recompute_mlp,
+            ),
         )
-        for norm, linear in behind:
+        for norm, part, name, run_again in behind:
+            linear = getattr(part, name, None)
             if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
-                numerics, weight = linear.bound_numerics, linear.weight
-                numerics.choose_products(weight)
-                # gathered first under sequence parallelism, a part's amax says nothing there
-                norm.hints_amax = (
-                    numerics.help_wanted("input", weight) == "amax" and not linear.config.sequence_parallel
-                )
+                # gathered first under sequence parallelism, where a part's amax says nothing
+                alone = not run_again and not linear.config.sequence_parallel
+                norm.reader = Reader(linear) if alone else None
 
 
 def _note_emulated(

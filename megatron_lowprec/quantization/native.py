@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast.source import Fp8Cast, Source, source_of
+from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source, source_of
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.recipe.schema import QuantSpec
 
@@ -22,7 +22,7 @@ def _rule_of(spec: QuantSpec) -> "Fp8Rule":
 
 
 def cast_for_gemms(
-    matrix: torch.Tensor | Source,
+    matrix: torch.Tensor | Source | NormSource,
     spec: QuantSpec,
     *,
     rows: bool,
@@ -48,7 +48,9 @@ def cast_for_gemms(
 
     if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
         matrix = matrix.contiguous()
-    if amax is None and spec.tile == "tensor":
+    if isinstance(matrix, NormSource):
+        assert amax is not None, "a norm's output comes with its amax"
+    elif amax is None and spec.tile == "tensor":
         amax = amax_for_gemms(source_of(matrix).x)
         reduce = reduce_rows or reduce_columns
         amax = amax if reduce is None else reduce(amax)

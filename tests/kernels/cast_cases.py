@@ -12,8 +12,9 @@ from itertools import product
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast.source import KINDS, Kind, Source
+from megatron_lowprec.kernels.cast.source import KINDS, NORM_KINDS, NormSource, Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand, tile_amax
 from tests.kernels.mx_cases import difference
 
@@ -33,7 +34,7 @@ class Case:
     ways: str
     given: float | None = None  # an amax that is known before, as delayed scaling has it
     special: bool = True  # NaN and Inf in it: every scale of a whole tensor is then NaN
-    kind: Kind = "matrix"  # what is cast: x, or what GELU or dropout makes of it
+    kind: str = "matrix"  # what is cast: x, or what GELU, dropout or a norm makes of it
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
@@ -54,10 +55,13 @@ def input_of(case: Case, device: str) -> torch.Tensor:
     return x.to(case.dtype).to(device)
 
 
-def source_of(case: Case, x: torch.Tensor) -> Source:
+def source_of(case: Case, x: torch.Tensor) -> Source | NormSource:
     """x, or a computed source that starts from it."""
     generator = torch.Generator().manual_seed(case.columns)
     bias = (1 + torch.randn(case.columns, generator=generator)).to(x.device, x.dtype)
+    if case.kind in NORM_KINDS:
+        weight = torch.randn(case.columns, generator=generator).to(x.device, x.dtype)
+        return NormSource.of(x, weight, bias if case.kind == "layernorm" else None, 1e-5)
     if case.kind == "bias_gelu":
         return Source(case.kind, x, bias=bias)
     if case.kind == "bias_gelu_grad":
@@ -65,23 +69,33 @@ def source_of(case: Case, x: torch.Tensor) -> Source:
         return Source(case.kind, x, argument, bias=bias)
     if case.kind == "dropout_grad":
         return Source(case.kind, x, key=torch.tensor([-5, 6], dtype=torch.int32, device=x.device), p=0.3)
-    return Source(case.kind, x)
+    return Source("matrix", x)
 
 
-def made_of(source: Source) -> torch.Tensor:
+def made_of(source: Source | NormSource) -> torch.Tensor:
     """The matrix, by the kernels that write it; interpreted in fp32, and then rounded as a GPU rounds."""
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
 
+    dtype = source.x.dtype if source.x.is_cuda else torch.float32
+    if isinstance(source, NormSource):
+        return normalized(source, dtype).y.to(source.x.dtype)
     if source.kind == "matrix":
         return source.x
-    dtype = source.x.dtype if source.x.is_cuda else torch.float32
     x, argument, bias = (None if t is None else t.to(dtype) for t in source[1:4])
     if source.kind == "dropout_grad":
         y = bias_dropout_add_backward(x, source.p, source.key, None)[0]
     else:
         y = bias_gelu(x, bias) if source.kind == "bias_gelu" else bias_gelu_backward(x, argument, bias)[0]
     return y.to(source.x.dtype)
+
+
+def normalized(source: NormSource, dtype: torch.dtype) -> Normalized:
+    """What the norm's kernel makes of tensors of ``dtype``."""
+    from megatron_lowprec.kernels.layernorm.triton import norm
+
+    x, weight, bias = (None if t is None else t.to(dtype) for t in source[:3])
+    return norm(x, weight, bias, source.eps)  # type: ignore[arg-type]
 
 
 def reference_of(case: Case, matrix: torch.Tensor, shared: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,8 +132,16 @@ def differences(case: Case, device: str) -> list[str]:
     known = given
     if given is None and case.kind != "matrix" and case.tile in ("tensor", "row"):
         known = amax_of(x, vectors=case.tile == "row")
-    made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=True)
+    summed = isinstance(source, Source)
+    made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=summed)
     lines = []
+    if isinstance(source, NormSource):
+        statistics = normalized(source, x.dtype)
+        for name in ("mean", "rstd"):
+            got, exact = getattr(source, name), getattr(statistics, name)
+            if got is not None:
+                same = (got == exact) | (got.isnan() & exact.isnan())
+                lines += difference(f"{case} {name}", same, got, exact)
     for way, operand in (("rows", made.rows), ("columns", made.columns)):
         if operand is not None:
             matrix = x if way == "rows" else x.t()
@@ -128,7 +150,7 @@ def differences(case: Case, device: str) -> list[str]:
     amax = x.abs().max().float()
     want = torch.full_like(amax, torch.inf) if amax.isnan() else amax.clamp(min=1e-3)
     lines += difference(f"{case} observed", observed == want, observed, want.view(1))
-    if not case.special:
+    if summed and not case.special:
         sums, exact = made.sums.double().sum(0), x.double().sum(0)  # type: ignore[union-attr]
         # sums of what is computed are of entries before they are rounded
         bound = (2.0**-20 if case.kind == "matrix" else 2.0**-8) * x.double().abs().sum(0)
@@ -190,6 +212,10 @@ def small_cases() -> list[Case]:
         Case(37, 144, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="dropout_grad"),
         Case(150, 208, bf16, "e4m3", "tensor", "amax", "rc", special=False, kind="dropout_grad"),
         Case(150, 256, fp32, "e4m3", "1x128", "amax", "rc", special=False, kind="dropout_grad"),
+        Case(37, 144, bf16, "e4m3", "tensor", "amax", "rc", given=3.0, special=False, kind="layernorm"),
+        Case(150, 272, bf16, "e4m3", "tensor", "amax", "rc", kind="rmsnorm"),
+        Case(67, 2064, bf16, "e4m3", "tensor", "amax_pow2", "rc", given=9.0, special=False, kind="rmsnorm"),
+        Case(33, 256, fp32, "e4m3", "tensor", "amax", "r", given=0.0, kind="layernorm"),
     ]
 
 
@@ -219,6 +245,18 @@ def gpu_cases() -> list[Case]:
             ((2053, 9216), ("tensor", "amax"), "rc", False),
         )
         if kind != "matrix"
+    ]
+    cases += [
+        Case(*size, dtype, "e4m3", "tensor", "amax", ways, given=given, special=special, kind=kind)
+        for kind in NORM_KINDS
+        for size, dtype, ways, given, special in (
+            ((37, 144), bf16, "rc", 3.0, True),
+            ((1000, 1024), bf16, "rc", None, False),
+            ((333, 2048), fp32, "c", 5.0, False),
+            ((4097, 2304), bf16, "r", 0.0, False),
+            ((70, 20000), bf16, "rc", 5.0, False),
+            ((16400, 2048), bf16, "rc", 5.0, False),  # large enough to tune
+        )
     ]
     return cases + [Case(2053, 2304, bf16, "e4m3", tile, "amax", "rc") for tile in ("tensor", "1x128", "128x128")]
 

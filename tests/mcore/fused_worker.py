@@ -25,6 +25,7 @@ SHAPES = {
     "gpt": ("LayerNorm", "gelu", False),
     "gpt-sp": ("LayerNorm", "gelu", True),
     "llama": ("RMSNorm", "silu", True),
+    "llama-tp": ("RMSNorm", "silu", False),
 }
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,7 +131,7 @@ def same(shape: str) -> None:
 def joined_casts(recipe: str) -> None:
     """Casts that GELU's kernels help give what those do that read GELU's result from memory: the same bits.
 
-    Biases' gradients are the exception: sums of other parts.
+    Biases' gradients are the exception: sums of other parts. What else helps casts helps in ``got`` alone, too.
     """
     from megatron_lowprec.mcore.mlp import _MlpFunction
     from megatron_lowprec.numerics import LinearNumerics
@@ -140,7 +141,7 @@ def joined_casts(recipe: str) -> None:
     assert joined.call_count == 4
     with patch.object(LinearNumerics, "help_wanted", lambda *_: None):
         want = two_steps(recipe)
-    equal_but_for(("linear_fc1.bias",), got, want)
+    equal_but_for(("linear_fc1.bias", "linear_fc2.bias", "linear_proj.bias"), got, want)
 
 
 def recomputed_gelu(recipe: str) -> None:
@@ -174,13 +175,24 @@ def native() -> Iterator[None]:
     if DEVICE == "cuda":
         yield
         return
+    from megatron_lowprec.kernels.layernorm import triton as layernorm
 
     def product(a: Any, b: Any, *, out_dtype: torch.dtype, bias: Any, **_: Any) -> torch.Tensor:
         y = (a.elements[: a.rows].float() * a.scale) @ (b.elements[: b.rows].float() * b.scale).t()
         return (y if bias is None else y + bias.float()).to(out_dtype)
 
+    def norm(x: torch.Tensor, weight: Any, bias: Any, eps: float, amax: Any) -> Any:
+        """Rounded as a GPU does; the interpreter would cut."""
+        made = plain_norm(*(None if t is None else t.float() for t in (x, weight, bias)), eps)
+        made = made._replace(y=made.y.to(x.dtype))
+        if amax is not None:
+            torch.maximum(amax, made.y.abs().amax().float(), out=amax)
+        return made
+
+    plain_norm = layernorm.norm
     with (
         switched(True),
+        patch.object(layernorm, "norm", norm),
         patch("megatron_lowprec.numerics.arch_of", lambda _: "sm90"),
         patch("megatron_lowprec.numerics.scaled_product", product),
     ):
@@ -212,6 +224,49 @@ def handed_over(recipe: str, **more: Any) -> None:
             equal_but_for(("linear_proj.bias", "linear_fc2.bias"), got, want)
 
 
+def cast_by_norms(shape: str, recipe: str, **more: Any) -> None:
+    """A norm's output that is never in memory gives the bits of one that is."""
+    from megatron_lowprec.mcore import parallel_linear
+    from megatron_lowprec.mcore.norm import Reader
+
+    read: list[bool] = []
+
+    def made_input(x: torch.Tensor, numerics: Any) -> Any:
+        read.append((made := kept(x, numerics)) is not None)
+        assert made is None or bool(x.isnan().all())
+        return made
+
+    kept = parallel_linear.made_input
+    with native():
+        with patch.object(parallel_linear, "made_input", made_input):
+            got = two_steps(recipe, shape=shape, **more)
+        assert sum(read) == 8, read  # of two layers of each of two blocks, in two steps
+        with patch.object(Reader, "help_wanted", lambda *_: None):
+            want = two_steps(recipe, shape=shape, **more)
+    equal_but_for((), got, want)
+
+
+def norms_that_are_seen() -> None:
+    """A norm's output is a tensor to whoever hooks in there, in an evaluation, and while a bad number is looked for."""
+    from megatron_lowprec.mcore.finite_check import FiniteCheck
+    from megatron_lowprec.mcore.norm import LayerNorm
+
+    seen: list[bool] = []
+    with native():
+        model = build("gpt", True, "fp8_delayed", torch.bfloat16)
+        norms = [module for module in model.modules() if isinstance(module, LayerNorm)]
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=DEVICE).bfloat16()
+        assert [bool(norm(x).isnan().all()) for norm in norms] == [True] * 4 + [False]
+        with torch.no_grad():
+            assert not any(norm(x).isnan().any() for norm in norms)
+        with FiniteCheck([model]):
+            assert not any(norm(x).isnan().any() for norm in norms)
+        for norm in norms:
+            norm.register_forward_hook(lambda module, inputs, output: seen.append(bool(output.isfinite().all())))
+            norm(x)
+    assert seen == [True] * 5
+
+
 def equal_but_for(sums: tuple[str, ...], got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert got.keys() == want.keys()
     for name in want:
@@ -221,10 +276,10 @@ def equal_but_for(sums: tuple[str, ...], got: dict[str, torch.Tensor], want: dic
             assert torch.equal(got[name], want[name]), name
 
 
-def two_steps(recipe: str, recompute_gelu: bool = False, **more: Any) -> dict[str, torch.Tensor]:
+def two_steps(recipe: str, recompute_gelu: bool = False, shape: str = "gpt", **more: Any) -> dict[str, torch.Tensor]:
     """Losses, gradients and an amax of the second of two steps: the first one has empty histories."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512} if DEVICE == "cuda" else {}
-    model = build("gpt", True, recipe, torch.bfloat16, recompute_gelu, **sizes, **more)
+    model = build(shape, True, recipe, torch.bfloat16, recompute_gelu, **sizes, **more)
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     positions = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
     for step in range(2):
@@ -297,9 +352,12 @@ if DEVICE == "cuda":
     again = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
     CHECKS |= {f"recomputed-{r}": lambda r=r: recomputed_gelu(r) for r in again}
 CHECKS |= {f"handed-over-{r}": lambda r=r: handed_over(r) for r in ("fp8_delayed", "fp8_current")}
+CHECKS |= {f"cast-by-norms-{s}": lambda s=s: cast_by_norms(s, "fp8_delayed") for s in ("gpt", "llama-tp")}
+CHECKS["cast-by-norms-recomputed"] = lambda: cast_by_norms("gpt", "fp8_delayed", **RECOMPUTED)
 CHECKS["handed-over-recomputed"] = lambda: handed_over("fp8_delayed", **RECOMPUTED)
 CHECKS |= {
-    check.__name__: check for check in (late_weights, dropped_entries, second_backward_fails, norm_marks_its_parameters)
+    check.__name__: check
+    for check in (late_weights, norms_that_are_seen, dropped_entries, second_backward_fails, norm_marks_its_parameters)
 }
 
 

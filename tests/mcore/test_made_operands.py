@@ -7,8 +7,9 @@ import torch
 
 import megatron_lowprec.numerics as numerics_module
 from megatron_lowprec import get_recipe
-from megatron_lowprec.mcore.made_operands import Handover, stand_in
-from megatron_lowprec.numerics import GradOutput, LinearNumerics, LinearPlace
+from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.mcore.made_operands import Handover, made_input, note_input, stand_in
+from megatron_lowprec.numerics import GradOutput, Input, LinearNumerics, LinearPlace
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.resolve import without_gemms
@@ -99,6 +100,19 @@ def test_a_changed_output_carries_nothing() -> None:
     assert Handover.on(y) is None
 
 
+def test_an_input_is_for_one_layer_and_as_it_was() -> None:
+    first, second = numerics_of("fp8_delayed"), numerics_of("fp8_delayed")
+    x = torch.ones(4, 16)
+    made = Input(x, *(ScaledOperand.empty(16, 16, torch.float8_e4m3fn, "tensor", x.device, 16) for _ in range(2)))
+    assert made_input(x, first) is None
+    note_input(x, made, first)
+    assert made_input(x, first) is made
+    assert made_input(x, second) is None
+    assert made_input(x.view(2, 2, 16), first) is None
+    x += 1
+    assert made_input(x, first) is None
+
+
 @pytest.mark.parametrize(
     ("recipe", "plain", "help_wanted"),
     [
@@ -118,3 +132,5 @@ def test_help_is_wanted_where_both_gemms_read_operands_alone(
     weight = torch.zeros(128, 128, dtype=torch.bfloat16)
     numerics.choose_products(weight)
     assert numerics.help_wanted("grad_output", weight) == help_wanted
+    of_x = {("dgrad",): "source"}.get(plain, help_wanted)  # whose GEMMs are fprop and wgrad
+    assert numerics.help_wanted("input", weight) == of_x

@@ -223,9 +223,10 @@ def dropouts(given: Inputs) -> Iterator[Piece]:
 def casts(given: Inputs) -> Iterator[Piece]:
     """What makes a tensor and casts it to FP8 along rows and columns by a known scale: two kernels, or one."""
     from megatron_lowprec.formats import FORMATS
-    from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
+    from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source
     from megatron_lowprec.kernels.cast.triton import Fp8Rule, cast_fp8
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
+    from megatron_lowprec.kernels.layernorm.triton import norm
 
     H = given.model.hidden
     dout = given.normal(given.tokens, H)
@@ -233,7 +234,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
     near = 1e-6 if dout.is_cuda else 2e-2  # the interpreter cuts to bf16 what is in memory between two kernels
     amax, observed = (torch.full((1,), value, device=dout.device) for value in (8.0, 0.0))
 
-    def cast(source: torch.Tensor | Source, fmt: str, sums: bool) -> Fp8Cast:
+    def cast(source: torch.Tensor | Source | NormSource, fmt: str, sums: bool = False) -> Fp8Cast:
         known = {"amax": amax, "observed": observed, "sums": sums}
         return cast_fp8(source, rules[fmt], rows=True, columns=True, **known)  # type: ignore[arg-type]
 
@@ -249,10 +250,18 @@ def casts(given: Inputs) -> Iterator[Piece]:
     computed = Source("dropout_grad", dout, key=key, p=DROPOUT)
     yield piece(
         "dropout's gradient and the bias's + cast, both",
-        lambda: cast(bias_dropout_add_backward(dout, DROPOUT, key, torch.bfloat16)[0], "e5m2", False),
-        lambda: cast(computed, "e5m2", True),
+        lambda: cast(bias_dropout_add_backward(dout, DROPOUT, key, torch.bfloat16)[0], "e5m2"),
+        lambda: cast(computed, "e5m2", sums=True),
         2 * LAYERS,
     )
+    weight, bias = 1 + given.normal(H, scale=0.1), given.normal(H, scale=0.1)
+    for name, b in (("LayerNorm", bias), ("RMSNorm", None)):
+        yield piece(
+            f"{name} + cast, both",
+            lambda b=b: cast(norm(dout, weight, b, EPS).y, "e4m3"),  # type: ignore[misc]
+            lambda b=b: cast(NormSource.of(dout, weight, b, EPS), "e4m3"),  # type: ignore[misc]
+            2 * LAYERS,
+        )
 
 
 def losses(given: Inputs) -> Iterator[Piece]:

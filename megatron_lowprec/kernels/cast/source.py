@@ -1,8 +1,9 @@
 """What a cast reads: a matrix, or one that another kernel would write and that is computed on the way instead.
 
-The entries are those that ``kernels.gelu`` and ``kernels.dropout`` write, rounded to the dtype of x as they round them,
-bit for bit: both use the same functions, whose multiply-adds are spelled out. A cast of GELU or of dropout's gradient
-along rows and columns then reads 2 bytes an entry and writes 2, where that kernel and the cast by themselves move 8.
+The entries are those that ``kernels.gelu``, ``kernels.dropout`` and ``kernels.layernorm`` write, rounded to the dtype
+of x as they round them, bit for bit: both use the same functions, whose multiply-adds are spelled out. A cast of GELU,
+of dropout's gradient or of a norm along rows and columns then reads 2 bytes an entry and writes 2, where that kernel
+and the cast by themselves move 8.
 """
 
 from typing import Literal, NamedTuple
@@ -14,6 +15,7 @@ from megatron_lowprec.kernels.dropout.reference import keep_scale, threshold
 
 Kind = Literal["matrix", "bias_gelu", "bias_gelu_grad", "dropout_grad"]
 KINDS: dict[Kind, int] = {"matrix": 0, "bias_gelu": 1, "bias_gelu_grad": 2, "dropout_grad": 3}
+NORM_KINDS = {"layernorm": 4, "rmsnorm": 5}
 
 
 class Source(NamedTuple):
@@ -62,6 +64,44 @@ class Source(NamedTuple):
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.x, self.argument, self.bias, self.key
+
+
+class NormSource(NamedTuple):
+    """A norm's output [T, N], whose entries follow once a row was read: the cast writes its statistics, too.
+
+    Attributes:
+        x: the norm's input, bf16 or fp32, contiguous.
+        weight, bias, eps: of ``kernels.layernorm.reference.norm``; no bias with RMSNorm.
+        mean, rstd: fp32 [T] that the cast fills; no mean with RMSNorm.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+    @staticmethod
+    def of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> "NormSource":
+        """With room for the statistics."""
+        rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        return NormSource(x, weight, bias, eps, None if bias is None else torch.empty_like(rstd), rstd)
+
+    @property
+    def kind(self) -> str:
+        """Of NORM_KINDS."""
+        return "rmsnorm" if self.mean is None else "layernorm"
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, N]"""
+        return self.x.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the output."""
+        return self.x.dtype
 
 
 def source_of(x: torch.Tensor | Source) -> Source:

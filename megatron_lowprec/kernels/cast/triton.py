@@ -8,19 +8,20 @@ of a norm or an activation never is in memory.
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from megatron_lowprec.formats import Format
-from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger, raise_to_amax
-from megatron_lowprec.kernels.cast.source import KINDS, Fp8Cast, Kind, Source, source_of
-from megatron_lowprec.kernels.cast.triton_ops import as_stored, encode_scale, kept_apart, observe, read, to_fp8
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
+from megatron_lowprec.kernels.cast.norm import NormCastKernel
+from megatron_lowprec.kernels.cast.source import KINDS, NORM_KINDS, Fp8Cast, Kind, NormSource, Source, source_of
+from megatron_lowprec.kernels.cast.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
-from megatron_lowprec.kernels.tuning import fastest
+from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, fastest
 
 _TILES = {"tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
 _BLOCK = 128
@@ -44,169 +45,6 @@ def _amax_kernel(x_ptr, amax_ptr, M, N, stride, VECTORS: tl.constexpr, BM: tl.co
         tl.atomic_max(cells + M + cols[None, :], by_column, mask=(cols < N)[None, :], sem="relaxed")
     else:
         raise_to_amax(amax_ptr, magnitude)
-
-
-@triton.jit
-def _cast_rows(
-    source,
-    row_ptr,
-    row_scale_ptr,
-    amax_ptr,
-    observed_ptr,
-    sums_ptr,
-    tile_m,
-    tile_n,
-    M,
-    height,
-    N,
-    stride,
-    ALONG_COLUMNS: tl.constexpr,
-    OBSERVES: tl.constexpr,
-    SUMS: tl.constexpr,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_SCALE: tl.constexpr,
-    MARGIN_SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Codes along rows with a scale a row, of the whole row or of its part in the tile."""
-    IS_BF16: tl.constexpr = KIND != 0 and source[0].dtype.element_ty == tl.bfloat16
-    out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    columns = tile_n * BN + tl.arange(0, BN)
-    col = columns[None, :]
-    total = tl.zeros([BN], tl.float32)
-    for part in range(BM // ROWS):
-        rows = tile_m * BM + part * ROWS + tl.arange(0, ROWS)
-        row = rows[:, None]
-        x = read(source, rows, tile_n * BN, M, N, stride, KIND, BN)
-        if SUMS and not ALONG_COLUMNS:
-            total += tl.sum(x, 0)
-        x = as_stored(x, IS_BF16, NATIVE)
-        if OBSERVES and not ALONG_COLUMNS:
-            observe(observed_ptr, amax_along(amax_along(tl.abs(x), 1), 0))
-        amax = tl.load(amax_ptr + row, mask=row < M, other=0.0) if TILE == 1 else amax_along(tl.abs(x), 1)
-        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
-        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-        if TILE == 1:
-            tl.store(row_scale_ptr + row, decode, mask=(row < M) & (tile_n == 0))
-        else:
-            tl.store(row_scale_ptr + tile_n * height + row, decode, mask=row < height)
-        codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
-        tl.store(out + row.to(tl.int64) * N + col, codes, mask=(row < height) & (col < N))
-    if SUMS and not ALONG_COLUMNS:
-        tl.store(sums_ptr + tile_m * N + columns, total, mask=columns < N)
-
-
-@triton.jit
-def _cast_words(
-    source,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    amax_ptr,
-    observed_ptr,
-    sums_ptr,
-    tile_m,
-    tile_n,
-    M,
-    height,
-    padded_M,
-    N,
-    stride,
-    ALONG_ROWS: tl.constexpr,
-    ALONG_COLUMNS: tl.constexpr,
-    OBSERVES: tl.constexpr,
-    SUMS: tl.constexpr,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_SCALE: tl.constexpr,
-    MARGIN_SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    NATIVE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Codes along columns; with one scale for all of the tile those along rows, too.
-
-    A thread has four consecutive rows of its columns, one in each of four tiles of a layout: it packs their codes to
-    one word of the transposed operand, so that whole words cross shared memory, not single bytes.
-    """
-    IS_BF16: tl.constexpr = KIND != 0 and source[0].dtype.element_ty == tl.bfloat16
-    ONE: tl.constexpr = TILE == 0 or TILE == 3
-    row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    words = tl.arange(0, BM // 4)
-    rows = tile_m * BM + 4 * words
-    row = rows[:, None]
-    for part in range(BN // COLUMNS):
-        first = tile_n * BN + part * COLUMNS
-        columns = first + tl.arange(0, COLUMNS)
-        col = columns[None, :]
-        x0 = read(source, rows, first, M, N, stride, KIND, COLUMNS)
-        x1 = read(source, rows + 1, first, M, N, stride, KIND, COLUMNS)
-        x2 = read(source, rows + 2, first, M, N, stride, KIND, COLUMNS)
-        x3 = read(source, rows + 3, first, M, N, stride, KIND, COLUMNS)
-        if SUMS:
-            tl.store(sums_ptr + tile_m * N + columns, tl.sum((x0 + x1) + (x2 + x3), 0), mask=columns < N)
-        x0, x1 = as_stored(x0, IS_BF16, NATIVE), as_stored(x1, IS_BF16, NATIVE)
-        x2, x3 = as_stored(x2, IS_BF16, NATIVE), as_stored(x3, IS_BF16, NATIVE)
-        if OBSERVES or TILE == 3 or TILE == 2:
-            amax = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
-            amax = amax_along(amax, 0) if TILE == 2 else amax_along(amax_along(amax, 1), 0)
-        if OBSERVES:
-            observe(observed_ptr, amax_along(amax, 1) if TILE == 2 else amax)
-        if TILE == 0:
-            amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
-        elif TILE == 1:
-            amax = tl.load(amax_ptr + M + col, mask=col < N, other=0.0)
-        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
-        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-        if TILE == 1:
-            tl.store(col_scale_ptr + col, decode, mask=(col < N) & (tile_m == 0))
-        elif TILE == 2:
-            tl.store(col_scale_ptr + tile_m * N + col, decode, mask=col < N)
-        else:
-            one = tl.zeros([1, 1], tl.int32)
-            leads = tile_m + tile_n + one == 0
-            if ALONG_ROWS:
-                pitch = tl.cdiv(tl.cdiv(N, BN), 4) * 4
-                if TILE == 0:
-                    tl.store(row_scale_ptr + one, decode, mask=leads)
-                else:
-                    tl.store(row_scale_ptr + tile_m * pitch + tile_n + one, decode)
-            if ALONG_COLUMNS:
-                pitch = tl.cdiv(tl.cdiv(padded_M, BM), 4) * 4
-                if TILE == 0:
-                    tl.store(col_scale_ptr + one, decode, mask=leads)
-                else:
-                    tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
-        packed = tl.zeros([BM // 4, COLUMNS], tl.uint32)
-        for four in tl.static_range(4):
-            x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
-            codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
-            if ALONG_ROWS and ONE:
-                tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=(row + four < height) & (col < N))
-                codes = kept_apart(codes, NATIVE)
-            packed |= codes.to(tl.uint32) << (8 * four)
-        if ALONG_COLUMNS:
-            to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
-            tl.store(col_out + to, packed, mask=(col < N) & (row < padded_M))
 
 
 @triton.jit(do_not_specialize=["threshold", "M", "height"])
@@ -254,7 +92,7 @@ def _cast_kernel(
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     ONE: tl.constexpr = TILE == 0 or TILE == 3  # one scale for all of the tile, whose codes serve both ways
     if ALONG_ROWS and not ONE:
-        _cast_rows(
+        cast_rows(
             source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
             tile_m, tile_n, M, height, N, stride, ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE, MANTISSA,
             MIN_EXPONENT, MAX, NAN_CODE, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, NATIVE, BM, BN,
@@ -262,7 +100,7 @@ def _cast_kernel(
         )  # fmt: skip
     if ALONG_COLUMNS or ONE:
         # after rows with scales of their own this reads the tile again, from the cache
-        _cast_words(
+        cast_words(
             source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr,
             observed_ptr, sums_ptr, tile_m, tile_n, M, height, padded_M, N, stride, ALONG_ROWS,
             ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, FLOOR,
@@ -282,9 +120,36 @@ class Fp8Rule:
     scale_rule: str = "amax"
     amax_floor: float = 0.0
     margin: int = 0
-    kernels: dict[tuple[bool, bool, bool, bool, Kind], "_CastKernel"] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        return torch.float8_e4m3fn if self.fmt.name == "e4m3" else torch.float8_e5m2
+
+    def constants(self, rows: bool, columns: bool, observes: bool, sums: bool, kind: int) -> dict[str, Any]:
+        """Of a kernel that gives these operands by this rule; in the order of ``cast_words``."""
+        floor = torch.tensor(self.amax_floor, dtype=torch.float64)
+        floor32 = floor.float()
+        if floor32 < floor:
+            floor32 = torch.nextafter(floor32, torch.tensor(torch.inf))
+        return {
+            "ALONG_ROWS": rows,
+            "ALONG_COLUMNS": columns,
+            "OBSERVES": observes,
+            "SUMS": sums,
+            "KIND": kind,
+            "TILE": _TILES[self.tile],
+            "MANTISSA": self.fmt.mantissa_bits,
+            "MIN_EXPONENT": self.fmt.min_exponent,
+            "MAX": self.fmt.max,
+            "NAN_CODE": 0x7F,
+            "FLOOR": float(floor32),
+            "FLOOR_SCALE": float((self.fmt.max / floor).float()) if self.amax_floor else 1.0,
+            "MARGIN_SCALE": 2.0**-self.margin,
+            "POWER_OF_TWO": self.scale_rule == "amax_pow2",
+            "NATIVE": torch.cuda.is_available(),
+        }
 
 
 def amax_of(x: torch.Tensor, vectors: bool) -> torch.Tensor:
@@ -298,7 +163,7 @@ def amax_of(x: torch.Tensor, vectors: bool) -> torch.Tensor:
 
 
 def cast_fp8(
-    x: torch.Tensor | Source,
+    x: torch.Tensor | Source | NormSource,
     rule: Fp8Rule,
     *,
     rows: bool,
@@ -311,11 +176,21 @@ def cast_fp8(
 
     Args:
         x: bf16 or fp32, the last dimension contiguous; not empty. N a multiple of 16; of 128 along rows in blocks of
-            1x128 and for 128x128. M of any size: columns are padded with zeros to whole units of the product.
+            1x128 and for 128x128. M of any size: columns are padded with zeros to whole units of the product. A
+            norm's output for tile "tensor", without sums; its statistics are written.
         amax: of tiles "tensor" [1] and "row" [M + N], from ``amax_of`` or a history; made here where it is None.
         observed: fp32 [1], raised to the amax of x on the way.
         sums: also sum over M, for the gradient of a bias; of a computed source before its entries are rounded.
     """
+    if isinstance(x, NormSource):
+        assert rule.tile == "tensor", "a norm is cast by a known scale"
+        assert amax is not None
+        assert not sums
+        kind = (rows, columns, observed is not None, x.kind, x.shape[1])
+        if kind not in rule.kernels:
+            constants = rule.constants(rows, columns, observed is not None, False, NORM_KINDS[x.kind])
+            rule.kernels[kind] = NormCastKernel(constants, x.shape[1], rule.dtype)
+        return rule.kernels[kind].run(x, amax, observed)
     source = source_of(x)
     if amax is None and rule.tile in ("tensor", "row"):
         assert source.kind == "matrix", "a computed source comes with its amax"
@@ -348,30 +223,8 @@ class _CastKernel:
     """The kernel for one rule and set of outputs, in the tiling that is fastest."""
 
     def __init__(self, rule: Fp8Rule, rows: bool, columns: bool, observes: bool, sums: bool, kind: Kind) -> None:
-        fmt = rule.fmt
         self._rule, self._rows, self._columns, self._sums = rule, rows, columns, sums
-        self._dtype = torch.float8_e4m3fn if fmt.name == "e4m3" else torch.float8_e5m2
-        floor = torch.tensor(rule.amax_floor, dtype=torch.float64)
-        floor32 = floor.float()
-        if floor32 < floor:
-            floor32 = torch.nextafter(floor32, torch.tensor(torch.inf))
-        constants = {
-            "ALONG_ROWS": rows,
-            "ALONG_COLUMNS": columns,
-            "OBSERVES": observes,
-            "SUMS": sums,
-            "KIND": KINDS[kind],
-            "TILE": _TILES[rule.tile],
-            "MANTISSA": fmt.mantissa_bits,
-            "MIN_EXPONENT": fmt.min_exponent,
-            "MAX": fmt.max,
-            "NAN_CODE": 0x7F,
-            "FLOOR": float(floor32),
-            "FLOOR_SCALE": float((fmt.max / floor).float()) if rule.amax_floor else 1.0,
-            "MARGIN_SCALE": 2.0**-rule.margin,
-            "POWER_OF_TWO": rule.scale_rule == "amax_pow2",
-            "NATIVE": torch.cuda.is_available(),
-        }
+        constants = rule.constants(rows, columns, observes, sums, KINDS[kind])
         if rule.tile == "1x128":
             B = _BLOCK
             shapes = {
@@ -441,14 +294,10 @@ class _CastKernel:
             )
             self._specialized[tiling].launch(tiles_m * -(-N // tiling.columns), device, arguments, specialized_on)
 
-        if self._tiling is None and x.numel() >= _LARGE_ENOUGH:
+        if self._tiling is None and x.numel() >= LARGE_ENOUGH:
             self._tiling = fastest(self._name, self._tilings, run, device)
         run(self._tiling or self._tilings[0])
         return Fp8Cast(by_rows, by_columns, parts)
 
     def _operand(self, height: int, length: int, device: torch.device, rows: int) -> ScaledOperand:
-        return ScaledOperand.empty(height, length, self._dtype, self._rule.tile, device, rows)
-
-
-_LARGE_ENOUGH = 1 << 24
-"""Entries from which an operand tells tilings apart."""
+        return ScaledOperand.empty(height, length, self._rule.dtype, self._rule.tile, device, rows)

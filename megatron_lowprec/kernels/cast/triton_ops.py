@@ -6,6 +6,7 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.dropout.triton import factors
 from megatron_lowprec.kernels.gelu.triton import gelu_of, gelu_slope_of
+from megatron_lowprec.kernels.layernorm.triton import affine
 from megatron_lowprec.kernels.quantize.triton_ops import element_codes, round_to_grid
 
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
@@ -15,9 +16,9 @@ _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 def read(source, rows, first_column, M, N, stride, KIND: tl.constexpr, COLUMNS: tl.constexpr):
     """fp32 entries before any rounding at ``rows`` [R] and COLUMNS columns from the first on; zeros outside of [M, N].
 
-    ``source`` are the kernel's arguments for ``cast.source.Source``, ``first_column`` is a multiple of 8.
+    ``source`` are a kernel's arguments for ``Source`` or ``NormSource``; ``first_column`` is a multiple of 8.
     """
-    x_ptr, argument_ptr, bias_ptr, key_ptr, threshold, keep_scale = source
+    x_ptr, argument_ptr, bias_ptr = source[0], source[1], source[2]
     row, col = rows[:, None], (first_column + tl.arange(0, COLUMNS))[None, :]
     inside = (row < M) & (col < N)
     at = row.to(tl.int64) * stride + col
@@ -31,7 +32,15 @@ def read(source, rows, first_column, M, N, stride, KIND: tl.constexpr, COLUMNS: 
             x = x * gelu_slope_of(argument + bias)
         x = tl.where(inside, x, 0.0)
     elif KIND == 3:
-        x = x * factors(rows, first_column, key_ptr, threshold, keep_scale, COLUMNS)
+        x = x * factors(rows, first_column, source[3], source[4], source[5], COLUMNS)
+    elif KIND == 4 or KIND == 5:
+        rstd = tl.load(source[4] + row, mask=row < M, other=0.0)
+        weight = tl.load(argument_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        bias = weight
+        if KIND == 4:
+            x = x - tl.load(source[3] + row, mask=row < M, other=0.0)
+            bias = tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        x = tl.where(inside, affine(x, rstd, weight, bias, KIND == 4), 0.0)
     return x
 
 

@@ -19,17 +19,43 @@ from megatron_lowprec.kernels.layernorm.reference import Normalized
 
 
 @triton.jit
-def affine_norm(x, weight, bias, inside, eps, WIDTH: tl.constexpr, CENTERED: tl.constexpr):
-    """fp32 [R, BLOCK] -> (y, mean, rstd), y before any rounding; entries beyond WIDTH are zeros in x."""
+def centered_norm(x, inside, eps, WIDTH: tl.constexpr, CENTERED: tl.constexpr):
+    """fp32 [R, BLOCK] -> (x without its mean where CENTERED, mean, rstd); entries beyond WIDTH are zeros in x."""
     mean = tl.sum(x, 1) / WIDTH
     if CENTERED:
         # the variance of what is left, not a difference of squares: an offset costs no digits
         x = tl.where(inside, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
-    y = x * rstd[:, None] * weight[None, :]
+    return x, mean, tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
+
+
+@triton.jit
+def affine(x, rstd, weight, bias, CENTERED: tl.constexpr):
+    """A norm's output before any rounding, of fp32 operands that broadcast to x, of ``centered_norm``.
+
+    The multiply-add is spelled out: all kernels then have one result.
+    """
+    x = x * rstd
+    return tl.fma(x, weight, bias) if CENTERED else x * weight
+
+
+@triton.jit
+def store_statistics(
+    x_ptr, mean_ptr, rstd_ptr, first_row, T, eps,
+    WIDTH: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Statistics of ROWS rows, to memory; and (x as ``centered_norm`` has it, rstd) [ROWS, BLOCK], [ROWS].
+
+    Two kernels have the same bits where they have the same ROWS, BLOCK and number of warps: the order of the sums.
+    """
+    rows, columns = first_row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside = (rows < T)[:, None] & (columns < WIDTH)[None, :]
+    at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x, mean, rstd = centered_norm(x, inside, eps, WIDTH, CENTERED)
     if CENTERED:
-        y += bias[None, :]
-    return y, mean, rstd
+        tl.store(mean_ptr + rows, mean, mask=rows < T)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < T)
+    return x, rstd
 
 
 @triton.jit
@@ -49,23 +75,19 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
+    first_row = tl.program_id(0) * ROWS
+    x, rstd = store_statistics(x_ptr, mean_ptr, rstd_ptr, first_row, T, eps, WIDTH, CENTERED, ROWS, BLOCK)
+    rows, columns = first_row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (rows < T)[:, None] & (columns < WIDTH)[None, :]
     at = rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     bias = weight
     if CENTERED:
         bias = tl.load(bias_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    y, mean, rstd = affine_norm(x, weight, bias, inside, eps, WIDTH, CENTERED)
-    y = y.to(y_ptr.dtype.element_ty)
+    y = affine(x, rstd[:, None], weight[None, :], bias[None, :], CENTERED).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, mask=inside)
     if OBSERVES:
         raise_to_amax(amax_ptr, tl.where(inside, y.to(tl.float32), 0.0))
-    if CENTERED:
-        tl.store(mean_ptr + rows, mean, mask=rows < T)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < T)
 
 
 @triton.jit

@@ -1,0 +1,170 @@
+"""FP8 codes and scales of one tile of a matrix, inside of a Triton program."""
+
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
+from megatron_lowprec.kernels.cast.triton_ops import as_stored, encode_scale, kept_apart, observe, read, to_fp8
+
+
+@triton.jit
+def cast_rows(
+    source,
+    row_ptr,
+    row_scale_ptr,
+    amax_ptr,
+    observed_ptr,
+    sums_ptr,
+    tile_m,
+    tile_n,
+    M,
+    height,
+    N,
+    stride,
+    ALONG_COLUMNS: tl.constexpr,
+    OBSERVES: tl.constexpr,
+    SUMS: tl.constexpr,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FLOOR_SCALE: tl.constexpr,
+    MARGIN_SCALE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Codes along rows with a scale a row, of the whole row or of its part in the tile."""
+    IS_BF16: tl.constexpr = KIND != 0 and source[0].dtype.element_ty == tl.bfloat16
+    out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    columns = tile_n * BN + tl.arange(0, BN)
+    col = columns[None, :]
+    total = tl.zeros([BN], tl.float32)
+    for part in range(BM // ROWS):
+        rows = tile_m * BM + part * ROWS + tl.arange(0, ROWS)
+        row = rows[:, None]
+        x = read(source, rows, tile_n * BN, M, N, stride, KIND, BN)
+        if SUMS and not ALONG_COLUMNS:
+            total += tl.sum(x, 0)
+        x = as_stored(x, IS_BF16, NATIVE)
+        if OBSERVES and not ALONG_COLUMNS:
+            observe(observed_ptr, amax_along(amax_along(tl.abs(x), 1), 0))
+        amax = tl.load(amax_ptr + row, mask=row < M, other=0.0) if TILE == 1 else amax_along(tl.abs(x), 1)
+        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
+        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        if TILE == 1:
+            tl.store(row_scale_ptr + row, decode, mask=(row < M) & (tile_n == 0))
+        else:
+            tl.store(row_scale_ptr + tile_n * height + row, decode, mask=row < height)
+        codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
+        tl.store(out + row.to(tl.int64) * N + col, codes, mask=(row < height) & (col < N))
+    if SUMS and not ALONG_COLUMNS:
+        tl.store(sums_ptr + tile_m * N + columns, total, mask=columns < N)
+
+
+@triton.jit
+def cast_words(
+    source,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    amax_ptr,
+    observed_ptr,
+    sums_ptr,
+    tile_m,
+    tile_n,
+    M,
+    height,
+    padded_M,
+    N,
+    stride,
+    ALONG_ROWS: tl.constexpr,
+    ALONG_COLUMNS: tl.constexpr,
+    OBSERVES: tl.constexpr,
+    SUMS: tl.constexpr,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FLOOR_SCALE: tl.constexpr,
+    MARGIN_SCALE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Codes along columns; with one scale for all of the tile those along rows, too.
+
+    A thread has four consecutive rows of its columns, one in each of four tiles of a layout: it packs their codes to
+    one word of the transposed operand, so that whole words cross shared memory, not single bytes.
+    """
+    IS_BF16: tl.constexpr = KIND != 0 and source[0].dtype.element_ty == tl.bfloat16
+    ONE: tl.constexpr = TILE == 0 or TILE == 3
+    row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    words = tl.arange(0, BM // 4)
+    rows = tile_m * BM + 4 * words
+    row = rows[:, None]
+    for part in range(BN // COLUMNS):
+        first = tile_n * BN + part * COLUMNS
+        columns = first + tl.arange(0, COLUMNS)
+        col = columns[None, :]
+        x0 = read(source, rows, first, M, N, stride, KIND, COLUMNS)
+        x1 = read(source, rows + 1, first, M, N, stride, KIND, COLUMNS)
+        x2 = read(source, rows + 2, first, M, N, stride, KIND, COLUMNS)
+        x3 = read(source, rows + 3, first, M, N, stride, KIND, COLUMNS)
+        if SUMS:
+            tl.store(sums_ptr + tile_m * N + columns, tl.sum((x0 + x1) + (x2 + x3), 0), mask=columns < N)
+        x0, x1 = as_stored(x0, IS_BF16, NATIVE), as_stored(x1, IS_BF16, NATIVE)
+        x2, x3 = as_stored(x2, IS_BF16, NATIVE), as_stored(x3, IS_BF16, NATIVE)
+        if OBSERVES or TILE == 3 or TILE == 2:
+            amax = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
+            amax = amax_along(amax, 0) if TILE == 2 else amax_along(amax_along(amax, 1), 0)
+        if OBSERVES:
+            observe(observed_ptr, amax_along(amax, 1) if TILE == 2 else amax)
+        if TILE == 0:
+            amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
+        elif TILE == 1:
+            amax = tl.load(amax_ptr + M + col, mask=col < N, other=0.0)
+        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
+        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        if TILE == 1:
+            tl.store(col_scale_ptr + col, decode, mask=(col < N) & (tile_m == 0))
+        elif TILE == 2:
+            tl.store(col_scale_ptr + tile_m * N + col, decode, mask=col < N)
+        else:
+            one = tl.zeros([1, 1], tl.int32)
+            leads = tile_m + tile_n + one == 0
+            if ALONG_ROWS:
+                pitch = tl.cdiv(tl.cdiv(N, BN), 4) * 4
+                if TILE == 0:
+                    tl.store(row_scale_ptr + one, decode, mask=leads)
+                else:
+                    tl.store(row_scale_ptr + tile_m * pitch + tile_n + one, decode)
+            if ALONG_COLUMNS:
+                pitch = tl.cdiv(tl.cdiv(padded_M, BM), 4) * 4
+                if TILE == 0:
+                    tl.store(col_scale_ptr + one, decode, mask=leads)
+                else:
+                    tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
+        packed = tl.zeros([BM // 4, COLUMNS], tl.uint32)
+        for four in tl.static_range(4):
+            x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
+            codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
+            if ALONG_ROWS and ONE:
+                tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=(row + four < height) & (col < N))
+                codes = kept_apart(codes, NATIVE)
+            packed |= codes.to(tl.uint32) << (8 * four)
+        if ALONG_COLUMNS:
+            to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
+            tl.store(col_out + to, packed, mask=(col < N) & (row < padded_M))

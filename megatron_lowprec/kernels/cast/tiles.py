@@ -4,7 +4,15 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
-from megatron_lowprec.kernels.cast.triton_ops import as_stored, encode_scale, kept_apart, observe, read, to_fp8
+from megatron_lowprec.kernels.cast.triton_ops import (
+    as_stored,
+    both_scales,
+    four_to_fp8,
+    observe,
+    places,
+    read,
+    to_fp8,
+)
 
 
 @triton.jit
@@ -39,24 +47,30 @@ def cast_rows(
     BN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Codes along rows with a scale a row, of the whole row or of its part in the tile."""
-    IS_BF16: tl.constexpr = KIND != 0 and source[0].dtype.element_ty == tl.bfloat16
+    """Codes along rows with a scale a row, of the whole row or of its part in the tile.
+
+    The tile is held as [BN / 32, rows, 32]: four threads share a row, and each works out the scales of few.
+    """
+    CHUNK: tl.constexpr = 32
+    BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
+    IS_BF16: tl.constexpr = KIND != 0 and BF16
+    OF_BF16: tl.constexpr = NATIVE and TILE == 2 and BF16
     out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    columns = tile_n * BN + tl.arange(0, BN)
-    col = columns[None, :]
-    total = tl.zeros([BN], tl.float32)
+    total = tl.zeros([BN // CHUNK, 1, CHUNK], tl.float32)
     for part in range(BM // ROWS):
         rows = tile_m * BM + part * ROWS + tl.arange(0, ROWS)
-        row = rows[:, None]
-        x = read(source, rows, tile_n * BN, M, N, stride, KIND, BN)
+        row, col = places(rows, tile_n * BN, BN, CHUNK)
+        x = read(source, rows, tile_n * BN, M, N, stride, KIND, BN, CHUNK)
         if SUMS and not ALONG_COLUMNS:
-            total += tl.sum(x, 0)
+            total += tl.sum(x, 1, keep_dims=True)
         x = as_stored(x, IS_BF16, NATIVE)
         if OBSERVES and not ALONG_COLUMNS:
-            observe(observed_ptr, amax_along(amax_along(tl.abs(x), 1), 0))
-        amax = tl.load(amax_ptr + row, mask=row < M, other=0.0) if TILE == 1 else amax_along(tl.abs(x), 1)
-        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
-        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+            observe(observed_ptr, amax_along(amax_along(amax_along(tl.abs(x), 2), 0), 1))
+        if TILE == 1:
+            amax = tl.load(amax_ptr + row, mask=row < M, other=0.0)
+        else:
+            amax = amax_along(amax_along(tl.abs(x), 0), 2)
+        scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, OF_BF16)
         if TILE == 1:
             tl.store(row_scale_ptr + row, decode, mask=(row < M) & (tile_n == 0))
         else:
@@ -64,7 +78,8 @@ def cast_rows(
         codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
         tl.store(out + row.to(tl.int64) * N + col, codes, mask=(row < height) & (col < N))
     if SUMS and not ALONG_COLUMNS:
-        tl.store(sums_ptr + tile_m * N + columns, total, mask=columns < N)
+        row, col = places(tl.arange(0, 1), tile_n * BN, BN, CHUNK)
+        tl.store(sums_ptr + tile_m * N + row + col, total, mask=col < N)
 
 
 @triton.jit
@@ -108,23 +123,24 @@ def cast_words(
     A thread has four consecutive rows of its columns, one in each of four tiles of a layout: it packs their codes to
     one word of the transposed operand, so that whole words cross shared memory, not single bytes.
     """
-    IS_BF16: tl.constexpr = KIND != 0 and source[0].dtype.element_ty == tl.bfloat16
+    BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
+    IS_BF16: tl.constexpr = KIND != 0 and BF16
+    OF_BF16: tl.constexpr = NATIVE and TILE == 2 and BF16
     ONE: tl.constexpr = TILE == 0 or TILE == 3
     row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     words = tl.arange(0, BM // 4)
     rows = tile_m * BM + 4 * words
-    row = rows[:, None]
     for part in range(BN // COLUMNS):
         first = tile_n * BN + part * COLUMNS
-        columns = first + tl.arange(0, COLUMNS)
-        col = columns[None, :]
-        x0 = read(source, rows, first, M, N, stride, KIND, COLUMNS)
-        x1 = read(source, rows + 1, first, M, N, stride, KIND, COLUMNS)
-        x2 = read(source, rows + 2, first, M, N, stride, KIND, COLUMNS)
-        x3 = read(source, rows + 3, first, M, N, stride, KIND, COLUMNS)
+        row, col = places(rows, first, COLUMNS, COLUMNS)
+        x0 = read(source, rows, first, M, N, stride, KIND, COLUMNS, COLUMNS)
+        x1 = read(source, rows + 1, first, M, N, stride, KIND, COLUMNS, COLUMNS)
+        x2 = read(source, rows + 2, first, M, N, stride, KIND, COLUMNS, COLUMNS)
+        x3 = read(source, rows + 3, first, M, N, stride, KIND, COLUMNS, COLUMNS)
         if SUMS:
-            tl.store(sums_ptr + tile_m * N + columns, tl.sum((x0 + x1) + (x2 + x3), 0), mask=columns < N)
+            total = tl.sum((x0 + x1) + (x2 + x3), 0, keep_dims=True)
+            tl.store(sums_ptr + tile_m * N + col, total, mask=col < N)
         x0, x1 = as_stored(x0, IS_BF16, NATIVE), as_stored(x1, IS_BF16, NATIVE)
         x2, x3 = as_stored(x2, IS_BF16, NATIVE), as_stored(x3, IS_BF16, NATIVE)
         if OBSERVES or TILE == 3 or TILE == 2:
@@ -136,8 +152,7 @@ def cast_words(
             amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
         elif TILE == 1:
             amax = tl.load(amax_ptr + M + col, mask=col < N, other=0.0)
-        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
-        decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, OF_BF16)
         if TILE == 1:
             tl.store(col_scale_ptr + col, decode, mask=(col < N) & (tile_m == 0))
         elif TILE == 2:
@@ -157,14 +172,14 @@ def cast_words(
                     tl.store(col_scale_ptr + one, decode, mask=leads)
                 else:
                     tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
-        packed = tl.zeros([BM // 4, COLUMNS], tl.uint32)
-        for four in tl.static_range(4):
-            x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
-            codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
-            if ALONG_ROWS and ONE:
+        if ALONG_ROWS and ONE:
+            for four in tl.static_range(4):
+                x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
+                codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
                 tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=(row + four < height) & (col < N))
-                codes = kept_apart(codes, NATIVE)
-            packed |= codes.to(tl.uint32) << (8 * four)
         if ALONG_COLUMNS:
+            packed = four_to_fp8(
+                x0 * scale, x1 * scale, x2 * scale, x3 * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE
+            )
             to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
             tl.store(col_out + to, packed, mask=(col < N) & (row < padded_M))

@@ -13,13 +13,27 @@ _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def read(source, rows, first_column, M, N, stride, KIND: tl.constexpr, COLUMNS: tl.constexpr):
+def places(rows, first_column, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """Numbers of rows and of columns of a tile held as [R, COLUMNS], or cut into [COLUMNS / CHUNK, R, CHUNK]."""
+    if CHUNK == COLUMNS:
+        row = rows[:, None]
+        col = (first_column + tl.arange(0, COLUMNS))[None, :]
+    else:
+        row = rows[None, :, None]
+        chunk = first_column + CHUNK * tl.arange(0, COLUMNS // CHUNK)
+        col = chunk[:, None, None] + tl.arange(0, CHUNK)[None, None, :]
+    return row, col
+
+
+@triton.jit
+def read(source, rows, first_column, M, N, stride, KIND: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
     """fp32 entries before any rounding at ``rows`` [R] and COLUMNS columns from the first on; zeros outside of [M, N].
 
-    ``source`` are a kernel's arguments for ``Source`` or ``NormSource``; ``first_column`` is a multiple of 8.
+    ``source`` are a kernel's arguments for ``Source`` or ``NormSource``; ``first_column`` is a multiple of 8. The
+    entries lie as ``places`` has them.
     """
     x_ptr, argument_ptr, bias_ptr = source[0], source[1], source[2]
-    row, col = rows[:, None], (first_column + tl.arange(0, COLUMNS))[None, :]
+    row, col = places(rows, first_column, COLUMNS, CHUNK)
     inside = (row < M) & (col < N)
     at = row.to(tl.int64) * stride + col
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -32,7 +46,10 @@ def read(source, rows, first_column, M, N, stride, KIND: tl.constexpr, COLUMNS: 
             x = x * gelu_slope_of(argument + bias)
         x = tl.where(inside, x, 0.0)
     elif KIND == 3:
-        x = x * factors(rows, first_column, source[3], source[4], source[5], COLUMNS)
+        kept = factors(rows, first_column, source[3], source[4], source[5], COLUMNS)
+        if CHUNK != COLUMNS:
+            kept = tl.permute(tl.reshape(kept, [rows.shape[0], COLUMNS // CHUNK, CHUNK]), (1, 0, 2))
+        x = x * kept
     elif KIND == 4 or KIND == 5:
         rstd = tl.load(source[4] + row, mask=row < M, other=0.0)
         weight = tl.load(argument_ptr + col, mask=col < N, other=0.0).to(tl.float32)
@@ -87,15 +104,15 @@ def both_scales(
     FLOOR_SCALE: tl.constexpr,
     MARGIN_SCALE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    SHORT: tl.constexpr,
+    OF_BF16: tl.constexpr,
 ):
     """``encode_scale`` and its reciprocal, the decode scale, both rounded to nearest.
 
-    SHORT: amax is a bf16 number, there is no floor, no margin and no power of two. Then no IEEE division is needed: the
-    quotient of the mantissas, 1.75 by one of 128, is right after one correction, and the reciprocal of a scale after
-    one of amax / MAX; tests/kernels/test_cast.py tries all bf16 numbers. MAX has to be 1.75 times a power of two.
+    OF_BF16: on a GPU amax is a bf16 number. Then no IEEE division is needed: the quotient of the mantissas, 1.75 by one
+    of 128, is right after one correction, and the reciprocal of a scale after one of amax / MAX;
+    tests/kernels/test_cast.py tries all bf16 numbers.
     """
-    if SHORT:
+    if OF_BF16 and FLOOR == 0.0 and MARGIN_SCALE == 1.0 and not POWER_OF_TWO:
         # the least whose quotient is within fp32; what is below has fp32's maximum for a scale, but 0 has 1
         LEAST: tl.constexpr = (1.75 + 2.0**-23) * (MAX / 1.75) * 2.0**-128
         number = tl.maximum(tl.where(amax == 0.0, MAX, amax), LEAST)
@@ -108,7 +125,7 @@ def both_scales(
         top = tl.full(amax.shape, 1.75, tl.float32)
         quotient = 1.75 * about
         quotient = tl.fma(tl.fma(-quotient, mantissa, top), about, quotient)
-        MAX_EXPONENT: tl.constexpr = 8 if MAX == 448.0 else 15
+        MAX_EXPONENT: tl.constexpr = 8 if MAX == 448.0 else 15  # of E4M3's 448 and of E5M2's 57344
         bits = quotient.to(tl.int32, bitcast=True) + ((127 + MAX_EXPONENT) << 23) - exponent
         scale = tl.where(amax < float("inf"), bits, 0x7FC00000).to(tl.float32, bitcast=True)
         about = number * (1.0 / MAX)

@@ -195,7 +195,8 @@ def train(recipe: str, device: str = "cpu") -> list[list[list[torch.Tensor]]]:
                 assert leaf.grad is not None
                 assert layer.weight.grad is not None
                 found.append([y.detach(), leaf.grad, layer.weight.grad])
-        update(*pair, main=(values(device=device) * (number + 2) + 0.01).bfloat16())
+        # on the CPU: it adds 0.01 rounded to bf16, a GPU adds it as fp32
+        update(*pair, main=(values() * (number + 2) + 0.01).bfloat16().to(device))
     for operand, (history, slot) in pair[0].numerics.histories.items():
         other, at = pair[1].numerics.histories[operand]
         assert torch.equal(history.state(slot), other.state(at)), operand

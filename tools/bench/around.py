@@ -7,6 +7,8 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from megatron_lowprec.training import startup
 from tools.bench.measure import Bench, Call, Copy, errors, one_line, rate
 from tools.bench.pieces import LAYERS, PIECES, Inputs, Piece
@@ -34,8 +36,6 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     """Each piece of each model's step."""
     startup.prepare_environment()  # before Megatron-core is imported
     if not bench.on_gpu:
-        import torch._dynamo
-
         torch._dynamo.config.disable = True
     large = bench.copy(args.copy_bytes)
     generator = torch.Generator(bench.device).manual_seed(args.seed)

@@ -143,15 +143,16 @@ def cast_words(
             tl.store(sums_ptr + tile_m * N + col, total, mask=col < N)
         x0, x1 = as_stored(x0, IS_BF16, NATIVE), as_stored(x1, IS_BF16, NATIVE)
         x2, x3 = as_stored(x2, IS_BF16, NATIVE), as_stored(x3, IS_BF16, NATIVE)
-        if OBSERVES or TILE == 3 or TILE == 2:
-            amax = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
-            amax = amax_along(amax, 0) if TILE == 2 else amax_along(amax_along(amax, 1), 0)
+        found = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
+        found = amax_along(found, 0) if TILE == 2 else amax_along(amax_along(found, 1), 0)
         if OBSERVES:
-            observe(observed_ptr, amax_along(amax, 1) if TILE == 2 else amax)
+            observe(observed_ptr, amax_along(found, 1) if TILE == 2 else found)
         if TILE == 0:
             amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
         elif TILE == 1:
             amax = tl.load(amax_ptr + M + col, mask=col < N, other=0.0)
+        else:
+            amax = found
         scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, OF_BF16)
         if TILE == 1:
             tl.store(col_scale_ptr + col, decode, mask=(col < N) & (tile_m == 0))

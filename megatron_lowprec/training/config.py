@@ -40,6 +40,11 @@ class RecipeOptions:
         "let each tensor-parallel rank take a current scale from its own part: no collective for it, but codes then "
         "depend on the tensor-parallel size",
     )
+    fill_amax_histories: bool = arg(
+        False,
+        "delayed scaling: before a new run's first step, fill the amax histories by passes over its batch without an "
+        "update; else that step is taken with scale 1, as TransformerEngine takes it",
+    )
     same_noise_on_data_parallel: bool = arg(
         False, "draw the same rounding noise and signs on every data-parallel rank (to study what that does)"
     )

@@ -212,7 +212,9 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     if not config.no_self_test and config.transformer_impl == "local":
         together(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
     progress = checkpoint.Progress()
-    uncalibrated = False
+    uncalibrated = config.fill_amax_histories and bool(plan.recipe.delayed_operands())
+    if config.fill_amax_histories and not uncalibrated:
+        notes.append(f"--fill-amax-histories: nothing to fill, recipe {plan.recipe.name} has no delayed scaling")
     if plan.found is not None:
         loaded = checkpoint.load(plan.found, trainer, config, layout)
         progress, uncalibrated = loaded.progress, loaded.uncalibrated

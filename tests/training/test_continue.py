@@ -309,6 +309,26 @@ def test_histories_of_gradients_follow_the_batch_of_a_rank(
         assert history.window[0, slot].item() == pytest.approx(expected, rel=0.6)
 
 
+@pytest.mark.parametrize("fill", [True, None])
+def test_a_new_run_s_histories_are_filled_where_that_is_asked(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fill: bool | None
+) -> None:
+    iterate, in_effect = loop._train_iteration, list[float]()
+
+    def watched(run: Any, *rest: Any) -> Any:
+        if run.progress.iteration == 0:
+            layers = run.trainer.runtime.layers
+            in_effect.extend(h.in_effect[slot].item() for one in layers for h, slot in one.histories.values())
+        return iterate(run, *rest)
+
+    monkeypatch.setattr(loop, "_train_iteration", watched)
+    drive(argv(save="out", recipe="fp8_delayed", train_iters=2, fill_amax_histories=fill))
+    assert ("histories filled by 3 passes" in capsys.readouterr().out) is bool(fill)
+    assert [amax > 0 for amax in in_effect] == [bool(fill)] * (2 * 4 * 3)
+    drive(argv(save="plain", train_iters=1, fill_amax_histories=fill))
+    assert ("nothing to fill, recipe bf16 has no delayed scaling" in capsys.readouterr().out) is bool(fill)
+
+
 def test_calibration_leaves_no_trace_but_the_histories(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     # Dropout is on. A run under bf16 that calibrates all the same is the run that does not.
     drive(argv(**COMMON))

@@ -239,17 +239,17 @@ def lm_losses(folder: Path) -> list[float]:
 @needs_te
 @pytest.mark.parametrize("recipe", ["bf16", *FP8, "fp8_current_bf16_ends"])
 def test_a_recipe_means_the_same_to_both(tmp_path: Path, recipe: str) -> None:
-    common = {**ON_GPU, "recipe": recipe, "train_iters": 40, "lr_decay_style": "constant"}
+    # At scale 1 E5M2 rounds most gradients of the first steps to zero, which of them depends on the order of microbatch
+    # and update, and the last losses with it, by 4% and more.
+    common = {**ON_GPU, "recipe": recipe, "train_iters": 40, "lr_decay_style": "constant", "fill_amax_histories": True}
     said = must_run(tmp_path, "theirs", **common)
     must_run(tmp_path, "ours", "local", **common)
     assert f"recipe {recipe} by TransformerEngine, native" in said
     assert "optimizer FusedAdam of transformer_engine" in said
     theirs, ours = lm_losses(tmp_path / "theirs"), lm_losses(tmp_path / "ours")
-    # Sums run in other orders, and bf16 keeps 8 bits: the first loss agrees to those, later ones drift apart. Delayed
-    # scaling begins with scale 1, under which E5M2 rounds most gradients of the first steps to zero, and which of them
-    # depends on the order of microbatch and update: with histories filled before, our sum is higher by 4.5%.
+    # Sums run in other orders, and bf16 keeps 8 bits: the first loss agrees to those, later ones drift apart.
     assert theirs[0] == pytest.approx(ours[0], rel=2e-3)
-    assert sum(theirs[-10:]) == pytest.approx(sum(ours[-10:]), rel=5e-2 if recipe == "fp8_delayed" else 2e-2)
+    assert sum(theirs[-10:]) == pytest.approx(sum(ours[-10:]), rel=2e-2)
     assert theirs[-1] < theirs[0] - 0.2
     if recipe != "bf16":
         must_run(tmp_path, "plain", **common | {"recipe": "bf16"})

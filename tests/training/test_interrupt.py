@@ -92,7 +92,7 @@ def test_a_signal_anywhere_saves_and_the_next_start_loses_nothing(
     assert exact(Path("out")) == uninterrupted
 
 
-@pytest.mark.parametrize("function", ["_prepare_texts", "_build_split"])
+@pytest.mark.parametrize("function", ["_prepared_texts", "_build_split"])
 def test_a_signal_before_the_first_step_ends_a_run_at_once(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str
 ) -> None:

@@ -7,7 +7,6 @@ Each run is made as the driver makes it, into NAME, and again with every stage's
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lowprec.training import startup
-from tests.training.many_runs import free_port
+from tests.training.many_runs import Meetings
 
 
 @contextmanager
@@ -55,14 +53,11 @@ def main(cases: Path) -> None:
     ranks = startup.prepare_environment()
     from megatron_lowprec.training.run import run
 
-    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    meetings = Meetings(ranks.rank)
     found: dict[str, list[bool]] = {}
     for case, arguments in json.loads(cases.read_text()).items():
         for name, keep in ((case, False), (f"{case} kept", True)):
-            if ranks.rank == 0:
-                shared.set(f"port {name}", str(free_port()))
-            os.environ["MASTER_PORT"] = shared.get(f"port {name}").decode()
+            meetings.arrange(name)
             with watched(keep) as freed:
                 run([*arguments, "--save", name], ranks)
             found[name] = freed

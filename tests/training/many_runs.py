@@ -9,30 +9,56 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import startup
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class Meetings:
+    """Where the ranks of a launch meet, each run's place another: torchrun's store would still hold the addresses of
+    the run before. That one tells the ranks where.
+    """
+
+    def __init__(self, rank: int) -> None:
+        import torch.distributed as dist
+
+        self._rank, self._host = rank, os.environ["MASTER_ADDR"]
+        self._shared = dist.TCPStore(self._host, int(os.environ["MASTER_PORT"]), is_master=False)
+        self._stores: list[dist.TCPStore] = []
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+    def arrange(self, name: str) -> None:
+        """Before the run of that name, which all ranks then begin."""
+        if self._rank == 0:
+            # Open from now to the end of the launch. A port that was merely found free may be another process's when
+            # the run gets to it, and rank 0 may leave a run while others still ask its store. The run's own store, in
+            # this process and at this port, is the same one.
+            self._stores.append(self._open())
+            self._shared.set(f"port {name}", str(self._stores[-1].port))
+        os.environ["MASTER_PORT"] = self._shared.get(f"port {name}").decode()
+
+    def _open(self) -> dist.TCPStore:
+        import torch.distributed as dist
+
+        return dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+
 
 def main(cases: Path) -> None:
     ranks = startup.prepare_environment()
-    import torch.distributed as dist
-
     from megatron_lowprec.training.run import run
 
-    # Each run has a store of its own, for torchrun's would still hold the addresses of the run before; that one tells
-    # the ranks where.
-    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    meetings = Meetings(ranks.rank)
     errors: dict[int, str] = {}
     for number, arguments in enumerate(json.loads(cases.read_text())):
         if ranks.rank == 0:
             print(f"--- {number}: {' '.join(arguments)}", flush=True)
-            shared.set(f"port{number}", str(free_port()))
-        os.environ["MASTER_PORT"] = shared.get(f"port{number}").decode()
+        meetings.arrange(str(number))
         try:
             run(arguments, ranks)
         except UserError as error:
@@ -40,13 +66,6 @@ def main(cases: Path) -> None:
             startup.finalize()
     if ranks.rank == 0:
         Path("errors.json").write_text(json.dumps(errors))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand
 from megatron_lowprec.training import startup
-from tests.training.many_runs import free_port
+from tests.training.many_runs import Meetings
 
 Digests = list[dict[str, str]]
 
@@ -113,13 +112,11 @@ def main(cases: Path) -> None:
     ranks = startup.prepare_environment()
     from megatron_lowprec.training.run import run
 
-    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    meetings = Meetings(ranks.rank)
     for name, arguments in json.loads(cases.read_text()).items():
         if ranks.rank == 0:
             print(f"--- {name}: {' '.join(arguments)}", flush=True)
-            shared.set(f"port {name}", str(free_port()))
-        os.environ["MASTER_PORT"] = shared.get(f"port {name}").decode()
+        meetings.arrange(name)
         with looking(own_scales="--no-amax-reduce" in arguments) as digests:
             run(arguments, ranks)
         if ranks.rank == 0:

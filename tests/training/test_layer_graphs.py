@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -178,37 +179,57 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_layout(
-    folder: Path, script: str, recipes: list[str], options: dict[str, Any], hide_gpus: bool = False
-) -> None:
-    """Each recipe with and without graphs, on two processes, in one launch."""
-    cases = [
-        argv(save=f"{recipe}-{name}", recipe=recipe, **options | {"log_params_norm": True} | flag)
-        for recipe in recipes
-        for name, flag in (("plain", {}), ("replayed", GRAPHS))
-    ]
-    (folder / "cases.json").write_text(json.dumps(cases))
+def first_difference(folder: Path, other: Path) -> str:
+    """Of two runs' exact rows, in words; empty where there is none."""
+    for row, theirs in zip(rows(folder), rows(other), strict=True):
+        for key in KEYS:
+            if row.get(key) != theirs.get(key):
+                return f"iteration {row['iteration']}: {key} {row.get(key)} and {theirs.get(key)}"
+    return ""
+
+
+def launch(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpus: bool) -> str:
+    """Runs by the names of their folders, on two processes, one after the other; what they have printed."""
+    (folder / "cases.json").write_text(json.dumps([argv(save=name, **options) for name, options in cases.items()]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **python_path()}
     done = subprocess.run(
         [*command, str(REPOSITORY / script), "cases.json"],
         cwd=folder,
-        env={
-            **os.environ,
-            **({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}),
-            "OMP_NUM_THREADS": "1",
-            **python_path(),
-        },
+        env=environment | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}),
         capture_output=True,
         text=True,
         timeout=900,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    assert json.loads((folder / "errors.json").read_text()) == {}
-    assert done.stdout.count("CUDA graphs: 3 layers captured") == len(recipes)
-    for recipe in recipes:
-        plain, replayed = (history(str(folder / f"{recipe}-{name}")) for name in ("plain", "replayed"))
-        assert replayed == plain, recipe
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n--- stderr\n{done.stderr[-12000:]}"
+    errors = json.loads((folder / "errors.json").read_text())
+    assert errors == {}, f"{ {list(cases)[int(number)]: error for number, error in errors.items()} }"
+    return done.stdout
+
+
+def check_layout(
+    folder: Path, script: str, recipes: list[str], options: dict[str, Any], hide_gpus: bool = False
+) -> None:
+    """Each recipe with and without graphs; where they differ, where first, and whether plain runs do so, too."""
+    options = options | {"log_params_norm": True}
+
+    def plain(name: str, among: list[str]) -> dict[str, dict[str, Any]]:
+        return {f"{recipe}-{name}": options | {"recipe": recipe} for recipe in among}
+
+    replayed = {name: case | GRAPHS for name, case in plain("replayed", recipes).items()}
+    pairs = zip(plain("plain", recipes).items(), replayed.items(), strict=True)
+    printed = launch(folder, script, dict(chain(*pairs)), hide_gpus)
+    assert printed.count("CUDA graphs: 3 layers captured") == len(recipes), printed[-4000:]
+
+    def different(name: str, among: list[str]) -> dict[str, str]:
+        found = {r: first_difference(folder / f"{r}-plain", folder / f"{r}-{name}") for r in among}
+        return {recipe: where for recipe, where in found.items() if where}
+
+    found = different("replayed", recipes)
+    if found:
+        launch(folder, script, plain("again", list(found)), hide_gpus)
+        pytest.fail(f"plain and replayed: {found}; plain and plain again: {different('again', list(found))}")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -254,6 +275,15 @@ def test_a_run_continues_with_and_without(drive: Drive, digest: Digest, recorder
     drive(argv(save="recorded", **GRAPHS | options))
     assert (digest(), history("recorded")) == (plain, history("plain"))
     assert [len(recorder.replayed) for recorder in recorders] == [2 * 12, 2 * 12]
+
+
+def test_a_difference_of_two_runs_is_named(tmp_path: Path) -> None:
+    for name, last in (("one", "0x1.8p+1"), ("same", "0x1.8p+1"), ("other", "0x1.9p+1")):
+        (tmp_path / name).mkdir()
+        made = [{"iteration": 1, "lm loss hex": "0x1.0p+2"}, {"iteration": 2, "lm loss hex": last, "seconds": last}]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in made))
+    assert first_difference(tmp_path / "one", tmp_path / "same") == ""
+    assert first_difference(tmp_path / "one", tmp_path / "other") == "iteration 2: lm loss hex 0x1.8p+1 and 0x1.9p+1"
 
 
 @pytest.mark.slow

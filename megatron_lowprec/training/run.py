@@ -246,10 +246,12 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     if trainer.graphs is not None:
         trainer.graphs.say = log.say
     run = loop.Run(config, paths, device, trainer, splits, progress, log, stops, writer, content, uncalibrated)
-    stop = loop.train(run)
+    try:
+        stop = loop.train(run)
+    finally:
+        if trainer.graphs is not None:
+            trainer.graphs.drop()
     stops.finish()
-    if trainer.graphs is not None:
-        trainer.graphs.drop()
     peak = _peak_memory(device)
     if peak is not None:
         log.say(f"memory: {peak / memory.GIB:.1f} GiB allocated at most on a GPU")

@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from megatron_lowprec.mcore.carried import carried, carry
 from megatron_lowprec.numerics import GradOutput, Help, Input, LinearNumerics
 from megatron_lowprec.quantization.random_stream import Moment
 
@@ -19,13 +20,13 @@ def stand_in(x: torch.Tensor) -> torch.Tensor:
 
 def note_input(y: torch.Tensor, made: Input, numerics: LinearNumerics) -> None:
     """Say that ``made`` is y for the layer of ``numerics``, which alone reads it."""
-    y.lowprec_input = (y._version, numerics, made)  # type: ignore[attr-defined]
+    carry(y, "input", (numerics, made))
 
 
 def made_input(x: torch.Tensor, numerics: LinearNumerics) -> Input | None:
     """x as operands, where they were made for this layer."""
-    version, layer, made = getattr(x, "lowprec_input", (None, None, None))
-    return made if version == x._version and layer is numerics else None
+    layer, made = carried(x, "input") or (None, None)
+    return made if layer is numerics else None
 
 
 class Handover:
@@ -45,13 +46,13 @@ class Handover:
 
     def note_on(self, y: torch.Tensor) -> None:
         """Let y carry it."""
-        y.lowprec_handover = (y._version, self)  # type: ignore[attr-defined]
+        carry(y, "handover", self)
 
     @staticmethod
     def on(y: torch.Tensor) -> "Handover | None":
         """What y carries, where y is as its layer has made it."""
-        version, handover = getattr(y, "lowprec_handover", (None, None))
-        return handover if version == y._version else None
+        handover: Handover | None = carried(y, "handover")
+        return handover
 
     def give(self, made: GradOutput) -> torch.Tensor:
         """Hand over dy; what to return to autograd as the gradient of y: nobody but the layer may read it."""

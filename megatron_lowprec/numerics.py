@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron_lowprec.kernels.contract.reference import Operand, contract
 from megatron_lowprec.kernels.dispatch import add_bias_, arch_of
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.kernels.quantize.reference import tile_amax
+from megatron_lowprec.operands import AnyOperand, GradOutput, Help, Input, Kept, matrix_of
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_moment import capturing
 from megatron_lowprec.quantization.native import amax_for_gemms, cast_for_gemms
@@ -58,13 +59,6 @@ class _Gemm(NamedTuple):
         specs = getattr(gemm, first), getattr(gemm, second)
         alpha = 1.0 / math.prod(spec.headroom for spec in specs if spec is not None)
         return _Gemm((first, second), specs, alpha, gemm.fast_accumulation, weight_serves_microbatches(gemm))
-
-
-AnyOperand = Operand | ScaledOperand
-"""One side of an emulated or of a native product."""
-
-Help = Literal["source", "amax", None]
-"""What a kernel that makes x or dy can do for the casts of it: leave it to them, or find its amax on the way."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,7 @@ class LinearNumerics:
             weight_amax = self._weight_amax(w_OI)
         w = self._weight("fprop", w_OI, native, observe, weight_amax)
         y = self._gemm(
-            "fprop", _matrix(x_TI, made=x is not None), w_OI, moment, observe, first=x, second=w, bias=bias_O
+            "fprop", matrix_of(x_TI, made=x is not None), w_OI, moment, observe, first=x, second=w, bias=bias_O
         )
         return y, Kept(x_kept, weight_amax)
 
@@ -240,7 +234,7 @@ class LinearNumerics:
             operands = {name: o for name, o in (("dgrad", by_row), ("wgrad", by_column)) if o is not None}
         elif spec is not None and spec == wgrad.grad_output:
             both = quantize_both_ways(
-                _matrix(dy_TO),
+                matrix_of(dy_TO),
                 spec,
                 (self._rounding["dgrad", "grad_output"], self._rounding["wgrad", "grad_output"]),
                 (self._transforms.at("dgrad", moment), self._transforms.at("wgrad", moment)),
@@ -250,8 +244,8 @@ class LinearNumerics:
                 operands = {"dgrad": Operand(both[0]), "wgrad": Operand(both[1])}
         db = None
         if bias:
-            db = _matrix(dy_TO).sum(dim=0) if sums is None else sums.sum(dim=0).to(dy_TO.dtype)
-        return GradOutput(_matrix(dy_TO, made=len(operands) == 2), operands, db)
+            db = matrix_of(dy_TO).sum(dim=0) if sums is None else sums.sum(dim=0).to(dy_TO.dtype)
+        return GradOutput(matrix_of(dy_TO, made=len(operands) == 2), operands, db)
 
     def dgrad(
         self,
@@ -290,7 +284,7 @@ class LinearNumerics:
         return self._gemm(
             "wgrad",
             dy.matrix.t(),
-            x.elements if isinstance(x, ScaledOperand) else _matrix(x).t(),
+            x.elements if isinstance(x, ScaledOperand) else matrix_of(x).t(),
             moment,
             first=dy.operands.get("wgrad"),
             second=kept,
@@ -499,68 +493,3 @@ class LinearNumerics:
         dims = _DIMS[gemm, operand]
         reach = {"tensor": dims, "row": dims[1]}.get(spec.tile, "")
         return self.place.split in reach
-
-
-def _matrix(x: "torch.Tensor | Source | Input", made: bool = False) -> torch.Tensor:
-    """x in memory; of a computed one, whose operands are all ``made``, what says its shape and dtype."""
-    if isinstance(x, torch.Tensor):
-        return x
-    if isinstance(x, Input):
-        return x.like
-    assert made or x.kind == "matrix", f"{x.kind} has no matrix in memory: ask help_wanted first"
-    return x.x
-
-
-class Input(NamedTuple):
-    """x_TI of a layer, of which there are operands alone.
-
-    Attributes:
-        like: a tensor of its shape and dtype.
-        rows, columns: operands of fprop and wgrad.
-    """
-
-    like: torch.Tensor
-    rows: ScaledOperand
-    columns: ScaledOperand
-
-    @property
-    def shape(self) -> torch.Size:
-        """[T, I]"""
-        return self.like.shape
-
-
-class Kept(NamedTuple):
-    """What ``LinearNumerics.forward`` leaves for the backward pass.
-
-    Attributes:
-        input: wgrad's operand of x, [I, T padded]; x itself is then not needed any more. None where x is.
-        weight_amax: fp32 [1], for ``dgrad``.
-    """
-
-    input: ScaledOperand | None
-    weight_amax: torch.Tensor | None
-
-    def saved(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Tensors for ``save_for_backward``: x or what takes its place, its scale, the weight's amax."""
-        if self.input is None:
-            return x, None, self.weight_amax
-        return self.input.elements, self.input.scale, self.weight_amax
-
-    @staticmethod
-    def restored(elements: torch.Tensor, scale: torch.Tensor | None, tile: str) -> torch.Tensor | ScaledOperand:
-        """x, or the operand of it."""
-        return elements if scale is None else ScaledOperand(elements, scale, tile, elements.shape[0])
-
-    @property
-    def tile(self) -> str:
-        """Of the kept operand."""
-        return "" if self.input is None else self.input.tile
-
-
-@dataclass(frozen=True)
-class GradOutput:
-    """dy_TO of a layer, the operands that were made of it already, by GEMM, and the gradient of a bias."""
-
-    matrix: torch.Tensor
-    operands: Mapping[str, AnyOperand]
-    bias: torch.Tensor | None = None

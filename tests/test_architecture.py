@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "report": {"errors", "recipe"},
     "kernels": {"formats"},
     "quantization": {"errors", "formats", "kernels", "recipe"},
-    "numerics": {"errors", "formats", "kernels", "recipe", "quantization"},
-    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "numerics"},
-    "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "numerics"},
+    "operands": {"kernels"},
+    "numerics": {"errors", "formats", "kernels", "recipe", "quantization", "operands"},
+    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "numerics"},
+    "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "numerics"},
     "training": {"errors", "formats", "kernels", "recipe", "quantization", "numerics", "linear", "mcore"},
     # starts runs in processes of their own, and reads of training/ only what needs neither torch nor megatron
     "sweep": {"errors", "recipe", "training"},

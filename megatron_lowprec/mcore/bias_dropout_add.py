@@ -9,7 +9,7 @@ from megatron.core.fusions import fused_bias_dropout
 from megatron_lowprec.kernels.cast.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.mcore.made_operands import Handover
-from megatron_lowprec.numerics import GradOutput
+from megatron_lowprec.operands import GradOutput
 
 WithBias = tuple[torch.Tensor, torch.Tensor | None]
 BiasDropoutAdd = Callable[[WithBias, torch.Tensor, float], torch.Tensor]

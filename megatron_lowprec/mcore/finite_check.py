@@ -18,7 +18,7 @@ from torch import nn
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.mcore.moment import current_moment
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
-from megatron_lowprec.numerics import GradOutput, Kept
+from megatron_lowprec.operands import GradOutput, Kept
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.resolve import site_path
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS

@@ -37,7 +37,7 @@ from torch import nn
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.moment import current_moment
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin, await_weights
-from megatron_lowprec.numerics import AnyOperand
+from megatron_lowprec.operands import AnyOperand
 
 
 class Recording(Protocol):

@@ -29,7 +29,7 @@ from megatron_lowprec.mcore.parallel_linear import (
     gradients,
     product,
 )
-from megatron_lowprec.numerics import GradOutput, Help
+from megatron_lowprec.operands import GradOutput, Help
 
 
 class _BiasGeluFunction(torch.autograd.Function):

@@ -15,7 +15,7 @@ from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.mcore.amax_hint import note_amax
 from megatron_lowprec.mcore.made_operands import note_input, stand_in
-from megatron_lowprec.numerics import Help, Input
+from megatron_lowprec.operands import Help, Input
 
 if TYPE_CHECKING:
     from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin

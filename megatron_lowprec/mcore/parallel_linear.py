@@ -20,7 +20,8 @@ from megatron_lowprec.mcore.amax_hint import known_amax
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.made_operands import Handover, made_input
 from megatron_lowprec.mcore.moment import current_moment
-from megatron_lowprec.numerics import GradOutput, Kept, LinearNumerics
+from megatron_lowprec.numerics import LinearNumerics
+from megatron_lowprec.operands import GradOutput, Kept
 from megatron_lowprec.quantization.random_stream import Moment
 
 

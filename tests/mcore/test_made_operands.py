@@ -9,7 +9,8 @@ import megatron_lowprec.numerics as numerics_module
 from megatron_lowprec import get_recipe
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.mcore.made_operands import Handover, made_input, note_input, stand_in
-from megatron_lowprec.numerics import GradOutput, Input, LinearNumerics, LinearPlace
+from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.operands import GradOutput, Input
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.resolve import without_gemms

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import startup
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.convert.hf_config import from_hf_config
 from megatron_lowprec.training.convert.hf_tokenizer import tokenizer_options
@@ -106,4 +107,4 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    startup.leave(main())

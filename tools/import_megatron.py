@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import startup
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.convert import stock
 from megatron_lowprec.training.convert.store import write_checkpoint
@@ -75,4 +76,4 @@ def convert(args: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    startup.leave(main())

@@ -3,9 +3,9 @@
 import sys
 
 import pretrain_gpt
-from megatron_lowprec.training import resolve
+from megatron_lowprec.training import resolve, startup
 
 if __name__ == "__main__":
     check = resolve._check_implementation
     resolve._check_implementation = lambda config, gpus: check(config, gpus=True)
-    sys.exit(pretrain_gpt.main(sys.argv[1:]))
+    startup.leave(pretrain_gpt.main(sys.argv[1:]))

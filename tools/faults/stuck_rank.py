@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pretrain_gpt
+from megatron_lowprec.training import startup
 
 STEPS = 12
 
@@ -32,6 +33,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    if code:
-        os._exit(code)
+    startup.leave(main(sys.argv[1:]))

@@ -108,9 +108,14 @@ def _draw_curve(axes: "Axes", curve: Curve, color: str, label: str, *, raw: bool
     if raw:
         axes.plot(iterations, losses, color=color, linewidth=0.8, alpha=0.25)
     if len(losses):
-        line = smooth(losses, len(losses) // 50)
         style = "-" if raw else "--"
-        axes.plot(iterations, line, style, color=color, linewidth=1.6, label=f"{label}, training (smoothed)")
+        axes.plot(
+            *smooth(curve.train, len(losses) // 50),
+            style,
+            color=color,
+            linewidth=1.6,
+            label=f"{label}, training (smoothed)",
+        )
     iterations, losses = curve.validation
     if len(losses):
         face = color if raw else "white"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -25,6 +25,7 @@ RELATIONS = {
     "at_most": "at most",
     "within": "within plus or minus",
 }
+SIZES = ("parameters", "tokens")
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Scale:
-    """For what a paper makes its claim at the least; None where it does not say."""
+    """For what a paper makes its claim at the least; None where it does not say.
+
+    ``essential`` names the sizes that the sentence itself is about ("from 2B parameters on"): runs that are smaller in
+    them cannot reproduce it, whatever they show.
+    """
 
     parameters: int | None
     tokens: int | None
+    essential: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,13 +153,17 @@ def _check(claim: Claim, where: str) -> None:
             raise UserError(f"{where}: over is {list(test.over)}, but must be two rising shares from 0 to 1")
         if test.relation == "within" and test.threshold <= 0:
             raise UserError(f"{where}: within needs a threshold above 0, not {test.threshold}")
+    for size in claim.scale.essential:
+        _choice(where, "an essential size", size, SIZES)
+        if getattr(claim.scale, size) is None:
+            raise UserError(f"{where}: {size} cannot be essential to its scale, which gives no number of them")
     if not claim.tests:
         raise UserError(f"{where} has no tests; a claim that nothing can test belongs elsewhere")
     if not claim.published and not claim.unpublished:
         raise UserError(f"{where} has no published number: say in `unpublished` why")
 
 
-def _choice(where: str, name: str, value: str, choices: Mapping[str, str]) -> None:
+def _choice(where: str, name: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         raise UserError(f"{where}: {name} is {value!r}, but must be one of {', '.join(choices)}")
 

@@ -79,13 +79,17 @@ def read_curve(path: Path) -> Curve:
     return curve_of(read_columns(path, (TRAIN, VALIDATION)), path)
 
 
-def smooth(values: Floats, reach: int) -> Floats:
-    """Mean over ``reach`` values on either side; fewer at the ends, as many on the one side as on the other."""
+def smooth(series: Series, reach: int) -> Series:
+    """Means over ``reach`` finite values on either side, where there are as many; less in a short series.
+
+    At the ends there are not: a mean over fewer would show the noise of a single iteration as a turn of the curve.
+    """
+    kept = np.isfinite(series[1])
+    iterations, values = series[0][kept], series[1][kept]
+    reach = min(reach, max(0, len(values) - 1) // 2)
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    side = np.minimum(reach, np.minimum(at, at[::-1]))
-    means: Floats = (sums[at + side + 1] - sums[at - side]) / (2 * side + 1)
-    return means
+    width = 2 * reach + 1
+    return iterations[reach : len(values) - reach], (sums[width:] - sums[:-width]) / width
 
 
 def _series(values: dict[int, float]) -> Series:

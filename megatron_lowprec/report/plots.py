@@ -146,11 +146,9 @@ def _losses(
 
 def _smoothed(run: Run) -> Series:
     assert run.curve is not None
-    iterations, losses = run.curve.train
-    kept = np.isfinite(losses)
-    iterations, losses = iterations[kept], losses[kept]
+    iterations, losses = smooth(run.curve.train, max(1, len(run.curve.train[0]) // _SMOOTHING))
     every = max(1, len(iterations) // _POINTS)
-    return iterations[::every], smooth(losses, max(1, len(losses) // _SMOOTHING))[::every]
+    return iterations[::every], losses[::every]
 
 
 def _validation(run: Run) -> Series:

@@ -191,7 +191,7 @@ def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[
             return Status.DIVERGED, f"{name} loss not finite from iteration {first:,}; ended {at}"
     finite = curve.train[1][np.isfinite(curve.train[1])]
     if len(finite) > 2 * LAST:
-        rise = float(finite[-LAST:].mean() - smooth(finite, LAST // 2).min())
+        rise = float(finite[-LAST:].mean() - smooth(curve.train, LAST // 2)[1].min())
         if rise > diverged_rise:
             return Status.DIVERGED, f"training loss ended {rise:.2f} nats above its lowest, {at}"
     if curve.last_iteration < train_iters:

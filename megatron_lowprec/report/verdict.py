@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron_lowprec.report.amounts import amount, share, signed
-from megatron_lowprec.report.claims import QUANTITIES, RELATIONS, Claim, Claims, Published, Rules, Test
+from megatron_lowprec.report.claims import QUANTITIES, RELATIONS, SIZES, Claim, Claims, Published, Rules, Test
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Status
 from megatron_lowprec.report.statistics import PRIOR, Difference, Fit
@@ -75,18 +75,22 @@ def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
 def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
     """What one group says of one claim.
 
-    All tests hold: reproduced. One fails: contradicted, where model and tokens are comparable with the claim's, or not
-    reproduced at this scale. One lacks runs: not tested. Otherwise the seeds do not resolve it.
+    All tests hold: reproduced, unless the runs are too small in a size that the claim is about. One fails:
+    contradicted, where model and tokens are comparable with the claim's. In smaller runs either is: not reproduced at
+    this scale. One lacks runs: not tested. Otherwise the seeds do not resolve it.
     """
     findings = tuple(_finding(test, group, claims) for test in claim.tests)
-    scale, comparable = _scale(claim, group, claims.rules)
+    scale, too_small = _scale(claim, group, claims.rules)
     held = {finding.held for finding in findings}
     if Held.MISSING in held:
         outcome = Outcome.NOT_TESTED
     elif Held.NO in held:
-        outcome = Outcome.CONTRADICTED if comparable else Outcome.NOT_AT_THIS_SCALE
+        outcome = Outcome.NOT_AT_THIS_SCALE if too_small else Outcome.CONTRADICTED
     elif Held.OPEN in held:
         outcome = Outcome.NOT_RESOLVABLE
+    elif too_small.intersection(claim.scale.essential):
+        outcome = Outcome.NOT_AT_THIS_SCALE
+        scale += f" (the claim itself is about its number of {' and '.join(claim.scale.essential)})"
     else:
         outcome = Outcome.REPRODUCED
     return Verdict(claim, group, outcome, findings, scale)
@@ -224,23 +228,21 @@ def _diverged_words(diverged: dict[str, int]) -> str:
     return f" of those that finished, while {' and '.join(parts)}" if parts else ""
 
 
-def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, bool]:
-    """How far the runs are from what the claim is about, and whether that is near enough to contradict it."""
-    parts, comparable = [], True
-    for name, claimed, here in (
-        ("parameters", claim.scale.parameters, group.parameters),
-        ("tokens", claim.scale.tokens, group.tokens),
-    ):
+def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, set[str]]:
+    """How far the runs are from what the claim is about, and the sizes in which they are too small to contradict it."""
+    parts, too_small = [], set()
+    for name in SIZES:
+        claimed, here = getattr(claim.scale, name), getattr(group, name)
         if claimed is None:
             parts.append(f"{amount(here)} {name} (the source does not say on how many)")
-            continue
-        if math.isnan(here):
+        elif math.isnan(here):
             parts.append(f"an unrecorded number of {name} for {amount(claimed)}")
-            comparable = False
-            continue
-        parts.append(f"{amount(here)} {name} for {amount(claimed)}, {share(here / claimed)}")
-        comparable = comparable and here >= rules.comparable_scale * claimed
-    return "; ".join(parts), comparable
+            too_small.add(name)
+        else:
+            parts.append(f"{amount(here)} {name} for {amount(claimed)}, {share(here / claimed)}")
+            if here < rules.comparable_scale * claimed:
+                too_small.add(name)
+    return "; ".join(parts), too_small
 
 
 def _untested(claim: Claim, found: Sequence[Verdict]) -> Verdict:

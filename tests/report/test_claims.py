@@ -88,6 +88,8 @@ def with_test(**changes: Any) -> dict[str, Any]:
         (changed(tests=[]), "has no tests"),
         (changed(unpublished=None), "say in `unpublished` why"),
         (changed(scale={"parameters": "33e9", "tokens": None}), "write 33_000_000_000"),
+        (changed(scale={"parameters": 1, "tokens": 1, "essential": ["layers"]}), "must be one of parameters, tokens"),
+        (changed(scale={"parameters": 1, "tokens": None, "essential": ["tokens"]}), "tokens cannot be essential"),
         (changed(source="2502.20586"), "must be a mapping of arxiv, where"),
     ],
 )

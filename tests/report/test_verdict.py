@@ -89,6 +89,25 @@ def test_comparable_needs_both_parameters_and_tokens(tmp_path: Path) -> None:
         assert judged(claims(tmp_path, gap_is(), scale=scale), sweep).outcome is outcome
 
 
+@pytest.mark.parametrize(
+    ("essential", "tokens", "outcome"),
+    [
+        ([], 33_000_000_000, Outcome.REPRODUCED),
+        (["tokens"], 33_000_000_000, Outcome.NOT_AT_THIS_SCALE),
+        (["tokens"], 52_000_000, Outcome.REPRODUCED),  # half of them
+        (["parameters"], 33_000_000_000, Outcome.REPRODUCED),
+    ],
+)
+def test_short_runs_reproduce_no_claim_about_long_ones(
+    tmp_path: Path, essential: list[str], tokens: int, outcome: Outcome
+) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.79, "mxfp8": 3.7})
+    scale = {"parameters": 51_000_000, "tokens": tokens, "essential": essential}
+    verdict = judged(claims(tmp_path, gap_is(), scale=scale), sweep)
+    assert verdict.outcome is outcome
+    assert ("itself is about its number of tokens" in verdict.scale) == (outcome is Outcome.NOT_AT_THIS_SCALE)
+
+
 def test_unrecorded_parameters_contradict_nothing(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7}, parameters=None)
     verdict = judged(claims(tmp_path, gap_is(), scale=NEAR), sweep)
@@ -285,7 +304,8 @@ def test_the_shipped_claims_judge_a_sweep_of_table_2(tmp_path: Path) -> None:
     shipped = load_claims(Path(__file__).resolve().parents[2] / "configs" / "claims.yaml")
     found = groups(sweep)
     outcomes = {verdict.claim.id: verdict.outcome for verdict in judge_all(shipped, found)}
-    for claim in ("mxfp4_plain", "mxfp4_rht_alone", "mxfp4_sr_alone", "mxfp4_rht_sr", "mxfp4_rht_long"):
+    for claim in ("mxfp4_plain", "mxfp4_rht_alone", "mxfp4_sr_alone", "mxfp4_rht_sr"):
         assert outcomes[claim] is Outcome.REPRODUCED
+    assert outcomes["mxfp4_rht_long"] is Outcome.NOT_AT_THIS_SCALE
     assert outcomes["mxfp8_parity"] is Outcome.NOT_TESTED
     assert published_gaps(shipped, found[0])["mxfp4"] == [pytest.approx(11.63, abs=0.01)]

@@ -123,11 +123,14 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert (said.out, said.err.count("\n")) == ("", 1)
 
 
-def test_smoothing_keeps_constants_lines_and_ends() -> None:
-    line = np.arange(11.0)
-    assert plot_loss.smooth(line, 3) == pytest.approx(line)
-    assert plot_loss.smooth(np.full(5, 2.5), 9) == pytest.approx(np.full(5, 2.5))
-    spike = np.zeros(7)
-    spike[3] = 5.0
-    assert plot_loss.smooth(spike, 2) == pytest.approx([0, 0, 1, 1, 1, 0, 0])
-    assert plot_loss.smooth(np.array([7.0]), 0).tolist() == [7.0]
+def test_smoothing_keeps_lines_and_leaves_out_ends_and_what_is_not_finite() -> None:
+    def smoothed(values: list[float], reach: int) -> list[list[float]]:
+        iterations = np.arange(1, len(values) + 1)
+        return [part.tolist() for part in plot_loss.smooth((iterations, np.array(values)), reach)]
+
+    assert smoothed([0, 1, 2, 3, 4, 5, 6], 2) == [[3, 4, 5], [2, 3, 4]]
+    assert smoothed([0, 0, 0, 3, 0, 0, 9], 1) == [[2, 3, 4, 5, 6], [0, 1, 1, 1, 3]]
+    assert smoothed([0, math.nan, 1, 2, math.inf, 3], 1) == [[3, 4], [1, 2]]
+    assert smoothed([1, 2, 6], 9) == [[2], [3]]
+    assert smoothed([7], 1) == [[1], [7]]
+    assert smoothed([], 1) == [[], []]

@@ -22,6 +22,8 @@ from megatron_lowprec.kernels.quantize.reference import (
     quantize_operand,
     round_to_format,
 )
+from megatron_lowprec.kernels.scaled_adam.reference import encode_scale as adam_encode_scale
+from megatron_lowprec.optimizer.adamw import DTYPES
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import (
     current_encode_scale,
@@ -175,6 +177,17 @@ def _element_formats(case: str, name: str, x: torch.Tensor | None, inputs: Input
     return {e: encode(values, FORMATS[ELEMENT[e]]) for e, values in rounded.items()}
 
 
+def _scale_msamp(case: str, name: str, x: torch.Tensor | None, inputs: Inputs) -> Results:
+    amax = inputs["amax"]
+    usable = (amax > 0) & amax.isfinite()  # the peer keeps the scale before, where we take 1 for a tensor of zeros
+    found = {}
+    for kind in ("e4m3", "e5m2", "fp16"):
+        for margin in (0, 1):
+            scale = adam_encode_scale(amax, DTYPES[kind], margin)
+            found[f"{kind}.margin{margin}.scale"] = torch.where(usable, scale, inputs["old_scale"])
+    return found
+
+
 _KINDS: dict[str, Callable[..., Results]] = {
     r"mx_torchao_(floor|rceil|ceil|even)_fp\d_e\dm\d": _mx,
     r"mx_microxcaling_(even|nearest)_fp\d_e\dm\d": _mx,
@@ -188,6 +201,7 @@ _KINDS: dict[str, Callable[..., Results]] = {
     r"fp8_te_current_fp8_e\dm\d": _fp8_te_current,
     r"fp8_te_delayed": _fp8_te_delayed,
     r"mxfp8_te_2d": _mxfp8_te_2d,
+    r"scale_msamp": _scale_msamp,
     r"element_formats": _element_formats,
 }
 

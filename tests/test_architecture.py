@@ -23,11 +23,13 @@ MAY_IMPORT = {
     "report": {"errors", "recipe"},
     "kernels": {"formats"},
     "quantization": {"errors", "formats", "kernels", "recipe"},
+    "optimizer": {"kernels", "recipe"},
+    "comm": {"formats", "kernels", "recipe"},
     "operands": {"kernels"},
     "numerics": {"errors", "formats", "kernels", "recipe", "quantization", "operands"},
     "linear": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "numerics"},
-    "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "numerics"},
-    "training": {"errors", "formats", "kernels", "recipe", "quantization", "numerics", "linear", "mcore"},
+    "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "operands", "numerics"},
+    "training": {"errors", "formats", "kernels", "recipe", "quantization", "comm", "numerics", "linear", "mcore"},
     # starts runs in processes of their own, and reads of training/ only what needs neither torch nor megatron
     "sweep": {"errors", "recipe", "training"},
 }

@@ -10,6 +10,8 @@ from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.bias import reference as bias_reference
 from megatron_lowprec.kernels.cast_many import reference as cast_many_reference
 from megatron_lowprec.kernels.history import reference as history_reference
+from megatron_lowprec.kernels.scaled_adam import reference as adam_reference
+from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
 
 
 @lru_cache(maxsize=1)
@@ -83,3 +85,13 @@ def cast_many_(
 
         return triton.cast_many_(values, encode_scale, fmt, codes)
     return cast_many_reference.cast_many_(values, encode_scale, fmt, codes)
+
+
+def adam_update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
+    """``scaled_adam.reference.update_amax``."""
+    return adam_reference.update_amax(slots, step)
+
+
+def adam_update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
+    """``scaled_adam.reference.update_``."""
+    adam_reference.update_(slots, step, encode_scales)

@@ -54,8 +54,12 @@ def optimizer_step(
 
 
 def gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
-    """fp32 gradients of all weights that this part updates, those that ranks share included."""
-    return [weight.grad for weight in part.get_parameters() if weight.grad is not None]
+    """Gradients of all weights that this part updates, those that ranks share included: fp32, or as they were summed
+    where the optimizer keeps the main weights.
+    """
+    name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+    found = (getattr(weight, name, None) for weight in part.get_parameters())
+    return [grad for grad in found if grad is not None]
 
 
 @torch.no_grad()

@@ -46,6 +46,20 @@ def describe_gemm(name: str, gemm: GemmSpec, arch: str, in_features: int, out_fe
     return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
 
 
+def describe_training_state(recipe: Recipe) -> list[str]:
+    """Lines about optimizer and exchange of gradients, where they are not Megatron-core's in fp32."""
+    lines = []
+    if recipe.optimizer.quantized:
+        kept = ", ".join(f"{name} {form.upper()}" for name, form in recipe.optimizer.formats.items())
+        lines.append(f"optimizer: {kept}; each with a power-of-two scale a tensor but fp32, updated in fp32")
+    if recipe.gradients.quantized:
+        sums = "partial sums in fp32"
+        if recipe.gradients.sum == "format":
+            sums = f"partial sums rounded to {recipe.gradients.format.upper()}, an automatic factor before"
+        lines.append(f"gradients: exchanged by data-parallel ranks in {recipe.gradients.format.upper()}, {sums}")
+    return lines
+
+
 def _ranges(numbers: Sequence[int]) -> str:
     """[1, 2, 3, 5] -> "layers 1-3, 5"."""
     runs: list[list[int]] = []
@@ -87,5 +101,6 @@ def explain(
         for gemm_name in GEMM_OPERANDS if not kept else ():
             gemm = getattr(without_gemms(recipe, plain), gemm_name)
             lines += ["  " + line for line in describe_gemm(gemm_name, gemm, arch, in_features, out_features)]
-    lines += ["", "never quantized: embeddings, norms, softmax, attention products, router, output layer"]
+    lines += ["", *describe_training_state(recipe)]
+    lines += ["never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

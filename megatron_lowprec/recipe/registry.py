@@ -10,7 +10,15 @@ from importlib.metadata import entry_points
 from typing import TypedDict
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import (
+    GemmSpec,
+    GradientSpec,
+    HadamardSpec,
+    KeepBf16,
+    OptimizerSpec,
+    QuantSpec,
+    Recipe,
+)
 
 ENTRY_POINT_GROUP = "megatron_lowprec.recipes"
 
@@ -89,6 +97,7 @@ _TORCHAO = "torchao float8"
 _DEEPSEEK = "arXiv 2412.19437"
 _MXFP8 = "arXiv 2506.08027"
 _MXFP4 = "arXiv 2502.20586"
+_FP8_LM = "arXiv 2310.18313"
 
 
 class _Backward(TypedDict):
@@ -175,6 +184,14 @@ for _recipe in (
         _MXFP4,
         fprop=_FP8_DELAYED_FPROP,
         **_backward(MXFP4_SR, HadamardSpec()),
+    ),
+    Recipe(
+        "fp8_lm",
+        "fp8_delayed with gradients exchanged in E4M3, moments in E4M3 and FP16, main weights in FP16",
+        _FP8_LM,
+        **_gemms(FP8_DELAYED, FP8_DELAYED, FP8_DELAYED_E5M2, fast_fprop=True),
+        optimizer=OptimizerSpec(exp_avg="e4m3", exp_avg_sq="fp16", master="fp16"),
+        gradients=GradientSpec("e4m3"),
     ),
 ):
     register_recipe(_recipe)

@@ -1,4 +1,5 @@
-"""What a recipe says: frozen data that names, for each of a linear layer's three GEMMs, both operands' numerics.
+"""What a recipe says: frozen data that names, for each of a linear layer's three GEMMs, both operands' numerics; and
+what the optimizer keeps and data-parallel ranks exchange, where that is no fp32.
 
 Shapes, with T tokens, I input features, O output features::
 
@@ -26,6 +27,9 @@ ScaleRule = Literal["amax", "amax_pow2", "floor", "round_up", "ceil", "even"]
 Scaling = Literal["current", "delayed"]
 HistoryRule = Literal["max", "most_recent"]
 Signs = Literal["random", "none"]
+StateFormat = Literal["fp32", "fp16", "e4m3", "e5m2"]
+GradientFormat = Literal["none", "e4m3", "e5m2"]
+GradientSum = Literal["format", "fp32"]
 
 SCALE_RULES: dict[str, tuple[str, ...]] = {
     "fp32": ("amax", "amax_pow2"),
@@ -198,8 +202,67 @@ class KeepBf16:
 
 
 @dataclass(frozen=True)
+class OptimizerSpec:
+    """In what Adam keeps its state between steps, of all weights (FP8-LM, arXiv 2310.18313, "FP8 optimizer").
+
+    Beside ``"fp32"`` a format comes with one scale a tensor, 2^floor(log2(M / A)) of the format's maximum M and the
+    largest magnitude A of all of the tensor's parts on all ranks. An update is computed in fp32 from decoded values.
+
+    Attributes:
+        exp_avg: the first moment.
+        exp_avg_sq: the second.
+        master: the main weight, which the model's weight is rounded from.
+    """
+
+    exp_avg: StateFormat = "fp32"
+    exp_avg_sq: StateFormat = "fp32"
+    master: StateFormat = "fp32"
+
+    def __post_init__(self) -> None:
+        for name, value in self.formats.items():
+            _choice("OptimizerSpec", name, value, get_args(StateFormat))
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Part of the state -> its format."""
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": self.master}
+
+    @property
+    def quantized(self) -> bool:
+        """Whether anything is kept in another format than fp32."""
+        return set(self.formats.values()) != {"fp32"}
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """How data-parallel ranks exchange gradients (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
+
+    Each rank casts each tensor by one power-of-two scale, of the largest magnitude on any rank, and sends the codes of
+    a part to the rank that updates it.
+
+    Attributes:
+        format: of what is sent; ``"none"`` leaves it to Megatron-core, in the gradients' own dtype.
+        sum: ``"format"`` rounds each partial sum to the format, in the order of the ranks, saturating, as a reduction
+            in the network does; gradients are then multiplied before the cast by a factor that falls to 1/2 where more
+            than 0.001% of the sums saturate and rises to 2 otherwise. ``"fp32"`` adds up in fp32, and none saturates.
+    """
+
+    format: GradientFormat = "none"
+    sum: GradientSum = "format"
+
+    def __post_init__(self) -> None:
+        _choice("GradientSpec", "format", self.format, get_args(GradientFormat))
+        _choice("GradientSpec", "sum", self.sum, get_args(GradientSum))
+
+    @property
+    def quantized(self) -> bool:
+        """Whether gradients are sent in another format than their own."""
+        return self.format != "none"
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """A named set of numerics for every linear layer of a transformer.
+    """A named set of numerics for every linear layer of a transformer, for the optimizer and for data parallelism.
 
     Embeddings, output layer, router, norms, softmax and attention products are never quantized.
     """
@@ -211,6 +274,8 @@ class Recipe:
     dgrad: GemmSpec = field(default_factory=GemmSpec)
     wgrad: GemmSpec = field(default_factory=GemmSpec)
     keep_bf16: KeepBf16 = field(default_factory=KeepBf16)
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    gradients: GradientSpec = field(default_factory=GradientSpec)
 
     def __post_init__(self) -> None:
         for gemm, operands in GEMM_OPERANDS.items():
@@ -236,6 +301,11 @@ class Recipe:
     def quantized(self) -> bool:
         """Whether any GEMM is quantized or transformed."""
         return any(gemm.quantized for gemm in self.gemms.values())
+
+    @property
+    def changes_training(self) -> bool:
+        """Whether the optimizer's state or the exchange of gradients is another than Megatron-core's."""
+        return self.optimizer.quantized or self.gradients.quantized
 
     def delayed_operands(self) -> dict[str, tuple[int, HistoryRule]]:
         """operand -> (history length, rule) of the tensors under delayed scaling; one tensor keeps one history."""

@@ -19,7 +19,7 @@ from megatron_lowprec.sweep.spec import ModelChoice, Options, RecipeChoice, Swee
 from megatron_lowprec.training.arguments import KINDS, REPOSITORY, find, flag, parse, rivals_of
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.folders import TRACKER
-from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.shapes import linear_sites, sized
 
 MANIFEST = "sweep.json"
@@ -177,7 +177,7 @@ def _cell(
         loaded = load_recipe(config.recipe, config.recipe_set)
         sizes = resolve_model(config)
         check_sizes(loaded, linear_sites(sizes), sized(sizes.num_layers), sizes.tensor_model_parallel_size)
-        run = resolve_run(sizes, processes, gpus=True)
+        run = resolve_run(resolve_recipe(sizes, loaded)[0], processes, gpus=True)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     return Cell(

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.primary_weight import compute_dtype_weights, settle
 from megatron_lowprec.mcore.runtime import RecipeRuntime
+from megatron_lowprec.mcore.scaled_adam import scaled_adams
 from megatron_lowprec.mcore.te import EXTRA_STATE, trust_extra_states
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.load import recipe_to_dict
@@ -120,9 +121,14 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
     if with_optimizer:
         optimizer_state.load(trainer, state["optimizer"])
         trainer.scheduler.step(increment=int(state["scheduler"]["num_steps"]))
-    elif config.bf16:
+        if trainer.gradient_factor is not None and "gradient_factor" in state:
+            trainer.gradient_factor.mu.fill_(state["gradient_factor"]["mu"])
+    else:
         # Main weights are copies of the model's, made before these were loaded.
-        trainer.optimizer.reload_model_params()
+        if config.bf16:
+            trainer.optimizer.reload_model_params()
+        for inner in scaled_adams(trainer.optimizer):
+            inner.read_weights()
     settle(trainer.optimizer, trainer.chunks)
     if with_random_state:
         random_state.restore(state["random_state"])
@@ -293,6 +299,8 @@ def _state(
     if with_optimizer:
         state["optimizer"] = optimizer_state.sharded(trainer, state, loading, metadata)
         state["scheduler"] = {"num_steps": trainer.scheduler.num_steps}
+        if trainer.gradient_factor is not None:
+            state["gradient_factor"] = {"mu": float(trainer.gradient_factor.mu)}
     # behind the optimizer, which tells the state of a weight by the weight itself
     _store_in_compute_dtype(state, trainer, loading)
     if with_random_state:

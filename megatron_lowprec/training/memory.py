@@ -17,6 +17,7 @@ from megatron_lowprec.training.resolve import data_parallel_size, virtual_stages
 from megatron_lowprec.training.shapes import linear_sites, sized
 
 GIB = 2.0**30
+STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 
 
 @dataclass(frozen=True)
@@ -163,15 +164,20 @@ def _state(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -
     # Weights whose optimizer state this rank holds.
     owned = weights.dense / (data if distributed else 1) + weights.expert / (expert_data if distributed else 1)
     total = weights.dense + weights.expert
+    state = runs.recipe.optimizer
+    first, second, main = (STATE_BYTES[form] for form in state.formats.values())
     half_gradients = config.bf16 and config.grad_reduce_in_bf16
     resident = {
         "weights": total * _width(config) - _primary_weights(config, runs, stage) * (_width(config) - 1.0),
-        "main weights": owned * 4.0 if config.bf16 else 0.0,
-        "moments": owned * 8.0,
+        "main weights": owned * main if config.bf16 or state.quantized else 0.0,
+        "moments": owned * (first + second),
         "gradients": total * (2.0 if half_gradients else 4.0),
         "kept quantized weights": _kept_weights(config, runs, gpus, stage),
     }
-    return resident, owned * 4.0 if half_gradients else 0.0
+    # Megatron-core makes fp32 gradients of half ones for its own update; FP8 codes are sent and received at once.
+    update = owned * 4.0 if half_gradients and not state.quantized else 0.0
+    exchanged = total * 2.0 if runs.recipe.gradients.quantized and data > 1 else 0.0
+    return resident, max(update, exchanged)
 
 
 def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:

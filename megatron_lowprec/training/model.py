@@ -19,14 +19,18 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_te_version
 
+from megatron_lowprec.comm.gradients import AutomaticFactor
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
+from megatron_lowprec.mcore.gradient_sum import and_end_step, sum_gradients_in
 from megatron_lowprec.mcore.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once
 from megatron_lowprec.mcore.primary_weight import settle, use_primary_weights
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
+from megatron_lowprec.mcore.scaled_adam import keeps_main_weights, use_scaled_adam
 from megatron_lowprec.mcore.spec import gpt_block_spec
 from megatron_lowprec.mcore.te import TERuntime, accumulate_wgrad, check_support, te_block_spec
+from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.resolve import virtual_stages
@@ -54,6 +58,7 @@ class Trainer(Model):
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     graphs: LayerGraphs | None = None
+    gradient_factor: AutomaticFactor | None = None
 
 
 def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int) -> Trainer:
@@ -63,16 +68,21 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     if config.fp8_param_gather and isinstance(model.runtime, RecipeRuntime):
         count = use_primary_weights(model.chunks, reduce_amax=not config.no_amax_reduce)
         model.runtime.notes.append(f"--fp8-param-gather: {count} weights on this stage are FP8, without a bf16 copy")
+    if isinstance(model.runtime, RecipeRuntime):
+        model.runtime.notes += describe_training_state(recipe)
     chunks = _data_parallel(config, transformer, list(model.chunks))
-    optimizer = _optimizer(config, transformer, chunks)
+    optimizer = _optimizer(config, recipe, transformer, chunks)
     settle(optimizer, chunks)
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
+    factor = sum_gradients_in(chunks, recipe.gradients) if recipe.gradients.quantized else None
+    if factor is not None:
+        transformer.finalize_model_grads_func = and_end_step(finalize_model_grads, factor)
     graphs = None
     if config.cuda_graph_impl == "local" and isinstance(model.runtime, RecipeRuntime):
         graphs = LayerGraphs(chunks[0], several=_several_microbatches(config))
         model.runtime.notes.append("--cuda-graph-impl local: behind the first step layers are captured in CUDA graphs")
-    return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer), graphs)
+    return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer), graphs, factor)
 
 
 def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model:
@@ -255,7 +265,7 @@ def _overlap(transformer: TransformerConfig, chunks: list[DistributedDataParalle
 
 
 def _optimizer(
-    config: Config, transformer: TransformerConfig, chunks: list[DistributedDataParallel]
+    config: Config, recipe: Recipe, transformer: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
     options = OptimizerConfig(
         optimizer=config.optimizer,
@@ -273,13 +283,18 @@ def _optimizer(
         fp8_recipe=transformer.fp8_recipe if transformer.fp8 else None,
         log_num_zeros_in_grad=config.log_num_zeros_in_grad,
     )
+    if recipe.optimizer.quantized:
+        keeps_main_weights(options)
     optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
     for inner in torch_optimizers(optimizer):
         if type(inner) is torch.optim.AdamW:
             # Without TE or apex Megatron-core takes torch's AdamW as it comes, tensor by tensor.
             for group in [inner.defaults, *inner.param_groups]:
                 group["fused"], group["foreach"] = True, False
-    copy_weights_at_once(optimizer)
+    if recipe.optimizer.quantized:
+        use_scaled_adam(optimizer, recipe.optimizer)
+    else:
+        copy_weights_at_once(optimizer)
     return optimizer
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.arguments import REPOSITORY, find, flag
 from megatron_lowprec.training.blend import all_paths, resolve_phase
 from megatron_lowprec.training.config import Config
@@ -48,6 +49,21 @@ def resolve_model(config: Config) -> Config:
             f"--stock-linears keeps Megatron-core's layers, which know no recipe {config.recipe}; use --recipe bf16"
         )
     return config
+
+
+def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
+    """What the recipe's optimizer and its exchange of gradients need, and lines about what was switched on for them."""
+    if not recipe.changes_training:
+        return config, []
+    if config.fp8_param_gather and recipe.optimizer.quantized:
+        raise UserError(
+            f"--fp8-param-gather makes FP8 weights from fp32 main weights, which recipe {recipe.name} has none of; "
+            "leave the flag out, or set --recipe-set optimizer.master=fp32 and the moments' formats to fp32"
+        )
+    if config.use_distributed_optimizer:
+        return config, []
+    note = f"recipe {recipe.name}: --use-distributed-optimizer is on, which its optimizer state and gradients go by"
+    return replace(config, use_distributed_optimizer=True), [note]
 
 
 def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:

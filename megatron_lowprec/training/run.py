@@ -27,7 +27,14 @@ from megatron_lowprec.training.interrupt import (
     follows_a_failure,
 )
 from megatron_lowprec.training.paths import RunPaths, keep_older_run, run_paths
-from megatron_lowprec.training.resolve import data_parallel_size, iterations, resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.resolve import (
+    data_parallel_size,
+    iterations,
+    resolve_model,
+    resolve_recipe,
+    resolve_run,
+    total_samples,
+)
 from megatron_lowprec.training.shapes import linear_sites, num_parameters, sized
 from megatron_lowprec.training.startup import Ranks, finalize, initialize, versions
 
@@ -54,6 +61,8 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), sized(config.num_layers))
     if config.fp8_param_gather and config.transformer_impl == "local":
         check_primary_weights(recipe)
+    config, more = resolve_recipe(config, recipe)
+    notes = notes + more
     if config.explain_recipe:
         _print_once(ranks, *notes, _explanation(config, recipe))
         return

@@ -104,6 +104,8 @@ def te_recipe(recipe: Recipe) -> TERecipe:
 
 def _counterpart(recipe: Recipe) -> TERecipe | None:
     keep, operand, gradient = recipe.keep_bf16, recipe.fprop.input, recipe.dgrad.grad_output
+    if recipe.changes_training:
+        return None  # made for this project's layers
     if not recipe.quantized:
         return TERecipe()
     if operand is None or gradient is None or keep.names:

@@ -27,7 +27,7 @@ def main(asked: dict[str, Any]) -> None:
     from megatron_lowprec.training import schedule as schedules
     from megatron_lowprec.training import te_recipe
     from megatron_lowprec.training.arguments import parse
-    from megatron_lowprec.training.resolve import resolve_model, resolve_run, total_samples
+    from megatron_lowprec.training.resolve import resolve_model, resolve_recipe, resolve_run, total_samples
     from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
 
     on_gpu = torch.cuda.is_available()
@@ -35,8 +35,9 @@ def main(asked: dict[str, Any]) -> None:
     batch = per_rank * ranks.world_size
     length = ["--global-batch-size", str(batch), "--train-iters", str(max(1000, steps))]
     config, _, _ = parse([*asked["flags"], "--mock-data", "--micro-batch-size", str(per_rank), *length])
-    config = resolve_run(resolve_model(config), ranks.world_size, gpus=on_gpu)
     recipe = load_recipe(config.recipe, config.recipe_set)
+    config, _ = resolve_recipe(resolve_model(config), recipe)
+    config = resolve_run(config, ranks.world_size, gpus=on_gpu)
     te_recipe.prepare(config, recipe)
     schedule, _ = schedules.plan(config, total_samples(config))
     tokenizer = tokenizer_of(config)

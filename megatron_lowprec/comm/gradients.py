@@ -1,0 +1,136 @@
+"""Gradients summed over data-parallel ranks in FP8 (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
+
+A rank sends each other rank its part of every tensor as FP8 codes, a byte an entry where fp32 takes four, and adds up
+what it has received in the order of the ranks, so that the result does not depend on a network. One scale a tensor, a
+power of two, follows from the largest magnitude on any rank. Where each partial sum is rounded to FP8, as a reduction
+in the network would do, sums can saturate although no rank's own values do: gradients are multiplied by a factor mu
+before they are cast, and mu follows how many sums have saturated.
+
+The source leaves open where saturation is counted and how mu rises. Here: in the sums, over all tensors and ranks of a
+step; by the same ratio each step, from 1/2 to 2 in 1000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast_many.reference import DTYPES
+from megatron_lowprec.kernels.dispatch import cast_many_
+from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
+from megatron_lowprec.recipe.schema import GradientSpec
+
+_MOST_SATURATED = 1e-5
+_LOWEST, _HIGHEST = 0.5, 2.0
+_RISE = (_HIGHEST / _LOWEST) ** (1 / 1000)
+
+Bounds = tuple[int, int]
+"""Where a tensor begins and ends in a flat buffer of them."""
+
+
+class AutomaticFactor:
+    """mu, what gradients are multiplied by before they are cast; on the device, read by the host for checkpoints alone.
+
+    Attributes:
+        mu: fp32 [1].
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.mu = torch.ones(1, device=device)
+        self._counts = torch.zeros(2, dtype=torch.float64, device=device)  # saturated, all
+
+    def count(self, saturated: torch.Tensor, entries: int) -> None:
+        """Add a buffer's sums to those of this step: how many have saturated, int64 scalar, of how many."""
+        self._counts[0] += saturated
+        self._counts[1] += entries
+
+    def end_step(self) -> None:
+        """Set mu for the next step; collective over all ranks."""
+        dist.all_reduce(self._counts)
+        too_many = self._counts[0] > _MOST_SATURATED * self._counts[1]
+        self.mu = torch.where(too_many, _LOWEST, (self.mu * _RISE).clamp(max=_HIGHEST))
+        self._counts.zero_()
+
+
+class GradientSum:
+    """``reduce_scatter`` of flat gradient buffers, in FP8.
+
+    Args:
+        spec: format and sum.
+        factor: where ``spec.sum`` is "format".
+    """
+
+    def __init__(self, spec: GradientSpec, factor: AutomaticFactor | None) -> None:
+        assert (factor is not None) == (spec.sum == "format")
+        self._format, self._dtype, self._factor = FORMATS[spec.format], DTYPES[spec.format], factor
+
+    @torch.no_grad()
+    def reduce_scatter_(
+        self,
+        flat: torch.Tensor,
+        tensors: Sequence[Bounds],
+        times: float,
+        group: dist.ProcessGroup,
+        sharers: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        """Leave ``times`` the sum over the ranks of ``group`` in this rank's part of ``flat``; the rest is undefined.
+
+        A tensor that is not finite on any rank comes out as NaN, all of it.
+
+        Args:
+            flat: fp32 or bf16 [ranks * n], the same tensors at the same places on all ranks; the i-th n are rank i's.
+            tensors: where they lie, rising.
+            times: 1 over the number of ranks for a mean.
+            sharers: further groups of ranks that hold other parts of these tensors, and so share their scales.
+        """
+        scale = self._encode_scale(flat, tensors, [group, *sharers])
+        codes = self._codes(flat, tensors, scale)
+        ranks, part = group.size(), flat.numel() // group.size()
+        received = torch.empty_like(codes)
+        dist.all_to_all_single(received, codes, group=group)
+        total = self._sum(received.view(self._dtype).view(ranks, part))
+        own = flat[group.rank() * part :][:part]
+        own.zero_()
+        first = group.rank() * part
+        decode = times / scale
+        for (start, end), factor in zip(tensors, decode, strict=True):
+            start, end = max(start - first, 0), min(end - first, part)
+            if start < end:
+                own[start:end] = total[start:end] * factor
+
+    def _encode_scale(
+        self, flat: torch.Tensor, tensors: Sequence[Bounds], groups: Sequence[dist.ProcessGroup]
+    ) -> torch.Tensor:
+        """fp32 [len(tensors)], mu included; NaN where a tensor is not finite."""
+        amax = torch.stack(torch._foreach_norm([flat[start:end] for start, end in tensors], torch.inf)).float()
+        amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # which no backend's maximum loses
+        for group in groups:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        scale = fp32_encode_scale(amax, self._format, "amax_pow2")
+        return scale if self._factor is None else scale * self._factor.mu
+
+    def _codes(self, flat: torch.Tensor, tensors: Sequence[Bounds], scale: torch.Tensor) -> torch.Tensor:
+        """uint8, the shape of ``flat``; zeros between tensors."""
+        codes = torch.zeros(flat.numel(), dtype=torch.uint8, device=flat.device)
+        parts = [(flat[start:end], codes[start:end]) for start, end in tensors]
+        if flat.dtype == torch.float32:
+            values, places = zip(*parts, strict=True)
+            cast_many_(values, scale, self._format, places)
+        else:  # one tensor at a time, for fp32 copies of all would not fit
+            for (value, place), one in zip(parts, scale.split(1), strict=True):
+                cast_many_([value.float()], one, self._format, [place])
+        return codes
+
+    def _sum(self, received: torch.Tensor) -> torch.Tensor:
+        """fp32 [n] of codes [ranks, n], in the order of the ranks."""
+        total = received[0].float()
+        for codes in received[1:]:
+            total += codes.float()
+            if self._factor is not None:
+                total = total.clamp_(-self._format.max, self._format.max).to(self._dtype).float()
+        if self._factor is not None:
+            self._factor.count((total.abs() == self._format.max).sum(), total.numel())
+        return total

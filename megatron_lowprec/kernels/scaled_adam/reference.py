@@ -1,0 +1,109 @@
+"""AdamW on a state in narrow formats, a power-of-two scale a tensor: an update reads the state twice.
+
+The scale of a tensor's next codes follows the largest magnitude of all of its new values, on every rank that holds a
+part of them: a first pass finds it and keeps nothing, a second computes the same values again and writes their codes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+STATE = ("exp_avg", "exp_avg_sq", "master")
+_EXPONENT_FIELD = 0x7F800000
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Of AdamW, for one step; ``step`` counts from 1. The names are torch's."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+    @property
+    def step_size(self) -> float:
+        """The learning rate over the bias correction of the first moment."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def bias_correction2_sqrt(self) -> float:
+        """Square root of the bias correction of the second moment."""
+        return float((1 - self.beta2**self.step) ** 0.5)
+
+
+class Slot(NamedTuple):
+    """One tensor: its gradient, the weight of the model, and what is kept between steps, all of one size.
+
+    Attributes:
+        grad: fp32 or bf16.
+        weight: what the new main weight is rounded into, any dtype.
+        exp_avg, exp_avg_sq, master: fp32, fp16 or FP8 codes.
+        decode_scale: fp32 [3], what these three are multiplied by; overwritten with the codes.
+    """
+
+    grad: torch.Tensor
+    weight: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    master: torch.Tensor
+    decode_scale: torch.Tensor
+
+    @property
+    def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order of ``STATE``."""
+        return self.exp_avg, self.exp_avg_sq, self.master
+
+
+def encode_scale(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.Tensor:
+    """2^(floor(log2(fl(M / amax))) - margin) with M the maximum of ``dtype``: fp32, the shape of ``amax``.
+
+    1 for fp32, and where ``amax`` is 0 or not finite; a quotient beyond fp32 counts as its maximum.
+
+    Args:
+        amax: fp32, any shape, not negative.
+    """
+    one = torch.ones_like(amax)
+    if dtype == torch.float32:
+        return one
+    quotient = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(torch.float32).max)
+    power = (quotient.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32) * 2.0**-margin
+    return torch.where((amax > 0) & amax.isfinite(), power, one)
+
+
+def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
+    """Largest magnitudes of the new exp_avg, exp_avg_sq and main weight of each slot: fp32 [len(slots), 3]."""
+    rows = [torch.stack([new.abs().amax() for new in _updated(slot, step)]) for slot in slots]
+    return torch.stack(rows)
+
+
+def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
+    """Take one step: codes of the new state, their decode scales, and the model's weights.
+
+    A weight is what its main weight's codes decode to, rounded to its dtype.
+
+    Args:
+        encode_scales: fp32 [len(slots), 3], powers of two that the new values are multiplied by before rounding.
+    """
+    for slot, scales in zip(slots, encode_scales, strict=True):
+        for codes, new, scale in zip(slot.state, _updated(slot, step), scales, strict=True):
+            codes.copy_(new * scale)
+        slot.decode_scale.copy_(1 / scales)
+        slot.weight.copy_(slot.master.float() * slot.decode_scale[2])
+
+
+def _updated(slot: Slot, step: Hyperparameters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The new values in fp32, by torch's order of AdamW's operations."""
+    grad = slot.grad.float()
+    exp_avg, exp_avg_sq, master = (
+        codes.float() * scale for codes, scale in zip(slot.state, slot.decode_scale, strict=True)
+    )
+    master *= 1 - step.lr * step.weight_decay
+    exp_avg += (grad - exp_avg) * (1 - step.beta1)
+    exp_avg_sq = exp_avg_sq * step.beta2 + grad * grad * (1 - step.beta2)
+    master -= step.step_size * (exp_avg / (exp_avg_sq.sqrt() / step.bias_correction2_sqrt + step.eps))
+    return exp_avg, exp_avg_sq, master

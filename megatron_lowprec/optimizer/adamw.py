@@ -1,0 +1,140 @@
+"""AdamW whose moments and main weights are kept in narrow formats (FP8-LM, arXiv 2310.18313, "FP8 optimizer")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_lowprec.kernels.dispatch import adam_update_, adam_update_amax
+from megatron_lowprec.kernels.scaled_adam.reference import STATE, Hyperparameters, Slot, encode_scale
+from megatron_lowprec.recipe.schema import OptimizerSpec
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+_MASTER = "master_param"  # Megatron-core's name of a main weight that an optimizer keeps
+_NAMES = tuple(_MASTER if name == "master" else name for name in STATE)
+
+
+class ScaledAdamW(torch.optim.Optimizer):
+    """AdamW on the model's own weights; main weights and moments are its state, codes with a scale a tensor.
+
+    ``state[weight]`` has "exp_avg", "exp_avg_sq" and "master_param", codes of the weight's shape; "decode_scale", fp32
+    [3], what these three are multiplied by; and "step", a scalar as torch's AdamW has it. The gradient is read from
+    ``decoupled_grad``, for it may have another dtype than the weight.
+
+    Args:
+        param_groups: of weights, or flat parts of weights; with "lr", "betas", "eps" and "weight_decay".
+        defaults: as torch's optimizers have them.
+        spec: the formats.
+        places: each weight -> its place among all tensors that the ranks of ``reduce_amax`` share.
+        tensors: how many these are.
+        reduce_amax: fp32 [tensors, 3] -> the elementwise maximum over the ranks that hold parts or copies.
+    """
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        defaults: dict[str, Any],
+        spec: OptimizerSpec,
+        places: Mapping[torch.Tensor, int],
+        tensors: int,
+        reduce_amax: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__([{"params": []}], defaults)
+        # Not by add_param_group: Megatron-core's parts of fp32 weights are views, which it would refuse.
+        self.param_groups = param_groups
+        self._dtypes = [DTYPES[name] for name in spec.formats.values()]
+        self._places, self._tensors, self._reduce_amax = places, tensors, reduce_amax
+        for weight in self._weights():
+            self.state[weight] = {
+                "step": torch.zeros(()),
+                "decode_scale": torch.ones(3, device=weight.device),
+                **{
+                    name: torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+                    for name, dtype in zip(_NAMES, self._dtypes, strict=True)
+                },
+            }
+        self.read_weights()
+
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """Take the model's weights as they are for main weights."""
+        for weight in self._weights():
+            self.set_scaled_state(weight, _MASTER, weight)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update; collective over the ranks of ``reduce_amax``."""
+        assert closure is None
+        batches = [self._batch(group) for group in self.param_groups]
+        device = next((weight.device for weight in self._weights()), None)
+        amax = torch.zeros(self._tensors, 3, device=device or torch.get_default_device())
+        for places, slots, hyperparameters in batches:
+            if slots:
+                amax[places] = adam_update_amax(slots, hyperparameters)
+        amax = self._reduce_amax(amax)
+        scales = torch.stack([encode_scale(part, dtype) for part, dtype in zip(amax.unbind(1), self._dtypes)], 1)
+        for places, slots, hyperparameters in batches:
+            if slots:
+                adam_update_(slots, hyperparameters, scales[places])
+
+    def _batch(self, group: dict[str, Any]) -> tuple[list[int], list[Slot], Hyperparameters]:
+        """The tensors of a group that have a gradient, with their places, and this step's numbers."""
+        group["step"] = int(group.get("step", 0)) + 1
+        places, slots = [], []
+        for weight in group["params"]:
+            grad = getattr(weight, "decoupled_grad", None)
+            if grad is None:
+                continue
+            state = self.state[weight]
+            state["step"].fill_(group["step"])
+            places.append(self._places[weight])
+            exp_avg, exp_avg_sq, master = (state[name] for name in _NAMES)
+            slots.append(Slot(grad, weight.detach(), exp_avg, exp_avg_sq, master, state["decode_scale"]))
+        beta1, beta2 = group["betas"]
+        numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["step"])
+        return places, slots, Hyperparameters(*numbers)
+
+    def _weights(self) -> Sequence[torch.Tensor]:
+        return [weight for group in self.param_groups for weight in group["params"]]
+
+    # ---- what Megatron-core asks of an optimizer that keeps the main weights
+
+    def get_unscaled_state(self, weight: torch.Tensor, name: str) -> torch.Tensor:
+        """One part of a weight's state, decoded to fp32."""
+        value: torch.Tensor = self.state[weight][name]
+        if name not in _NAMES:
+            return value
+        return value.float() * self.state[weight]["decode_scale"][_NAMES.index(name)]
+
+    @torch.no_grad()
+    def set_scaled_state(self, weight: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Encode one part of a weight's state, by a scale of its own until the next step.
+
+        What was decoded from a scale that other parts of the tensor shared is held exactly: this one is no smaller.
+        """
+        state = self.state[weight]
+        if name not in _NAMES:
+            state[name].copy_(value)
+            return
+        place = _NAMES.index(name)
+        value = value.to(state[name].device, torch.float32)
+        amax = value.abs().amax() if value.numel() else torch.zeros((), device=value.device)
+        scale = encode_scale(amax, self._dtypes[place])
+        state[name].copy_(value.view_as(state[name]) * scale)
+        state["decode_scale"][place] = 1 / scale
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Options of the groups and counts of steps; codes are set by ``set_scaled_state``, and are no numbers that
+        torch could convert to a weight's dtype.
+        """
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+            for weight in group["params"]:
+                self.state[weight]["step"].fill_(group.get("step", 0))

@@ -1,0 +1,174 @@
+"""Gradients summed in FP8 by three processes, against the sum that the definition gives for all of them at once."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec.comm.gradients import AutomaticFactor, Bounds, GradientSum
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.quantize.reference import round_to_format
+from megatron_lowprec.recipe.schema import GradientSpec
+
+RANKS = 3
+# Odd sizes with gaps between them, tensors across the ends of the ranks' parts, one entry alone.
+TENSORS: list[Bounds] = [(0, 37), (64, 65), (128, 460), (512, 891)]
+SIZE = 900
+SPECS = {"e4m3": GradientSpec("e4m3", "fp32"), "e5m2": GradientSpec("e5m2", "fp32"), "sums": GradientSpec("e4m3")}
+SIZES = [1.0, 1e-6, 3e3, 0.0]
+
+
+def gradients(rank: int, step: int, common: float = 0.0) -> torch.Tensor:
+    """[SIZE] of one rank; ``common`` is the share that all ranks have alike."""
+    flat = torch.zeros(SIZE)
+    alike, own = torch.Generator().manual_seed(step), torch.Generator().manual_seed(1000 * step + rank + 1)
+    for (start, end), size in zip(TENSORS, SIZES, strict=True):
+        noise = torch.randn(end - start, generator=own) * torch.exp2(3 * torch.randn(end - start, generator=own))
+        flat[start:end] = size * (common * torch.randn(end - start, generator=alike) + (1 - common) * noise)
+    return flat
+
+
+def worker(rank: int, store: str, answers: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    group, found = dist.group.WORLD, {}
+    alone = [dist.new_group([r]) for r in range(RANKS)][rank]
+    part = SIZE // RANKS
+
+    def reduced(name: str, flat: torch.Tensor, spec: GradientSpec, mu: AutomaticFactor | None, **more: Any) -> None:
+        GradientSum(spec, mu).reduce_scatter_(flat, TENSORS, 1 / RANKS, group, **more)
+        found[name] = flat[rank * part :][:part].float().numpy()
+
+    for name, spec in SPECS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            mu = AutomaticFactor(torch.device("cpu")) if spec.sum == "format" else None
+            reduced(f"{name} {dtype}", gradients(rank, 1).bfloat16().to(dtype), spec, mu)
+    reduced("sharers", gradients(rank, 1), SPECS["e4m3"], None, sharers=[alone])
+    broken = gradients(rank, 1)
+    broken[130] = math.nan if rank == 1 else 1.0
+    broken[64] = math.inf if rank == 2 else 1.0
+    reduced("broken", broken, SPECS["e4m3"], None)
+    mu, history = AutomaticFactor(torch.device("cpu")), []
+    for step in range(6):
+        reduced(f"step {step}", gradients(rank, step, 1.0 if step < 3 else 0.0), SPECS["sums"], mu)
+        history.append(float(mu.mu))
+        mu.end_step()
+    found["mu"] = history
+    answers.put((rank, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the ranks hold afterwards, their parts joined; ``mu`` of each rank."""
+    context = multiprocessing.get_context("spawn")
+    answers, store = context.Queue(), tmp_path_factory.mktemp("gradients") / "store"
+    processes = [context.Process(target=worker, args=(rank, str(store), answers)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    by_rank = dict(answers.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    joined = {
+        name: torch.cat([torch.from_numpy(by_rank[rank][name]) for rank in range(RANKS)])
+        for name in by_rank[0]
+        if name != "mu"
+    }
+    return {**joined, "mu": [by_rank[rank]["mu"] for rank in range(RANKS)]}
+
+
+def by_definition(ranks: list[torch.Tensor], spec: GradientSpec, mu: float = 1.0) -> tuple[torch.Tensor, int]:
+    """The mean over the ranks as float64, and how many sums have saturated."""
+    fmt, out, saturated = FORMATS[spec.format], torch.zeros(SIZE, dtype=torch.float64), 0
+    for start, end in TENSORS:
+        amax = max(float(flat[start:end].abs().max()) for flat in ranks)
+        scale = 2.0 ** math.floor(math.log2(fmt.max / amax)) if amax else 1.0
+        scaled = [flat[start:end] * torch.tensor(scale * mu, dtype=torch.float32) for flat in ranks]
+        codes = [round_to_format(values, fmt, "nearest_even") for values in scaled]
+        total = codes[0].double()
+        for more in codes[1:]:
+            total = total + more.double()
+            if spec.sum == "format":
+                total = round_to_format(total.float(), fmt, "nearest_even").double()
+        if spec.sum == "format":
+            saturated += int((total.abs() == fmt.max).sum())
+        out[start:end] = total / (scale * mu) / RANKS
+    return out, saturated
+
+
+def inside() -> torch.Tensor:
+    mask = torch.zeros(SIZE, dtype=torch.bool)
+    for start, end in TENSORS:
+        mask[start:end] = True
+    return mask
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_mean_of_what_was_cast(found: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    ranks = [gradients(rank, 1).bfloat16().float() for rank in range(RANKS)]
+    expected, _ = by_definition(ranks, SPECS[name])
+    # Sums of FP8 values are exact in fp32; times 1/3 and, in bf16, one rounding more.
+    tolerance = 2.0**-22 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(found[f"{name} {dtype}"].double(), expected, rtol=tolerance, atol=0)
+    assert torch.equal(found[f"{name} {dtype}"][~inside()], torch.zeros(int((~inside()).sum())))
+
+
+def test_it_is_near_the_mean(found: dict[str, Any]) -> None:
+    exact = sum(gradients(rank, 1).double() for rank in range(RANKS)) / RANKS
+    for name, most in (("e4m3 torch.float32", 0.04), ("e5m2 torch.float32", 0.08)):  # "sums" may saturate
+        for (start, end), size in zip(TENSORS, SIZES, strict=True):
+            error = (found[name][start:end] - exact[start:end]).norm() / max(float(exact[start:end].norm()), 1e-30)
+            assert 0 < error < most if size else error == 0, name
+
+
+def test_ranks_that_share_a_scale_may_be_few(found: dict[str, Any]) -> None:
+    ranks = [gradients(rank, 1) for rank in range(RANKS)]
+    torch.testing.assert_close(found["sharers"].double(), by_definition(ranks, SPECS["e4m3"])[0], rtol=2.0**-22, atol=0)
+
+
+def test_what_is_not_finite_on_one_rank_is_seen_by_all(found: dict[str, Any]) -> None:
+    broken = found["broken"]
+    assert broken[128:460].isnan().all()
+    assert broken[64:65].isnan().all()
+    assert broken[:37].isfinite().all()
+    assert broken[512:891].isfinite().all()
+
+
+def test_mu_follows_how_many_sums_saturate(found: dict[str, Any]) -> None:
+    mu, entries = 1.0, SIZE
+    for step in range(6):
+        ranks = [gradients(rank, step, 1.0 if step < 3 else 0.0) for rank in range(RANKS)]
+        assert [history[step] for history in found["mu"]] == [pytest.approx(mu, rel=1e-6)] * RANKS
+        expected, saturated = by_definition(ranks, SPECS["sums"], found["mu"][0][step])
+        torch.testing.assert_close(found[f"step {step}"].double(), expected, rtol=2.0**-21, atol=0)
+        mu = 0.5 if saturated > 1e-5 * entries else min(2.0, mu * 4 ** (1 / 1000))
+    assert found["mu"][0][0] == 1.0
+    assert 0.5 in found["mu"][0]
+    assert any(after > before for before, after in zip(found["mu"][0], found["mu"][0][1:]))
+
+
+def test_mu_rises_from_one_half_to_two_in_a_thousand_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    factor = AutomaticFactor(torch.device("cpu"))
+    factor.count(torch.tensor(2), 100_000)
+    factor.end_step()
+    assert float(factor.mu) == 0.5
+    factor.count(torch.tensor(1), 100_000)  # exactly 0.001%
+    factor.end_step()
+    for _ in range(998):
+        factor.end_step()
+    assert float(factor.mu) == pytest.approx(2.0, rel=2e-3)
+    assert float(factor.mu) < 2.0
+    factor.end_step()
+    factor.end_step()
+    assert float(factor.mu) == 2.0

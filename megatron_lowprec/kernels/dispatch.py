@@ -88,10 +88,18 @@ def cast_many_(
 
 
 def adam_update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
-    """``scaled_adam.reference.update_amax``."""
+    """``scaled_adam.reference.update_amax``, on a GPU as one kernel; all slots have the same dtypes."""
+    if slots[0].grad.is_cuda and have_triton():
+        from megatron_lowprec.kernels.scaled_adam import triton
+
+        return triton.update_amax(slots, step)
     return adam_reference.update_amax(slots, step)
 
 
 def adam_update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
-    """``scaled_adam.reference.update_``."""
-    adam_reference.update_(slots, step, encode_scales)
+    """``scaled_adam.reference.update_``, on a GPU as one kernel; all slots have the same dtypes."""
+    if slots[0].grad.is_cuda and have_triton():
+        from megatron_lowprec.kernels.scaled_adam import triton
+
+        return triton.update_(slots, step, encode_scales)
+    return adam_reference.update_(slots, step, encode_scales)

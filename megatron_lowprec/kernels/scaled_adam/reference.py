@@ -31,9 +31,9 @@ class Hyperparameters:
         return self.lr / (1 - self.beta1**self.step)
 
     @property
-    def bias_correction2_sqrt(self) -> float:
-        """Square root of the bias correction of the second moment."""
-        return float((1 - self.beta2**self.step) ** 0.5)
+    def root_correction(self) -> float:
+        """What the root of the second moment is multiplied by: one over the root of its bias correction."""
+        return float((1 - self.beta2**self.step) ** -0.5)
 
 
 class Slot(NamedTuple):
@@ -97,7 +97,7 @@ def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.T
 
 
 def _updated(slot: Slot, step: Hyperparameters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new values in fp32, by torch's order of AdamW's operations."""
+    """The new values in fp32, by torch's order of AdamW's operations; numbers are rounded to fp32 first."""
     grad = slot.grad.float()
     exp_avg, exp_avg_sq, master = (
         codes.float() * scale for codes, scale in zip(slot.state, slot.decode_scale, strict=True)
@@ -105,5 +105,6 @@ def _updated(slot: Slot, step: Hyperparameters) -> tuple[torch.Tensor, torch.Ten
     master *= 1 - step.lr * step.weight_decay
     exp_avg += (grad - exp_avg) * (1 - step.beta1)
     exp_avg_sq = exp_avg_sq * step.beta2 + grad * grad * (1 - step.beta2)
-    master -= step.step_size * (exp_avg / (exp_avg_sq.sqrt() / step.bias_correction2_sqrt + step.eps))
+    root = exp_avg_sq.double().sqrt().float()  # torch's root in fp32 is an ulp off at times, on a CPU
+    master -= step.step_size * (exp_avg / (root * step.root_correction + step.eps))
     return exp_avg, exp_avg_sq, master

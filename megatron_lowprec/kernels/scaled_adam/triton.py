@@ -1,0 +1,235 @@
+"""The two passes of ``reference.py``, each as one launch for all tensors with the same numbers.
+
+Bytes an entry under FP8-LM's formats and fp32 gradients: 9 read by the first pass, 9 read and 7 written by the second,
+where torch's fused AdamW on fp32 reads 16 and writes 14 with the model's bf16 weight. Where the tensors lie is a table
+in the device's memory, made once, for they stay there. Programs are (part, tensor), as in ``cast_many``.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
+from megatron_lowprec.kernels.cast.triton_ops import as_stored, to_fp8
+from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
+
+_BLOCK, _MOST_PARTS = 1024, 512
+_ALIGNMENT = 16  # bytes of an address, and entries, for loads and stores of whole words
+_OPTIONS = {"BLOCK": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+_COLUMNS = tl.constexpr(7)  # of the table: addresses of gradient, weight, three parts of the state, scales; entries
+# A kernel's names of dtypes.
+_KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 5,
+}
+_E4M3 = tl.constexpr((FORMATS["e4m3"].mantissa_bits, FORMATS["e4m3"].min_exponent, FORMATS["e4m3"].max))
+_E5M2 = tl.constexpr((FORMATS["e5m2"].mantissa_bits, FORMATS["e5m2"].min_exponent, FORMATS["e5m2"].max))
+
+
+@triton.jit
+def _pointer(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    if KIND == 0:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    elif KIND == 1:
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    elif KIND == 2:
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint8))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _decode(stored, KIND: tl.constexpr):
+    """fp32 of what lies in memory. A code's exponent and mantissa, moved to fp32's places, are its value but for a
+    power of two.
+    """
+    if KIND < 3:
+        value = stored.to(tl.float32)
+    else:
+        MANTISSA: tl.constexpr = 3 if KIND == 3 else 2
+        POWER: tl.constexpr = 2.0**120 if KIND == 3 else 2.0**112
+        code = stored.to(tl.int32)
+        value = ((code & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * POWER
+        value = tl.where(code >= 128, -value, value)
+    return value
+
+
+@triton.jit
+def _encode(value, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """What lies in memory of fp32 entries, nearest even."""
+    if KIND == 3:
+        stored = to_fp8(value, _E4M3[0], _E4M3[1], _E4M3[2], 0x7F, NATIVE)
+    elif KIND == 5:
+        stored = to_fp8(value, _E5M2[0], _E5M2[1], _E5M2[2], 0x7F, NATIVE)
+    elif KIND == 2:
+        stored = value.to(tl.float16)
+    elif KIND == 1:
+        stored = as_stored(value, True, NATIVE).to(tl.bfloat16)
+    else:
+        stored = value
+    return stored
+
+
+@triton.jit
+def _load(address, at, inside, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    return _decode(tl.load(_pointer(address, KIND, ALIGNED) + at, mask=inside, other=0), KIND)
+
+
+@triton.jit
+def _updated(
+    row,
+    at,
+    inside,
+    numbers,
+    GRAD: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    MAIN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """``reference._updated``; ``row`` of the table, ``numbers`` in the order of ``_numbers``."""
+    decay, grow, keep_square, grow_square, root_correction, eps, step_size = numbers
+    scales = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+    grad = _load(tl.load(row), at, inside, GRAD, ALIGNED)
+    exp_avg = _load(tl.load(row + 2), at, inside, FIRST, ALIGNED) * tl.load(scales)
+    exp_avg_sq = _load(tl.load(row + 3), at, inside, SECOND, ALIGNED) * tl.load(scales + 1)
+    master = _load(tl.load(row + 4), at, inside, MAIN, ALIGNED) * tl.load(scales + 2)
+    master = master * decay
+    exp_avg = exp_avg + (grad - exp_avg) * grow
+    exp_avg_sq = exp_avg_sq * keep_square + grad * grad * grow_square
+    master = master - step_size * tl.div_rn(exp_avg, tl.sqrt_rn(exp_avg_sq) * root_correction + eps)
+    return exp_avg, exp_avg_sq, master
+
+
+@triton.jit
+def _amax_kernel(
+    table_ptr,
+    amax_ptr,
+    decay,
+    grow,
+    keep_square,
+    grow_square,
+    root_correction,
+    eps,
+    step_size,
+    GRAD: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    MAIN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = table_ptr + _COLUMNS * tl.program_id(1)
+    count = tl.load(row + 6)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+    numbers = (decay, grow, keep_square, grow_square, root_correction, eps, step_size)
+    first, second, main = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = block + tl.arange(0, BLOCK)
+        inside = at < count
+        exp_avg, exp_avg_sq, master = _updated(row, at, inside, numbers, GRAD, FIRST, SECOND, MAIN, ALIGNED)
+        # Entries outside are zeros in all of the state, and remain so.
+        first, second, main = larger(first, tl.abs(exp_avg)), larger(second, exp_avg_sq), larger(main, tl.abs(master))
+    cells = (amax_ptr + 3 * tl.program_id(1)).to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, 1)
+    tl.atomic_max(cells, amax_along(first, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(cells + 1, amax_along(second, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(cells + 2, amax_along(main, 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _update_kernel(
+    table_ptr,
+    scale_ptr,
+    decay,
+    grow,
+    keep_square,
+    grow_square,
+    root_correction,
+    eps,
+    step_size,
+    GRAD: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    MAIN: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = table_ptr + _COLUMNS * tl.program_id(1)
+    count = tl.load(row + 6)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+    numbers = (decay, grow, keep_square, grow_square, root_correction, eps, step_size)
+    scales = scale_ptr + 3 * tl.program_id(1)
+    first, second, main = tl.load(scales), tl.load(scales + 1), tl.load(scales + 2)
+    for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = block + tl.arange(0, BLOCK)
+        inside = at < count
+        exp_avg, exp_avg_sq, master = _updated(row, at, inside, numbers, GRAD, FIRST, SECOND, MAIN, ALIGNED)
+        tl.store(_pointer(tl.load(row + 2), FIRST, ALIGNED) + at, _encode(exp_avg * first, FIRST, NATIVE), mask=inside)
+        squares = _encode(exp_avg_sq * second, SECOND, NATIVE)
+        tl.store(_pointer(tl.load(row + 3), SECOND, ALIGNED) + at, squares, mask=inside)
+        kept = _encode(master * main, MAIN, NATIVE)
+        tl.store(_pointer(tl.load(row + 4), MAIN, ALIGNED) + at, kept, mask=inside)
+        weight = _encode(_decode(kept, MAIN) * tl.div_rn(1.0, main), WEIGHT, NATIVE)
+        tl.store(_pointer(tl.load(row + 1), WEIGHT, ALIGNED) + at, weight, mask=inside)
+
+
+@lru_cache(maxsize=64)
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
+    for slot in slots:  # the kernel sees addresses alone
+        tensors = (slot.grad, slot.weight, *slot.state)
+        assert all(tensor.is_contiguous() and tensor.numel() == slot.grad.numel() for tensor in tensors)
+        assert slot.decode_scale.is_contiguous()
+        assert slot.decode_scale.dtype == torch.float32
+    return tuple((*(tensor.data_ptr() for tensor in slot), slot.grad.numel()) for slot in slots)
+
+
+def _constants(slots: Sequence[Slot]) -> dict[str, int]:
+    (kinds,) = {tuple(_KINDS[tensor.dtype] for tensor in (slot.grad, *slot.state)) for slot in slots}
+    aligned = all(number % _ALIGNMENT == 0 for row in _rows(slots) for number in (*row[:5], row[6]))
+    return dict(zip(("GRAD", "FIRST", "SECOND", "MAIN"), kinds, strict=True)) | {"ALIGNED": aligned}
+
+
+def _numbers(step: Hyperparameters) -> tuple[float, ...]:
+    decay, eps = 1 - step.lr * step.weight_decay, step.eps
+    return decay, 1 - step.beta1, step.beta2, 1 - step.beta2, step.root_correction, eps, step.step_size
+
+
+def _grid(slots: Sequence[Slot]) -> tuple[int, int]:
+    return min(_MOST_PARTS, triton.cdiv(max(slot.grad.numel() for slot in slots), _BLOCK)), len(slots)
+
+
+def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
+    """As ``reference.update_amax``, bit for bit; all slots have the same dtypes."""
+    amax = torch.zeros(len(slots), 3, device=slots[0].grad.device)
+    table = _table(_rows(slots), amax.device)
+    _amax_kernel[_grid(slots)](table, amax, *_numbers(step), **_constants(slots), **_OPTIONS)
+    return amax
+
+
+def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
+    """As ``reference.update_``, bit for bit; all slots have the same dtypes."""
+    device = slots[0].grad.device
+    (weight,) = {_KINDS[slot.weight.dtype] for slot in slots}
+    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    constants = {**_constants(slots), "WEIGHT": weight, "NATIVE": native}
+    table, scales = _table(_rows(slots), device), encode_scales.contiguous()
+    _update_kernel[_grid(slots)](table, scales, *_numbers(step), **constants, **_OPTIONS)
+    torch._foreach_copy_([slot.decode_scale for slot in slots], list((1 / encode_scales).unbind()))

@@ -1,0 +1,81 @@
+"""The kernels of Adam on narrow formats against the reference. Run interpreted, and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from megatron_lowprec.kernels.scaled_adam import reference
+from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot, encode_scale
+from tests.kernels.interpreted import main
+
+# All of whole words, or else none is read so: of one entry, of a block and one more.
+SIZES = ((16, 1024, 5008), (1, 37, 1025))
+STATES = (
+    (torch.float8_e4m3fn, torch.float16, torch.float16),
+    (torch.float8_e5m2, torch.float8_e4m3fn, torch.float32),
+    (torch.float32, torch.float32, torch.float32),
+)
+WEIGHTS = (torch.float32, torch.bfloat16)
+STEPS = 3
+
+
+def slots_of(
+    sizes: tuple[int, ...], state: tuple[torch.dtype, ...], weight: torch.dtype, grad: torch.dtype, device: str
+) -> tuple[list[Slot], list[torch.Generator]]:
+    """Zero moments and random main weights, of sizes a thousandfold apart."""
+    found, generators = [], []
+    for number, size in enumerate(sizes):
+        generator = torch.Generator().manual_seed(number)
+        values = torch.randn(size, generator=generator) * 10.0 ** (2 * number - 3)
+        scale = encode_scale(values.abs().amax(), state[2])
+        decode = torch.tensor([1.0, 1.0, float(1 / scale)])
+        zeros = [torch.zeros(size, dtype=dtype) for dtype in state[:2]]
+        parts = [torch.zeros(size, dtype=grad), torch.zeros(size, dtype=weight), *zeros, (values * scale).to(state[2])]
+        found.append(Slot(*(part.to(device) for part in (*parts, decode))))
+        generators.append(generator)
+    return found, generators
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().view(torch.uint8)
+
+
+def faults(device: str) -> Iterator[str]:
+    """Every tensor that differs after a step, a line each."""
+    from megatron_lowprec.kernels.scaled_adam import triton
+
+    for sizes, state, weight, grad in itertools.product(SIZES, STATES, WEIGHTS, WEIGHTS):
+        name = f"{sizes}, {state}, weight {weight}, gradient {grad}"
+        mine, generators = slots_of(sizes, state, weight, grad, device)
+        theirs, _ = slots_of(sizes, state, weight, grad, "cpu")
+        for count in range(1, STEPS + 1):
+            step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=count)
+            for ours, other, generator in zip(mine, theirs, generators, strict=True):
+                noise = torch.randn(other.grad.shape, generator=generator)
+                noise[::7] = 0.0
+                other.grad.copy_(noise * torch.exp2(6 * noise.roll(1)) * 1e-4)
+                ours.grad.copy_(other.grad)
+            amax, wanted = triton.update_amax(mine, step), reference.update_amax(theirs, step)
+            if not torch.equal(amax.cpu(), wanted):
+                yield f"{name}: amax of step {count}"
+            scales = torch.stack([encode_scale(part, dtype) for part, dtype in zip(wanted.unbind(1), state)], 1)
+            triton.update_(mine, step, scales.to(device))
+            reference.update_(theirs, step, scales)
+            for number, (ours, other) in enumerate(zip(mine, theirs, strict=True)):
+                for part, a, b in zip(Slot._fields, ours, other, strict=True):
+                    if not torch.equal(bits(a), bits(b)):
+                        yield f"{name}: {part} of tensor {number} after step {count}"
+
+
+def differences(device: str) -> tuple[int, list[str]]:
+    """(cases, faults)"""
+    return len(STATES) * len(WEIGHTS) ** 2 * STEPS * sum(1 + len(sizes) * len(Slot._fields) for sizes in SIZES), list(
+        faults(device)
+    )
+
+
+if __name__ == "__main__":
+    main(differences)

@@ -13,6 +13,7 @@
 #   scaling    weak scaling from one GPU to all
 #   matrix     every recipe on every layout that the GPUs hold
 #   table2     the sweep paper_table2, small, on all GPUs, and its report
+#   lm         fp8_lm beside fp8_delayed: a step with its update and memory, 345M on one GPU and on all, and a short run
 #   interrupt  a run on two GPUs that SIGTERM stops, and what follows, against one that nothing stops
 #
 # DATA, from the environment, is a corpus of --data-path, which configs, large and table2 need; GPUS how many GPUs to use.
@@ -23,7 +24,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling matrix table2 interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling matrix table2 lm interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -118,6 +119,14 @@ table2() {
     run python tools/report.py "$out/table2" --out "$out/table2-report" && return $code
 }
 
+lm() {
+    run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_lm --rounds 2 --out "$out/lm.json" &&
+        run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m --recipes fp8_delayed,fp8_lm \
+            --out "$out/lm-scaling.json" &&
+        train lm/345m "$gpus" --config configs/models/gpt_345m.yaml --recipe fp8_lm --train-iters 100 \
+            --micro-batch-size 16 --global-batch-size $((16 * gpus))
+}
+
 interrupt() {
     local flags="--config configs/models/gpt_125m.yaml --recipe fp8_mxfp4_rht_sr --train-iters 60 --save-interval 1000
         --micro-batch-size 8 --global-batch-size 16 --hidden-dropout 0.1 --eval-iters 0 --log-interval 1
@@ -150,7 +159,7 @@ mkdir -p "$out"
 failed=0
 for part in "$@"; do
     if ! declare -F "$part" >/dev/null || [ "$part" = run ] || [ "$part" = train ]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling matrix table2 interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling matrix table2 lm interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

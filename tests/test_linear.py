@@ -33,7 +33,7 @@ SEED, LAYER, NAME = 7, 3, "mlp.linear_fc1"
 
 def test_lists_of_recipes_are_not_empty() -> None:
     assert STOCHASTIC == ["mxfp4_sr", "mxfp4_rht_sr", "fp8_mxfp4_rht_sr"]
-    assert DELAYED == ["fp8_delayed", "fp8_mxfp4_rht_sr"]
+    assert DELAYED == ["fp8_delayed", "fp8_mxfp4_rht_sr", "fp8_lm"]
 
 
 def layer_of(name: str, dtype: torch.dtype = torch.float32, seed: int = SEED) -> LowPrecLinear:

@@ -17,7 +17,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 
@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 Row = Sequence[str]
+_STATE = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "master": "main weight"}
 _ABSENT = ("compute dtype", "", "", "")
 
 
@@ -140,6 +141,15 @@ def _transform(gemm: GemmSpec) -> str:
     return f"Hadamard {gemm.hadamard.block}, {gemm.hadamard.signs} signs" if gemm.hadamard is not None else ""
 
 
+def _state(page: Path, name: str) -> Iterator[Row]:
+    yield "what", "field", "format"
+    recipe = _recipe(name)
+    for part, form in recipe.optimizer.formats.items():
+        yield _STATE[part], f"`optimizer.{part}`", form.upper()
+    yield "gradients between data-parallel ranks", "`gradients.format`", recipe.gradients.format.upper()
+    yield "their partial sums", "`gradients.sum`", recipe.gradients.sum
+
+
 def _differences(page: Path, base: str, *others: str) -> Iterator[Row]:
     yield "recipe", "field", f"in `{base}`", "here"
     for name in others:
@@ -166,6 +176,9 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
     for keep in fields(KeepBf16):
         values = getattr(base.keep_bf16, keep.name), getattr(other.keep_bf16, keep.name)
         pairs[f"keep_bf16.{keep.name}"] = str(values[0]), str(values[1])
+    for part in ("optimizer", "gradients"):
+        there_is, here_is = (asdict(getattr(recipe, part)) for recipe in (base, other))
+        pairs |= {f"{part}.{name}": (there_is[name], here_is[name]) for name in there_is}
     return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
 
 
@@ -194,6 +207,7 @@ def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
 _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "recipes": _recipes,
     "operands": _operands,
+    "state": _state,
     "differences": _differences,
     "execution": _execution,
 }

@@ -52,7 +52,7 @@ def use_scaled_adam(optimizer: MegatronOptimizer, spec: OptimizerSpec) -> None:
             inner.defaults,
             spec,
             held,
-            len(places),
+            torch.zeros(len(places), 3, device=part.buffers[0].grad_data.device),
             partial(_max_over_all, groups),
         )
 

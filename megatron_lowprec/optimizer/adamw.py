@@ -33,8 +33,8 @@ class ScaledAdamW(torch.optim.Optimizer):
         defaults: as torch's optimizers have them.
         spec: the formats.
         places: each weight -> its place among all tensors that the ranks of ``reduce_amax`` share.
-        tensors: how many these are.
-        reduce_amax: fp32 [tensors, 3] -> the elementwise maximum over the ranks that hold parts or copies.
+        amax: fp32 [tensors, 3] on the weights' device, one row for each of these tensors.
+        reduce_amax: such an ``amax`` -> the elementwise maximum over the ranks that hold parts or copies.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class ScaledAdamW(torch.optim.Optimizer):
         defaults: dict[str, Any],
         spec: OptimizerSpec,
         places: Mapping[torch.Tensor, int],
-        tensors: int,
+        amax: torch.Tensor,
         reduce_amax: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__([{"params": []}], defaults)
         # Not by add_param_group: Megatron-core's parts of fp32 weights are views, which it would refuse.
         self.param_groups = param_groups
         self._dtypes = [DTYPES[name] for name in spec.formats.values()]
-        self._places, self._tensors, self._reduce_amax = places, tensors, reduce_amax
+        self._places, self._amax, self._reduce_amax = places, amax, reduce_amax
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         for weight in self._weights():
             self.state[weight] = {
                 "step": torch.zeros(()),
@@ -72,19 +73,16 @@ class ScaledAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update; collective over the ranks of ``reduce_amax``."""
         assert closure is None
-        batches = [self._batch(group) for group in self.param_groups]
-        device = next((weight.device for weight in self._weights()), None)
-        amax = torch.zeros(self._tensors, 3, device=device or torch.get_default_device())
+        batches = [batch for batch in map(self._batch, self.param_groups) if batch[1]]
+        self._amax.zero_()
         for places, slots, hyperparameters in batches:
-            if slots:
-                amax[places] = adam_update_amax(slots, hyperparameters)
-        amax = self._reduce_amax(amax)
+            self._amax[places] = adam_update_amax(slots, hyperparameters)
+        amax = self._reduce_amax(self._amax)
         scales = torch.stack([encode_scale(part, dtype) for part, dtype in zip(amax.unbind(1), self._dtypes)], 1)
         for places, slots, hyperparameters in batches:
-            if slots:
-                adam_update_(slots, hyperparameters, scales[places])
+            adam_update_(slots, hyperparameters, scales[places])
 
-    def _batch(self, group: dict[str, Any]) -> tuple[list[int], list[Slot], Hyperparameters]:
+    def _batch(self, group: dict[str, Any]) -> tuple[torch.Tensor, list[Slot], Hyperparameters]:
         """The tensors of a group that have a gradient, with their places, and this step's numbers."""
         group["step"] = int(group.get("step", 0)) + 1
         places, slots = [], []
@@ -99,7 +97,10 @@ class ScaledAdamW(torch.optim.Optimizer):
             slots.append(Slot(grad, weight.detach(), exp_avg, exp_avg_sq, master, state["decode_scale"]))
         beta1, beta2 = group["betas"]
         numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["step"])
-        return places, slots, Hyperparameters(*numbers)
+        key = tuple(places)
+        if key not in self._indices:  # made once, for the host waits for the device to copy it
+            self._indices[key] = torch.tensor(places, dtype=torch.int64, device=self._amax.device)
+        return self._indices[key], slots, Hyperparameters(*numbers)
 
     def _weights(self) -> Sequence[torch.Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]

@@ -17,6 +17,7 @@ _WIDTH = 6.6  # inches: text of 9 points is then readable on a phone
 _COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #8c564b #9467bd #7a9a01 #17a2b8 #b22222 #c9a400"
 _PALETTE = _COLORS.split()
 _USUAL = {"mxfp4_rht_sr": 0, "mxfp4": 1, "mxfp4_sr": 2, "mxfp4_rht": 4, "mxfp8": 9, "mxfp8_ocp": 10}
+_DASHES: tuple[tuple[int, ...], ...] = ((), (4, 2), (1, 1), (6, 2, 1, 2))  # of labels whose colour is taken
 _MARKERS = "osD^vPXd<>hp"
 
 
@@ -54,7 +55,7 @@ class Look:
 def looks(labels: Sequence[str], reference: str) -> dict[str, Look]:
     """A colour a label: the same in every report for the best known, the next free one for others."""
     taken = {_USUAL[label] for label in labels if label in _USUAL}
-    free = [at for at in range(len(_PALETTE)) if at not in taken]
+    free = [at for at in range(len(_PALETTE)) if at not in taken] or list(range(len(_PALETTE)))
     found = {}
     others = 0
     for at, label in enumerate(labels):
@@ -65,8 +66,8 @@ def looks(labels: Sequence[str], reference: str) -> dict[str, Look]:
         if label in _USUAL:
             color = _USUAL[label]
         else:
-            color = (free or range(len(_PALETTE)))[others % len(free or _PALETTE)]
-            dashes = (0, ()) if others < len(free) else (0, (4, 2))
+            color = free[others % len(free)]
+            dashes = (0, _DASHES[min(others // len(free), len(_DASHES) - 1)])
             others += 1
         found[label] = Look(_PALETTE[color], _MARKERS[(at + 1) % len(_MARKERS)], dashes)
     return found

@@ -39,6 +39,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "data, fp32": {"bf16": None},
     "sequence": LAYOUTS["sequence"],
     "pipeline": LAYOUTS["pipeline"],
+    "interleaved": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
     "experts": {"num_experts": 4, "expert_model_parallel_size": 2, "disable_bias_linear": True},
 }
 
@@ -81,6 +82,7 @@ def cases() -> dict[str, list[str]]:
         finetune=True,
         use_distributed_optimizer=True,
     )
+    found["bad numbers"] = argv(**LM, lr=1e38, max_skipped_steps=2)
     return {name: line if "--save" in line else [*line, "--save", name] for name, line in found.items()}
 
 
@@ -96,7 +98,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not folder.exists():
             folder.mkdir()
             many_runs(2, list(cases().values()), folder)
-    assert json.loads((folder / "errors.json").read_text()) == {}
+    errors = json.loads((folder / "errors.json").read_text())
+    assert list(errors) == [str(list(cases()).index("bad numbers"))], errors
     return folder
 
 
@@ -161,6 +164,12 @@ def test_without_an_optimizer_s_state_main_weights_are_the_loaded_weights(launch
     found, reference = (values(rows(launch / f"from weights{more}"), "lm loss") for more in ("", ", fp8_delayed"))
     assert found[0] == reference[0]
     assert found == pytest.approx(reference, rel=5e-3)
+
+
+def test_gradients_that_are_not_finite_take_no_step(launch: Path) -> None:
+    (error,) = json.loads((launch / "errors.json").read_text()).values()
+    assert "2 iterations in a row were skipped" in error
+    assert [row["skipped iterations"] for row in rows(launch / "bad numbers")] == [0, 1, 2]
 
 
 def test_what_it_needs_is_switched_on_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

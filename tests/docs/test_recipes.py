@@ -15,7 +15,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe import registry
 from megatron_lowprec.recipe.load import load_recipe
 from megatron_lowprec.recipe.resolve import LinearSite, check_sizes
-from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, KeepBf16, QuantSpec
+from megatron_lowprec.recipe.schema import GemmSpec, GradientSpec, HadamardSpec, KeepBf16, OptimizerSpec, QuantSpec
 from megatron_lowprec.sweep import spec as sweep
 from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, prose, spans
 from tools import doc_tables
@@ -111,7 +111,8 @@ def test_fields_of_a_gemm_and_of_the_whole() -> None:
     table = table_after(ROOT / "docs/recipes/own.md", "Fields of a GEMM and of the whole")
     wanted = {f"hadamard.{field.name}": field.default for field in dataclasses.fields(HadamardSpec)}
     wanted |= {"fast_accumulation": GemmSpec().fast_accumulation}
-    wanted |= {f"keep_bf16.{field.name}": field.default for field in dataclasses.fields(KeepBf16)}
+    for part, spec in (("keep_bf16", KeepBf16), ("optimizer", OptimizerSpec), ("gradients", GradientSpec)):
+        wanted |= {f"{part}.{field.name}": field.default for field in dataclasses.fields(spec)}
     shown = {name: "none" if value == () else str(value).lower() for name, value in wanted.items()}
     assert {name: row[1] for name, row in table.items()} == shown
 

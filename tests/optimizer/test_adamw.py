@@ -20,9 +20,15 @@ def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Ten
     return [torch.randn(shape, generator=generator).to(dtype) * 0.02 for shape in ((64, 48), (37,), (1,), (5, 130))]
 
 
-def optimizer(params: list[torch.Tensor], spec: OptimizerSpec, reduce: Any = lambda amax: amax) -> ScaledAdamW:
-    half = [{**OPTIONS, "params": params[:2]}, {**OPTIONS, "weight_decay": 0.0, "params": params[2:]}]
-    return ScaledAdamW(half, dict(OPTIONS), spec, {p: i for i, p in enumerate(params)}, len(params), reduce)
+def adam(groups: list[dict[str, Any]], spec: OptimizerSpec, reduce: Any = lambda amax: amax) -> ScaledAdamW:
+    params = [param for group in groups for param in group["params"]]
+    places = {param: place for place, param in enumerate(params)}
+    return ScaledAdamW(groups, dict(OPTIONS), spec, places, torch.zeros(len(params), 3), reduce)
+
+
+def optimizer(params: list[torch.Tensor], spec: OptimizerSpec) -> ScaledAdamW:
+    halves = params[:2], params[2:]
+    return adam([{**OPTIONS, "params": halves[0]}, {**OPTIONS, "weight_decay": 0.0, "params": halves[1]}], spec)
 
 
 def give_gradients(params: list[torch.Tensor], seed: int, factor: float = 1.0) -> None:
@@ -114,16 +120,14 @@ def test_a_tensor_in_two_parts_is_the_tensor() -> None:
     def shared(amax: torch.Tensor) -> torch.Tensor:
         return seen.pop(0)
 
-    one = ScaledAdamW([{**OPTIONS, "params": whole}], dict(OPTIONS), FP8_LM, {whole[0]: 0}, 1, lambda amax: amax)
-    parts = [
-        ScaledAdamW([{**OPTIONS, "params": p}], dict(OPTIONS), FP8_LM, {p[0]: 0}, 1, shared) for p in (first, second)
-    ]
+    one = adam([{**OPTIONS, "params": whole}], FP8_LM)
+    parts = [adam([{**OPTIONS, "params": part}], FP8_LM, shared) for part in (first, second)]
     for step in range(4):
         give_gradients(whole, step)
         grad = whole[0].decoupled_grad.view(-1)  # type: ignore[attr-defined]
         first[0].decoupled_grad, second[0].decoupled_grad = grad[:1000], grad[1000:]  # type: ignore[attr-defined]
         found: list[torch.Tensor] = []
-        one._reduce_amax = lambda amax, found=found: found.append(amax) or amax  # type: ignore[func-returns-value]
+        one._reduce_amax = lambda amax, found=found: found.append(amax.clone()) or amax  # type: ignore[func-returns-value]
         one.step()
         for part in parts:
             seen.append(found[0])

@@ -38,6 +38,12 @@ TABLE = {
     "mxfp4_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), ""),
     "mxfp4_rht_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
     "fp8_mxfp4_rht_sr": ((DELAYED, DELAYED), (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
+    "fp8_lm": (
+        (DELAYED, DELAYED),
+        (DELAYED_GRAD, DELAYED),
+        (DELAYED_GRAD, DELAYED),
+        "state e4m3 fp16 fp16, gradients e4m3 format",
+    ),
 }
 
 
@@ -69,11 +75,17 @@ def row_of(recipe: Recipe) -> tuple[object, ...]:
     assert more[0] == more[1]
     assert gemms["fprop"].hadamard is None
     keep = recipe.keep_bf16
-    kept = (
+    blocks = (
         f"first {keep.first_layers}, last {keep.last_layers} in bf16" if keep.first_layers or keep.last_layers else ""
     )
     assert keep.names == ()
-    return (*("- -" if column == ("-", "-") else column for column in columns), more[0] or kept)
+    beyond = ""
+    if recipe.changes_training:
+        state, gradients = recipe.optimizer, recipe.gradients
+        beyond = (
+            f"state {state.exp_avg} {state.exp_avg_sq} {state.master}, gradients {gradients.format} {gradients.sum}"
+        )
+    return (*("- -" if column == ("-", "-") else column for column in columns), more[0] or blocks or beyond)
 
 
 def test_the_registry_is_the_table() -> None:

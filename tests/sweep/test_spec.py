@@ -12,7 +12,7 @@ from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read
 from tests.sweep.conftest import REPOSITORY, WriteSweep
 
 SHIPPED = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
-NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling"}
+NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling", "fp8_lm"}
 CHECKS = {"fp8_native"}  # of this project's own kernels, on a GPU alone
 
 

@@ -14,7 +14,20 @@ from tests.docs.test_commands import check
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/measure.sh"
-PARTS = ("tests", "step", "graphs", "linear", "memory", "configs", "large", "scaling", "matrix", "table2", "interrupt")
+PARTS = (
+    "tests",
+    "step",
+    "graphs",
+    "linear",
+    "memory",
+    "configs",
+    "large",
+    "scaling",
+    "matrix",
+    "table2",
+    "lm",
+    "interrupt",
+)
 
 
 def measure(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.optimizer.adamw import DTYPES
 from megatron_lowprec.recipe.load import load_recipe
 from megatron_lowprec.training import memory, memory_report, startup
 from megatron_lowprec.training.arguments import parse
@@ -205,6 +206,19 @@ def test_quantized_weights_are_kept_for_several_microbatches(recipe: str, copies
     assert native.resident["kept quantized weights"] == copies * linears * (1 if recipe.startswith("fp8") else 2)
     one = memory.plan(small(recipe=recipe), load_recipe(recipe), VOCABULARY, 1)
     assert one.resident["kept quantized weights"] == 0
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_narrow_optimizer_state_is_counted_by_its_formats(gpus: int) -> None:
+    recipe = load_recipe("fp8_lm")
+    config = small(gpus=gpus, recipe="fp8_lm", use_distributed_optimizer=True, micro_batch_size=4)
+    found = memory.plan(config, recipe, VOCABULARY, gpus)
+    weights = memory.stage_weights(config, VOCABULARY, 0).dense
+    widths = [DTYPES[form].itemsize for form in recipe.optimizer.formats.values()]
+    assert found.resident["moments"] == sum(widths[:2]) * weights / gpus == 3 * weights / gpus
+    assert found.resident["main weights"] == widths[2] * weights / gpus == 2 * weights / gpus
+    assert found.resident["gradients"] == 4 * weights
+    assert found.transient["update"] == (2 * weights if gpus > 1 else 0)  # codes, sent and received
 
 
 def test_a_layer_s_parts_are_named(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:

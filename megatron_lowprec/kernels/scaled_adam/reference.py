@@ -10,8 +10,15 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_lowprec.formats import FORMATS, Format
+from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
+
 STATE = ("exp_avg", "exp_avg_sq", "master")
-_EXPONENT_FIELD = 0x7F800000
+_FORMATS = {
+    torch.float8_e4m3fn: FORMATS["e4m3"],
+    torch.float8_e5m2: FORMATS["e5m2"],
+    torch.float16: Format("fp16", 5, 10, bias=15, max=65504.0, specials="ieee", source="IEEE 754, binary16"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,9 @@ def encode_scale(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> tor
     Args:
         amax: fp32, any shape, not negative.
     """
-    one = torch.ones_like(amax)
     if dtype == torch.float32:
-        return one
-    quotient = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(torch.float32).max)
-    power = (quotient.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32) * 2.0**-margin
-    return torch.where((amax > 0) & amax.isfinite(), power, one)
+        return torch.ones_like(amax)
+    return fp32_encode_scale(amax, _FORMATS[dtype], "amax_pow2", margin=margin).nan_to_num(nan=1.0)
 
 
 def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:

@@ -37,8 +37,3 @@ class Specialized:
         compiled = self._kernel[(programs, 1, 1)](*arguments, **self._constants, **self._options)
         if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing to keep
             self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
-
-
-def signed(word: int) -> int:
-    """A 32-bit word as Triton's int32 argument, so that no value changes a kernel's signature."""
-    return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,23 +1,18 @@
 """From a spec to operands of native FP8 products."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast.rule import Fp8Rule
 from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source, source_of
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.recipe.schema import QuantSpec
 
-if TYPE_CHECKING:
-    from megatron_lowprec.kernels.cast.triton import Fp8Rule
-
 
 @lru_cache(maxsize=64)
-def _rule_of(spec: QuantSpec) -> "Fp8Rule":
-    from megatron_lowprec.kernels.cast.triton import Fp8Rule
-
+def _rule_of(spec: QuantSpec) -> Fp8Rule:
     return Fp8Rule(FORMATS[spec.format], spec.tile, spec.scale_rule, spec.amax_floor, spec.margin)
 
 

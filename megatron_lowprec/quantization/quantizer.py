@@ -2,23 +2,21 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx
+from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import Uniform, decode, fp32_encode_scale, quantize_operand, tile_amax
+from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.device_moment import device_moment, refuse_capture
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 from megatron_lowprec.quantization.transform import Transform, padded
 from megatron_lowprec.recipe.schema import QuantSpec
-
-if TYPE_CHECKING:
-    from megatron_lowprec.kernels.quantize.triton import Rule
-
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Elementwise maximum of an amax over the ranks that hold parts of the tensor."""
@@ -128,11 +126,9 @@ def quantize_both_ways(
 
 
 @lru_cache(maxsize=64)
-def mx_rule(spec: QuantSpec) -> "Rule":
+def mx_rule(spec: QuantSpec) -> MxRule:
     """The spec's fields as the fused MX kernel takes them."""
-    from megatron_lowprec.kernels.quantize.triton import Rule
-
-    return Rule(FORMATS[spec.format], spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom)
+    return MxRule(FORMATS[spec.format], spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom)
 
 
 def _fused(
@@ -145,7 +141,7 @@ def _fused(
     moment: Moment | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The Triton kernel along the rows and columns of [M, N] for which a stream is given."""
-    from megatron_lowprec.kernels.quantize.triton import Direction, Key, quantize_mx
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx
 
     def way(random: RandomStream | None, transform: Transform | None) -> Direction | None:
         if random is None:
@@ -166,7 +162,7 @@ def _fused(
 
 def _quantized_by_kernel(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream) -> tuple[torch.Tensor, ...]:
     """Codes, one an entry, and scale bytes of [R, K] with K whole blocks, by the fused kernel."""
-    from megatron_lowprec.kernels.quantize.triton import Direction, Key, quantize_mx_codes
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx_codes
 
     by_rows = matrix.stride(1) == 1
     way = Direction(Key.of(random.key))

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.quantization.device_moment import capturing, device_moment, refuse_capture
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.recipe.schema import HadamardSpec
@@ -46,7 +47,7 @@ class Transform:
         if self.stream is None:
             self._scaled = torch.full((self.block,), self.block**-0.5, device=device)
             return
-        from megatron_lowprec.kernels.quantize.triton import Key, scaled_signs
+        from megatron_lowprec.kernels.hadamard.triton import scaled_signs
 
         both = [self] if self._drawn_with is None else [self, self._drawn_with]
         keys = tuple(Key.of(one.stream.key) for one in both if one.stream is not None)

@@ -13,8 +13,10 @@ from unittest.mock import patch
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, Span
 from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_tiles
+from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
 
 MOMENT = Moment(70_000, 3)
@@ -58,14 +60,8 @@ def input_of(case: Case, device: str) -> torch.Tensor:
 
 def differences(case: Case, device: str) -> list[str]:
     """What the kernel and the reference disagree about, one line a direction; empty where all bits agree."""
-    from megatron_lowprec.kernels.quantize.triton import (
-        Direction,
-        Key,
-        Rule,
-        quantize_mx,
-        quantize_mx_codes,
-        scaled_signs,
-    )
+    from megatron_lowprec.kernels.hadamard.triton import scaled_signs
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx, quantize_mx_codes
 
     x, fmt = input_of(case, device), FORMATS[case.fmt]
     spans = SPANS if case.sharded else (WHOLE, WHOLE)
@@ -97,7 +93,7 @@ def differences(case: Case, device: str) -> list[str]:
             uniform=stream.uniform(matrix.shape[1], case.random_bits, x.device),
         )
         wanted[way] = elements, scale, scale_tiles(elements.float(), e8m0_decode_scale(scale), (1, 32)).to(x.dtype)
-    rule = Rule(fmt, case.rule, case.rounding, case.random_bits, headroom)
+    rule = MxRule(fmt, case.rule, case.rounding, case.random_bits, headroom)
     ways = {"rows": directions.get("r"), "columns": directions.get("c"), "moment": moment, "spans": spans}
     lines = []
     for way, out in zip("rc", (None, None) if case.codes else quantize_mx(x, rule, **ways), strict=True):  # type: ignore[arg-type]

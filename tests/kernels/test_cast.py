@@ -32,11 +32,12 @@ def test_deterministic_sums_have_the_order_of_the_first_tiling(
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from megatron_lowprec.kernels.cast import triton
+    from megatron_lowprec.kernels.cast.rule import Fp8Rule
     from megatron_lowprec.kernels.cast.source import source_of
 
     monkeypatch.setattr(triton, "LARGE_ENOUGH", 0)
     monkeypatch.setattr(triton, "fastest", lambda name, candidates, run, device: candidates[-1])
-    kernel = triton._CastKernel(triton.Fp8Rule(FORMATS["e4m3"], "tensor"), True, True, False, sums, "matrix")
+    kernel = triton._CastKernel(Fp8Rule(FORMATS["e4m3"], "tensor"), True, True, False, sums, "matrix")
     launched: list[int] = []
     for tiling in kernel._specialized:
         launch = SimpleNamespace(launch=lambda *_, rows=tiling.rows: launched.append(rows))

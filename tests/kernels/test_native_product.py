@@ -18,7 +18,8 @@ FULL, FAST = 4 * 2.0**-14, K / 32 * 2.0**-14
 
 def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> ScaledOperand:
     """[rows, columns] of random entries over six binades, contracted along the last dimension: x, or x.T for side 1."""
-    from megatron_lowprec.kernels.cast.triton import Fp8Rule, cast_fp8
+    from megatron_lowprec.kernels.cast.rule import Fp8Rule
+    from megatron_lowprec.kernels.cast.triton import cast_fp8
 
     generator = torch.Generator("cuda").manual_seed(side)
     x = torch.randn(columns, rows, device="cuda", generator=generator)

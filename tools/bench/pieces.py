@@ -223,8 +223,9 @@ def dropouts(given: Inputs) -> Iterator[Piece]:
 def casts(given: Inputs) -> Iterator[Piece]:
     """What makes a tensor and casts it to FP8 along rows and columns by a known scale: two kernels, or one."""
     from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.cast.rule import Fp8Rule
     from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source
-    from megatron_lowprec.kernels.cast.triton import Fp8Rule, cast_fp8
+    from megatron_lowprec.kernels.cast.triton import cast_fp8
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.layernorm.triton import norm
 

@@ -15,7 +15,9 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import quantize_operand
+from megatron_lowprec.kernels.quantize.rule import Direction
 from megatron_lowprec.quantization.device_moment import device_moment
 from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
@@ -87,7 +89,7 @@ def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[
 
 def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What is timed: one call of the fused kernel. ``signs``: scaled signs by direction, made beforehand."""
-    from megatron_lowprec.kernels.quantize.triton import Direction, Key, quantize_mx
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx
 
     ways = {way: Direction(Key.of(_KEYS[way]), signs.get(way)) for way in variant.directions}
     rows, columns = quantize_mx(
@@ -102,7 +104,7 @@ def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]
 
 def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tensor]:
     """Scaled signs of each direction; empty without a transform."""
-    from megatron_lowprec.kernels.quantize.triton import Key, scaled_signs
+    from megatron_lowprec.kernels.hadamard.triton import scaled_signs
 
     if variant.group is None:
         return {}

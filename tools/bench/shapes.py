@@ -5,9 +5,6 @@ from dataclasses import dataclass
 
 from megatron_lowprec.errors import UserError
 
-TOKENS = 8192
-"""Rows of an activation where nothing else is asked for: 4 sequences of 2048, or 2 of 4096."""
-
 
 @dataclass(frozen=True)
 class LinearShape:

@@ -7,12 +7,13 @@ are 4 bytes an entry, where norm and cast by themselves move 8.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.cast.rule import CastConstants
 from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource
 from megatron_lowprec.kernels.cast.tiles import cast_words
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
@@ -38,21 +39,7 @@ def _norm_cast_kernel(
     T,
     padded_T,
     eps,
-    ALONG_ROWS: tl.constexpr,
-    ALONG_COLUMNS: tl.constexpr,
-    OBSERVES: tl.constexpr,
-    SUMS: tl.constexpr,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_SCALE: tl.constexpr,
-    MARGIN_SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    NATIVE: tl.constexpr,
+    CAST: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,14 +49,12 @@ def _norm_cast_kernel(
     source = (x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr)
     for tile_m in range(tl.program_id(0), tl.cdiv(padded_T, BM), tl.num_programs(0)):
         for start in range(0, BM, ROWS):
-            store_statistics(x_ptr, mean_ptr, rstd_ptr, tile_m * BM + start, T, eps, WIDTH, KIND == 4, ROWS, BLOCK)
+            store_statistics(x_ptr, mean_ptr, rstd_ptr, tile_m * BM + start, T, eps, WIDTH, CAST.KIND == 4, ROWS, BLOCK)
         tl.debug_barrier()  # other threads read what was written here
         for tile_n in range(tl.cdiv(WIDTH, BN)):
             cast_words(
                 source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, x_ptr,
-                tile_m, tile_n, T, T, padded_T, WIDTH, WIDTH, ALONG_ROWS, ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE,
-                MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, NATIVE, BM, BN,
-                BN
+                tile_m, tile_n, T, T, padded_T, WIDTH, WIDTH, CAST, BM, BN, BN
             )  # fmt: skip
 
 
@@ -86,18 +71,20 @@ _TILINGS = (_Tiling(32, 8, 16), _Tiling(32, 4, 16), _Tiling(32, 4, 32), _Tiling(
 class NormCastKernel:
     """The kernel for a norm of ``width`` and a cast's ``constants``, in the tiling that is fastest."""
 
-    def __init__(self, constants: dict[str, Any], width: int, dtype: torch.dtype) -> None:
+    def __init__(self, constants: CastConstants, width: int, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._rows, self._columns = constants["ALONG_ROWS"], constants["ALONG_COLUMNS"]
-        sizes = norm_tiling(width)
-        self._warps = sizes.warps
-        constants = constants | {"WIDTH": width, "ROWS": sizes.rows, "BLOCK": triton.next_power_of_2(width)}
-        self._name = f"{_norm_cast_kernel.__name__} {constants}"
+        self._rows, self._columns = constants.ALONG_ROWS, constants.ALONG_COLUMNS
+        norm = norm_tiling(width)
+        self._warps = norm.warps
+        sizes = {"WIDTH": width, "ROWS": norm.rows, "BLOCK": triton.next_power_of_2(width)}
+        self._name = f"{_norm_cast_kernel.__name__} {constants._asdict() | sizes}"
         self._specialized = {
             tiling: Specialized(
                 _norm_cast_kernel,
-                constants | {"BM": tiling.rows, "BN": sizes.warps * 32 * tiling.entries // (tiling.rows // 4)},
-                num_warps=sizes.warps,
+                {"CAST": constants}
+                | sizes
+                | {"BM": tiling.rows, "BN": norm.warps * 32 * tiling.entries // (tiling.rows // 4)},
+                num_warps=norm.warps,
             )
             for tiling in _TILINGS
         }

@@ -29,20 +29,7 @@ def cast_rows(
     height,
     N,
     stride,
-    ALONG_COLUMNS: tl.constexpr,
-    OBSERVES: tl.constexpr,
-    SUMS: tl.constexpr,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_SCALE: tl.constexpr,
-    MARGIN_SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    NATIVE: tl.constexpr,
+    CAST: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -53,31 +40,31 @@ def cast_rows(
     """
     CHUNK: tl.constexpr = 32
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
-    IS_BF16: tl.constexpr = KIND != 0 and BF16
-    OF_BF16: tl.constexpr = NATIVE and TILE == 2 and BF16
+    IS_BF16: tl.constexpr = CAST.KIND != 0 and BF16
+    OF_BF16: tl.constexpr = CAST.NATIVE and CAST.TILE == 2 and BF16
     out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     total = tl.zeros([BN // CHUNK, 1, CHUNK], tl.float32)
     for part in range(BM // ROWS):
         rows = tile_m * BM + part * ROWS + tl.arange(0, ROWS)
         row, col = places(rows, tile_n * BN, BN, CHUNK)
-        x = read(source, rows, tile_n * BN, M, N, stride, KIND, BN, CHUNK)
-        if SUMS and not ALONG_COLUMNS:
+        x = read(source, rows, tile_n * BN, M, N, stride, CAST.KIND, BN, CHUNK)
+        if CAST.SUMS and not CAST.ALONG_COLUMNS:
             total += tl.sum(x, 1, keep_dims=True)
-        x = as_stored(x, IS_BF16, NATIVE)
-        if OBSERVES and not ALONG_COLUMNS:
+        x = as_stored(x, IS_BF16, CAST.NATIVE)
+        if CAST.OBSERVES and not CAST.ALONG_COLUMNS:
             observe(observed_ptr, amax_along(amax_along(amax_along(tl.abs(x), 2), 0), 1))
-        if TILE == 1:
+        if CAST.TILE == 1:
             amax = tl.load(amax_ptr + row, mask=row < M, other=0.0)
         else:
             amax = amax_along(amax_along(tl.abs(x), 0), 2)
-        scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, OF_BF16)
-        if TILE == 1:
+        scale, decode = both_scales(amax, CAST, OF_BF16)
+        if CAST.TILE == 1:
             tl.store(row_scale_ptr + row, decode, mask=(row < M) & (tile_n == 0))
         else:
             tl.store(row_scale_ptr + tile_n * height + row, decode, mask=row < height)
-        codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
+        codes = to_fp8(x * scale, CAST)
         tl.store(out + row.to(tl.int64) * N + col, codes, mask=(row < height) & (col < N))
-    if SUMS and not ALONG_COLUMNS:
+    if CAST.SUMS and not CAST.ALONG_COLUMNS:
         row, col = places(tl.arange(0, 1), tile_n * BN, BN, CHUNK)
         tl.store(sums_ptr + tile_m * N + row + col, total, mask=col < N)
 
@@ -99,21 +86,7 @@ def cast_words(
     padded_M,
     N,
     stride,
-    ALONG_ROWS: tl.constexpr,
-    ALONG_COLUMNS: tl.constexpr,
-    OBSERVES: tl.constexpr,
-    SUMS: tl.constexpr,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_SCALE: tl.constexpr,
-    MARGIN_SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    NATIVE: tl.constexpr,
+    CAST: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -124,9 +97,9 @@ def cast_words(
     one word of the transposed operand, so that whole words cross shared memory, not single bytes.
     """
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
-    IS_BF16: tl.constexpr = KIND != 0 and BF16
-    OF_BF16: tl.constexpr = NATIVE and TILE == 2 and BF16
-    ONE: tl.constexpr = TILE == 0 or TILE == 3
+    IS_BF16: tl.constexpr = CAST.KIND != 0 and BF16
+    OF_BF16: tl.constexpr = CAST.NATIVE and CAST.TILE == 2 and BF16
+    ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3
     row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     words = tl.arange(0, BM // 4)
@@ -134,53 +107,51 @@ def cast_words(
     for part in range(BN // COLUMNS):
         first = tile_n * BN + part * COLUMNS
         row, col = places(rows, first, COLUMNS, COLUMNS)
-        x0 = read(source, rows, first, M, N, stride, KIND, COLUMNS, COLUMNS)
-        x1 = read(source, rows + 1, first, M, N, stride, KIND, COLUMNS, COLUMNS)
-        x2 = read(source, rows + 2, first, M, N, stride, KIND, COLUMNS, COLUMNS)
-        x3 = read(source, rows + 3, first, M, N, stride, KIND, COLUMNS, COLUMNS)
-        if SUMS:
+        x0 = read(source, rows, first, M, N, stride, CAST.KIND, COLUMNS, COLUMNS)
+        x1 = read(source, rows + 1, first, M, N, stride, CAST.KIND, COLUMNS, COLUMNS)
+        x2 = read(source, rows + 2, first, M, N, stride, CAST.KIND, COLUMNS, COLUMNS)
+        x3 = read(source, rows + 3, first, M, N, stride, CAST.KIND, COLUMNS, COLUMNS)
+        if CAST.SUMS:
             total = tl.sum((x0 + x1) + (x2 + x3), 0, keep_dims=True)
             tl.store(sums_ptr + tile_m * N + col, total, mask=col < N)
-        x0, x1 = as_stored(x0, IS_BF16, NATIVE), as_stored(x1, IS_BF16, NATIVE)
-        x2, x3 = as_stored(x2, IS_BF16, NATIVE), as_stored(x3, IS_BF16, NATIVE)
+        x0, x1 = as_stored(x0, IS_BF16, CAST.NATIVE), as_stored(x1, IS_BF16, CAST.NATIVE)
+        x2, x3 = as_stored(x2, IS_BF16, CAST.NATIVE), as_stored(x3, IS_BF16, CAST.NATIVE)
         found = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
-        found = amax_along(found, 0) if TILE == 2 else amax_along(amax_along(found, 1), 0)
-        if OBSERVES:
-            observe(observed_ptr, amax_along(found, 1) if TILE == 2 else found)
-        if TILE == 0:
+        found = amax_along(found, 0) if CAST.TILE == 2 else amax_along(amax_along(found, 1), 0)
+        if CAST.OBSERVES:
+            observe(observed_ptr, amax_along(found, 1) if CAST.TILE == 2 else found)
+        if CAST.TILE == 0:
             amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
-        elif TILE == 1:
+        elif CAST.TILE == 1:
             amax = tl.load(amax_ptr + M + col, mask=col < N, other=0.0)
         else:
             amax = found
-        scale, decode = both_scales(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, OF_BF16)
-        if TILE == 1:
+        scale, decode = both_scales(amax, CAST, OF_BF16)
+        if CAST.TILE == 1:
             tl.store(col_scale_ptr + col, decode, mask=(col < N) & (tile_m == 0))
-        elif TILE == 2:
+        elif CAST.TILE == 2:
             tl.store(col_scale_ptr + tile_m * N + col, decode, mask=col < N)
         else:
             one = tl.zeros([1, 1], tl.int32)
             leads = tile_m + tile_n + one == 0
-            if ALONG_ROWS:
+            if CAST.ALONG_ROWS:
                 pitch = tl.cdiv(tl.cdiv(N, BN), 4) * 4
-                if TILE == 0:
+                if CAST.TILE == 0:
                     tl.store(row_scale_ptr + one, decode, mask=leads)
                 else:
                     tl.store(row_scale_ptr + tile_m * pitch + tile_n + one, decode)
-            if ALONG_COLUMNS:
+            if CAST.ALONG_COLUMNS:
                 pitch = tl.cdiv(tl.cdiv(padded_M, BM), 4) * 4
-                if TILE == 0:
+                if CAST.TILE == 0:
                     tl.store(col_scale_ptr + one, decode, mask=leads)
                 else:
                     tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
-        if ALONG_ROWS and ONE:
+        if CAST.ALONG_ROWS and ONE:
             for four in tl.static_range(4):
                 x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
-                codes = to_fp8(x * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE)
+                codes = to_fp8(x * scale, CAST)
                 tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=(row + four < height) & (col < N))
-        if ALONG_COLUMNS:
-            packed = four_to_fp8(
-                x0 * scale, x1 * scale, x2 * scale, x3 * scale, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE
-            )
+        if CAST.ALONG_COLUMNS:
+            packed = four_to_fp8(x0 * scale, x1 * scale, x2 * scale, x3 * scale, CAST)
             to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
             tl.store(col_out + to, packed, mask=(col < N) & (row < padded_M))

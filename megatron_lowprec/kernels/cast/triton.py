@@ -6,24 +6,22 @@ want it. bf16 in and both ways out are 4 bytes an entry. A ``Source`` computes t
 of a norm or an activation never is in memory.
 """
 
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
 from megatron_lowprec.kernels.cast.norm import NormCastKernel
+from megatron_lowprec.kernels.cast.rule import Fp8Rule
 from megatron_lowprec.kernels.cast.source import KINDS, NORM_KINDS, Fp8Cast, Kind, NormSource, Source, source_of
 from megatron_lowprec.kernels.cast.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, fastest
 
-_TILES = {"tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
 _BLOCK = 128
 
 
@@ -67,21 +65,7 @@ def _cast_kernel(
     padded_M,
     N,
     stride,
-    ALONG_ROWS: tl.constexpr,
-    ALONG_COLUMNS: tl.constexpr,
-    OBSERVES: tl.constexpr,
-    SUMS: tl.constexpr,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_SCALE: tl.constexpr,
-    MARGIN_SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    NATIVE: tl.constexpr,
+    CAST: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -90,66 +74,18 @@ def _cast_kernel(
     source = (x_ptr, argument_ptr, bias_ptr, key_ptr, threshold, keep_scale)
     tiles_n = tl.cdiv(N, BN)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
-    ONE: tl.constexpr = TILE == 0 or TILE == 3  # one scale for all of the tile, whose codes serve both ways
-    if ALONG_ROWS and not ONE:
+    ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3  # one scale for all of the tile, whose codes serve both ways
+    if CAST.ALONG_ROWS and not ONE:
         cast_rows(
             source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
-            tile_m, tile_n, M, height, N, stride, ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE, MANTISSA,
-            MIN_EXPONENT, MAX, NAN_CODE, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, NATIVE, BM, BN,
-            ROWS
+            tile_m, tile_n, M, height, N, stride, CAST, BM, BN, ROWS
         )  # fmt: skip
-    if ALONG_COLUMNS or ONE:
+    if CAST.ALONG_COLUMNS or ONE:
         # after rows with scales of their own this reads the tile again, from the cache
         cast_words(
-            source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr,
-            observed_ptr, sums_ptr, tile_m, tile_n, M, height, padded_M, N, stride, ALONG_ROWS,
-            ALONG_COLUMNS, OBSERVES, SUMS, KIND, TILE, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, FLOOR,
-            FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO, NATIVE, BM, BN, COLUMNS
+            source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
+            tile_m, tile_n, M, height, padded_M, N, stride, CAST, BM, BN, COLUMNS
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Fp8Rule:
-    """How a matrix becomes FP8, as in ``recipe.schema.QuantSpec``; rounded to nearest even, fp32 scales.
-
-    ``tile`` is "tensor", "row", "1x128" or "128x128", its second size along the contracted dimension.
-    """
-
-    fmt: Format
-    tile: str
-    scale_rule: str = "amax"
-    amax_floor: float = 0.0
-    margin: int = 0
-    kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the codes."""
-        return torch.float8_e4m3fn if self.fmt.name == "e4m3" else torch.float8_e5m2
-
-    def constants(self, rows: bool, columns: bool, observes: bool, sums: bool, kind: int) -> dict[str, Any]:
-        """Of a kernel that gives these operands by this rule; in the order of ``cast_words``."""
-        floor = torch.tensor(self.amax_floor, dtype=torch.float64)
-        floor32 = floor.float()
-        if floor32 < floor:
-            floor32 = torch.nextafter(floor32, torch.tensor(torch.inf))
-        return {
-            "ALONG_ROWS": rows,
-            "ALONG_COLUMNS": columns,
-            "OBSERVES": observes,
-            "SUMS": sums,
-            "KIND": kind,
-            "TILE": _TILES[self.tile],
-            "MANTISSA": self.fmt.mantissa_bits,
-            "MIN_EXPONENT": self.fmt.min_exponent,
-            "MAX": self.fmt.max,
-            "NAN_CODE": 0x7F,
-            "FLOOR": float(floor32),
-            "FLOOR_SCALE": float((self.fmt.max / floor).float()) if self.amax_floor else 1.0,
-            "MARGIN_SCALE": 2.0**-self.margin,
-            "POWER_OF_TWO": self.scale_rule == "amax_pow2",
-            "NATIVE": torch.cuda.is_available(),
-        }
 
 
 def amax_of(x: torch.Tensor, vectors: bool) -> torch.Tensor:
@@ -244,12 +180,12 @@ class _CastKernel:
         else:
             shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
         self._tilings = tuple(_Tiling(*shape) for shape in shapes)
-        self._name = f"{_cast_kernel.__name__} {constants}"
+        self._name = f"{_cast_kernel.__name__} {constants._asdict()}"
         self._specialized = {
             tiling: Specialized(
                 _cast_kernel,
-                constants
-                | {
+                {
+                    "CAST": constants,
                     "BM": tiling.rows,
                     "BN": tiling.columns,
                     "ROWS": tiling.part_rows or tiling.rows,

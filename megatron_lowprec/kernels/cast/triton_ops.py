@@ -75,47 +75,32 @@ def as_stored(x, IS_BF16: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def encode_scale(
-    amax,
-    MAX: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_SCALE: tl.constexpr,
-    MARGIN_SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
-    """``reference.fp32_encode_scale``: FLOOR is the least fp32 not below the floor, FLOOR_SCALE fl32(MAX / floor)."""
-    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax), _FP32_MAX) * MARGIN_SCALE
-    if FLOOR == 0.0:
+def encode_scale(amax, CAST: tl.constexpr):
+    """``reference.fp32_encode_scale``."""
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, CAST.MAX, tl.float32), amax), _FP32_MAX) * CAST.MARGIN_SCALE
+    if CAST.FLOOR == 0.0:
         scale = tl.where(amax == 0.0, 1.0, scale)
     else:
-        scale = tl.where(amax < FLOOR, FLOOR_SCALE * MARGIN_SCALE, scale)
+        scale = tl.where(amax < CAST.FLOOR, CAST.FLOOR_SCALE * CAST.MARGIN_SCALE, scale)
     bits = scale.to(tl.int32, bitcast=True)
-    if POWER_OF_TWO:
+    if CAST.POWER_OF_TWO:
         bits = bits & 0x7F800000
     finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     return tl.where(finite, bits, 0x7FC00000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def both_scales(
-    amax,
-    MAX: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_SCALE: tl.constexpr,
-    MARGIN_SCALE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    OF_BF16: tl.constexpr,
-):
+def both_scales(amax, CAST: tl.constexpr, OF_BF16: tl.constexpr):
     """``encode_scale`` and its reciprocal, the decode scale, both rounded to nearest.
 
     OF_BF16: on a GPU amax is a bf16 number. Then no IEEE division is needed: the quotient of the mantissas, 1.75 by one
     of 128, is right after one correction, and the reciprocal of a scale after one of amax / MAX;
     tests/kernels/test_cast.py tries all bf16 numbers.
     """
-    if OF_BF16 and FLOOR == 0.0 and MARGIN_SCALE == 1.0 and not POWER_OF_TWO:
+    if OF_BF16 and CAST.FLOOR == 0.0 and CAST.MARGIN_SCALE == 1.0 and not CAST.POWER_OF_TWO:
         # the least whose quotient is within fp32; what is below has fp32's maximum for a scale, but 0 has 1
-        LEAST: tl.constexpr = (1.75 + 2.0**-23) * (MAX / 1.75) * 2.0**-128
-        number = tl.maximum(tl.where(amax == 0.0, MAX, amax), LEAST)
+        LEAST: tl.constexpr = (1.75 + 2.0**-23) * (CAST.MAX / 1.75) * 2.0**-128
+        number = tl.maximum(tl.where(amax == 0.0, CAST.MAX, amax), LEAST)
         bits = number.to(tl.int32, bitcast=True)
         exponent = bits & 0x7F800000
         mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
@@ -125,69 +110,46 @@ def both_scales(
         top = tl.full(amax.shape, 1.75, tl.float32)
         quotient = 1.75 * about
         quotient = tl.fma(tl.fma(-quotient, mantissa, top), about, quotient)
-        MAX_EXPONENT: tl.constexpr = 8 if MAX == 448.0 else 15  # of E4M3's 448 and of E5M2's 57344
+        MAX_EXPONENT: tl.constexpr = 8 if CAST.MAX == 448.0 else 15  # of E4M3's 448 and of E5M2's 57344
         bits = quotient.to(tl.int32, bitcast=True) + ((127 + MAX_EXPONENT) << 23) - exponent
         scale = tl.where(amax < float("inf"), bits, 0x7FC00000).to(tl.float32, bitcast=True)
-        about = number * (1.0 / MAX)
+        about = number * (1.0 / CAST.MAX)
         decode = tl.fma(about, tl.fma(-about, scale, tl.full(amax.shape, 1.0, tl.float32)), about)
     else:
-        scale = encode_scale(amax, MAX, FLOOR, FLOOR_SCALE, MARGIN_SCALE, POWER_OF_TWO)
+        scale = encode_scale(amax, CAST)
         decode = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return scale, decode
 
 
 @triton.jit
-def to_fp8(
-    v,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """fp32 -> uint8 codes, nearest even, saturating; NATIVE by the GPU's own conversion."""
-    if NATIVE:
-        if MANTISSA == 3:
+def to_fp8(v, CODES: tl.constexpr):
+    """fp32 -> uint8 codes, nearest even, saturating; ``CODES`` are ``CodeConstants``, or ``CastConstants``."""
+    if CODES.NATIVE:
+        if CODES.MANTISSA == 3:
             codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        rounded = round_to_grid(v, 0, 0, MANTISSA, MIN_EXPONENT, MAX, 0, 16, True)
-        codes = element_codes(rounded, MANTISSA, MIN_EXPONENT, 8, NAN_CODE, v != v).to(tl.uint8)
+        rounded = round_to_grid(v, 0, 0, CODES.MANTISSA, CODES.MIN_EXPONENT, CODES.MAX, 0, 16, True)
+        codes = element_codes(rounded, CODES.MANTISSA, CODES.MIN_EXPONENT, 8, CODES.NAN_CODE, v != v).to(tl.uint8)
     return codes
 
 
 @triton.jit
-def four_to_fp8(
-    v0,
-    v1,
-    v2,
-    v3,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """The codes of four numbers in a uint32, v0's lowest: natively two conversions of two numbers each."""
-    if NATIVE:
-        if MANTISSA == 3:
-            word = tl.inline_asm_elementwise(
-                """{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
-                "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
-            )  # fmt: skip
-        else:
-            word = tl.inline_asm_elementwise(
-                """{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-                cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
-                "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
-            )  # fmt: skip
+def four_to_fp8(v0, v1, v2, v3, CODES: tl.constexpr):
+    """``to_fp8`` of four numbers as one uint32, v0's codes lowest: natively two conversions of two numbers each."""
+    if CODES.NATIVE:
+        PAIR: tl.constexpr = "e4m3x2" if CODES.MANTISSA == 3 else "e5m2x2"
+        word = tl.inline_asm_elementwise(
+            f"""{{ .reg .b16 low, high; cvt.rn.satfinite.{PAIR}.f32 low, $2, $1;
+            cvt.rn.satfinite.{PAIR}.f32 high, $4, $3; mov.b32 $0, {{low, high}}; }}""",
+            "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        word = to_fp8(v0, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE).to(tl.uint32)
-        word |= to_fp8(v1, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE).to(tl.uint32) << 8
-        word |= to_fp8(v2, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE).to(tl.uint32) << 16
-        word |= to_fp8(v3, MANTISSA, MIN_EXPONENT, MAX, NAN_CODE, NATIVE).to(tl.uint32) << 24
+        word = to_fp8(v0, CODES).to(tl.uint32)
+        word |= to_fp8(v1, CODES).to(tl.uint32) << 8
+        word |= to_fp8(v2, CODES).to(tl.uint32) << 16
+        word |= to_fp8(v3, CODES).to(tl.uint32) << 24
     return word
 
 

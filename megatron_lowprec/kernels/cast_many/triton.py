@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.cast.rule import NAN_CODE, CodeConstants
 from megatron_lowprec.kernels.cast.triton_ops import to_fp8
 
 _BLOCK, _MOST_PARTS = 4096, 256
@@ -23,10 +24,7 @@ def _cast_many_kernel(
     table_ptr,
     scale_ptr,
     ALIGNED: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    NATIVE: tl.constexpr,
+    CODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     tensor = tl.program_id(1)
@@ -39,7 +37,7 @@ def _cast_many_kernel(
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
         value = tl.load(values + at, mask=at < count, other=0.0)
-        tl.store(codes + at, to_fp8(value * scale, MANTISSA, MIN_EXPONENT, MAX, 0x7F, NATIVE), mask=at < count)
+        tl.store(codes + at, to_fp8(value * scale, CODES), mask=at < count)
 
 
 @lru_cache(maxsize=16)
@@ -60,14 +58,12 @@ def cast_many_(
     if largest == 0:
         return
     device = encode_scale.device
+    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     _cast_many_kernel[min(_MOST_PARTS, triton.cdiv(largest, _BLOCK)), len(rows)](
         _table(rows, device),
         encode_scale.contiguous(),
         ALIGNED=all(number % _ALIGNMENT == 0 for row in rows for number in row),
-        MANTISSA=fmt.mantissa_bits,
-        MIN_EXPONENT=fmt.min_exponent,
-        MAX=fmt.max,
-        NATIVE=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9),
+        CODES=CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, native),
         BLOCK=_BLOCK,
         num_warps=8,
     )

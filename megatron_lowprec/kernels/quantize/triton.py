@@ -7,24 +7,18 @@ operations in the same order, none contracted, and rounding on the bits of an fp
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.formats import Format
-from megatron_lowprec.kernels.launch import Specialized, signed
+from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.reference import WHOLE, Span
-from megatron_lowprec.kernels.philox.triton import draw_bits, place
+from megatron_lowprec.kernels.philox.triton import place
+from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.kernels.quantize.triton_ops import MX_BLOCK, quantize_groups
-from megatron_lowprec.kernels.tuning import fastest
-
-_RULES = {"floor": 0, "round_up": 1, "ceil": 2, "even": 3}
-_ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
-
+from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, fastest
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1"]
 _SPANS = ["m_start", "m_seam", "m_jump", "n_start", "n_seam", "n_jump"]
@@ -57,30 +51,17 @@ def _mx_kernel(
     n_seam,
     n_jump,
     unit,
-    PACKED: tl.constexpr,
-    ALONG_ROWS: tl.constexpr,
-    ALONG_COLUMNS: tl.constexpr,
+    MX: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    GROUP: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-    RULE: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    RANDOM_BITS: tl.constexpr,
-    HEADROOM: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    NAN_CODE: tl.constexpr,
 ):
-    """Dequantized tiles for ``CODE_BITS`` 0, else codes and scale bytes, those along columns transposed.
+    """Dequantized tiles for ``MX.CODE_BITS`` 0, else codes and scale bytes, those along columns transposed.
 
     ``row_pitch`` and ``col_pitch`` are the bytes of a row of codes, multiples of 16.
     """
     # codes of 4 bits share a byte
-    SHARE: tl.constexpr = 2 if CODE_BITS == 4 else 1
+    SHARE: tl.constexpr = 2 if MX.CODE_BITS == 4 else 1
+    GROUP: tl.constexpr = MX.GROUP
     BLOCKS: tl.constexpr = GROUP // MX_BLOCK
     tiles_n = tl.cdiv(N, BN)
     tile = tl.program_id(0)
@@ -93,11 +74,11 @@ def _mx_kernel(
     step = tl.load(moment_ptr).to(tl.uint32, bitcast=True)
     microbatch = tl.load(moment_ptr + 1).to(tl.uint32, bitcast=True)
     out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    if ALONG_ROWS:
+    if MX.ALONG_ROWS:
         P: tl.constexpr = BM * BN // GROUP
         PER_ROW: tl.constexpr = BN // GROUP
         group = tl.arange(0, P)
-        if PACKED:  # two bf16 numbers a word, each widened by one integer operation
+        if MX.PACKED:  # two bf16 numbers a word, each widened by one integer operation
             pairs = first_n // 2 + tl.arange(0, BN // 2)
             words = tl.load(
                 x_ptr.to(tl.pointer_type(tl.int32)) + rows.to(tl.int64)[:, None] * (stride // 2) + pairs[None, :],
@@ -126,20 +107,9 @@ def _mx_kernel(
             step,
             microbatch,
             unit,
-            GROUP,
-            HADAMARD,
-            MANTISSA,
-            MIN_EXPONENT,
-            MAX,
-            MAX_EXPONENT,
-            RULE,
-            ROUNDING,
-            RANDOM_BITS,
-            HEADROOM,
-            CODE_BITS,
-            NAN_CODE,
+            MX,
         )
-        if CODE_BITS == 0:
+        if MX.CODE_BITS == 0:
             out = tl.reshape(tl.trans(out.to(row_ptr.dtype.element_ty)), [BM, BN])
             tl.store(row_ptr + out_offsets, out, mask=mask)
         else:
@@ -149,7 +119,7 @@ def _mx_kernel(
             tl.store(row_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
             block = (m.to(tl.int64) * (N // MX_BLOCK) + first_column // MX_BLOCK)[None, :]
             tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
-    if ALONG_COLUMNS:
+    if MX.ALONG_COLUMNS:
         # where rows came first, this read comes from the cache: registers for the tile are better spent on warps
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
         # BM // GROUP groups, one below the other
@@ -171,20 +141,9 @@ def _mx_kernel(
             step,
             microbatch,
             unit,
-            GROUP,
-            HADAMARD,
-            MANTISSA,
-            MIN_EXPONENT,
-            MAX,
-            MAX_EXPONENT,
-            RULE,
-            ROUNDING,
-            RANDOM_BITS,
-            HEADROOM,
-            CODE_BITS,
-            NAN_CODE,
+            MX,
         )
-        if CODE_BITS == 0:
+        if MX.CODE_BITS == 0:
             out = out.to(col_ptr.dtype.element_ty)
             out = tl.reshape(tl.permute(tl.reshape(out, [GROUP, TALL, BN]), (1, 0, 2)), [BM, BN])
             tl.store(col_ptr + out_offsets, out, mask=(rows < padded_M)[:, None] & (cols < N)[None, :])
@@ -197,74 +156,7 @@ def _mx_kernel(
             tl.store(col_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["a0", "a1", "b0", "b1"])
-def _signs_kernel(out_ptr, a0, a1, b0, b1, moment_ptr, scale, GROUP: tl.constexpr):
-    second = tl.program_id(0) == 1
-    zero = tl.zeros([1], tl.int32)
-    bits = draw_bits(
-        zero.to(tl.uint32),
-        zero,
-        tl.where(second, b0, a0).to(tl.uint32, bitcast=True),
-        tl.where(second, b1, a1).to(tl.uint32, bitcast=True),
-        tl.load(moment_ptr).to(tl.uint32, bitcast=True),
-        tl.load(moment_ptr + 1).to(tl.uint32, bitcast=True),
-        0,
-        GROUP,
-        0,
-        GROUP,
-    )
-    signs = tl.reshape(1.0 - 2.0 * (bits >> 15).to(tl.float32), [GROUP])
-    tl.store(out_ptr + tl.program_id(0) * GROUP + tl.arange(0, GROUP), signs * scale)
-
-
-@lru_cache(maxsize=len((32, 64, 128, 256)))
-def _signs_launcher(group: int) -> Specialized:
-    return Specialized(_signs_kernel, {"GROUP": group}, num_warps=1)
-
-
-class Key(NamedTuple):
-    """A Philox key as Triton's int32 arguments."""
-
-    word0: int = 0
-    word1: int = 0
-
-    @staticmethod
-    @lru_cache(maxsize=1 << 14)
-    def of(key: tuple[int, int]) -> "Key":
-        """From two 32-bit words."""
-        return Key(signed(key[0]), signed(key[1]))
-
-
-class Direction(NamedTuple):
-    """One way to quantize a matrix: the key of its rounding, and its transform.
-
-    Attributes:
-        key: of stochastic rounding.
-        signs: fp32 [g] of +-1/sqrt(g) for the Hadamard transform, from ``scaled_signs``; None for no transform.
-    """
-
-    key: Key = Key()
-    signs: torch.Tensor | None = None
-
-
 _NOTHING = Direction()
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How entries become elements, as in ``recipe.schema.QuantSpec``; one for both directions.
-
-    It keeps the kernels that were specialized for it: looking one up must cost less than launching it.
-    """
-
-    fmt: Format
-    scale_rule: str
-    rounding: str = "nearest_even"
-    random_bits: int = 16
-    headroom: float = 1.0
-    kernels: dict[tuple[int, bool, bool, bool, bool], "_MxKernel"] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
 
 class MxCodes(NamedTuple):
@@ -279,22 +171,9 @@ class MxCodes(NamedTuple):
     scale: torch.Tensor
 
 
-def scaled_signs(keys: tuple[Key, ...], moment: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
-    """fp32 [group] for each of one or two keys: random signs times fl32(1/sqrt(group)), as ``philox/reference.py``.
-
-    Args:
-        keys: Philox keys.
-        moment: int32 [2], (step, microbatch), on the device of the result.
-    """
-    out = torch.empty((len(keys), group), dtype=torch.float32, device=moment.device)
-    arguments = (out, *keys[0], *keys[-1], moment, group**-0.5)
-    _signs_launcher(group).launch(len(keys), moment.device, arguments, None)
-    return out.unbind()
-
-
 def quantize_mx(
     x: torch.Tensor,
-    rule: Rule,
+    rule: MxRule,
     *,
     rows: Direction | None = None,
     columns: Direction | None = None,
@@ -335,7 +214,7 @@ def quantize_mx(
 
 def quantize_mx_codes(
     x: torch.Tensor,
-    rule: Rule,
+    rule: MxRule,
     *,
     rows: Direction | None = None,
     columns: Direction | None = None,
@@ -351,11 +230,10 @@ def quantize_mx_codes(
     M, N = x.shape
     kernel = _mx_kernel_for(x, rule, rows, columns, codes=True)
     padded_M = _whole(M, kernel.group)
-    share = 2 if rule.fmt.bits == 4 else 1
 
     def empty(height: int, length: int) -> MxCodes:
         return MxCodes(
-            torch.empty((height, length // share), dtype=torch.uint8, device=x.device),
+            torch.empty((height, length // kernel.share), dtype=torch.uint8, device=x.device),
             torch.empty((height, length // MX_BLOCK.value), dtype=torch.uint8, device=x.device),
         )
 
@@ -367,7 +245,7 @@ def quantize_mx_codes(
 
 
 def _mx_kernel_for(
-    x: torch.Tensor, rule: Rule, rows: Direction | None, columns: Direction | None, codes: bool
+    x: torch.Tensor, rule: MxRule, rows: Direction | None, columns: Direction | None, codes: bool
 ) -> "_MxKernel":
     signs = (rows or columns or _NOTHING).signs
     packed = x.dtype == torch.bfloat16 and (x.shape[1] | x.stride(0) | x.data_ptr() // 2) % 2 == 0
@@ -381,32 +259,17 @@ def _mx_kernel_for(
 class _MxKernel:
     """The kernel for one rule, transform block (0 for none), direction and output, in the tiling that is fastest."""
 
-    def __init__(self, rule: Rule, block: int, rows: bool, columns: bool, packed: bool, codes: bool) -> None:
-        fmt = rule.fmt
-        self.group, self.transforms = block or MX_BLOCK.value, block > 0
-        self._share = 0 if not codes else 2 if fmt.bits == 4 else 1  # codes a byte
-        self._unit = 1 << max(0, 23 - fmt.mantissa_bits - rule.random_bits)
-        constants = {
-            "GROUP": self.group,
-            "HADAMARD": self.transforms,
-            "MANTISSA": fmt.mantissa_bits,
-            "MIN_EXPONENT": fmt.min_exponent,
-            "MAX": fmt.max,
-            "MAX_EXPONENT": fmt.max_exponent,
-            "RULE": _RULES[rule.scale_rule],
-            "ROUNDING": _ROUNDINGS[rule.rounding],
-            "RANDOM_BITS": rule.random_bits,
-            "HEADROOM": rule.headroom,
-            "CODE_BITS": fmt.bits if codes else 0,
-            "NAN_CODE": 0 if fmt.specials == "none" else (1 << (fmt.bits - 1)) - 1,
-        }
-        ways = {"PACKED": packed, "ALONG_ROWS": rows, "ALONG_COLUMNS": columns}
-        self._name = f"{_mx_kernel.__name__} {ways | constants}"
+    def __init__(self, rule: MxRule, block: int, rows: bool, columns: bool, packed: bool, codes: bool) -> None:
+        constants = rule.constants(block, rows, columns, packed, codes)
+        self.group, self.transforms = constants.GROUP, constants.HADAMARD
+        self.share = 0 if not codes else 2 if rule.fmt.bits == 4 else 1  # codes a byte
+        self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
+        self._name = f"{_mx_kernel.__name__} {constants._asdict()}"
         self._tilings = _tilings(self.group, rows, columns, self.transforms, rule.rounding == "stochastic")
         self._specialized = {
             tiling: Specialized(
                 _mx_kernel,
-                ways | {"BM": tiling.rows, "BN": tiling.columns} | constants,
+                {"MX": constants, "BM": tiling.rows, "BN": tiling.columns},
                 num_warps=tiling.warps,
                 maxnreg=tiling.registers,
                 # a contracted multiply-add rounds once where the reference rounds twice
@@ -428,7 +291,7 @@ class _MxKernel:
     ) -> None:
         """Fill ``outputs``: along rows and its scales, along columns and its scales; None where nothing is written."""
         (M, N), stride = x.shape, x.stride(0)
-        pitches = (N // self._share, padded_M // self._share) if self._share else (0, 0)
+        pitches = (N // self.share, padded_M // self.share) if self.share else (0, 0)
         rows, columns = rows or _NOTHING, columns or _NOTHING
         # the kernel does not touch what a direction that is left out would read or write
         arguments = (
@@ -457,14 +320,10 @@ class _MxKernel:
         run(self._tiling or self._choose(run, x))
 
     def _choose(self, run: Callable[["_Tiling"], None], x: torch.Tensor) -> "_Tiling":
-        if x.numel() < _LARGE_ENOUGH:
+        if x.numel() < LARGE_ENOUGH:
             return self._tilings[0]
         self._tiling = fastest(self._name, self._tilings, run, x.device)
         return self._tiling
-
-
-_LARGE_ENOUGH = 1 << 24
-"""Entries from which an operand tells tilings apart."""
 
 
 class _Tiling(NamedTuple):

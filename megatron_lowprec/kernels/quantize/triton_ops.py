@@ -3,14 +3,11 @@
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.amax.triton_ops import larger
 from megatron_lowprec.kernels.philox.triton import draw_bits
+from megatron_lowprec.kernels.quantize import rule
 
-MX_BLOCK = tl.constexpr(32)
-
-
-@triton.jit
-def nan_maximum(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+MX_BLOCK = tl.constexpr(rule.MX_BLOCK)
 
 
 @triton.jit
@@ -26,19 +23,19 @@ def hadamard(y, signs, GROUP: tl.constexpr):
 
 
 @triton.jit
-def e8m0(amax, MANTISSA: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr):
+def e8m0(amax, MX: tl.constexpr):
     """Scale byte of each block, int32, from its amax; see ``reference.e8m0_scale``."""
     number = amax
-    if RULE == 1:
-        number = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
+    if MX.RULE == 1:
+        number = tl.div_rn(amax, tl.full(amax.shape, MX.MAX, tl.float32))
     bits = number.to(tl.int32, bitcast=True)
-    if RULE == 3:
-        bits += 1 << (22 - MANTISSA)
+    if MX.RULE == 3:
+        bits += 1 << (22 - MX.MANTISSA)
     byte = bits >> 23
-    if RULE == 1 or RULE == 2:
+    if MX.RULE == 1 or MX.RULE == 2:
         byte += ((bits & 0x7FFFFF) > tl.where(byte == 0, 0x400000, 0)).to(tl.int32)
-    if RULE != 1:
-        byte -= MAX_EXPONENT
+    if MX.RULE != 1:
+        byte -= MX.MAX_EXPONENT
     byte = tl.minimum(tl.maximum(byte, 0), 254)
     finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     return tl.where(finite, byte, 255)
@@ -123,35 +120,25 @@ def quantize_groups(
     step,
     microbatch,
     unit,
-    GROUP: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    MAX: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-    RULE: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    RANDOM_BITS: tl.constexpr,
-    HEADROOM: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    NAN_CODE: tl.constexpr,
+    MX: tl.constexpr,
 ):
-    """[GROUP, P] fp32 -> elements and scale bytes, int32 [GROUP / 32, P].
+    """[MX.GROUP, P] fp32 -> elements and scale bytes, int32 [GROUP / 32, P].
 
-    Elements are fp32 [GROUP, P] times their scale, or, with ``CODE_BITS`` above 0, uint8 codes of that many bits, two
-    of 4 bits a byte: [GROUP or GROUP / 2, P].
+    Elements are fp32 [GROUP, P] times their scale, or, with ``MX.CODE_BITS`` above 0, uint8 codes of that many bits,
+    two of 4 bits a byte: [GROUP or GROUP / 2, P].
     """
     P: tl.constexpr = y.shape[1]
-    if HADAMARD:
+    GROUP: tl.constexpr = MX.GROUP
+    if MX.HADAMARD:
         signs = tl.load(signs_ptr + tl.arange(0, GROUP))
         y = hadamard(y, signs[:, None], GROUP)
     blocks = tl.reshape(y, [GROUP // MX_BLOCK, MX_BLOCK, P])
-    amax = tl.reduce(tl.abs(blocks), 1, nan_maximum)
-    byte = e8m0(amax, MANTISSA, MAX, MAX_EXPONENT, RULE)
+    amax = tl.reduce(tl.abs(blocks), 1, larger)
+    byte = e8m0(amax, MX)
     # 2^(127 - byte): the byte 254 - byte, but 255 stays NaN
     encode = power_of_two(tl.where(byte == 255, 255, 254 - byte))
-    v = blocks * (encode * HEADROOM)[:, None, :]
-    if ROUNDING == 2:
+    v = blocks * (encode * MX.HEADROOM)[:, None, :]
+    if MX.ROUNDING == 2:
         draws = tl.reshape(
             draw_bits(row, first_column, key0, key1, step, microbatch, start, seam, jump, GROUP),
             [GROUP // MX_BLOCK, MX_BLOCK, P],
@@ -159,13 +146,17 @@ def quantize_groups(
     else:
         draws = tl.zeros([1, 1, 1], tl.uint32)
     # below 2^(MAX_EXPONENT + 1) times the scale by the floor rule: with enough headroom nothing can saturate
-    SATURATES: tl.constexpr = RULE != 0 or HEADROOM * 2.0 ** (MAX_EXPONENT + 1) > MAX
-    elements = round_to_grid(v, draws, unit, MANTISSA, MIN_EXPONENT, MAX, ROUNDING, RANDOM_BITS, SATURATES)
-    if CODE_BITS == 0:
+    SATURATES: tl.constexpr = MX.RULE != 0 or MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
+    elements = round_to_grid(
+        v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES
+    )
+    if MX.CODE_BITS == 0:
         out = tl.reshape(elements * power_of_two(byte)[:, None, :], [GROUP, P])
     else:
-        codes = element_codes(elements, MANTISSA, MIN_EXPONENT, CODE_BITS, NAN_CODE, (byte == 255)[:, None, :])
-        if CODE_BITS == 4:
+        codes = element_codes(
+            elements, MX.MANTISSA, MX.MIN_EXPONENT, MX.CODE_BITS, MX.NAN_CODE, (byte == 255)[:, None, :]
+        )
+        if MX.CODE_BITS == 4:
             low, high = tl.split(tl.permute(tl.reshape(codes, [GROUP // 2, 2, P]), (0, 2, 1)))
             out = (low | (high << 4)).to(tl.uint8)
         else:

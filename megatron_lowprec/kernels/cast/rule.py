@@ -1,0 +1,102 @@
+"""How a matrix becomes FP8, and what of it is fixed when a kernel is compiled."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_lowprec.formats import Format
+
+TILES = {"tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
+NAN_CODE = 0x7F  # of E4M3 and of E5M2, as of kernels.quantize.reference.encode
+
+
+class CodeConstants(NamedTuple):
+    """Those of ``CastConstants`` that make codes, where nothing else is asked."""
+
+    MANTISSA: int
+    MIN_EXPONENT: int
+    MAX: float
+    NAN_CODE: int
+    NATIVE: bool
+
+
+class CastConstants(NamedTuple):
+    """The constexpr ``CAST`` of a kernel, which it hands on whole to the functions that it calls. Numbers alone.
+
+    Names and order are part of the key under which ``kernels.tuning`` remembers a tiling.
+
+    Attributes:
+        ALONG_ROWS, ALONG_COLUMNS: which operands are made.
+        OBSERVES: whether an amax is raised on the way.
+        SUMS: whether entries are summed over M.
+        KIND: what is read, of ``source.KINDS`` and ``source.NORM_KINDS``.
+        TILE: what shares a scale, of TILES.
+        MANTISSA, MIN_EXPONENT, MAX, NAN_CODE: of the codes.
+        FLOOR: the least fp32 not below the rule's amax_floor.
+        FLOOR_SCALE: fl32(MAX / amax_floor), the encode scale of a lower amax; 1 without a floor.
+        MARGIN_SCALE: factor of an encode scale.
+        POWER_OF_TWO: whether encode scales are cut to powers of two.
+        NATIVE: whether the GPU converts to FP8 and bf16 itself; the interpreter does not.
+    """
+
+    ALONG_ROWS: bool
+    ALONG_COLUMNS: bool
+    OBSERVES: bool
+    SUMS: bool
+    KIND: int
+    TILE: int
+    MANTISSA: int
+    MIN_EXPONENT: int
+    MAX: float
+    NAN_CODE: int
+    FLOOR: float
+    FLOOR_SCALE: float
+    MARGIN_SCALE: float
+    POWER_OF_TWO: bool
+    NATIVE: bool
+
+
+@dataclass(frozen=True)
+class Fp8Rule:
+    """How a matrix becomes FP8, as in ``recipe.schema.QuantSpec``; rounded to nearest even, fp32 scales.
+
+    ``tile`` is "tensor", "row", "1x128" or "128x128", its second size along the contracted dimension. A rule keeps the
+    kernels that were specialized for it: looking one up must cost less than launching it.
+    """
+
+    fmt: Format
+    tile: str
+    scale_rule: str = "amax"
+    amax_floor: float = 0.0
+    margin: int = 0
+    kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        return torch.float8_e4m3fn if self.fmt.name == "e4m3" else torch.float8_e5m2
+
+    def constants(self, rows: bool, columns: bool, observes: bool, sums: bool, kind: int) -> CastConstants:
+        """Of a kernel that gives these operands by this rule."""
+        floor = torch.tensor(self.amax_floor, dtype=torch.float64)
+        floor32 = floor.float()
+        if floor32 < floor:
+            floor32 = torch.nextafter(floor32, torch.tensor(torch.inf))
+        return CastConstants(
+            ALONG_ROWS=rows,
+            ALONG_COLUMNS=columns,
+            OBSERVES=observes,
+            SUMS=sums,
+            KIND=kind,
+            TILE=TILES[self.tile],
+            MANTISSA=self.fmt.mantissa_bits,
+            MIN_EXPONENT=self.fmt.min_exponent,
+            MAX=self.fmt.max,
+            NAN_CODE=NAN_CODE,
+            FLOOR=float(floor32),
+            FLOOR_SCALE=float((self.fmt.max / floor).float()) if self.amax_floor else 1.0,
+            MARGIN_SCALE=2.0**-self.margin,
+            POWER_OF_TWO=self.scale_rule == "amax_pow2",
+            NATIVE=torch.cuda.is_available(),
+        )

@@ -12,8 +12,8 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.load import load_recipe
 from megatron_lowprec.recipe.resolve import check_gemm_globs, check_primary_weights, check_sizes
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training import memory, memory_report, te_recipe
 from megatron_lowprec.training import schedule as schedules
+from megatron_lowprec.training import te_recipe
 from megatron_lowprec.training.arguments import find, parse
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.interrupt import (
@@ -26,6 +26,9 @@ from megatron_lowprec.training.interrupt import (
     clear_requeue,
     follows_a_failure,
 )
+from megatron_lowprec.training.memory import report as memory_report
+from megatron_lowprec.training.memory.plan import GIB
+from megatron_lowprec.training.memory.plan import plan as plan_memory
 from megatron_lowprec.training.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.resolve import (
     data_parallel_size,
@@ -158,7 +161,7 @@ def _plan(
     )
     gpu = _gpu(ranks)
     if gpu is not None and not config.no_memory_check:
-        notes = notes + memory_report.check(memory.plan(config, recipe, vocabulary, ranks.world_size, _arch()), gpu)
+        notes = notes + memory_report.check(plan_memory(config, recipe, vocabulary, ranks.world_size, _arch()), gpu)
     schedule, later_notes = schedules.plan(config, total_samples(config))
     found, more = saved_state.find_checkpoint(config)
     later_notes += more
@@ -263,7 +266,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     stops.finish()
     peak = _peak_memory(device)
     if peak is not None:
-        log.say(f"memory: {peak / memory.GIB:.1f} GiB allocated at most on a GPU")
+        log.say(f"memory: {peak / GIB:.1f} GiB allocated at most on a GPU")
     record.end(progress.iteration, peak)
     log.close()
     return stop

@@ -12,8 +12,8 @@ from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.resolve import check_sizes
 from megatron_lowprec.training.arguments import parse
 from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.memory import GIB
-from megatron_lowprec.training.memory import plan as plan_memory
+from megatron_lowprec.training.memory.plan import GIB
+from megatron_lowprec.training.memory.plan import plan as plan_memory
 from megatron_lowprec.training.resolve import resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.schedule import plan
 from megatron_lowprec.training.shapes import linear_sites, num_parameters, sized

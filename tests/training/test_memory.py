@@ -14,10 +14,12 @@ import pytest
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.optimizer.adamw import DTYPES
 from megatron_lowprec.recipe.load import load_recipe
-from megatron_lowprec.training import memory, memory_report, startup
+from megatron_lowprec.training import startup
 from megatron_lowprec.training.arguments import parse
 from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.memory import GIB, MemoryPlan
+from megatron_lowprec.training.memory import report
+from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
+from megatron_lowprec.training.memory.weights import stage_weights
 from megatron_lowprec.training.resolve import resolve_model, resolve_run
 from tests.environment import python_path
 from tests.training.conftest import Drive
@@ -31,7 +33,7 @@ def shipped(name: str, gpus: int = 1, **changes: Any) -> MemoryPlan:
     flags = [word for flag, value in changes.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
     config, _, _ = parse(["--config", str(REPOSITORY / f"configs/models/{name}.yaml"), "--mock-data", *flags])
     config = resolve_run(resolve_model(config), gpus, gpus=True)
-    return memory.plan(config, load_recipe(config.recipe), GPT2_VOCABULARY, gpus)
+    return plan(config, load_recipe(config.recipe), GPT2_VOCABULARY, gpus)
 
 
 def small(gpus: int = 1, **changes: Any) -> Config:
@@ -96,7 +98,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def expected_saved(config: Config, gpus: int = 1) -> float:
     """What the plan says is kept, and the softmax of the logits in fp32, which is what cross-entropy saves."""
-    found = memory.plan(config, load_recipe(config.recipe), VOCABULARY, gpus, arch="cpu")
+    found = plan(config, load_recipe(config.recipe), VOCABULARY, gpus, arch="cpu")
     logits = config.micro_batch_size * config.seq_length * VOCABULARY / config.tensor_model_parallel_size
     return sum(found.kept.values()) + 4 * logits
 
@@ -111,7 +113,7 @@ def ranks(drive: Drive) -> startup.Ranks:
 def test_the_plan_is_what_a_model_holds(name: str, ranks: startup.Ranks) -> None:
     changes = VARIANTS[name]
     held, config = measure(changes, ranks), small(**changes)
-    weights = memory.stage_weights(config, VOCABULARY, 0)
+    weights = stage_weights(config, VOCABULARY, 0)
     assert weights.dense + weights.expert == held.weights
     assert expected_saved(config) == pytest.approx(held.saved, rel=0.01)
 
@@ -148,7 +150,7 @@ def test_the_plan_is_what_two_processes_hold(name: str, tmp_path: Path) -> None:
     held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     config = small(gpus=2, **changes)
     for rank in range(2):
-        weights = memory.stage_weights(config, VOCABULARY, rank if name == "pipeline" else 0)
+        weights = stage_weights(config, VOCABULARY, rank if name == "pipeline" else 0)
         assert weights.dense + weights.expert == held[rank]["weights"]
     if name != "pipeline":
         # The router sends each rank more or less than its share of the tokens; together they have it all.
@@ -159,16 +161,16 @@ def test_the_plan_is_what_two_processes_hold(name: str, tmp_path: Path) -> None:
 def test_a_pipeline_holds_microbatches_for_the_stages_behind() -> None:
     layout = {"pipeline_model_parallel_size": 2, "num_layers": 4, "global_batch_size": 32}
     one_by_one, alone = small(2, **layout), small(1, num_layers=4)
-    found = memory.plan(one_by_one, load_recipe("bf16"), VOCABULARY, 2)
+    found = plan(one_by_one, load_recipe("bf16"), VOCABULARY, 2)
     assert (found.stage, found.in_flight) == (0, 2)
-    of_all_layers = memory.plan(alone, load_recipe("bf16"), VOCABULARY, 1).kept["layers"]
+    of_all_layers = plan(alone, load_recipe("bf16"), VOCABULARY, 1).kept["layers"]
     assert found.kept["layers"] == of_all_layers  # half of the layers, twice
     # arXiv 2205.05198, section 4.2.3: interleaving multiplies by 1 + (stages - 1) / (stages x chunks).
     interleaved = small(2, **layout, num_virtual_stages_per_pipeline_rank=2)
-    more = memory.plan(interleaved, load_recipe("bf16"), VOCABULARY, 2).kept["layers"]
+    more = plan(interleaved, load_recipe("bf16"), VOCABULARY, 2).kept["layers"]
     assert more / of_all_layers == 1 + 1 / 4
     few = small(2, **{**layout, "global_batch_size": 8})
-    assert memory.plan(few, load_recipe("bf16"), VOCABULARY, 2).in_flight == 1
+    assert plan(few, load_recipe("bf16"), VOCABULARY, 2).in_flight == 1
 
 
 def test_the_distributed_optimizer_shares_main_weights_and_moments() -> None:
@@ -180,16 +182,16 @@ def test_the_distributed_optimizer_shares_main_weights_and_moments() -> None:
         assert plain[name] == shared[name]
     for name in ("main weights", "moments"):
         assert plain[name] == shared[name] / 8
-    weights = memory.stage_weights(small(), VOCABULARY, 0).dense
-    resident = memory.plan(small(), load_recipe("bf16"), VOCABULARY, 1).resident
+    weights = stage_weights(small(), VOCABULARY, 0).dense
+    resident = plan(small(), load_recipe("bf16"), VOCABULARY, 1).resident
     assert sum(resident.values()) == weights * (2 + 4 + 8 + 4)
-    resident = memory.plan(small(bf16=None), load_recipe("bf16"), VOCABULARY, 1).resident
+    resident = plan(small(bf16=None), load_recipe("bf16"), VOCABULARY, 1).resident
     assert sum(resident.values()) == weights * (4 + 8 + 4)
 
 
 def test_gradients_in_bf16_are_copied_for_the_update() -> None:
-    found = memory.plan(small(grad_reduce_in_bf16=True), load_recipe("bf16"), VOCABULARY, 1)
-    weights = memory.stage_weights(small(), VOCABULARY, 0).dense
+    found = plan(small(grad_reduce_in_bf16=True), load_recipe("bf16"), VOCABULARY, 1)
+    weights = stage_weights(small(), VOCABULARY, 0).dense
     assert (found.resident["gradients"], found.transient["update"]) == (2 * weights, 4 * weights)
 
 
@@ -200,11 +202,11 @@ def test_gradients_in_bf16_are_copied_for_the_update() -> None:
 def test_quantized_weights_are_kept_for_several_microbatches(recipe: str, copies: int) -> None:
     linears = 2 * 12 * 128**2  # two layers
     config = small(global_batch_size=16, recipe=recipe)
-    several = memory.plan(config, load_recipe(recipe), VOCABULARY, 1, arch="cpu")
+    several = plan(config, load_recipe(recipe), VOCABULARY, 1, arch="cpu")
     assert several.resident["kept quantized weights"] == copies * linears * 2
-    native = memory.plan(config, load_recipe(recipe), VOCABULARY, 1, arch="sm90")
+    native = plan(config, load_recipe(recipe), VOCABULARY, 1, arch="sm90")
     assert native.resident["kept quantized weights"] == copies * linears * (1 if recipe.startswith("fp8") else 2)
-    one = memory.plan(small(recipe=recipe), load_recipe(recipe), VOCABULARY, 1)
+    one = plan(small(recipe=recipe), load_recipe(recipe), VOCABULARY, 1)
     assert one.resident["kept quantized weights"] == 0
 
 
@@ -244,13 +246,13 @@ def test_a_layout_is_planned_without_its_gpus_or_data(drive: Drive, capsys: pyte
 def test_what_does_not_fit_is_refused() -> None:
     found = shipped("gpt_345m", micro_batch_size=16, global_batch_size=16)
     with pytest.raises(UserError) as error:
-        memory_report.check(found, memory_report.Device("a GPU of 32 GiB", 32 * 2**30))
+        report.check(found, report.Device("a GPU of 32 GiB", 32 * 2**30))
     message = str(error.value)
     for words in ("33.3 GiB", "activations 24.", "logits 3.1", "--micro-batch-size", "--no-memory-check"):
         assert words in message
-    (line,) = memory_report.check(found, memory_report.Device("H200", 140 * 2**30))
+    (line,) = report.check(found, report.Device("H200", 140 * 2**30))
     assert line == "memory: 33.3 GiB planned of 140.0 on a GPU"
-    (line,) = memory_report.check(found, memory_report.Device("small", 34 * 2**30))
+    (line,) = report.check(found, report.Device("small", 34 * 2**30))
     assert "close" in line
 
 
@@ -259,7 +261,7 @@ def test_the_driver_refuses_before_anything_starts(drive: Drive, monkeypatch: py
 
     from megatron_lowprec.training import run
 
-    monkeypatch.setattr(run, "_gpu", lambda ranks: memory_report.Device("a tiny GPU", 2**20))
+    monkeypatch.setattr(run, "_gpu", lambda ranks: report.Device("a tiny GPU", 2**20))
     with pytest.raises(UserError, match="but a tiny GPU has"):
         drive(argv(save="out"))
     assert not torch.distributed.is_initialized()

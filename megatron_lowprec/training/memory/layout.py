@@ -1,0 +1,87 @@
+"""How the layers of a plan run, and what of them one GPU has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lowprec.recipe.native import native_gemms
+from megatron_lowprec.recipe.resolve import LinearSite, primary_weight_spec
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.resolve import data_parallel_size, virtual_stages
+from megatron_lowprec.training.shapes import linear_sites, sized
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How the layers run: under which recipe, on which architecture ("cpu", "sm90", ...)."""
+
+    recipe: Recipe
+    arch: str = "sm90"
+
+    @property
+    def fused(self) -> bool:
+        """Whether dropout and cross entropy are the fused kernels, which keep no mask and no softmax."""
+        return self.arch.startswith("sm")
+
+    def keeps_codes(self, config: Config, name: str) -> bool:
+        """Whether a linear layer keeps FP8 codes of its input for wgrad, not the input itself."""
+        site = next(site for site in linear_sites(config) if site.name == name)
+        if config.sequence_parallel and site.split == "column":  # gathered again for the backward pass
+            return False
+        native = self.native_gemms(config, site)
+        return {"fprop", "wgrad"} <= native and self.recipe.fprop.input == self.recipe.wgrad.input
+
+    def keeps_primary_weights(self, config: Config) -> bool:
+        """Whether the weights of quantized layers are FP8 codes alone."""
+        asked = config.fp8_param_gather and config.transformer_impl == "local"
+        return asked and primary_weight_spec(self.recipe) is not None
+
+    def native_gemms(self, config: Config, site: LinearSite) -> frozenset[str]:
+        """The GEMMs of a linear layer that multiply FP8 codes."""
+        if not config.bf16 or config.emulate:
+            return frozenset()
+        ranks = expert_tensor_size(config) if is_expert(site) else config.tensor_model_parallel_size
+        sizes = site.in_features, site.out_features
+        if site.split == "column":
+            return native_gemms(self.recipe, self.arch, sizes[0], sizes[1] // ranks)
+        return native_gemms(self.recipe, self.arch, sizes[0] // ranks, sizes[1])
+
+
+def microbatches_of(config: Config, gpus: int) -> int:
+    """Of a step, on one rank."""
+    return sized(config.global_batch_size) // (sized(config.micro_batch_size) * data_parallel_size(config, gpus))
+
+
+def microbatches_in_flight(config: Config, gpus: int, stage: int) -> float:
+    """Microbatches whose activations a stage holds at once, in units of all of its layers.
+
+    One forward, one backward: as many as stages follow, itself included. Interleaved, Megatron-core warms up
+    ``2 (stages - stage - 1) + (chunks - 1) stages`` chunks first.
+    """
+    stages, microbatches = config.pipeline_model_parallel_size, microbatches_of(config, gpus)
+    chunks = virtual_stages(config)
+    if chunks is None:
+        return min(stages - stage, microbatches)
+    warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    return min(warm_up + 1, chunks * microbatches) / chunks
+
+
+def is_expert(site: LinearSite) -> bool:
+    """Whether a linear layer is one of each expert."""
+    return "experts" in site.name
+
+
+def expert_tensor_size(config: Config) -> int:
+    """Ranks that cut each expert: the tensor-parallel ones, unless experts are spread over ranks themselves."""
+    return 1 if config.expert_model_parallel_size > 1 else config.tensor_model_parallel_size
+
+
+def tokens_of(config: Config) -> int:
+    """Tokens of a microbatch on one rank, before sequence parallelism cuts them."""
+    return sized(config.micro_batch_size) * sized(config.seq_length) // config.context_parallel_size
+
+
+def width_of(config: Config) -> int:
+    """Bytes of a value in the compute dtype."""
+    return 2 if config.bf16 else 4

@@ -1,0 +1,72 @@
+"""The plan of a run: what lasts, what microbatches keep and what comes and goes, on the GPU that needs most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.memory.activations import (
+    backward_of_a_layer,
+    embedding_activations,
+    head_activations,
+    kept_of_layers,
+    logit_bytes,
+    recomputed_at_once,
+)
+from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight
+from megatron_lowprec.training.memory.weights import lasting
+from megatron_lowprec.training.shapes import sized
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on a GPU of the pipeline stage that needs most.
+
+    ``resident`` lasts through a step, ``kept`` is what forward passes leave for the backward, and of ``transient``
+    (what comes and goes at different times on top of both) the largest counts.
+    """
+
+    runs: Runs
+    stage: int
+    stages: int
+    gpus: int
+    in_flight: float
+    resident: Mapping[str, float]
+    kept: Mapping[str, float]
+    transient: Mapping[str, float]
+
+    @property
+    def peak(self) -> float:
+        """Most bytes allocated at once; the update of the weights finds no activations left."""
+        resident = sum(self.resident.values())
+        passes = sum(self.kept.values()) + max(self.transient[name] for name in ("logits", "backward"))
+        return resident + max(passes, self.transient["update"])
+
+
+def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "sm90") -> MemoryPlan:
+    """The plan of a resolved configuration on ``gpus`` processes, one a GPU of that architecture."""
+    stages, runs = range(config.pipeline_model_parallel_size), Runs(recipe, arch)
+    plans = [_stage_plan(config, runs, padded_vocab_size, gpus, stage) for stage in stages]
+    return max(plans, key=lambda found: found.peak)
+
+
+def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> MemoryPlan:
+    first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
+    layers = sized(config.num_layers) // config.pipeline_model_parallel_size
+    in_flight = microbatches_in_flight(config, gpus, stage)
+    kept = {
+        "layers": in_flight * kept_of_layers(config, layers, runs),
+        "embedding": in_flight * sum(embedding_activations(config).values()) if first else 0.0,
+        "head": sum(head_activations(config).values()) if last else 0.0,
+    }
+    resident, update = lasting(config, runs, vocabulary, gpus, stage)
+    transient = {
+        "logits": logit_bytes(config, vocabulary, runs.fused) if last else 0.0,
+        "backward": recomputed_at_once(config, layers, runs) + backward_of_a_layer(config, runs),
+        "update": update,
+    }
+    return MemoryPlan(runs, stage, config.pipeline_model_parallel_size, gpus, in_flight, resident, kept, transient)

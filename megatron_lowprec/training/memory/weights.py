@@ -1,0 +1,119 @@
+"""What lasts through a step: weights, gradients and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lowprec.recipe.resolve import LinearSite, kept_in_bf16, weight_serves_microbatches
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.memory.layout import Runs, expert_tensor_size, is_expert, microbatches_of, width_of
+from megatron_lowprec.training.resolve import data_parallel_size
+from megatron_lowprec.training.shapes import linear_sites, sized
+
+_STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of weights on one GPU: those of experts are shared by other ranks than the rest."""
+
+    dense: int
+    expert: int
+
+
+def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights:
+    """Weights that one rank of a pipeline stage holds."""
+    hidden, tensor, pipeline = (
+        sized(config.hidden_size),
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+    )
+    layers = sized(config.num_layers) // pipeline
+    norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
+    dense, expert = layers * 2 * norm, 0
+    for site in linear_sites(config)[: 4 * layers]:  # all layers are alike
+        if is_expert(site):
+            expert += sized(config.num_experts) // config.expert_model_parallel_size * _linear_weights(config, site)
+        else:
+            dense += _linear_weights(config, site)
+    if config.num_experts:
+        dense += layers * config.num_experts * hidden  # router
+    embedding = padded_vocab_size // tensor * hidden
+    if stage == 0:
+        dense += embedding
+        if config.position_embedding_type == "learned_absolute":
+            dense += sized(config.max_position_embeddings) * hidden
+    if stage == pipeline - 1:
+        dense += norm
+        # A tied output layer of another stage than the embedding's has a copy of it.
+        dense += embedding if config.untie_embeddings_and_output_weights or pipeline > 1 else 0
+    return Weights(dense, expert)
+
+
+def _linear_weights(config: Config, site: LinearSite) -> int:
+    """Weights of one rank's shard of a linear layer (of one expert's), its bias included."""
+    ranks = expert_tensor_size(config) if is_expert(site) else config.tensor_model_parallel_size
+    bias = not config.disable_bias_linear or (config.add_qkv_bias and site.name.endswith("qkv"))
+    biases = site.out_features // (ranks if site.split == "column" else 1)
+    return site.in_features * site.out_features // ranks + bias * biases
+
+
+def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> tuple[dict[str, float], float]:
+    """What lasts through a step, and the bytes that the update needs beyond it."""
+    weights = stage_weights(config, vocabulary, stage)
+    data = data_parallel_size(config, gpus) * config.context_parallel_size
+    copies = gpus // config.pipeline_model_parallel_size  # ranks of a stage, which share its experts
+    expert_data = max(1, copies // (config.expert_model_parallel_size * expert_tensor_size(config)))
+    distributed = config.use_distributed_optimizer
+    # Weights whose optimizer state this rank holds.
+    owned = weights.dense / (data if distributed else 1) + weights.expert / (expert_data if distributed else 1)
+    total = weights.dense + weights.expert
+    state = runs.recipe.optimizer
+    first, second, main = (_STATE_BYTES[form] for form in state.formats.values())
+    half_gradients = config.bf16 and config.grad_reduce_in_bf16
+    resident = {
+        "weights": total * width_of(config) - _primary_weights(config, runs, stage) * (width_of(config) - 1.0),
+        "main weights": owned * main if config.bf16 or state.quantized else 0.0,
+        "moments": owned * (first + second),
+        "gradients": total * (2.0 if half_gradients else 4.0),
+        "kept quantized weights": _kept_weights(config, runs, gpus, stage),
+    }
+    # Megatron-core makes fp32 gradients of half ones for its own update; FP8 codes are sent and received at once.
+    update = owned * 4.0 if half_gradients and not state.quantized else 0.0
+    exchanged = total * 2.0 if runs.recipe.gradients.quantized and data > 1 else 0.0
+    return resident, max(update, exchanged)
+
+
+def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:
+    """Quantized weights that are kept between the microbatches of a step: a byte a value, or emulated the dtype's."""
+    if microbatches_of(config, gpus) == 1:
+        return 0.0
+    total = 0.0
+    for site, weights in _quantized_layers(config, runs, stage):
+        native = runs.native_gemms(config, site)
+        kept = [name for name, gemm in runs.recipe.gemms.items() if weight_serves_microbatches(gemm)]
+        if runs.keeps_primary_weights(config):  # a transposed copy alone, which native products read
+            kept = ["dgrad"] if "dgrad" in native else []
+        total += weights * sum(1 if name in native else width_of(config) for name in kept)
+    return total
+
+
+def _primary_weights(config: Config, runs: Runs, stage: int) -> float:
+    """Weights of one rank that are FP8 codes without a copy in the compute dtype."""
+    if not runs.keeps_primary_weights(config):
+        return 0.0
+    return sum(weights for _, weights in _quantized_layers(config, runs, stage))
+
+
+def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[LinearSite, float]]:
+    """Linear layers of a stage that are under the recipe, and the weights of each on one rank, without biases."""
+    layers = sized(config.num_layers)
+    here = layers // config.pipeline_model_parallel_size
+    for site in linear_sites(config):
+        # Interleaved stages hold other layers in the same number; which ones are left in bf16 then differs a little.
+        if (site.layer_number - 1) // here != stage or kept_in_bf16(runs.recipe, site.layer_number, site.name, layers):
+            continue
+        ranks = expert_tensor_size(config) if is_expert(site) else config.tensor_model_parallel_size
+        experts = sized(config.num_experts) // config.expert_model_parallel_size if is_expert(site) else 1
+        yield site, experts * site.in_features * site.out_features / ranks

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.gemms import LinearPlace
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.operands import Kept
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment

@@ -1,17 +1,15 @@
 """The three GEMMs of a linear layer under a recipe. No Megatron, no collectives."""
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from megatron_lowprec.gemms import SIDES, Gemm, LinearPlace
 from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand, scaled_product
 from megatron_lowprec.kernels.contract.reference import Operand, contract
 from megatron_lowprec.kernels.dispatch import add_bias_, arch_of
-from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.kernels.quantize.reference import tile_amax
 from megatron_lowprec.operands import AnyOperand, GradOutput, Help, Input, Kept, matrix_of
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -24,57 +22,11 @@ from megatron_lowprec.quantization.quantizer import (
     quantize_both_ways,
     quantize_for_gemm,
 )
-from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
+from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.quantization.tensor import tile_sizes
 from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.native import native_gemms
-from megatron_lowprec.recipe.resolve import weight_serves_microbatches
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HistoryRule, QuantSpec, Recipe
-
-# dimensions of each GEMM's operands, contracted one last: T tokens, I input features, O output features
-_DIMS = {
-    ("fprop", "input"): "TI",
-    ("fprop", "weight"): "OI",
-    ("dgrad", "grad_output"): "TO",
-    ("dgrad", "weight"): "IO",
-    ("wgrad", "grad_output"): "OT",
-    ("wgrad", "input"): "IT",
-}
-# the GEMMs that contract a tensor's rows and its columns
-_SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
-
-
-class _Gemm(NamedTuple):
-    """What each call wants to know of a GEMM, looked up once."""
-
-    operands: tuple[str, str]
-    specs: tuple[QuantSpec | None, QuantSpec | None]
-    alpha: float
-    fast_accumulation: bool
-    weight_serves_microbatches: bool
-
-    @staticmethod
-    def of(name: str, gemm: GemmSpec) -> "_Gemm":
-        first, second = GEMM_OPERANDS[name]
-        specs = getattr(gemm, first), getattr(gemm, second)
-        alpha = 1.0 / math.prod(spec.headroom for spec in specs if spec is not None)
-        return _Gemm((first, second), specs, alpha, gemm.fast_accumulation, weight_serves_microbatches(gemm))
-
-
-@dataclass(frozen=True)
-class LinearPlace:
-    """Where a linear layer, or a rank's shard of one, stands: what its random streams are keyed by.
-
-    ``spans`` says where the shard lies in the unsharded layer, for dimensions "I" and "O"; ``split`` names the
-    dimension that ranks share, if any.
-    """
-
-    layer: int
-    name: str
-    expert: int = -1
-    data_parallel_rank: int = 0
-    spans: Mapping[str, Span] = field(default_factory=dict)
-    split: str = ""
+from megatron_lowprec.recipe.schema import HistoryRule, QuantSpec, Recipe
 
 
 class LinearNumerics:
@@ -119,35 +71,15 @@ class LinearNumerics:
         self._native_on: tuple[torch.device, torch.dtype] | None = None
         self._native: frozenset[str] = frozenset()
         self._weights: dict[str, AnyOperand] = {}
-        self._gemms = {name: _Gemm.of(name, gemm) for name, gemm in recipe.gemms.items()}
-        self._transforms = Transforms({name: gemm.hadamard for name, gemm in recipe.gemms.items()})
+        self._gemms = {name: Gemm.of(name, gemm) for name, gemm in recipe.gemms.items()}
+        self._rounding = place.rounding_streams(seed)
+        hadamard = {name: gemm.hadamard for name, gemm in recipe.gemms.items()}
+        self._transforms = Transforms(hadamard, place.sign_streams(seed))
         self._reduce_amax = reduce_amax
         self.histories: dict[str, tuple[AmaxHistory, int]] = {}
         for operand, (length, rule) in (stores_histories_of or recipe).delayed_operands().items():
             history = history_of(length, rule)
             self.histories[operand] = (history, history.add_tensor())
-
-        def key(purpose: str, gemm: str, operand: str = "") -> tuple[int, int]:
-            return stream_key(
-                seed,
-                purpose,  # type: ignore[arg-type]
-                layer=place.layer,
-                linear=place.name,
-                gemm=gemm,
-                operand=operand,
-                expert=place.expert,
-                data_parallel_rank=place.data_parallel_rank,
-            )
-
-        self._rounding = {
-            (gemm, operand): RandomStream(
-                key("rounding", gemm, operand),
-                row_span=place.spans.get(dims[0], Span()),
-                column_span=place.spans.get(dims[1], Span()),
-            )
-            for (gemm, operand), dims in _DIMS.items()
-        }
-        self._transforms.streams = {gemm: RandomStream(key("sign", gemm)) for gemm in GEMM_OPERANDS}
 
     def help_wanted(self, tensor: str, matrix: torch.Tensor) -> Help:
         """How whoever makes "input" or "grad_output" of the size and dtype of ``matrix`` spares its casts a pass.
@@ -155,7 +87,7 @@ class LinearNumerics:
         "source" where the scale is known and one cast gives both operands, so that it may compute what it casts;
         "amax" where the amax of the tensor is the first thing that is asked; else None.
         """
-        by_row, by_column = _SIDES[tensor]
+        by_row, by_column = SIDES[tensor]
         spec = getattr(getattr(self.recipe, by_row), tensor)
         if not {by_row, by_column} <= self._native_gemms(matrix) or spec.tile != "tensor":
             return None
@@ -169,14 +101,14 @@ class LinearNumerics:
 
     def forward(
         self,
-        x_TI: "torch.Tensor | Source | Input",
+        x_TI: torch.Tensor | Source | Input,
         w_OI: torch.Tensor,
         moment: Moment,
         observe: bool = True,
         bias_O: torch.Tensor | None = None,
         keep: bool = False,
         amax: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, "Kept"]:
+    ) -> tuple[torch.Tensor, Kept]:
         """``fprop`` plus a bias, and what it made that the backward pass would make again.
 
         A native product adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
@@ -203,7 +135,7 @@ class LinearNumerics:
         )
         return y, Kept(x_kept, weight_amax)
 
-    def input(self, x_TI: NormSource) -> "Input":
+    def input(self, x_TI: NormSource) -> Input:
         """x for ``forward``, as operands for fprop and wgrad; only where ``help_wanted`` is "source"."""
         rows, columns, _ = self._cast("input", x_TI, rows=True, columns=True)
         assert rows is not None
@@ -212,7 +144,7 @@ class LinearNumerics:
 
     def grad_output(
         self, dy_TO: torch.Tensor | Source, moment: Moment, bias: bool = False, amax: torch.Tensor | None = None
-    ) -> "GradOutput":
+    ) -> GradOutput:
         """dy for ``dgrad`` and ``wgrad``, quantized for both from one read where their specs and a kernel allow it.
 
         Args:
@@ -249,7 +181,7 @@ class LinearNumerics:
 
     def dgrad(
         self,
-        dy: "torch.Tensor | GradOutput",
+        dy: torch.Tensor | GradOutput,
         w_OI: torch.Tensor,
         moment: Moment,
         weight_amax: torch.Tensor | None = None,
@@ -262,7 +194,7 @@ class LinearNumerics:
 
     def wgrad(
         self,
-        dy: "torch.Tensor | GradOutput",
+        dy: torch.Tensor | GradOutput,
         x: torch.Tensor | ScaledOperand | Source,
         moment: Moment,
         accumulate_into: torch.Tensor | None = None,
@@ -314,7 +246,7 @@ class LinearNumerics:
             if w_OI.dtype == torch.bfloat16 and not self._emulate:
                 self._native = native_gemms(self.recipe, arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0])
 
-    def _native_gemms(self, tokens: "torch.Tensor | Source | Input") -> frozenset[str]:
+    def _native_gemms(self, tokens: torch.Tensor | Source | Input) -> frozenset[str]:
         """The GEMMs that run on FP8 units; an expert without tokens multiplies nothing."""
         return self._native if tokens.shape[0] else frozenset()
 
@@ -329,20 +261,22 @@ class LinearNumerics:
         amax: torch.Tensor | None = None,
         part_amax: torch.Tensor | None = None,
         sums: bool = False,
-    ) -> "Fp8Cast":
+    ) -> Fp8Cast:
         """FP8 operands of x, w or dy for the GEMMs that contract its rows and its columns.
 
         Args:
             amax, part_amax: of a current scale, over all ranks that share it or over this rank's part.
         """
-        by_row, by_column = _SIDES[tensor]
+        by_row, by_column = SIDES[tensor]
         spec: QuantSpec = getattr(getattr(self.recipe, by_row if rows else by_column), tensor)
         observed = None
         if spec.scaling == "delayed":
             history, slot = self.histories[tensor]
             amax, newest = history.cells(slot)
             observed = newest if observe else None
-        reduce = [self._reduce_amax if self._shares_scale(gemm, tensor, spec) else None for gemm in (by_row, by_column)]
+        reduce = [
+            self._reduce_amax if self.place.shares_scale(gemm, tensor, spec) else None for gemm in (by_row, by_column)
+        ]
         if part_amax is not None and amax is None:
             over_ranks = reduce[0] or reduce[1]
             amax = part_amax if over_ranks is None else over_ranks(part_amax)
@@ -448,7 +382,7 @@ class LinearNumerics:
         self, gemm: str, operand: str, matrix: torch.Tensor, spec: QuantSpec | None, moment: Moment, observe: bool
     ) -> AnyOperand:
         if gemm in self._native and operand != "weight" and matrix.numel():
-            by_row = _SIDES[operand][0] == gemm
+            by_row = SIDES[operand][0] == gemm
             source = matrix if by_row else matrix.t()
             made = self._cast(operand, source, rows=by_row, columns=not by_row, observe=observe)
             return made[0 if by_row else 1]  # type: ignore[return-value]
@@ -476,7 +410,7 @@ class LinearNumerics:
             moment=moment,
             transform=transform,
             encode_scale=encode_scale,
-            reduce_amax=self._reduce_amax if self._shares_scale(gemm, operand, spec) else None,
+            reduce_amax=self._reduce_amax if self.place.shares_scale(gemm, operand, spec) else None,
         )
         return Operand(elements, scale, tile_sizes(spec, matrix))
 
@@ -485,11 +419,3 @@ class LinearNumerics:
         if not self._cache_weights or (capturing() and not self.keeps_under_capture):
             return False
         return self._gemms[gemm].weight_serves_microbatches
-
-    def _shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
-        """Whether a tile of this operand reaches over the ranks that share ``place.split``."""
-        if not self.place.split:
-            return False
-        dims = _DIMS[gemm, operand]
-        reach = {"tensor": dims, "row": dims[1]}.get(spec.tile, "")
-        return self.place.split in reach

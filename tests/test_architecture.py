@@ -26,9 +26,13 @@ MAY_IMPORT = {
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
     "operands": {"kernels"},
-    "numerics": {"errors", "formats", "kernels", "recipe", "quantization", "operands"},
-    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "numerics"},
-    "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "operands", "numerics"},
+    "gemms": {"kernels", "recipe", "quantization"},
+    "numerics": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "gemms"},
+    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "gemms", "numerics"},
+    "mcore": {
+        *("errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm"),
+        *("operands", "gemms", "numerics"),
+    },
     "training": {"errors", "formats", "kernels", "recipe", "quantization", "comm", "numerics", "linear", "mcore"},
     # starts runs in processes of their own, and reads of training/ only what needs neither torch nor megatron
     "sweep": {"errors", "recipe", "training"},

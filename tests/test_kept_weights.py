@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_lowprec import get_recipe
-from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.gemms import LinearPlace
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 

@@ -11,14 +11,16 @@ from torch.nn.functional import linear, pad
 import megatron_lowprec.numerics as numerics_module
 from megatron_lowprec import LowPrecLinear, QuantSpec, RandomStream, Recipe, UserError, get_recipe, quantize, recipes
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.gemms import DIMS, LinearPlace
 from megatron_lowprec.kernels.contract.reference import Operand
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale
 from megatron_lowprec.linear import end_step
-from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment, stream_key
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from tests.kernels.exact import nearest
 
 all_recipes = pytest.mark.parametrize("name", recipes())
@@ -86,7 +88,7 @@ def recompute(
         key = stream_key(SEED, "sign", layer=LAYER, linear=NAME, gemm=gemm)
         signs = RandomStream(key, moment).signs(spec.hadamard.block, a.device)
         a, b = (hadamard_transform(pad(m.float(), (0, -m.shape[1] % spec.hadamard.block)), signs) for m in (a, b))
-    first, second = numerics_module.GEMM_OPERANDS[gemm]
+    first, second = GEMM_OPERANDS[gemm]
     a64 = exact_operand(a, getattr(spec, first), moment, gemm, first, amaxes.get(first, 0.0))
     b64 = exact_operand(b, getattr(spec, second), moment, gemm, second, amaxes.get(second, 0.0))
     return a64 @ b64.t(), a64.abs() @ b64.abs().t()
@@ -366,7 +368,7 @@ def operands_of(
         run.fprop(tensors["x"], tensors["w"], Moment(2, 1))
         run.dgrad(tensors["dy"], tensors["w"], Moment(2, 1))
         run.wgrad(tensors["dy"], tensors["x"], Moment(2, 1))
-    return dict(zip(numerics_module._DIMS, found, strict=True))
+    return dict(zip(DIMS, found, strict=True))
 
 
 @all_recipes
@@ -405,7 +407,7 @@ def test_shards_hold_the_codes_and_scales_of_the_whole(
     for rank in range(ranks):
         answers = iter(reduced)
         got = operands_of(monkeypatch, recipe, *shard(rank), lambda _, answers=answers: next(answers))
-        for (gemm, operand), letters in numerics_module._DIMS.items():
+        for (gemm, operand), letters in DIMS.items():
             mine, full = got[gemm, operand], want[gemm, operand]
             elements = full.elements
             if split in letters:

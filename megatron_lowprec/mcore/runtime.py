@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_lowprec.gemms import LinearPlace
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.mcore.collectives import max_over
@@ -16,7 +17,7 @@ from megatron_lowprec.mcore.mlp import LowPrecMLP
 from megatron_lowprec.mcore.moment import current_moment, set_moment
 from megatron_lowprec.mcore.norm import LayerNorm, Reader, RMSNorm
 from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
-from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_moment import enter_moment
 from megatron_lowprec.quantization.random_stream import Moment

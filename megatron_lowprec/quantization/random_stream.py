@@ -15,6 +15,8 @@ import torch
 from megatron_lowprec.kernels.philox.reference import Span, draw_bits
 from megatron_lowprec.kernels.quantize.reference import uniform_from_bits
 
+Purpose = Literal["sign", "rounding"]
+
 
 class Moment(NamedTuple):
     """When a draw is made: optimizer steps completed, and the microbatch within the step."""
@@ -25,7 +27,7 @@ class Moment(NamedTuple):
 
 def stream_key(
     seed: int,
-    purpose: Literal["sign", "rounding"],
+    purpose: Purpose,
     *,
     layer: int,
     linear: str,

@@ -65,12 +65,13 @@ class Transforms:
     """The transforms of one layer's GEMMs.
 
     Args:
-        specs: by GEMM.
+        specs: by GEMM; None for no transform.
+        streams: of random signs, by GEMM.
     """
 
-    def __init__(self, specs: Mapping[str, HadamardSpec | None]) -> None:
+    def __init__(self, specs: Mapping[str, HadamardSpec | None], streams: Mapping[str, RandomStream]) -> None:
         self._specs = {gemm: spec for gemm, spec in specs.items() if spec is not None}
-        self.streams: Mapping[str, RandomStream] = {}
+        self._streams = streams
         self._last: tuple[Moment, dict[str, Transform]] | None = None
 
     def at(self, gemm: str, moment: Moment) -> Transform | None:
@@ -80,7 +81,7 @@ class Transforms:
         if self._last is not None and self._last[0] == moment and not capturing():
             return self._last[1][gemm]
         made = {
-            name: Transform(spec.block, self.streams[name] if spec.signs == "random" else None, moment)
+            name: Transform(spec.block, self._streams[name] if spec.signs == "random" else None, moment)
             for name, spec in self._specs.items()
         }
         if "dgrad" in made and "wgrad" in made:

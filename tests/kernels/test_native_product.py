@@ -74,7 +74,8 @@ def test_product_is_within_its_accumulators_bound(
 @pytest.mark.parametrize("tokens", [96, 333])
 def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, tokens: int) -> None:
     """Two steps of two microbatches, native against emulated: the same codes, so only the summation differs."""
-    from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+    from megatron_lowprec.gemms import LinearPlace
+    from megatron_lowprec.numerics import LinearNumerics
     from megatron_lowprec.operands import Kept
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.quantization.random_stream import Moment

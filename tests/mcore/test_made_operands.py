@@ -7,9 +7,10 @@ import torch
 
 import megatron_lowprec.numerics as numerics_module
 from megatron_lowprec import get_recipe
+from megatron_lowprec.gemms import LinearPlace
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.mcore.made_operands import Handover, made_input, note_input, stand_in
-from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.operands import GradOutput, Input
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment

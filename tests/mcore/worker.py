@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 import megatron_lowprec.numerics as numerics_module
 from megatron_lowprec import get_recipe, recipes
+from megatron_lowprec.gemms import DIMS, LinearPlace
 from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 SEED = 99
 SEQUENCE, BATCH, HIDDEN, FFN, HEADS = 64, 2, 256, 512, 4  # per rank, all sizes are multiples of 128 but the heads
@@ -216,8 +218,8 @@ def shards(name: str, sequence_parallel: bool) -> None:
             assert moment == Moment(step, step + 3)
             split = "O" if place.name.endswith(("qkv", "fc1")) else "I"
             assert place.split == split
-            first, second = numerics_module.GEMM_OPERANDS[gemm]
-            letters = [numerics_module._DIMS[gemm, operand] for operand in (first, second)]
+            first, second = GEMM_OPERANDS[gemm]
+            letters = [DIMS[gemm, operand] for operand in (first, second)]
             full = [whole(m, ds.index(split)) if split in ds else m for m, ds in zip((a, b), letters, strict=True)]
             # what is not cut must be alike on both ranks
             for matrix, ds in zip((a, b), letters, strict=True):

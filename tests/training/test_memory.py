@@ -214,8 +214,8 @@ def test_quantized_weights_are_kept_for_several_microbatches(recipe: str, copies
 def test_a_narrow_optimizer_state_is_counted_by_its_formats(gpus: int) -> None:
     recipe = load_recipe("fp8_lm")
     config = small(gpus=gpus, recipe="fp8_lm", use_distributed_optimizer=True, micro_batch_size=4)
-    found = memory.plan(config, recipe, VOCABULARY, gpus)
-    weights = memory.stage_weights(config, VOCABULARY, 0).dense
+    found = plan(config, recipe, VOCABULARY, gpus)
+    weights = stage_weights(config, VOCABULARY, 0).dense
     widths = [DTYPES[form].itemsize for form in recipe.optimizer.formats.values()]
     assert found.resident["moments"] == sum(widths[:2]) * weights / gpus == 3 * weights / gpus
     assert found.resident["main weights"] == widths[2] * weights / gpus == 2 * weights / gpus

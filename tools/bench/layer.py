@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.gemms import LinearPlace
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.operands import Kept
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lowprec.gemms import DIMS, LinearPlace
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
-from megatron_lowprec.numerics import _DIMS as DIMS
-from megatron_lowprec.numerics import LinearNumerics, LinearPlace
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.schema import Recipe

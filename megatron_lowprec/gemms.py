@@ -1,0 +1,92 @@
+"""The GEMMs of a linear layer: what each contracts, how it treats its operands, and which layer it belongs to."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, stream_key
+from megatron_lowprec.recipe.resolve import weight_serves_microbatches
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
+
+DIMS = {
+    ("fprop", "input"): "TI",
+    ("fprop", "weight"): "OI",
+    ("dgrad", "grad_output"): "TO",
+    ("dgrad", "weight"): "IO",
+    ("wgrad", "grad_output"): "OT",
+    ("wgrad", "input"): "IT",
+}
+"""Dimensions of each GEMM's operands, contracted one last: T tokens, I input features, O output features."""
+
+SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+"""The GEMMs that contract a tensor's rows and its columns."""
+
+
+class Gemm(NamedTuple):
+    """What each call wants to know of a GEMM, looked up once."""
+
+    operands: tuple[str, str]
+    specs: tuple[QuantSpec | None, QuantSpec | None]
+    alpha: float
+    fast_accumulation: bool
+    weight_serves_microbatches: bool
+
+    @staticmethod
+    def of(name: str, gemm: GemmSpec) -> "Gemm":
+        """From a recipe; ``alpha`` takes the headroom of both operands out of the product."""
+        first, second = GEMM_OPERANDS[name]
+        specs = getattr(gemm, first), getattr(gemm, second)
+        alpha = 1.0 / math.prod(spec.headroom for spec in specs if spec is not None)
+        return Gemm((first, second), specs, alpha, gemm.fast_accumulation, weight_serves_microbatches(gemm))
+
+
+@dataclass(frozen=True)
+class LinearPlace:
+    """Where a linear layer, or a rank's shard of one, stands: what its random streams are keyed by.
+
+    ``spans`` says where the shard lies in the unsharded layer, for dimensions "I" and "O"; ``split`` names the
+    dimension that ranks share, if any.
+    """
+
+    layer: int
+    name: str
+    expert: int = -1
+    data_parallel_rank: int = 0
+    spans: Mapping[str, Span] = field(default_factory=dict)
+    split: str = ""
+
+    def rounding_streams(self, seed: int) -> dict[tuple[str, str], RandomStream]:
+        """Draws of stochastic rounding, for each operand of each GEMM."""
+        return {
+            (gemm, operand): RandomStream(
+                self._key(seed, "rounding", gemm, operand),
+                row_span=self.spans.get(dims[0], Span()),
+                column_span=self.spans.get(dims[1], Span()),
+            )
+            for (gemm, operand), dims in DIMS.items()
+        }
+
+    def sign_streams(self, seed: int) -> dict[str, RandomStream]:
+        """Signs of the random Hadamard transform of each GEMM, the same for both operands."""
+        return {gemm: RandomStream(self._key(seed, "sign", gemm)) for gemm in GEMM_OPERANDS}
+
+    def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
+        """Whether a tile of this operand reaches over the ranks that share ``split``."""
+        if not self.split:
+            return False
+        dims = DIMS[gemm, operand]
+        return self.split in {"tensor": dims, "row": dims[1]}.get(spec.tile, "")
+
+    def _key(self, seed: int, purpose: Purpose, gemm: str, operand: str = "") -> tuple[int, int]:
+        return stream_key(
+            seed,
+            purpose,
+            layer=self.layer,
+            linear=self.name,
+            gemm=gemm,
+            operand=operand,
+            expert=self.expert,
+            data_parallel_rank=self.data_parallel_rank,
+        )

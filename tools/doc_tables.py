@@ -13,7 +13,6 @@ A table stands between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of tabl
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 
+from megatron_lowprec.errors import Parser
 from megatron_lowprec.recipe.load import load_recipe
 from megatron_lowprec.recipe.native import why_emulated
 from megatron_lowprec.recipe.registry import recipes
@@ -80,7 +80,7 @@ def rewritten(page: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page would change")
     args = parser.parse_args(argv)
     stale = [page for page in pages() if page.read_text(encoding="utf-8") != rewritten(page)]

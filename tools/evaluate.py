@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training import corpus, reopen, startup
 from megatron_lowprec.training.arguments import REPOSITORY, find
+from megatron_lowprec.training.blend import check_split
 from megatron_lowprec.training.resolve import find_data
 from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import tokenizer_of
@@ -42,7 +43,7 @@ PARTS = ("train", "valid", "test")
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags, by Megatron's names where it has them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="FOLDER", help="a run, its checkpoints, or one of its iter_…")
     parser.add_argument("--iteration", type=int, help="of the run; default its newest checkpoint")
     parser.add_argument("--data-path", nargs="+", default=[], metavar="PATH", help="prefixes of .bin/.idx, or .jsonl")
@@ -83,6 +84,10 @@ def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
         raise UserError("nothing to score: give --data-path or --wikitext")
     if args.micro_batch_size < 1 or (args.max_tokens is not None and args.max_tokens < 2):
         raise UserError("--micro-batch-size wants at least 1, --max-tokens at least 2")
+    if args.seq_length is not None and args.seq_length < 1:
+        raise UserError(f"--seq-length {args.seq_length}: wants at least 1")
+    if args.split is not None:
+        check_split(args.split)
     pages = read(str(find(args.wikitext))) if args.wikitext is not None else []
     scorer = Scorer(args, ranks)
     results = scorer.header()
@@ -118,8 +123,8 @@ class Scorer:
             **{name: value for name, value in moved.items() if value is not None},
         )
         self._recipe = opened.recipe
-        self._length: int = args.seq_length or sized(opened.config.seq_length)
-        self._stride: int = args.stride or self._length
+        self._length: int = sized(opened.config.seq_length if args.seq_length is None else args.seq_length)
+        self._stride: int = self._length if args.stride is None else args.stride
         check_stride(self._stride, self._length)
         positions = sized(opened.config.max_position_embeddings)
         if opened.config.position_embedding_type == "learned_absolute" and self._length > positions:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training import reopen
 from megatron_lowprec.training.convert.hf_config import to_hf_config
 from megatron_lowprec.training.convert.hf_tokenizer import write_tokenizer
@@ -31,7 +31,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="FOLDER", help="a run, its checkpoints, or one of its iter_…")
     parser.add_argument("--iteration", type=int, help="of the run; default its newest checkpoint")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write; new or empty")

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training import startup
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.convert.hf_config import from_hf_config
@@ -34,7 +34,7 @@ from megatron_lowprec.training.tokenizer import padded_vocab_size
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="FOLDER", help="the Hugging Face model")
     parser.add_argument("--save", required=True, metavar="FOLDER", help="where the checkpoint goes")
     parser.add_argument("--seq-length", type=int, help="tokens of a sample; default what config.json allows")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training import startup
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.convert import stock
@@ -28,7 +28,7 @@ from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="FOLDER", help="Megatron-LM's --save, or one of its iter_…")
     parser.add_argument("--save", required=True, metavar="FOLDER", help="where the checkpoint goes")
     parser.add_argument("--vocab-file", help="vocab.json of its GPT2BPETokenizer")

@@ -9,7 +9,6 @@ where the checkpoint is damaged.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ from pathlib import Path
 import yaml
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.load import recipe_from_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
@@ -108,9 +107,13 @@ def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
     """The checkpoint that is meant, and lines about the others beside it."""
     if (folder / CONFIG).exists() and (folder / ".metadata").exists():
         return folder, []
+    if not folders.whole(str(folder)) and (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"  # of a run without --save
     present, latest = folders.whole(str(folder)), folders.tracked(str(folder))
     if not present:
-        raise UserError(f"{folder}: no checkpoint there; name a --save folder or one of its iter_ folders")
+        raise UserError(
+            f"{folder}: no checkpoint there; name a run's folder, a --save folder or one of its iter_ folders"
+        )
     notes = []
     if latest not in present:
         notes.append(_row("latest", f"{folders.TRACKER} names {latest}, of which there is no checkpoint"))
@@ -123,8 +126,8 @@ def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 for a damaged checkpoint, 2 for what a user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a --save folder, or one iter_ folder in it")
+    parser = Parser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="a run's folder, a --save folder, or one iter_ folder in it")
     parser.add_argument("--iteration", type=int, help="which checkpoint; default the latest")
     arguments = parser.parse_args(argv)
     try:

@@ -7,7 +7,6 @@ reads metrics.jsonl and config.yaml in that folder and writes loss.png there. Th
 from --valid-prefix.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.report.curve import LAST, Curve, read_curve, smooth
 from megatron_lowprec.training import corpus
 from megatron_lowprec.training.jsonl import is_text_file
@@ -83,7 +82,7 @@ def draw(path: Path, title: str, curve: Curve, reference: Curve | None, entropy:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; the exit code, 2 for what the user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="folder with metrics.jsonl and config.yaml")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="metrics.jsonl of a bf16 run (default: shipped)")
     parser.add_argument("--valid-prefix", metavar="PREFIX", help="prepared validation data, if config.yaml names none")
@@ -91,13 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     output = args.output or args.run / "loss.png"
     try:
+        if args.run.is_file():
+            raise UserError(f"{args.run} is a file; name the folder of a run that has trained")
         curve = read_curve(args.run / "metrics.jsonl")
         reference = _reference(args.reference, args.run)
         config = _config(args.run)
         entropy = _entropy(config, args.valid_prefix)
         draw(output, _title(args.run, config), curve, reference, entropy)
     except (UserError, OSError) as error:
-        print(f"plot_loss.py: {error}", file=sys.stderr)
+        print(f"plot_loss.py: error: {error}", file=sys.stderr)
         return 2
     print("\n".join(_summary(args.run, config, curve, reference, entropy, output)))
     return 0

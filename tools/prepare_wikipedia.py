@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training import shards
 from megatron_lowprec.training.arguments import find
 from megatron_lowprec.training.articles import Files, Hub, Source
@@ -27,7 +27,7 @@ from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, build_tokenizer
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags; tokenizers by Megatron's names, by default GPT-2's, which the repository ships."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--output-prefix", metavar="PREFIX", help="shards are PREFIX-00000_text_document.*")
     parser.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl (.gz, .xz, .zst) or .parquet, not the hub")
     parser.add_argument("--dataset", default="wikimedia/wikipedia", help="on the hub, or a folder in its format")

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training import corpus
 from megatron_lowprec.training.progress import progress_bar
 from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, tokenizer_of
@@ -20,7 +20,7 @@ from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, tokenizer_of
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Megatron's flags; argparse's own error for a wrong one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, one document a line")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="a corpus each (default: text)")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="files are PREFIX_KEY_document.*")
@@ -54,10 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress=progress,
             )
     except UserError as error:
-        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"preprocess_data.py: cannot write --output-prefix {args.output_prefix}: {error}", file=sys.stderr)
+        message = f"cannot write --output-prefix {args.output_prefix}: {error}"
+        print(f"preprocess_data.py: error: {message}", file=sys.stderr)
         return 2
     seconds = time.perf_counter() - start
     for note in notes:

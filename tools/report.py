@@ -7,36 +7,42 @@ takes run folders of pretrain_gpt.py, folders that hold a sweep.json, and patter
 anywhere, with its figures as PNG beside it. docs/report.md has the rules.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.report.build import build
 from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.runs import find_runs
 
 CLAIMS = Path(__file__).resolve().parent.parent / "configs" / "claims.yaml"
 
+_REFERENCE = "bf16"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; the exit code, 2 for what the user can mend."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUNS", help="folder of a run or of a sweep, or a quoted pattern")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the report goes")
     parser.add_argument("--claims", type=Path, default=CLAIMS, metavar="FILE", help="default: configs/claims.yaml")
-    parser.add_argument("--reference", default="bf16", metavar="LABEL", help="what gaps are to; default: bf16")
+    parser.add_argument(
+        "--reference", default=_REFERENCE, metavar="LABEL", help=f"what gaps are to; default: {_REFERENCE}"
+    )
     parser.add_argument("--title", help="default: the sweeps' names, or else the models'")
     args = parser.parse_args(arguments)
     try:
         claims = load_claims(args.claims)
         runs, notes = find_runs(args.runs, claims.rules.diverged_rise)
+        labels = list(dict.fromkeys(run.label for run in runs if run.label))
+        if args.reference not in (_REFERENCE, *labels):
+            raise UserError(f"--reference {args.reference}: no run has that label; there are {', '.join(labels)}")
         names = dict.fromkeys(run.sweep or run.model for run in runs)
         report = build(runs, notes, claims, args.reference, args.title or f"Report: {', '.join(names)}")
         path = report.write(args.out)
     except (UserError, OSError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
+        print(f"report.py: error: {error}", file=sys.stderr)
         return 2
     print("\n".join([*report.lines(), "", f"report: {path}"]))
     return 0

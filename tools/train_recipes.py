@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_lowprec import recipes
+from megatron_lowprec.errors import Parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAST = 10  # steps that the final training loss is the mean of
@@ -57,11 +58,18 @@ def train(recipe: str, processes: int, steps: int, config: str, more: list[str])
     return Result(recipe, processes, losses[0], sum(tail) / len(tail), validation[-1] if validation else None)
 
 
+def _sizes(text: str) -> list[int]:
+    sizes = text.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text}: wants numbers such as 1,2")
+    return [int(size) for size in sizes]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or 1 where a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--recipes", default=",".join(recipes()), help="comma-separated; all by default")
-    parser.add_argument("--processes", default="1", help="comma-separated sizes of the process group, such as 1,2")
+    parser.add_argument("--processes", type=_sizes, default=[1], help="sizes of the process group, such as 1,2")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--config", default=str(REPOSITORY / "configs/models/gpt_125m.yaml"))
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the machine")
@@ -69,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("more", nargs="*", help="after --: options of pretrain_gpt.py")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun prints a banner about it
-    jobs = [(recipe, int(size)) for size in args.processes.split(",") for recipe in args.recipes.split(",")]
+    jobs = [(recipe, size) for size in args.processes for recipe in args.recipes.split(",")]
     results = []
     print("| recipe | processes | first step | last steps | validation |\n| --- | ---: | ---: | ---: | ---: |")
     with ThreadPoolExecutor(args.at_once) as pool:

@@ -4,13 +4,14 @@ Writes ``data/tiny_bpe/vocab.json`` and ``merges.txt``, the files of a GPT2BPETo
 bytes: pairs of equal count are merged in the order of their ids, whatever the number of threads.
 """
 
-import argparse
 import json
 import lzma
 from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron_lowprec.errors import Parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CORPUS = REPOSITORY / "data" / "enwiki-valid.jsonl.xz"
@@ -54,7 +55,7 @@ def save(tokenizer: Tokenizer, destination: Path) -> None:
 
 def main() -> None:
     """Train and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--output", type=Path, default=DESTINATION, help="folder to write (default: data/tiny_bpe)")
     output = parser.parse_args().output
     tokenizer = train()

@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.yaml_text import read_yaml_text
 
 
 def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -33,7 +32,7 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: unknown recipe, file or field, each with the nearest names; a value of the wrong type or out of its
             choices.
     """
-    recipe = _from_file(Path(name_or_file)) if name_or_file.endswith((".yaml", ".yml")) else get_recipe(name_or_file)
+    recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else get_recipe(name_or_file)
     if not overrides:
         return recipe
     data = recipe_to_dict(recipe)
@@ -43,7 +42,7 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
             raise UserError(
                 f"--recipe-set {override!r} has no value: write FIELD=VALUE, such as dgrad.hadamard.block=128"
             )
-        value = _yaml(text, f"--recipe-set {override}")
+        value = read_yaml_text(text, f"--recipe-set {override}")
         for key in reversed(path.strip().split(".")):
             value = {key: value}
         _merge(Recipe, data, value, "")
@@ -64,6 +63,11 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def _is_file(name: str) -> bool:
+    """Whether a recipe's name is a path: no recipe has a slash in its name."""
+    return name.endswith((".yaml", ".yml")) or "/" in name
+
+
 def _from_file(path: Path) -> Recipe:
     if not path.is_file():
         raise UserError(f"recipe file {path} does not exist; give a file that does, or a name from --list-recipes")
@@ -71,26 +75,23 @@ def _from_file(path: Path) -> Recipe:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is no UTF-8 text; a recipe file is YAML such as 'base: mxfp4_rht_sr'") from None
-    data = _yaml(text, str(path))
+    data = read_yaml_text(text, str(path))
     if not isinstance(data, dict):
-        raise UserError(
-            f"{path} holds {type(data).__name__}, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'"
-        )
+        what = "nothing" if data is None else f"a {type(data).__name__}"
+        raise UserError(f"{path} holds {what}, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'")
+    if "num-layers" in data or "num_layers" in data:
+        raise UserError(f"{path} is the configuration of a model: give it as --config, and as --recipe a recipe")
     base = data.pop("base", None)
     if base is not None and not isinstance(base, str):
         raise UserError(f"{path}: base is {base!r}, but must be the name of a recipe; --list-recipes prints them")
-    if base is None:
-        return recipe_from_dict({"name": path.stem, "summary": f"from {path.name}", **data})
-    merged = recipe_to_dict(get_recipe(base))
-    _merge(Recipe, merged, {"name": path.stem, **data}, "")
-    return recipe_from_dict(merged)
-
-
-def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{where} is no valid YAML: {str(error).splitlines()[0]}") from None
+        if base is None:
+            return recipe_from_dict({"name": path.stem, "summary": f"from {path.name}", **data})
+        merged = recipe_to_dict(get_recipe(base))
+        _merge(Recipe, merged, {"name": path.stem, **data}, "")
+        return recipe_from_dict(merged)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -155,7 +156,11 @@ def _build(cls: type, data: Any, where: str) -> Any:
     ]
     if missing:
         raise UserError(f"{where or 'the recipe'} lacks {' and '.join(missing)}: give them a value")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except UserError as error:
+        # The field is known here, what is wrong with it there.
+        raise UserError(f"{where}: {error}" if where else str(error)) from None
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

@@ -57,6 +57,11 @@ def unmatched_names(recipe: Recipe, sites: Iterable[LinearSite]) -> list[str]:
     return [glob for glob in recipe.keep_bf16.names if not any(fnmatchcase(path, glob) for path in paths)]
 
 
+def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> bool:
+    """Whether a recipe that quantizes leaves every linear layer of this model in the compute dtype."""
+    return recipe.quantized and all(kept_in_bf16(recipe, s.layer_number, s.name, num_layers) for s in sites)
+
+
 def weight_serves_microbatches(gemm: GemmSpec) -> bool:
     """Whether all microbatches of a step multiply with the same quantized weight, so that one may be kept for them."""
     drawn = gemm.hadamard is not None and gemm.hadamard.signs == "random"
@@ -139,6 +144,9 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
         raise UserError(
             f"keep_bf16.names has {glob!r}, which matches no linear layer; layers are named like {sites[0].path}"
         )
+    for name in ("first_layers", "last_layers"):
+        if (count := getattr(recipe.keep_bf16, name)) > num_layers:
+            raise UserError(f"keep_bf16.{name} is {count}, but the model has {num_layers} layers; lower it")
     for site in sites:
         if kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
             continue

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import yaml
-
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.yaml_text import read_yaml_text
 
 QUANTITIES = {
     "validation_loss": "nats a token",
@@ -125,12 +124,12 @@ def load_claims(path: Path) -> Claims:
         UserError: no such file, no YAML, or a field that is missing, unknown or not among its choices.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError:
         raise UserError(f"{path}: no such file; --claims names a YAML file such as configs/claims.yaml") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
-    found = _build(Claims, data, str(path))
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no UTF-8 text; --claims names a YAML file such as configs/claims.yaml") from None
+    found = _build(Claims, read_yaml_text(text, str(path)), str(path))
     assert isinstance(found, Claims)
     for claim in found.claims:
         _check(claim, f"{path}: claim {claim.id}")

@@ -151,7 +151,10 @@ def write_manifest(out: Path, sweep: Sweep, cells: Sequence[Cell]) -> None:
         }
         for cell in cells
     ]
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made a folder ({error.strerror}); name another") from None
     content = {"name": sweep.name, "size": sweep.size, "cells": rows}
     write_whole(out / MANIFEST, json.dumps(content, indent=1) + "\n")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.sweep import local, lock, record, slurm, status
 from megatron_lowprec.sweep.cells import (
     MANIFEST,
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/sweep.py",
+    parser = Parser(
+        prog="sweep.py",
         description="Run recipes x models x overrides x seeds; docs/sweeps.md has the whole of it.",
         allow_abbrev=False,
     )

@@ -23,9 +23,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.yaml_text import read_yaml_text
 from megatron_lowprec.training.arguments import checked_options, find, nearest, without_rivals
 from megatron_lowprec.training.fp8_flags import FP8_FLAGS
 
@@ -196,15 +195,15 @@ def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:
 
 def _yaml_file(path: str) -> dict[Any, Any]:
     try:
-        content = yaml.safe_load(find(path).read_text(encoding="utf-8"))
+        text = find(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the shipped sweeps are in configs/sweeps/") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml_text(text, path)
     if not isinstance(content, dict):
-        raise UserError(f"{path}: expected keys and values at the top, found a {type(content).__name__}")
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise UserError(f"{path}: expected keys and values at the top, found {found}")
     return content
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.yaml_text import read_yaml_text
 from megatron_lowprec.training.config import GROUPS, Config
 from megatron_lowprec.training.fp8_flags import FP8_FLAGS, translate_fp8_flags
 
@@ -105,7 +104,9 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
     namespace, rest = parser.parse_known_args(argv)
     if rest:
         known = [s for action in parser._actions for s in action.option_strings]
-        unknown = next((r for r in rest if r.startswith("--")), rest[0]).split("=")[0]
+        unknown = next((r for r in rest if r.startswith("-")), "").split("=")[0]
+        if not unknown:
+            raise UserError(f"{rest[0]!r} is no flag, nor the value of one; flags begin with -- (see --help)")
         raise UserError(f"unknown flag {unknown}{nearest(unknown, known)} (see --help)")
     given: dict[str, Any] = vars(namespace)
     notes: list[str] = []
@@ -177,17 +178,21 @@ def find(path: str) -> Path:
 def read_yaml(path: str) -> dict[str, Any]:
     """Options from a YAML file, checked: names are flags without the dashes in front, values have the field's type."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"--config {path}: no such file; the shipped ones are in configs/models/") from None
+        shipped = {file.stem: f"configs/models/{file.name}" for file in (REPOSITORY / "configs/models").glob("*.yaml")}
+        near = difflib.get_close_matches(Path(path).stem, shipped, n=1)
+        hint = f"did you mean {shipped[near[0]]}?" if near else "the shipped ones are in configs/models/"
+        raise UserError(f"--config {path}: no such file; {hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml_text(text, f"--config {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: expected keys and values at the top, found a {type(content).__name__}")
+    if {"base", "fprop", "dgrad", "wgrad"} & content.keys():
+        raise UserError(f"--config {path} is a recipe: give it as --recipe, and as --config a model's configuration")
     return checked_options(f"--config {path}", content)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,18 @@ def parse_blend(items: Sequence[str]) -> list[tuple[str, float | None]]:
     if any(w is None or not w > 0 for w in weights[::2]):
         raise UserError(f"data paths {' '.join(items)}: every weight must be above 0")
     return list(zip(items[1::2], weights[::2], strict=True))
+
+
+def check_split(split: str) -> None:
+    """Refuse a --split that is no list of shares; Megatron-core takes whatever digits it finds."""
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= len(SPLITS) or not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
+        raise UserError(
+            f"--split {split}: wants up to three shares, for train, validation and test, not all 0, such as 969,30,1"
+        )
 
 
 def all_paths(config: Config) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,8 +48,11 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
         run = Path(config.tensorboard_dir).resolve().parent
     else:
         run = Path("runs") / _short(name.replace("/", "_").replace(" ", "_"))
-    if run.exists() and not run.is_dir():
-        raise UserError(f"--save {run} is a file; name a folder, or move the file away")
+    there = next(place for place in (run, *run.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UserError(f"--save {run}: {there} is a file; name a folder, or move the file away")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"--save {run}: {there} cannot be written to; name another folder, or change its rights")
     save = None if config.no_save else config.save or str(run / "checkpoints")
     tensorboard = Path(config.tensorboard_dir) if config.tensorboard_dir is not None else run / "tensorboard"
     return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None)

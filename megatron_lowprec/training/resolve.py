@@ -10,7 +10,7 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.arguments import REPOSITORY, find, flag
-from megatron_lowprec.training.blend import all_paths, resolve_phase
+from megatron_lowprec.training.blend import all_paths, check_split, resolve_phase
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.jsonl import SUFFIXES, is_text_file
 from megatron_lowprec.training.shapes import check_divisible, sized
@@ -24,6 +24,7 @@ def resolve_model(config: Config) -> Config:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
         _positive(config, name)
     _in_bounds(config)
+    _no_idle_flags(config)
     if config.kv_channels is None:
         check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
     if config.swiglu and config.squared_relu:
@@ -146,8 +147,22 @@ _BOUNDS = {
     "lr": (0, None),
     "min_lr": (0, None),
     "weight_decay": (0, None),
+    "lr_warmup_fraction": (0, 1),
+    "lr_warmup_iters": (0, None),
+    "lr_warmup_samples": (0, None),
+    "lr_warmup_init": (0, None),
+    "clip_grad": (0, None),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_eps": (0, None),
     "hidden_dropout": (0, 1),
     "attention_dropout": (0, 1),
+    "init_method_std": (0, None),
+    "norm_epsilon": (0, None),
+    "rotary_percent": (0, 1),
+    "moe_router_topk": (1, None),
+    "num_query_groups": (1, None),
+    "memory_plan_gpus": (1, None),
     "make_vocab_size_divisible_by": (1, None),
     "global_batch_size": (1, None),
 }
@@ -164,6 +179,26 @@ def _in_bounds(config: Config) -> None:
         raise UserError(
             f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {config.num_experts}; lower it"
         )
+
+
+# Flags that say something of what another one asks for.
+_PART_OF = {
+    "group_query_attention": ("num_query_groups",),
+    "memory_plan": ("memory_plan_gpus",),
+    "num_experts": (
+        *("moe_ffn_hidden_size", "moe_router_topk", "moe_router_load_balancing_type"),
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type"),
+    ),
+}
+
+
+def _no_idle_flags(config: Config) -> None:
+    """Refuse what was asked for and would be passed over without a word."""
+    for whole, parts in _PART_OF.items():
+        for part in parts:
+            value = getattr(config, part)
+            if not getattr(config, whole) and value != getattr(Config(), part):
+                raise UserError(f"{flag(part)} {value} does nothing without {flag(whole)}; add that, or leave it out")
 
 
 def _check_parallelism(config: Config, world_size: int) -> None:
@@ -282,6 +317,8 @@ def _check_features(config: Config, gpus: bool) -> None:
         config.recompute_method is None or config.recompute_num_layers is None
     ):
         raise UserError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    if config.finetune and not (config.load or config.pretrained_checkpoint):
+        raise UserError("--finetune takes weights and none are named: add --load FOLDER, or leave it out")
     if config.distributed_backend == "nccl" and not gpus:
         raise UserError("--distributed-backend nccl needs GPUs, and torch sees none; leave the flag out")
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
@@ -347,6 +384,7 @@ def iterations(config: Config, done: int = 0, consumed: int = 0) -> int:
 def _resolve_data(config: Config) -> Config:
     if config.sft:
         config = _resolve_sft(config)
+    check_split(config.split)
     separate = (config.train_data_path, config.valid_data_path, config.test_data_path)
     if not config.mock_data and config.data_path is None and config.train_data_path is None:
         raise UserError("no data: give --data-path, --train-data-path or --mock-data")

@@ -10,7 +10,7 @@ import yaml
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.load import load_recipe
-from megatron_lowprec.recipe.resolve import check_gemm_globs, check_primary_weights, check_sizes
+from megatron_lowprec.recipe.resolve import check_gemm_globs, check_primary_weights, check_sizes, keeps_all
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training import te_recipe
@@ -62,6 +62,8 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     recipe = load_recipe(str(find(config.recipe)), config.recipe_set)
     check_sizes(recipe, linear_sites(config), sized(config.num_layers), config.tensor_model_parallel_size)
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), sized(config.num_layers))
+    if keeps_all(recipe, linear_sites(config), sized(config.num_layers)):
+        notes.append(f"recipe {recipe.name} quantizes nothing in this model: keep_bf16 leaves all of its layers out")
     if config.fp8_param_gather and config.transformer_impl == "local":
         check_primary_weights(recipe)
     config, more = resolve_recipe(config, recipe)

@@ -117,8 +117,8 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
 
 def _without_tracker(load: str) -> str:
     if not (Path(load) / folders.TRACKER).exists():
-        return f"--load {load}: no checkpoint there (no {folders.TRACKER}); check the path, or leave --load out"
-    return f"--load {load}: {folders.TRACKER} holds no iteration; write the number of one of the iter_ folders into it"
+        return f"{load}: no checkpoint there (no {folders.TRACKER}); name the folder that --save had"
+    return f"{load}: {folders.TRACKER} holds no iteration; write the number of one of the iter_ folders into it"
 
 
 def _read(folder: Path) -> Saved:

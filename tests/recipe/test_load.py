@@ -72,7 +72,7 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("dgrad=4", "dgrad is 4, but must be a mapping of fields"),
         ("dgrad=null", "dgrad is None, but must be a mapping of fields"),
         ("name=3", "name is 3 (int), but must be str"),
-        ("dgrad.hadamard.block=48", "block is 48, but must be one of 32, 64, 128, 256"),
+        ("dgrad.hadamard.block=48", "dgrad.hadamard: HadamardSpec.block is 48, but must be one of 32, 64, 128, 256"),
         ("dgrad.hadamard.block=big", "dgrad.hadamard.block is 'big' (str), but must be int"),
         ("dgrad.hadamard.block=true", "dgrad.hadamard.block is True (bool), but must be int"),
         ("dgrad.hadamard.block=", "dgrad.hadamard.block is None (NoneType), but must be int"),
@@ -126,11 +126,14 @@ def test_file_without_a_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds NoneType, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'"),
-        ("- base\n", "holds list, but a recipe file is a mapping"),
+        ("", "holds nothing, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'"),
+        ("- base\n", "holds a list, but a recipe file is a mapping"),
         ("base: [\n", "mine.yaml is no valid YAML"),
         ("base: mxpf4\n", "there is no recipe 'mxpf4': did you mean mxfp4"),
-        ("base: mxfp4\nfprob: {}\n", "a recipe has no field 'fprob': did you mean fprop"),
+        ("base: mxfp4\nfprob: {}\n", "mine.yaml: a recipe has no field 'fprob': did you mean fprop"),
+        ("base: mxfp4\nbase: mxfp8\n", "line 2, column 1: 'base' is there twice"),
+        ("base: mxfp4\ndgrad: {weight: {format: e9m9}}\n", "mine.yaml: dgrad.weight: QuantSpec.format is 'e9m9'"),
+        ("num-layers: 2\nhidden-size: 64\n", "mine.yaml is the configuration of a model: give it as --config"),
         ("base: mxfp4\ndgrad: 3\n", "dgrad is 3, but must be a mapping of fields"),
         ("base: mxfp4\nname: 3\n", "name is 3 (int), but must be str"),
         # keys and bases that YAML does not read as text: 1, and "on", which is true
@@ -156,6 +159,8 @@ def test_file_in_another_encoding_is_one_line(tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.yml does not exist"):
         load_recipe(str(tmp_path / "none.yml"))
+    with pytest.raises(UserError, match="recipe file configs/recipes/none does not exist"):
+        load_recipe("configs/recipes/none")
 
 
 def test_unsafe_yaml_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from megatron_lowprec.recipe.resolve import (
     LinearSite,
     check_primary_weights,
     check_sizes,
+    keeps_all,
     kept_in_bf16,
     primary_weight_spec,
     unmatched_names,
@@ -88,6 +89,21 @@ def refusal(name: str, site: LinearSite, tensor_parallel: int = 1, recipe: Recip
         check_sizes(recipe or get_recipe(name), [site], 2, tensor_parallel)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["first_layers", "last_layers"])
+def test_more_layers_kept_than_there_are(name: str) -> None:
+    recipe = replace(get_recipe("mxfp8"), keep_bf16=KeepBf16(**{name: 3}))
+    site = LinearSite(1, "mlp.linear_fc1", 64, 64, "column")
+    assert f"keep_bf16.{name} is 3, but the model has 2 layers" in refusal("", site, recipe=recipe)
+
+
+def test_a_recipe_that_is_left_nothing_to_quantize() -> None:
+    ends, sites = get_recipe("fp8_current_bf16_ends"), sites_of(3)
+    assert not keeps_all(ends, sites, 3)
+    assert keeps_all(ends, sites_of(2), 2)
+    assert keeps_all(replace(ends, keep_bf16=KeepBf16(names=("layers.*",))), sites, 3)
+    assert not keeps_all(get_recipe("bf16"), sites, 3)  # which has nothing to leave out
 
 
 def test_refusal_names_layer_gemm_size_and_multiple() -> None:

@@ -138,7 +138,7 @@ def test_what_a_run_is_called_cannot_break_the_page(tmp_path: Path) -> None:
     assert "i" not in page.tags
 
 
-@pytest.mark.parametrize("case", ["nothing", "empty", "file", "claims"])
+@pytest.mark.parametrize("case", ["nothing", "empty", "file", "claims", "reference"])
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
@@ -148,10 +148,11 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path, case: str, capsys
         "empty": [str(tmp_path / "empty"), "--out", str(tmp_path / "out")],
         "file": [str(run), "--out", str(tmp_path / "file")],
         "claims": [str(run), "--out", str(tmp_path / "out"), "--claims", str(tmp_path / "no.yaml")],
+        "reference": [str(run), "--out", str(tmp_path / "out"), "--reference", "mxfp9"],
     }[case]
     assert report.main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("report.py: ")
+    assert error.startswith("report.py: error: ")
     assert error.count("\n") == 1
 
 

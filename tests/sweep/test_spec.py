@@ -141,13 +141,13 @@ def test_unknown_sizes_and_files(write_sweep: WriteSweep, tmp_path: Any) -> None
     with pytest.raises(UserError, match="no such file; the shipped sweeps are in configs/sweeps/"):
         read(str(tmp_path / "nothing.yaml"))
     (tmp_path / "broken.yaml").write_text("a: [")
-    with pytest.raises(UserError, match="not valid YAML"):
+    with pytest.raises(UserError, match="no valid YAML"):
         read(str(tmp_path / "broken.yaml"))
 
 
 def test_yaml_makes_no_objects(tmp_path: Any) -> None:
     (tmp_path / "evil.yaml").write_text("summary: !!python/object/apply:os.getcwd []")
-    with pytest.raises(UserError, match="not valid YAML"):
+    with pytest.raises(UserError, match="no valid YAML"):
         read(str(tmp_path / "evil.yaml"))
 
 

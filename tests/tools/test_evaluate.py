@@ -141,7 +141,10 @@ def test_errors_are_one_line(trained: str, capsys: pytest.CaptureFixture[str]) -
         (["--load", trained, "--iteration", "99", "--wikitext", "wiki.raw"], "no checkpoint there"),
         (["--load", trained, "--wikitext", "nothing.raw"], "no such file"),
         (["--load", trained, "--wikitext", "wiki.raw", "--seq-length", "64"], "32 positions"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--seq-length", "0"], "--seq-length 0"),
         (["--load", trained, "--wikitext", "wiki.raw", "--stride", "33"], "--stride 33"),
+        (["--load", trained, "--wikitext", "wiki.raw", "--stride", "0"], "--stride 0"),
+        (["--load", trained, "--data-path", "corpus", "--split", "a"], "--split a"),
         (["--load", trained, "--wikitext", "wiki.raw", "--vocab-file", "moved.json"], "moved.json"),
         (["--load", trained, "--wikitext", "wiki.raw", "--recipe", "mxfp5"], "mxfp5"),
     ]

@@ -49,6 +49,12 @@ def test_another_iteration_or_one_folder(out: Path, capsys: pytest.CaptureFixtur
     assert lines(capsys)["step"] == chosen["step"] == ["2, 8 samples consumed"]
 
 
+def test_a_run_s_folder_is_enough(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out.rename(tmp_path / "checkpoints")
+    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    assert lines(capsys)["step"] == ["4, 16 samples consumed"]
+
+
 def test_a_damaged_one_is_told_as_such(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = out / "iter_0000004" / "__0_1.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])

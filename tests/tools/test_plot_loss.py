@@ -119,7 +119,7 @@ def test_a_fault_is_one_line_and_exit_code_2(
         (tmp_path / "run" / "config.yaml").write_text(config)
     assert plot_loss.main([str(tmp_path / "run"), "--reference", str(tmp_path / "run" / "metrics.jsonl")]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("plot_loss.py: ")
+    assert said.err.startswith("plot_loss.py: error: ")
     assert (said.out, said.err.count("\n")) == ("", 1)
 
 

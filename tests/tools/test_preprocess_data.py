@@ -74,7 +74,7 @@ def test_a_fault_is_one_line_and_exit_code_2(
     assert preprocess_data.main([*usual, *arguments]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("preprocess_data.py: ")
+    assert said.err.startswith("preprocess_data.py: error: ")
     assert message in said.err
     assert said.err.count("\n") == 1
     assert not list(tmp_path.glob("out*"))

@@ -26,3 +26,13 @@ def test_a_table_with_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr()
     assert f"| `mxfp8` | 1 | {good['first']:.4f} |" in printed.out
     assert "nonesuch" in printed.err
+
+
+def test_sizes_that_are_none_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for sizes in ("x", "0", "1,,2"):
+        with pytest.raises(SystemExit) as stop:
+            main(["--processes", sizes])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"{sizes}: wants numbers such as 1,2" in error

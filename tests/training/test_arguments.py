@@ -66,9 +66,10 @@ def test_a_rival_on_the_command_line_replaces_the_file_s(tmp_path: Path, warmup:
         ("lr: [1, 2]", ["a number", "[1, 2]"]),
         ("rampup-batch-size: [1, x]", ["whole number", "'x'"]),
         ("- num-layers", ["keys and values", "list"]),
-        ("lr: !!python/object/apply:os.system [ls]", ["not valid YAML"]),
-        ("a: [", ["not valid YAML"]),
+        ("lr: !!python/object/apply:os.system [ls]", ["is no valid YAML: line 1, column"]),
+        ("a: [", ["is no valid YAML: line 1, column"]),
         ("train-iters: 3\ntrain-samples: 4", ["--train-iters", "--train-samples", "exclude"]),
+        ("lr: 1.0\nlr: 2.0", ["line 2, column 1", "'lr' is there twice"]),
     ],
 )
 def test_yaml_errors_are_one_line_that_names_the_fix(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -82,7 +83,10 @@ def test_yaml_errors_are_one_line_that_names_the_fix(tmp_path: Path, text: str, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
+        ("--config nowhere.yaml", ["nowhere.yaml", "no such file", "configs/models/"]),
+        ("--config gpt_345", ["gpt_345", "did you mean configs/models/gpt_345m.yaml?"]),
+        ("--config configs/recipes/mxfp8_bf16_ends.yaml", ["is a recipe", "--recipe"]),
+        ("--num-layers 2 mxfp8", ["'mxfp8' is no flag"]),
         ("--num-layer 3", ["unknown flag --num-layer", "--num-layers"]),
         ("--num-layers three", ["--num-layers", "three"]),
         ("--normalization BatchNorm", ["BatchNorm", "LayerNorm"]),

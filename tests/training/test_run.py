@@ -149,8 +149,22 @@ def test_a_damaged_checkpoint_is_one_line(drive: Drive, damaged: str) -> None:
 
 def test_a_file_in_the_place_of_the_folder_is_refused(drive: Drive) -> None:
     Path("out").write_text("")
-    with pytest.raises(UserError, match="--save out is a file"):
+    with pytest.raises(UserError, match="--save out: out is a file"):
         drive(argv(save="out"))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("file").write_text("")
+    with pytest.raises(UserError, match=r"--save file/out: .*file is a file"):
+        drive(argv(save="file/out"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # who runs the tests may be allowed everything
+    with pytest.raises(UserError, match=r"--save new/out: .* cannot be written to"):
+        drive(argv(save="new/out"))
+
+
+def test_a_recipe_that_quantizes_nothing_is_said_to(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(recipe="fp8_current_bf16_ends", num_layers=2, train_iters=1, no_save=True))
+    assert "recipe fp8_current_bf16_ends quantizes nothing in this model" in capsys.readouterr().out
 
 
 def test_a_recipe_of_many_overrides_has_a_folder(drive: Drive) -> None:

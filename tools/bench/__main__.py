@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 
 WHAT = {
     "quantize": "fused MX quantizers against a plain copy",
@@ -23,11 +23,11 @@ ROUNDS = {"quantize": 2, "linear": 3, "step": 1, "scaling": 1, "around": 3, "ove
 
 def build_parser() -> argparse.ArgumentParser:
     """One subcommand a measurement; most options are common to all."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a smoke test, tiny sizes only")
     common.add_argument("--shapes", type=_names, help="models of the table: 345m,1.3b,6.7b,7b,70b")
     common.add_argument("--recipes", type=_names, help="recipes to compare; bf16 is always among them")
-    beside = argparse.ArgumentParser(add_help=False)
+    beside = Parser(add_help=False)
     beside.add_argument("--peers", type=_names, default=[], help="measure these in the same run: te,torchao")
     common.add_argument("--linears", type=_names, default=["qkv", "proj", "fc1", "fc2"], help="of a decoder layer")
     common.add_argument("--tokens", type=int, default=8192, help="rows of an activation (default: %(default)s)")
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--rep-ms", type=float, default=100.0, help="milliseconds of one measurement")
     common.add_argument("--seed", type=int, help="of random inputs; a fresh one each run unless given, and printed")
     common.add_argument("--out", type=Path, metavar="FILE.json", help="also write everything there")
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser = Parser(prog="python -m tools.bench", description=__doc__)
     what = parser.add_subparsers(dest="what", required=True)
     parents = {"linear": [common, beside], "step": [common, beside]}
     parts = {name: what.add_parser(name, parents=parents.get(name, [common]), help=text) for name, text in WHAT.items()}

@@ -9,7 +9,6 @@ The exit code is 1 where a run did not survive.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -22,6 +21,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from megatron_lowprec.errors import Parser
 from megatron_lowprec.training.startup import versions
 from tools.faults.run import Fault
 from tools.faults.scenarios import ASYNC, SAVE_INTERVAL, Outcome, Scenarios, corrupt_tracker, truncate_shard
@@ -77,7 +77,7 @@ def _row(outcome: Outcome) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 where a run did not survive."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--moments", type=int, default=8, help="random moments of kill -9, over all kinds of it")
     parser.add_argument("--inside-save", type=int, default=4, help="at least so many of them inside a save")
     parser.add_argument("--repeats", type=int, default=2, help="signals of each kind in each place")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training.startup import versions
 from tools.matrix import layouts, plan
 from tools.matrix.judge import judge
@@ -38,9 +38,7 @@ Content = dict[str, Any]
 
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="python -m tools.matrix", description=__doc__)
     known = ", ".join(dict.fromkeys(layout.name for layout in layouts.LAYOUTS))
     parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs of this machine; 0 for its CPU cores")
     parser.add_argument("--launches-at-once", type=int, help="default: one a GPU, which they share; on a CPU one")

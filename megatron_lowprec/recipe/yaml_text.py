@@ -1,0 +1,36 @@
+"""YAML that a person wrote, read strictly: safe types alone, no key twice, errors of one line."""
+
+from typing import Any
+
+import yaml
+
+from megatron_lowprec.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own reader keeps the last of two values of one key without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml_text(text: str, where: str) -> Any:
+    """What the YAML says; ``where`` begins an error.
+
+    Raises:
+        UserError: with line and column, for what is no YAML, a key that a mapping has twice, a type of Python's.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise UserError(f"{where} is no valid YAML: {place}{error.problem}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is no valid YAML: {' '.join(str(error).split())}") from None

@@ -68,6 +68,11 @@ def spans(page: Path) -> list[str]:
     return _SPAN.findall(prose(page))
 
 
+def numbers(text: str) -> set[float]:
+    """Decimal fractions, but for versions, dates and identifiers of papers."""
+    return {float(number) for number in re.findall(r"(?<![\w./-])\d+\.\d{1,4}(?![\w.]|\d)", text)}
+
+
 def lines_of(text: str) -> list[str]:
     """Lines of a shell, those that a backslash continues put together."""
     return text.replace("\\\n", " ").splitlines()

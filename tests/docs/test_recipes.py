@@ -17,7 +17,7 @@ from megatron_lowprec.recipe.load import load_recipe
 from megatron_lowprec.recipe.resolve import LinearSite, check_sizes
 from megatron_lowprec.recipe.schema import GemmSpec, GradientSpec, HadamardSpec, KeepBf16, OptimizerSpec, QuantSpec
 from megatron_lowprec.sweep import spec as sweep
-from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, prose, spans
+from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, numbers, prose, spans
 from tools import doc_tables
 
 FAMILIES = sorted(page for page in (ROOT / "docs/recipes").glob("*.md") if page.stem != "own")
@@ -129,16 +129,11 @@ def test_measured_numbers_stand_in_what_the_page_links(page: Path) -> None:
     text = page.read_text(encoding="utf-8").split("## Measured\n", 1)[1].split("\n## ", 1)[0]
     sources = [page.parent / link for link in re.findall(r"\]\((\.\./results/[^)#]+)", text)]
     assert sources
-    known = {n for file in [*sources, ROOT / "configs/claims.yaml"] for n in _numbers(file.read_text(encoding="utf-8"))}
+    known = {n for file in [*sources, ROOT / "configs/claims.yaml"] for n in numbers(file.read_text(encoding="utf-8"))}
     # Differences that the pages take of the table of 50 steps.
     known |= {0.010, 0.003} if any("recipes-125m" in file.name for file in sources) else set()
-    assert len(_numbers(text)) > 3
-    assert sorted(_numbers(text) - known) == []
-
-
-def _numbers(text: str) -> set[float]:
-    """Decimal fractions, but for versions, dates and identifiers of papers."""
-    return {float(number) for number in re.findall(r"(?<![\w./-])\d+\.\d{1,3}(?![\w.]|\d)", text)}
+    assert len(numbers(text)) > 3
+    assert sorted(numbers(text) - known) == []
 
 
 # ---- examples

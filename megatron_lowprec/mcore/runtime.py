@@ -23,7 +23,7 @@ from megatron_lowprec.quantization.device_moment import enter_moment
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.native import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.resolve import gemms_in_bf16, kept_in_bf16, without_gemms
+from megatron_lowprec.recipe.resolve import LinearSite, check_site, gemms_in_bf16, kept_in_bf16, without_gemms
 from megatron_lowprec.recipe.schema import HistoryRule, Recipe
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")
@@ -150,6 +150,9 @@ def bind_recipe(
         same_noise_on_data_parallel: draw the same rounding noise on every data-parallel rank (to study just that).
         reduce_amax: take a current scale that spans tensor-parallel ranks from the amax of all of them; else each rank
             scales its own part by that part's (histories of delayed scaling are always reduced).
+
+    Raises:
+        UserError: a layer has sizes that the recipe's blocks do not divide.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     runtime = RecipeRuntime(recipe, device)
@@ -187,6 +190,7 @@ def bind_recipe(
             emulate=emulate,
         )
         if not kept:
+            check_site(module.numerics.recipe, _site(module, layer_number, name), group.size())
             _note_emulated(runtime, module, name, layer_number, emulate)
         runtime.layers.append(module.numerics)
         module.accumulates_in_fp32 = accumulate_wgrad
@@ -258,6 +262,15 @@ def _linears(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, int,
                         parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[1]) if local else -1
                     )
                     yield layer.layer_number, _EXPERT.sub("", name), expert, module
+
+
+def _site(module: LowPrecLinearMixin, layer_number: int, name: str) -> LinearSite:
+    """The layer's unsharded sizes."""
+    rows, columns = module.weight.shape
+    if isinstance(module, LowPrecColumnParallelLinear):
+        gated = name.endswith("linear_fc1") and module.config.gated_linear_unit
+        return LinearSite(layer_number, name, columns, rows * module.tp_group.size(), "column", gated)
+    return LinearSite(layer_number, name, columns * module.tp_group.size(), rows, "row")
 
 
 def _span(module: LowPrecLinearMixin, split: str, name: str) -> Span:

@@ -148,33 +148,35 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
         if (count := getattr(recipe.keep_bf16, name)) > num_layers:
             raise UserError(f"keep_bf16.{name} is {count}, but the model has {num_layers} layers; lower it")
     for site in sites:
-        if kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
-            continue
-        sizes = _local_sizes(site, tensor_parallel)
-        for gemm_name, gemm in recipe.gemms.items():
-            contracted = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}[gemm_name]
-            wants: dict[tuple[str, int], str] = {}
-            if gemm.hadamard is not None:
-                wants[contracted, gemm.hadamard.block] = f"hadamard block {gemm.hadamard.block}"
-            for operand in GEMM_OPERANDS[gemm_name]:
-                quant = getattr(gemm, operand)
-                if quant is not None and quant.rounding == "stochastic":
-                    wants[contracted, VALUES_PER_DRAW] = (
-                        f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
-                    )
-                if quant is not None and quant.block is not None:
-                    rows, columns = quant.block
-                    wants[contracted, columns] = wants[_other(gemm_name, operand), rows] = (
-                        f"{operand} tile {quant.tile}"
-                    )
-            for (dimension, multiple), why in wants.items():
-                if dimension != "tokens" and sizes[dimension] % multiple:
-                    a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
-                    raise UserError(
-                        f"recipe {recipe.name}: {gemm_name} of {site.path} has {why}, but {sizes[dimension]} "
-                        f"{dimension} features{a_rank} are no multiple of {multiple}: change that size, "
-                        f"or keep the layer in bf16 with --recipe-set 'keep_bf16.names=[\"{site.path}\"]'"
-                    )
+        if not kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
+            check_site(recipe, site, tensor_parallel)
+
+
+def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
+    """``check_sizes`` for one layer that the recipe quantizes."""
+    sizes = _local_sizes(site, tensor_parallel)
+    for gemm_name, gemm in recipe.gemms.items():
+        contracted = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}[gemm_name]
+        wants: dict[tuple[str, int], str] = {}
+        if gemm.hadamard is not None:
+            wants[contracted, gemm.hadamard.block] = f"hadamard block {gemm.hadamard.block}"
+        for operand in GEMM_OPERANDS[gemm_name]:
+            quant = getattr(gemm, operand)
+            if quant is not None and quant.rounding == "stochastic":
+                wants[contracted, VALUES_PER_DRAW] = (
+                    f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
+                )
+            if quant is not None and quant.block is not None:
+                rows, columns = quant.block
+                wants[contracted, columns] = wants[_other(gemm_name, operand), rows] = f"{operand} tile {quant.tile}"
+        for (dimension, multiple), why in wants.items():
+            if dimension != "tokens" and sizes[dimension] % multiple:
+                a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
+                raise UserError(
+                    f"recipe {recipe.name}: {gemm_name} of {site.path} has {why}, but {sizes[dimension]} "
+                    f"{dimension} features{a_rank} are no multiple of {multiple}: change that size, "
+                    f"or keep the layer in bf16 with --recipe-set 'keep_bf16.names=[\"{site.path}\"]'"
+                )
 
 
 def _other(gemm: str, operand: str) -> str:

@@ -20,7 +20,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training import corpus, reopen, startup
 from megatron_lowprec.training.arguments import REPOSITORY, find
 from megatron_lowprec.training.blend import check_split
+from megatron_lowprec.training.paths import output_file
 from megatron_lowprec.training.resolve import find_data
 from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import tokenizer_of
@@ -63,7 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--vocab-file", help="where the checkpoint's vocabulary is now, if it has moved")
     parser.add_argument("--merge-file", help="the same for its merges")
     parser.add_argument("--tokenizer-model", help="the same for its tokenizer.json")
-    parser.add_argument("--out", metavar="FILE", help="write the results there, as JSON")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="write the results there, as JSON")
     return parser.parse_args(arguments)
 
 
@@ -95,7 +95,7 @@ def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
     if pages:
         results["wikitext"] = scorer.wikitext(args.wikitext, pages)
     if args.out and ranks.rank == 0:
-        Path(args.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     startup.finalize()
     return results
 

@@ -24,6 +24,7 @@ from megatron_lowprec.training.convert.hf_config import to_hf_config
 from megatron_lowprec.training.convert.hf_tokenizer import write_tokenizer
 from megatron_lowprec.training.convert.hf_weights import to_hf_weights
 from megatron_lowprec.training.convert.store import read_weights
+from megatron_lowprec.training.paths import check_folder
 from megatron_lowprec.training.tokenizer import tokenizer_of
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -55,6 +56,7 @@ def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> li
     """Write the model; lines that say what."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: exists already; name a new folder or an empty one")
+    check_folder(out, "--out")
     found = reopen.at_iteration(reopen.find(load), iteration)
     config = reopen.reopen(found, 1, gpus=False).config
     tokenizer = tokenizer_of(config)

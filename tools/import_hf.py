@@ -28,6 +28,7 @@ from megatron_lowprec.training.convert.hf_config import from_hf_config
 from megatron_lowprec.training.convert.hf_tokenizer import tokenizer_options
 from megatron_lowprec.training.convert.hf_weights import from_hf_weights
 from megatron_lowprec.training.convert.store import write_checkpoint
+from megatron_lowprec.training.paths import check_folder
 from megatron_lowprec.training.resolve import resolve_model
 from megatron_lowprec.training.tokenizer import padded_vocab_size
 
@@ -68,6 +69,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     tensors = _tensors(folder)
     bf16 = args.bf16 or all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     divisor = args.make_vocab_size_divisible_by
+    check_folder(Path(args.save), "--save")
     config = resolve_model(Config(**options, **named, bf16=bf16, make_vocab_size_divisible_by=divisor))
     rows = padded_vocab_size(about["vocab_size"], divisor, 1)
     weights = from_hf_weights(config, {name: tensor.float() for name, tensor in tensors.items()}, rows)

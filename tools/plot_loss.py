@@ -19,6 +19,7 @@ from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.report.curve import LAST, Curve, read_curve, smooth
 from megatron_lowprec.training import corpus
 from megatron_lowprec.training.jsonl import is_text_file
+from megatron_lowprec.training.paths import output_file
 from megatron_lowprec.training.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="folder with metrics.jsonl and config.yaml")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="metrics.jsonl of a bf16 run (default: shipped)")
     parser.add_argument("--valid-prefix", metavar="PREFIX", help="prepared validation data, if config.yaml names none")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="default: loss.png in the run's folder")
+    parser.add_argument("--output", type=output_file, metavar="PNG", help="default: loss.png in the run's folder")
     args = parser.parse_args(arguments)
     output = args.output or args.run / "loss.png"
     try:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron_lowprec import recipes
 from megatron_lowprec.errors import Parser
+from megatron_lowprec.training.paths import output_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAST = 10  # steps that the final training loss is the mean of
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--config", default=str(REPOSITORY / "configs/models/gpt_125m.yaml"))
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the machine")
-    parser.add_argument("--out", help="also write the results there, as JSON")
+    parser.add_argument("--out", type=output_file, help="also write the results there, as JSON")
     parser.add_argument("more", nargs="*", help="after --: options of pretrain_gpt.py")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun prints a banner about it
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         if result.error:
             print(f"\n{result.recipe} on {result.processes} processes:\n{result.error}", file=sys.stderr)
     if args.out:
-        Path(args.out).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        args.out.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     return int(any(result.error for result in results))
 
 

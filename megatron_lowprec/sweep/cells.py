@@ -151,10 +151,7 @@ def write_manifest(out: Path, sweep: Sweep, cells: Sequence[Cell]) -> None:
         }
         for cell in cells
     ]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be made a folder ({error.strerror}); name another") from None
+    out.mkdir(parents=True, exist_ok=True)
     content = {"name": sweep.name, "size": sweep.size, "cells": rows}
     write_whole(out / MANIFEST, json.dumps(content, indent=1) + "\n")
 

@@ -25,6 +25,7 @@ from megatron_lowprec.sweep.cells import (
 from megatron_lowprec.sweep.spec import Options, Sweep, read, sbatch_options
 from megatron_lowprec.sweep.view import View
 from megatron_lowprec.training.arguments import REPOSITORY, find
+from megatron_lowprec.training.paths import check_folder
 
 PROGRAM = str(REPOSITORY / "scripts" / "sweep.py")
 TO_BE_CONTINUED = 75
@@ -82,6 +83,7 @@ def _main(args: argparse.Namespace) -> int:
     out = Path(args.out or Path("runs") / "sweeps" / folder).absolute()
     if args.status:
         return _status(out)
+    check_folder(out, "--out")
     on_slurm = args.slurm or args.slurm_dry_run
     gpus = [] if on_slurm or (args.dry_run and sweep.resources.gpus_per_cell) else _gpus(args.gpus)
     processes = local.processes_of(sweep.resources, gpus)

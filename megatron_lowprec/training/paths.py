@@ -1,7 +1,8 @@
-"""Where a run's files go."""
+"""Where a run's files go, and what tools write; refused before the work that they are for."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 from dataclasses import dataclass, replace
@@ -48,11 +49,7 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
         run = Path(config.tensorboard_dir).resolve().parent
     else:
         run = Path("runs") / _short(name.replace("/", "_").replace(" ", "_"))
-    there = next(place for place in (run, *run.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise UserError(f"--save {run}: {there} is a file; name a folder, or move the file away")
-    if not os.access(there, os.W_OK):
-        raise UserError(f"--save {run}: {there} cannot be written to; name another folder, or change its rights")
+    check_folder(run, "--save")
     save = None if config.no_save else config.save or str(run / "checkpoints")
     tensorboard = Path(config.tensorboard_dir) if config.tensorboard_dir is not None else run / "tensorboard"
     return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None)
@@ -76,6 +73,36 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
         number += 1
     old.rename(aside)
     return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside}"]
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Refuse a folder that could not be made or written to.
+
+    Raises:
+        UserError: naming ``option`` and what is in the way.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UserError(f"{option} {folder}: {there} is a file; name a folder, or move the file away")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{option} {folder}: {there} cannot be written to; name another folder, or change its rights")
+
+
+def output_file(text: str) -> Path:
+    """``type`` of a tool's option for a file that it writes in the end: the folder is made at once.
+
+    Raises:
+        argparse.ArgumentTypeError: the file cannot be written.
+    """
+    path = Path(text)
+    try:
+        check_folder(path.parent, "its folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (UserError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
+    return path
 
 
 def _short(name: str, longest: int = 120) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.training.paths import output_file
 
 WHAT = {
     "quantize": "fused MX quantizers against a plain copy",
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--rounds", type=int, help=f"alternatives are measured in turn so many times: {ROUNDS}")
     common.add_argument("--rep-ms", type=float, default=100.0, help="milliseconds of one measurement")
     common.add_argument("--seed", type=int, help="of random inputs; a fresh one each run unless given, and printed")
-    common.add_argument("--out", type=Path, metavar="FILE.json", help="also write everything there")
+    common.add_argument("--out", type=output_file, metavar="FILE.json", help="also write everything there")
     parser = Parser(prog="python -m tools.bench", description=__doc__)
     what = parser.add_subparsers(dest="what", required=True)
     parents = {"linear": [common, beside], "step": [common, beside]}

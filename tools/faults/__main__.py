@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser
+from megatron_lowprec.training.paths import output_file
 from megatron_lowprec.training.startup import versions
 from tools.faults.run import Fault
 from tools.faults.scenarios import ASYNC, SAVE_INTERVAL, Outcome, Scenarios, corrupt_tracker, truncate_shard
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("--folder", type=Path, help="keep everything that is written there (default: a temporary one)")
-    parser.add_argument("--out", type=Path, help="write the page there, too, and its table as JSON beside it")
+    parser.add_argument("--out", type=output_file, help="write the page there, too, and its table as JSON beside it")
     arguments = parser.parse_args(argv)
     given = " ".join(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory(prefix="faults-") as temporary:

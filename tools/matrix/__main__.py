@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.training.paths import output_file
 from megatron_lowprec.training.startup import versions
 from tools.matrix import layouts, plan
 from tools.matrix.judge import judge
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=6, help="perturbed runs of one process; their seeds are 1, 2, …")
     parser.add_argument("--folder", type=Path, help="keep what is written, and go on from there; default temporary")
     parser.add_argument(
-        "--out", type=Path, help="default docs/results/DATE-matrix-cpu.md, or -gpu-2.md; .json beside it"
+        "--out", type=output_file, help="default docs/results/DATE-matrix-cpu.md, or -gpu-2.md; .json beside it"
     )
     parser.add_argument(
         "--judge", type=Path, metavar="FILE.json", help="run nothing: judge the rows of that file again"

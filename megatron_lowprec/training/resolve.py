@@ -32,6 +32,11 @@ def resolve_model(config: Config) -> Config:
     ffn = config.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if config.swiglu else 4 * hidden)
     if config.group_query_attention:
         check_divisible("--num-attention-heads", heads, "--num-query-groups", config.num_query_groups)
+    elif config.num_query_groups not in (1, heads):
+        raise UserError(
+            f"--num-query-groups {config.num_query_groups} does nothing without --group-query-attention; add that, or "
+            "leave it out"
+        )
     config = replace(
         config,
         ffn_hidden_size=ffn,
@@ -183,7 +188,6 @@ def _in_bounds(config: Config) -> None:
 
 # Flags that say something of what another one asks for.
 _PART_OF = {
-    "group_query_attention": ("num_query_groups",),
     "memory_plan": ("memory_plan_gpus",),
     "num_experts": (
         *("moe_ffn_hidden_size", "moe_router_topk", "moe_router_load_balancing_type"),

@@ -105,7 +105,7 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"lr_warmup_fraction": 2.0}, ["--lr-warmup-fraction 2.0", "between 0 and 1"]),
     (1, {"adam_beta2": 1.5}, ["--adam-beta2 1.5", "between 0 and 1"]),
     (1, {"clip_grad": -1.0}, ["--clip-grad -1.0", "at least 0"]),
-    (1, {"num_query_groups": 2}, ["--num-query-groups 2", "--group-query-attention"]),
+    (1, {"num_query_groups": 3}, ["--num-query-groups 3", "--group-query-attention"]),
     (1, {"moe_router_topk": 1}, ["--moe-router-topk 1", "--num-experts"]),
     (1, {"memory_plan_gpus": 8}, ["--memory-plan-gpus 8", "--memory-plan"]),
     (1, {"memory_plan": True, "memory_plan_gpus": 0}, ["--memory-plan-gpus 0", "at least 1"]),
@@ -130,6 +130,10 @@ def test_refusals(world_size: int, changes: dict[str, Any], words: list[str]) ->
     message = str(error.value)
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
+
+
+def test_as_many_query_groups_as_heads_are_plain_attention() -> None:
+    assert resolved(num_query_groups=2).num_query_groups == 2  # as converted models say it
 
 
 def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

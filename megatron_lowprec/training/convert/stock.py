@@ -115,9 +115,10 @@ def options(args: Namespace) -> dict[str, Any]:
             "the checkpoint's model has exact GELU (--no-bias-gelu-fusion); these layers have its tanh form"
         )
     found = {name: getattr(args, name) for name in _SAME if getattr(args, name, None) is not None}
-    groups = found.get("group_query_attention", False)
-    if not groups:
+    if not found.get("group_query_attention", False):
         found.pop("num_query_groups", None)
+    if not found.get("num_experts"):
+        found = {name: value for name, value in found.items() if not name.startswith("moe_")}
     return found | {"disable_bias_linear": not biases, "bf16": bool(getattr(args, "bf16", False))}
 
 

@@ -1,13 +1,13 @@
 """CUDA graphs without CUDA: recordings that run their Python again, into the memory that the first result had.
 
-``torchrun rerun_recorder.py CASES.json`` is ``many_runs.py`` with them.
+``torchrun rerun_recorder.py CASES.json`` is ``bucket_runs.py`` with them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import cuda_graphs
 from torch import nn
 
 from megatron_lowprec.mcore.layer_graphs import LayerGraphs
-from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.numerics import LinearNumerics
 
 
 class RerunRecorder:
@@ -29,16 +30,18 @@ class RerunRecorder:
         replayed: numbers of recordings, in the order of replays.
     """
 
-    def __init__(self, histories: Sequence[AmaxHistory]) -> None:
+    def __init__(self, numerics: Sequence[LinearNumerics]) -> None:
         self.made: list[bool] = []
         self.replayed: list[int] = []
-        self._histories = histories
+        self._numerics = numerics
+        self._histories = list({id(h): h for layer in numerics for h, _ in layer.histories.values()}.values())
 
     def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Rerun, torch.Tensor]:
+        promised = [layer.main_grad_is_zero for layer in self._numerics]
         with self._as_before():
             result = work().detach()
         self.made.append(draws)
-        return Rerun(len(self.made) - 1, work, result, self.replayed), result
+        return Rerun(len(self.made) - 1, work, result, self.replayed, partial(self._as_recorded, promised)), result
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
@@ -56,6 +59,18 @@ class RerunRecorder:
         for history, before in zip(self._histories, newest, strict=True):
             history.newest.copy_(before)
 
+    @contextmanager
+    def _as_recorded(self, promised: Sequence[bool]) -> Iterator[None]:
+        """A graph calls no hooks, and sees and changes no Python: it overwrites what it did when it was captured."""
+        now = [layer.main_grad_is_zero for layer in self._numerics]
+        for layer, then in zip(self._numerics, promised, strict=True):
+            layer.main_grad_is_zero = then
+        cuda_graphs._set_capture_start()
+        yield
+        cuda_graphs._set_capture_end()
+        for layer, before in zip(self._numerics, now, strict=True):
+            layer.main_grad_is_zero = before
+
 
 @dataclass
 class Rerun:
@@ -63,10 +78,11 @@ class Rerun:
     work: Callable[[], torch.Tensor]
     result: torch.Tensor
     replayed: list[int]
+    as_recorded: Callable[[], AbstractContextManager[None]]
 
     def replay(self) -> None:
         self.replayed.append(self.number)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.as_recorded():
             again = self.work()
         self.result.copy_(again.detach())
 
@@ -75,8 +91,7 @@ def _rerun_graphs(model: nn.Module, *, several: bool, recorders: list[RerunRecor
     """``LayerGraphs`` with such a recorder, which is added to ``recorders`` when it is time to capture."""
 
     def recorder() -> RerunRecorder:
-        found = {id(h): h for numerics in graphs._numerics for h, _ in numerics.histories.values()}
-        recorders.append(RerunRecorder(list(found.values())))
+        recorders.append(RerunRecorder(graphs._numerics))
         return recorders[-1]
 
     graphs = LayerGraphs(model, several, recorder)
@@ -102,8 +117,8 @@ def rerun_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[RerunRecorder]:
 
 
 if __name__ == "__main__":
-    from tests.training import many_runs
+    from tests.training import bucket_runs
 
     with pytest.MonkeyPatch.context() as patch:
         rerun_on_a_cpu(patch)
-        many_runs.main(Path(sys.argv[1]))
+        bucket_runs.main(Path(sys.argv[1]))

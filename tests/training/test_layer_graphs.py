@@ -173,7 +173,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "data parallel": {**OVERLAP, "global_batch_size": 8},
+    "data parallel": {"global_batch_size": 8},
+    # without the norm, for which all weights are gathered before the next step
+    "data parallel, overlapped": {**OVERLAP, "global_batch_size": 8, "log_params_norm": None},
     "tensor parallel": {"tensor_model_parallel_size": 2},
     "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
@@ -212,7 +214,7 @@ def check_layout(
     folder: Path, script: str, recipes: list[str], options: dict[str, Any], hide_gpus: bool = False
 ) -> None:
     """Each recipe with and without graphs; where they differ, where first, and whether plain runs do so, too."""
-    options = options | {"log_params_norm": True}
+    options = {"log_params_norm": True} | options
 
     def plain(name: str, among: list[str]) -> dict[str, dict[str, Any]]:
         return {f"{recipe}-{name}": options | {"recipe": recipe} for recipe in among}
@@ -375,4 +377,4 @@ def test_a_bad_number_of_a_replay_is_found_in_layers_run_as_they_are(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replays_on_two_gpus_have_the_bits_of_plain_runs(tmp_path: Path, layout: str) -> None:
-    check_layout(tmp_path, "tests/training/many_runs.py", RECIPES, ON_GPU | LAYOUTS[layout])
+    check_layout(tmp_path, "tests/training/bucket_runs.py", RECIPES, ON_GPU | LAYOUTS[layout])

@@ -62,6 +62,8 @@ def main(cases: Path) -> None:
         try:
             run(arguments, ranks)
         except UserError as error:
+            # of this rank; another one may be in a collective now, and wait for it
+            print(f"rank {ranks.rank}, run {number}: {error}", file=sys.stderr, flush=True)
             errors[number] = str(error)
             startup.finalize()
     if ranks.rank == 0:

@@ -7,6 +7,7 @@ in the device's memory, made once, for they stay there. Programs are (part, tens
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
+from megatron_lowprec.kernels.cast.rule import NAN_CODE, CodeConstants
 from megatron_lowprec.kernels.cast.triton_ops import as_stored, to_fp8
 from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
 
@@ -29,8 +31,17 @@ _KINDS = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 5,
 }
-_E4M3 = tl.constexpr((FORMATS["e4m3"].mantissa_bits, FORMATS["e4m3"].min_exponent, FORMATS["e4m3"].max))
-_E5M2 = tl.constexpr((FORMATS["e5m2"].mantissa_bits, FORMATS["e5m2"].min_exponent, FORMATS["e5m2"].max))
+
+
+class SlotConstants(NamedTuple):
+    """The constexpr ``SLOT`` of a kernel: kinds of what lies in memory, and whether all of it is in whole words."""
+
+    GRAD: int
+    WEIGHT: int
+    FIRST: int
+    SECOND: int
+    MAIN: int
+    ALIGNED: bool
 
 
 @triton.jit
@@ -65,16 +76,16 @@ def _decode(stored, KIND: tl.constexpr):
 
 
 @triton.jit
-def _encode(value, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def _encode(value, KIND: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr):
     """What lies in memory of fp32 entries, nearest even."""
     if KIND == 3:
-        stored = to_fp8(value, _E4M3[0], _E4M3[1], _E4M3[2], 0x7F, NATIVE)
+        stored = to_fp8(value, E4M3)
     elif KIND == 5:
-        stored = to_fp8(value, _E5M2[0], _E5M2[1], _E5M2[2], 0x7F, NATIVE)
+        stored = to_fp8(value, E5M2)
     elif KIND == 2:
         stored = value.to(tl.float16)
     elif KIND == 1:
-        stored = as_stored(value, True, NATIVE).to(tl.bfloat16)
+        stored = as_stored(value, True, E4M3.NATIVE).to(tl.bfloat16)
     else:
         stored = value
     return stored
@@ -86,24 +97,14 @@ def _load(address, at, inside, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _updated(
-    row,
-    at,
-    inside,
-    numbers,
-    GRAD: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    MAIN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def _updated(row, at, inside, numbers, SLOT: tl.constexpr):
     """``reference._updated``; ``row`` of the table, ``numbers`` in the order of ``_numbers``."""
     decay, grow, keep_square, grow_square, root_correction, eps, step_size = numbers
     scales = tl.load(row + 5).to(tl.pointer_type(tl.float32))
-    grad = _load(tl.load(row), at, inside, GRAD, ALIGNED)
-    exp_avg = _load(tl.load(row + 2), at, inside, FIRST, ALIGNED) * tl.load(scales)
-    exp_avg_sq = _load(tl.load(row + 3), at, inside, SECOND, ALIGNED) * tl.load(scales + 1)
-    master = _load(tl.load(row + 4), at, inside, MAIN, ALIGNED) * tl.load(scales + 2)
+    grad = _load(tl.load(row), at, inside, SLOT.GRAD, SLOT.ALIGNED)
+    exp_avg = _load(tl.load(row + 2), at, inside, SLOT.FIRST, SLOT.ALIGNED) * tl.load(scales)
+    exp_avg_sq = _load(tl.load(row + 3), at, inside, SLOT.SECOND, SLOT.ALIGNED) * tl.load(scales + 1)
+    master = _load(tl.load(row + 4), at, inside, SLOT.MAIN, SLOT.ALIGNED) * tl.load(scales + 2)
     master = master * decay
     exp_avg = exp_avg + (grad - exp_avg) * grow
     exp_avg_sq = exp_avg_sq * keep_square + grad * grad * grow_square
@@ -122,24 +123,19 @@ def _amax_kernel(
     root_correction,
     eps,
     step_size,
-    GRAD: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    MAIN: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = table_ptr + _COLUMNS * tl.program_id(1)
     count = tl.load(row + 6)
-    if ALIGNED:
+    if SLOT.ALIGNED:
         count = tl.multiple_of(count, 16)
     numbers = (decay, grow, keep_square, grow_square, root_correction, eps, step_size)
     first, second, main = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
-        inside = at < count
-        exp_avg, exp_avg_sq, master = _updated(row, at, inside, numbers, GRAD, FIRST, SECOND, MAIN, ALIGNED)
         # Entries outside are zeros in all of the state, and remain so.
+        exp_avg, exp_avg_sq, master = _updated(row, at, at < count, numbers, SLOT)
         first, second, main = larger(first, tl.abs(exp_avg)), larger(second, exp_avg_sq), larger(main, tl.abs(master))
     cells = (amax_ptr + 3 * tl.program_id(1)).to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, 1)
     tl.atomic_max(cells, amax_along(first, 0).to(tl.int32, bitcast=True), sem="relaxed")
@@ -158,18 +154,14 @@ def _update_kernel(
     root_correction,
     eps,
     step_size,
-    GRAD: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    MAIN: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    SLOT: tl.constexpr,
+    E4M3: tl.constexpr,
+    E5M2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = table_ptr + _COLUMNS * tl.program_id(1)
     count = tl.load(row + 6)
-    if ALIGNED:
+    if SLOT.ALIGNED:
         count = tl.multiple_of(count, 16)
     numbers = (decay, grow, keep_square, grow_square, root_correction, eps, step_size)
     scales = scale_ptr + 3 * tl.program_id(1)
@@ -177,14 +169,15 @@ def _update_kernel(
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
         inside = at < count
-        exp_avg, exp_avg_sq, master = _updated(row, at, inside, numbers, GRAD, FIRST, SECOND, MAIN, ALIGNED)
-        tl.store(_pointer(tl.load(row + 2), FIRST, ALIGNED) + at, _encode(exp_avg * first, FIRST, NATIVE), mask=inside)
-        squares = _encode(exp_avg_sq * second, SECOND, NATIVE)
-        tl.store(_pointer(tl.load(row + 3), SECOND, ALIGNED) + at, squares, mask=inside)
-        kept = _encode(master * main, MAIN, NATIVE)
-        tl.store(_pointer(tl.load(row + 4), MAIN, ALIGNED) + at, kept, mask=inside)
-        weight = _encode(_decode(kept, MAIN) * tl.div_rn(1.0, main), WEIGHT, NATIVE)
-        tl.store(_pointer(tl.load(row + 1), WEIGHT, ALIGNED) + at, weight, mask=inside)
+        exp_avg, exp_avg_sq, master = _updated(row, at, inside, numbers, SLOT)
+        mean = _encode(exp_avg * first, SLOT.FIRST, E4M3, E5M2)
+        tl.store(_pointer(tl.load(row + 2), SLOT.FIRST, SLOT.ALIGNED) + at, mean, mask=inside)
+        square = _encode(exp_avg_sq * second, SLOT.SECOND, E4M3, E5M2)
+        tl.store(_pointer(tl.load(row + 3), SLOT.SECOND, SLOT.ALIGNED) + at, square, mask=inside)
+        kept = _encode(master * main, SLOT.MAIN, E4M3, E5M2)
+        tl.store(_pointer(tl.load(row + 4), SLOT.MAIN, SLOT.ALIGNED) + at, kept, mask=inside)
+        weight = _encode(_decode(kept, SLOT.MAIN) * tl.div_rn(1.0, main), SLOT.WEIGHT, E4M3, E5M2)
+        tl.store(_pointer(tl.load(row + 1), SLOT.WEIGHT, SLOT.ALIGNED) + at, weight, mask=inside)
 
 
 @lru_cache(maxsize=64)
@@ -201,10 +194,16 @@ def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
     return tuple((*(tensor.data_ptr() for tensor in slot), slot.grad.numel()) for slot in slots)
 
 
-def _constants(slots: Sequence[Slot]) -> dict[str, int]:
-    (kinds,) = {tuple(_KINDS[tensor.dtype] for tensor in (slot.grad, *slot.state)) for slot in slots}
+def _constants(slots: Sequence[Slot]) -> SlotConstants:
+    (kinds,) = {tuple(_KINDS[tensor.dtype] for tensor in (slot.grad, slot.weight, *slot.state)) for slot in slots}
+    grad, weight, first, second, main = kinds
     aligned = all(number % _ALIGNMENT == 0 for row in _rows(slots) for number in (*row[:5], row[6]))
-    return dict(zip(("GRAD", "FIRST", "SECOND", "MAIN"), kinds, strict=True)) | {"ALIGNED": aligned}
+    return SlotConstants(grad, weight, first, second, main, aligned)
+
+
+def _codes(name: str, device: torch.device) -> CodeConstants:
+    fmt, native = FORMATS[name], device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, native)
 
 
 def _numbers(step: Hyperparameters) -> tuple[float, ...]:
@@ -220,16 +219,14 @@ def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
     """As ``reference.update_amax``, bit for bit; all slots have the same dtypes."""
     amax = torch.zeros(len(slots), 3, device=slots[0].grad.device)
     table = _table(_rows(slots), amax.device)
-    _amax_kernel[_grid(slots)](table, amax, *_numbers(step), **_constants(slots), **_OPTIONS)
+    _amax_kernel[_grid(slots)](table, amax, *_numbers(step), SLOT=_constants(slots), **_OPTIONS)
     return amax
 
 
 def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
     """As ``reference.update_``, bit for bit; all slots have the same dtypes."""
     device = slots[0].grad.device
-    (weight,) = {_KINDS[slot.weight.dtype] for slot in slots}
-    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    constants = {**_constants(slots), "WEIGHT": weight, "NATIVE": native}
+    constants = {"SLOT": _constants(slots), "E4M3": _codes("e4m3", device), "E5M2": _codes("e5m2", device)}
     table, scales = _table(_rows(slots), device), encode_scales.contiguous()
     _update_kernel[_grid(slots)](table, scales, *_numbers(step), **constants, **_OPTIONS)
     torch._foreach_copy_([slot.decode_scale for slot in slots], list((1 / encode_scales).unbind()))

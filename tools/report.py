@@ -1,6 +1,6 @@
 """Turn runs into evidence: curves, gaps to bf16 with their uncertainty, and a verdict on each published claim.
 
-    python tools/report.py runs/paper_table2 --out reports/table2
+    python tools/report.py runs/sweeps/paper_table2-small --out reports/table2
     python tools/report.py runs/gpt_25m-bf16 'runs/gpt_25m-mxfp4*' --out reports/mxfp4
 
 takes run folders of pretrain_gpt.py, folders that hold a sweep.json, and patterns, and writes one HTML file that opens

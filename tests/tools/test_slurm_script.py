@@ -108,3 +108,12 @@ def test_nothing_tells_the_job_any_more_once_it_is_back_in_the_queue(tmp_path: P
     assert (code, calls[-1]) == (0, "scontrol requeue 7"), printed
     time.sleep(2.5)
     assert not (tmp_path / "told again").exists()
+
+
+def test_a_job_from_another_folder_says_where_it_belongs(tmp_path: Path) -> None:
+    script = ["bash", str(ROOT / "scripts/pretrain.sbatch"), "runs/x"]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"pretrain.sbatch: error: {tmp_path} is not the repository's folder; submit the job from there\n"
+    )

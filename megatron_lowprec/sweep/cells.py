@@ -17,6 +17,7 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.sweep.files import write_whole
 from megatron_lowprec.sweep.spec import ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
 from megatron_lowprec.training.arguments import KINDS, REPOSITORY, find, flag, parse, rivals_of
+from megatron_lowprec.training.blend import all_paths
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.folders import TRACKER
 from megatron_lowprec.training.resolve import resolve_model, resolve_recipe, resolve_run
@@ -89,6 +90,15 @@ def expand(sweep: Sweep, settings: Options, processes: int) -> list[Cell]:
     if twice:
         raise UserError(f"{sweep.name}: more than one cell would be {', '.join(twice)}; give them labels of their own")
     return cells
+
+
+def check_data(cells: Sequence[Cell]) -> None:
+    """Refuse data that is not there, once, in the place of a failure of every cell."""
+    for cell in cells:
+        config = resolve_run(resolve_model(parse(cell.arguments)[0]), cell.processes, gpus=True)
+        for path in all_paths(config):
+            if not any(Path(name).is_file() for name in (path, f"{path}.idx")):
+                raise UserError(f"{cell.id}: data path {path}: no such file, nor {path}.idx; check the path")
 
 
 def settings_of(texts: Sequence[str]) -> Options:

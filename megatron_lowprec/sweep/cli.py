@@ -15,6 +15,7 @@ from megatron_lowprec.sweep import local, lock, record, slurm, status
 from megatron_lowprec.sweep.cells import (
     MANIFEST,
     Cell,
+    check_data,
     command,
     expand,
     read_manifest,
@@ -101,6 +102,8 @@ def _main(args: argparse.Namespace) -> int:
     if args.slurm_dry_run:
         print(slurm.script(sweep, cells, todo or chosen, out, Path.cwd(), _passed_on(args, out)), end="")
         return 0
+    if not on_slurm:  # whose nodes may see other disks
+        check_data(todo)
     where = [] if on_slurm else local.places(sweep.resources, gpus, len(os.sched_getaffinity(0)))
     if args.cell is None or not (out / MANIFEST).exists():
         write_manifest(out, sweep, cells)

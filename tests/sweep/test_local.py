@@ -57,6 +57,17 @@ def test_finished_cells_are_never_repeated(
     assert (len(fake.calls(BF16)), fake.record(BF16)) == (1, record)
 
 
+def test_data_that_is_not_there_starts_nothing(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, prefix = write_sweep(), str(tmp_path / "corpus")
+    assert fake.run(path, "--data-path", prefix) == 2
+    assert f"{BF16}: data path {prefix}: no such file, nor {prefix}.idx" in capsys.readouterr().err
+    assert not fake.out.exists()
+    Path(f"{prefix}.idx").write_text("")
+    assert fake.run(path, "--data-path", prefix) == 0
+
+
 def test_a_failed_cell_is_tried_again_from_its_checkpoint(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from megatron_lowprec.report.amounts import amount, share, signed
@@ -246,6 +246,15 @@ def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, set[str]]:
 
 
 def _untested(claim: Claim, found: Sequence[Verdict]) -> Verdict:
-    findings = found[0].findings if found else ()
+    """What is missing in the group that lacks the fewest of the claim's runs."""
+
+    def lacking(verdict: Verdict) -> int:
+        asked = {name for test in claim.tests for name in (test.left, test.right)}
+        return sum(verdict.group is not None and verdict.group.find(name) is None for name in asked)
+
+    closest = min(found, key=lacking, default=None)
+    findings = closest.findings if closest is not None else ()
+    if closest is not None and closest.group is not None and len(found) > 1:
+        findings = tuple(replace(each, words=f"{each.words} among {closest.group.name}") for each in findings)
     scale = f"would need about {amount(claim.scale.parameters)} parameters and {amount(claim.scale.tokens)} tokens"
     return Verdict(claim, None, Outcome.NOT_TESTED, findings, scale)

@@ -143,6 +143,15 @@ def test_what_no_run_has_is_not_tested(tmp_path: Path) -> None:
     assert verdict.findings[0].words == "no run of mxfp4"
 
 
+def test_what_is_missing_is_said_of_the_group_that_has_the_most(tmp_path: Path) -> None:
+    neither = write_run(tmp_path / "neither", "mxfp8", 1, options={"global_batch_size": 7})
+    mxfp4 = write_run(tmp_path / "mxfp4", "mxfp4", 1)
+    verdict = judged(claims(tmp_path, gap_is()), neither, mxfp4)
+    assert (verdict.outcome, verdict.group) == (Outcome.NOT_TESTED, None)
+    name = groups(neither, mxfp4)[1].name
+    assert [finding.words for finding in verdict.findings] == [f"no run of bf16 among {name}"]
+
+
 def test_recipes_of_different_groups_are_not_compared(tmp_path: Path) -> None:
     a = write_sweep(tmp_path / "a", {"bf16": 3.7})
     b = write_sweep(tmp_path / "b", {"mxfp4": 3.9}, options={"lr": 3e-4})

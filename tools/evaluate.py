@@ -28,8 +28,8 @@ from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training import corpus, reopen, startup
 from megatron_lowprec.training.arguments import REPOSITORY, find
 from megatron_lowprec.training.blend import check_split
+from megatron_lowprec.training.data_options import find_data
 from megatron_lowprec.training.paths import output_file
-from megatron_lowprec.training.resolve import find_data
 from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import tokenizer_of
 from megatron_lowprec.training.wikitext import SHIPPED, Page, read

@@ -48,6 +48,15 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def required(config: Config, *names: str) -> None:
+    """Refuse a configuration in which one of these options has no value."""
+    missing = [flag(name) for name in names if getattr(config, name) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'} or --config FILE.yaml"
+        )
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")

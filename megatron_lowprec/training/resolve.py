@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training.arguments import REPOSITORY, find, flag
-from megatron_lowprec.training.blend import all_paths, check_split, resolve_phase
+from megatron_lowprec.training.arguments import flag, required
+from megatron_lowprec.training.blend import resolve_phase
 from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.jsonl import SUFFIXES, is_text_file
+from megatron_lowprec.training.data_options import resolve_data
 from megatron_lowprec.training.shapes import check_divisible, sized
 from megatron_lowprec.training.te_recipe import INSTALL
 
 
 def resolve_model(config: Config) -> Config:
     """Megatron's defaults for sizes that follow from others; what one person could get wrong about them is refused."""
-    _required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
     hidden, heads = sized(config.hidden_size), sized(config.num_attention_heads)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
         _positive(config, name)
@@ -74,11 +73,11 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
 
 def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     """The whole run on ``world_size`` processes, on top of ``resolve_model``."""
-    _required(config, "lr")
+    required(config, "lr")
     _check_parallelism(config, world_size)
     data_parallel = data_parallel_size(config, world_size)
     if config.micro_batch_size is None:
-        _required(config, "global_batch_size")
+        required(config, "global_batch_size")
         check_divisible("--global-batch-size", sized(config.global_batch_size), "the data-parallel size", data_parallel)
         config = replace(config, micro_batch_size=sized(config.global_batch_size) // data_parallel)
     _positive(config, "micro_batch_size")
@@ -104,7 +103,7 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     if config.train_iters is None:
         config = replace(config, train_iters=iterations(config))
     _check_features(config, gpus)
-    return resolve_phase(_resolve_data(config), total_samples(config))
+    return resolve_phase(resolve_data(config), total_samples(config))
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -130,14 +129,6 @@ def virtual_stages(config: Config) -> int | None:
 def total_samples(config: Config) -> int:
     """Samples of the whole run."""
     return config.train_samples or sized(config.train_iters) * sized(config.global_batch_size)
-
-
-def _required(config: Config, *names: str) -> None:
-    missing = [flag(name) for name in names if getattr(config, name) is None]
-    if missing:
-        raise UserError(
-            f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'} or --config FILE.yaml"
-        )
 
 
 def _positive(config: Config, name: str) -> None:
@@ -383,58 +374,3 @@ def iterations(config: Config, done: int = 0, consumed: int = 0) -> int:
     if done < 1:
         raise UserError(f"--train-samples {samples} is less than one global batch of {batch}")
     return done
-
-
-def _resolve_data(config: Config) -> Config:
-    if config.sft:
-        config = _resolve_sft(config)
-    check_split(config.split)
-    separate = (config.train_data_path, config.valid_data_path, config.test_data_path)
-    if not config.mock_data and config.data_path is None and config.train_data_path is None:
-        raise UserError("no data: give --data-path, --train-data-path or --mock-data")
-    if any(separate) and config.data_path is not None:
-        raise UserError("--data-path and --train-data-path exclude each other; leave one out")
-    if config.tokenizer_type == "GPT2BPETokenizer":
-        _required(config, "vocab_file", "merge_file")
-    elif config.tokenizer_type == "HuggingFaceTokenizer":
-        _required(config, "tokenizer_model")
-    else:
-        _required(config, "vocab_size")
-    files = {}
-    for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        value = getattr(config, name)
-        if value is not None:
-            files[name] = str(find(value))
-            if not Path(files[name]).exists():
-                raise UserError(f"{flag(name)} {value}: no such file")
-    paths = {
-        name: [str(find_data(item)) for item in value] if (value := getattr(config, name)) else None
-        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_phase_path")
-    }
-    found: dict[str, Any] = {**files, **paths}
-    return replace(config, data_cache_path=config.data_cache_path or str(REPOSITORY / "data" / "cache"), **found)
-
-
-def _resolve_sft(config: Config) -> Config:
-    """Conversations differ in how much of them is answers, so tokens are what is weighed alike."""
-    if config.mock_data:
-        raise UserError("--sft learns from conversations and --mock-data are none; leave one out")
-    if config.tokenizer_type == "NullTokenizer":
-        raise UserError(
-            "--sft writes conversations out as text, which NullTokenizer cannot read; use another tokenizer"
-        )
-    for path in all_paths(config):
-        if not is_text_file(path):
-            raise UserError(
-                f"data path {path}: --sft reads conversations as JSON lines ({', '.join(SUFFIXES)}); name such files"
-            )
-    return replace(config, calculate_per_token_loss=True)
-
-
-def find_data(item: str) -> str:
-    """A data path, found relative to the current folder or the repository; a weight stays as it is."""
-    for name in (item, item + ".idx"):
-        if Path(name).exists() or not (REPOSITORY / name).exists():
-            continue
-        return str(REPOSITORY / item)
-    return item

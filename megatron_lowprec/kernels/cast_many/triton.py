@@ -40,7 +40,7 @@ def _cast_many_kernel(
         tl.store(codes + at, to_fp8(value * scale, CODES), mask=at < count)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=1024)  # more than a step has buckets of gradients: with fewer none would be found again
 def _table(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
 

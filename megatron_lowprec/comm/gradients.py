@@ -47,12 +47,16 @@ class AutomaticFactor:
         self._counts[0] += saturated
         self._counts[1] += entries
 
+    def forget(self) -> None:
+        """Begin to count anew: what was counted was no step."""
+        self._counts.zero_()
+
     def end_step(self) -> None:
-        """Set mu for the next step; collective over all ranks."""
+        """Set mu for the next step, behind one that has updated the weights; collective over all ranks."""
         dist.all_reduce(self._counts)
         too_many = self._counts[0] > _MOST_SATURATED * self._counts[1]
         self.mu = torch.where(too_many, _LOWEST, (self.mu * _RISE).clamp(max=_HIGHEST))
-        self._counts.zero_()
+        self.forget()
 
 
 class GradientSum:

@@ -6,7 +6,7 @@ the backward pass; the method is replaced on these objects alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -51,16 +51,6 @@ def sum_gradients_in(chunks: Sequence[DistributedDataParallel], spec: GradientSp
                 if group.intra_distributed_optimizer_instance_size > 1:
                     group.start_grad_sync = partial(_start, group, reduce, sharers, stream)
     return factor
-
-
-def and_end_step(finalize: Callable[..., None], factor: AutomaticFactor) -> Callable[..., None]:
-    """Megatron-core's ``finalize_model_grads``, and behind it the factor's next value."""
-
-    def finalize_and_end_step(*arguments: Any, **named: Any) -> None:
-        finalize(*arguments, **named)
-        factor.end_step()
-
-    return finalize_and_end_step
 
 
 def _start(

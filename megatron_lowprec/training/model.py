@@ -22,7 +22,7 @@ from megatron.core.utils import get_te_version
 from megatron_lowprec.comm.gradients import AutomaticFactor
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
-from megatron_lowprec.mcore.gradient_sum import and_end_step, sum_gradients_in
+from megatron_lowprec.mcore.gradient_sum import sum_gradients_in
 from megatron_lowprec.mcore.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once
 from megatron_lowprec.mcore.primary_weight import settle, use_primary_weights
@@ -76,8 +76,6 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
     factor = sum_gradients_in(chunks, recipe.gradients) if recipe.gradients.quantized else None
-    if factor is not None:
-        transformer.finalize_model_grads_func = and_end_step(finalize_model_grads, factor)
     graphs = None
     if config.cuda_graph_impl == "local" and isinstance(model.runtime, RecipeRuntime):
         graphs = LayerGraphs(chunks[0], several=_several_microbatches(config))

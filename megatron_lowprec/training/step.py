@@ -38,7 +38,8 @@ def train_step(
 ) -> StepResult:
     """One iteration over the current global batch; ``iteration`` counts those completed before.
 
-    Where loss or gradient are not finite nothing changes: weights, moments and amax histories stay as they are.
+    Where loss or gradient are not finite nothing changes: weights, moments, amax histories and the factor of gradients
+    stay as they are.
     """
     with nullcontext() if trainer.graphs is None else trainer.graphs.step():
         loss = forward_backward(trainer, batches, config, iteration, device)
@@ -47,6 +48,8 @@ def train_step(
         chunk_batches.prefetch()
     updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer, loss.mean)
     trainer.runtime.end_step(updated)
+    if updated and trainer.gradient_factor is not None:
+        trainer.gradient_factor.end_step()
     norm = None
     if config.log_params_norm:
         with gathered(trainer, config):
@@ -61,6 +64,8 @@ def forward_backward(
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     trainer.optimizer.zero_grad()
+    if trainer.gradient_factor is not None:
+        trainer.gradient_factor.forget()
     trainer.runtime.begin_step(iteration)
     return run_microbatches(trainer, batches, get_num_microbatches(), config, device, runtime=trainer.runtime)
 

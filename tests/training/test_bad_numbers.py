@@ -50,6 +50,24 @@ def at(layer: int, name: str, step: int, microbatch: int) -> Callable[[Any, Any]
     return lambda place, moment: (place.layer, place.name) == (layer, name) and tuple(moment) == (step, microbatch)
 
 
+def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiling(monkeypatch, "fprop", at(2, "mlp.linear_fc1", step=1, microbatch=1))
+    iterate, factors = loop._train_iteration, list[float]()
+
+    def watched(run: Any, *rest: Any) -> Any:
+        factor = run.trainer.gradient_factor
+        factors.append(float(factor.mu))
+        row = iterate(run, *rest)
+        factors.append(float(factor.mu))
+        return row
+
+    monkeypatch.setattr(loop, "_train_iteration", watched)
+    drive(argv(**COMMON | {"recipe": "fp8_lm", "train_iters": 3, "fill_amax_histories": True}))
+    (first, after), (second, skipped), (third, last) = zip(factors[::2], factors[1::2], strict=True)
+    assert first == 1.0  # passes that fill histories are no steps
+    assert first < after == second == skipped == third < last  # nor is one that looks for a bad number
+
+
 @pytest.mark.parametrize(("gemm", "value"), [("fprop", math.inf), ("dgrad", math.nan), ("wgrad", -math.inf)])
 def test_the_gemm_that_a_bad_number_comes_from_is_named(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gemm: str, value: float

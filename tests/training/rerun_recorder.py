@@ -66,10 +66,12 @@ class RerunRecorder:
         for layer, then in zip(self._numerics, promised, strict=True):
             layer.main_grad_is_zero = then
         cuda_graphs._set_capture_start()
-        yield
-        cuda_graphs._set_capture_end()
-        for layer, before in zip(self._numerics, now, strict=True):
-            layer.main_grad_is_zero = before
+        try:
+            yield
+        finally:
+            cuda_graphs._set_capture_end()
+            for layer, before in zip(self._numerics, now, strict=True):
+                layer.main_grad_is_zero = before
 
 
 @dataclass

@@ -32,5 +32,5 @@ def test_all_checks_on_two_processes(tmp_path: Path) -> None:
 
 
 def test_the_worker_checks_every_recipe() -> None:
-    # 16 of stock layers, 17 recipes, 5 of them again, 2 of own scales, 8 of recompute, 3 of main_grad, 6 by themselves
-    assert len(worker.CHECKS) == 16 + 17 + 5 + 2 + 8 + 3 + 6
+    # 16 of stock layers, 18 recipes, 5 of them again, 2 of own scales, 8 of recompute, 3 of main_grad, 6 by themselves
+    assert len(worker.CHECKS) == 16 + 18 + 5 + 2 + 8 + 3 + 6

@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_lowprec import QuantSpec, UserError, get_recipe
 from megatron_lowprec.mcore.primary_weight import settle
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
-from megatron_lowprec.training import loop, memory
+from megatron_lowprec.training import loop
 from megatron_lowprec.training.arguments import parse
 from megatron_lowprec.training.bad_numbers import weights_are_finite
 from megatron_lowprec.training.convert.store import read_weights
+from megatron_lowprec.training.memory.plan import plan
 from megatron_lowprec.training.resolve import resolve_model, resolve_run
 from tests.environment import python_path
 from tests.training.conftest import Drive, driving
@@ -335,12 +336,12 @@ def test_the_plan_counts_their_bytes(drive: Drive, monkeypatch: pytest.MonkeyPat
     drive([*flags, "--no-save"])
     config = resolve_run(resolve_model(parse(flags)[0]), 1, gpus=False)
     recipe = get_recipe("fp8_current_bf16_ends")
-    found = memory.plan(config, recipe, 256, 1)
+    found = plan(config, recipe, 256, 1)
     assert found.resident["weights"] == held[0]
     assert held[0] <= held[1] < 1.02 * held[0]  # padded to whole buckets
     assert found.resident["kept quantized weights"] == 12 * 64**2  # a transposed copy for two microbatches
-    assert memory.plan(config, recipe, 256, 1, arch="cpu").resident["kept quantized weights"] == 0
-    ordinary = memory.plan(replace(config, fp8_param_gather=False), recipe, 256, 1).resident
+    assert plan(config, recipe, 256, 1, arch="cpu").resident["kept quantized weights"] == 0
+    ordinary = plan(replace(config, fp8_param_gather=False), recipe, 256, 1).resident
     assert ordinary["weights"] - found.resident["weights"] == 12 * 64**2  # one layer of three is in FP8
     assert ordinary["kept quantized weights"] == 2 * 12 * 64**2
 

@@ -7,22 +7,25 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast.rule import NAN_CODE, CodeConstants
+from megatron_lowprec.kernels.cast.triton_ops import to_fp8
 from megatron_lowprec.kernels.quantize.triton_ops import hadamard as group_hadamard
 
-E4M3_MAX = 448.0
+E4M3_MAX = FORMATS["e4m3"].max
 # (entries or groups a program, warps); the fastest of each kind is taken on the machine at hand.
 CAST_TILES = ((2048, 4), (4096, 4), (8192, 8), (16384, 8))
 HADAMARD_TILES = ((32, 1), (64, 2), (128, 4), (64, 1), (128, 2))
 
 
 @triton.jit
-def _cast_kernel(x_ptr, out_ptr, scale_ptr, entries, LIMIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cast_kernel(x_ptr, out_ptr, scale_ptr, entries, CODES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < entries
     scale = tl.load(scale_ptr)
     v = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
-    v = tl.minimum(tl.maximum(v, -LIMIT), LIMIT)
-    tl.store(out_ptr + offsets, v.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=mask)
+    v = tl.minimum(tl.maximum(v, -CODES.MAX), CODES.MAX)
+    tl.store(out_ptr + offsets, to_fp8(v, CODES), mask=mask)
 
 
 @triton.jit
@@ -32,7 +35,7 @@ def _hadamard_kernel(  # type: ignore[no-untyped-def]
     signs_ptr,
     scale_ptr,
     groups,
-    LIMIT: tl.constexpr,
+    CODES: tl.constexpr,
     GROUP: tl.constexpr,
     P: tl.constexpr,
     TO_FP8: tl.constexpr,
@@ -45,12 +48,17 @@ def _hadamard_kernel(  # type: ignore[no-untyped-def]
     y = group_hadamard(tl.trans(x).to(tl.float32), signs[:, None], GROUP)
     if TO_FP8:
         v = y * tl.load(scale_ptr)
-        v = tl.minimum(tl.maximum(v, -LIMIT), LIMIT)
+        v = tl.minimum(tl.maximum(v, -CODES.MAX), CODES.MAX)
         # As bytes, so that only a quarter of fp32's size goes through shared memory on the way back.
-        out = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        out = to_fp8(v, CODES)
     else:
         out = y.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets, tl.trans(out), mask=mask)
+
+
+def _codes(x: torch.Tensor) -> CodeConstants:
+    fmt = FORMATS["e4m3"]
+    return CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, x.is_cuda)
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
@@ -58,7 +66,7 @@ def cast(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.T
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     block, warps = tile
     _cast_kernel[(triton.cdiv(x.numel(), block),)](
-        x, out, scale, x.numel(), LIMIT=E4M3_MAX, BLOCK=block, num_warps=warps
+        x, out, scale, x.numel(), CODES=_codes(x), BLOCK=block, num_warps=warps
     )
     return out.view(torch.float8_e4m3fn)
 
@@ -66,19 +74,19 @@ def cast(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.T
 def hadamard_cast(x: torch.Tensor, scale: torch.Tensor, signs: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """As ``cast`` after a Hadamard transform of groups along K; signs fp32 [g] of +-1/sqrt(g); K a multiple of g."""
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    _transform(x, out, signs, scale, tile, to_fp8=True)
+    _transform(x, out, signs, scale, tile, casts=True)
     return out.view(torch.float8_e4m3fn)
 
 
 def hadamard(x: torch.Tensor, signs: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """The transform as a pass of its own: bf16 [R, K] -> bf16 [R, K]."""
     out = torch.empty_like(x)
-    _transform(x, out, signs, signs, tile, to_fp8=False)
+    _transform(x, out, signs, signs, tile, casts=False)
     return out
 
 
 def _transform(
-    x: torch.Tensor, out: torch.Tensor, signs: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int], to_fp8: bool
+    x: torch.Tensor, out: torch.Tensor, signs: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int], casts: bool
 ) -> None:
     size = signs.numel()
     if x.shape[-1] % size or not x.is_contiguous():
@@ -86,5 +94,5 @@ def _transform(
     groups = x.numel() // size
     at_once, warps = tile
     _hadamard_kernel[(triton.cdiv(groups, at_once),)](
-        x, out, signs, scale, groups, LIMIT=E4M3_MAX, GROUP=size, P=at_once, TO_FP8=to_fp8, num_warps=warps
+        x, out, signs, scale, groups, CODES=_codes(x), GROUP=size, P=at_once, TO_FP8=casts, num_warps=warps
     )

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast.rule import NAN_CODE, CodeConstants
+from megatron_lowprec.kernels.cast.rule import code_constants
 from megatron_lowprec.kernels.cast.triton_ops import to_fp8
 from megatron_lowprec.kernels.quantize.triton_ops import hadamard as group_hadamard
 
@@ -56,17 +56,12 @@ def _hadamard_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + offsets, tl.trans(out), mask=mask)
 
 
-def _codes(x: torch.Tensor) -> CodeConstants:
-    fmt = FORMATS["e4m3"]
-    return CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, x.is_cuda)
-
-
 def cast(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """x [R, K] bf16, contiguous, times scale (fp32 [1]) -> float8_e4m3fn [R, K], saturating; ``tile`` of CAST_TILES."""
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     block, warps = tile
     _cast_kernel[(triton.cdiv(x.numel(), block),)](
-        x, out, scale, x.numel(), CODES=_codes(x), BLOCK=block, num_warps=warps
+        x, out, scale, x.numel(), CODES=code_constants(FORMATS["e4m3"], x.device), BLOCK=block, num_warps=warps
     )
     return out.view(torch.float8_e4m3fn)
 
@@ -94,5 +89,14 @@ def _transform(
     groups = x.numel() // size
     at_once, warps = tile
     _hadamard_kernel[(triton.cdiv(groups, at_once),)](
-        x, out, signs, scale, groups, CODES=_codes(x), GROUP=size, P=at_once, TO_FP8=casts, num_warps=warps
+        x,
+        out,
+        signs,
+        scale,
+        groups,
+        CODES=code_constants(FORMATS["e4m3"], x.device),
+        GROUP=size,
+        P=at_once,
+        TO_FP8=casts,
+        num_warps=warps,
     )

@@ -21,6 +21,12 @@ class CodeConstants(NamedTuple):
     NATIVE: bool
 
 
+def code_constants(fmt: Format, device: torch.device) -> CodeConstants:
+    """Of codes in ``fmt``, converted by the GPU itself where ``device`` is one that can."""
+    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, native)
+
+
 class CastConstants(NamedTuple):
     """The constexpr ``CAST`` of a kernel, which it hands on whole to the functions that it calls. Numbers alone.
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.formats import Format
-from megatron_lowprec.kernels.cast.rule import NAN_CODE, CodeConstants
+from megatron_lowprec.kernels.cast.rule import code_constants
 from megatron_lowprec.kernels.cast.triton_ops import to_fp8
 
 _BLOCK, _MOST_PARTS = 4096, 256
@@ -58,12 +58,11 @@ def cast_many_(
     if largest == 0:
         return
     device = encode_scale.device
-    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     _cast_many_kernel[min(_MOST_PARTS, triton.cdiv(largest, _BLOCK)), len(rows)](
         _table(rows, device),
         encode_scale.contiguous(),
         ALIGNED=all(number % _ALIGNMENT == 0 for row in rows for number in row),
-        CODES=CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, native),
+        CODES=code_constants(fmt, device),
         BLOCK=_BLOCK,
         num_warps=8,
     )

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
-from megatron_lowprec.kernels.cast.rule import NAN_CODE, CodeConstants
+from megatron_lowprec.kernels.cast.rule import code_constants
 from megatron_lowprec.kernels.cast.triton_ops import as_stored, to_fp8
 from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
 
@@ -194,16 +194,11 @@ def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
     return tuple((*(tensor.data_ptr() for tensor in slot), slot.grad.numel()) for slot in slots)
 
 
-def _constants(slots: Sequence[Slot]) -> SlotConstants:
+def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...]) -> SlotConstants:
     (kinds,) = {tuple(_KINDS[tensor.dtype] for tensor in (slot.grad, slot.weight, *slot.state)) for slot in slots}
     grad, weight, first, second, main = kinds
-    aligned = all(number % _ALIGNMENT == 0 for row in _rows(slots) for number in (*row[:5], row[6]))
+    aligned = all(number % _ALIGNMENT == 0 for row in rows for number in (*row[:5], row[6]))
     return SlotConstants(grad, weight, first, second, main, aligned)
-
-
-def _codes(name: str, device: torch.device) -> CodeConstants:
-    fmt, native = FORMATS[name], device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, native)
 
 
 def _numbers(step: Hyperparameters) -> tuple[float, ...]:
@@ -218,15 +213,17 @@ def _grid(slots: Sequence[Slot]) -> tuple[int, int]:
 def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
     """As ``reference.update_amax``, bit for bit; all slots have the same dtypes."""
     amax = torch.zeros(len(slots), 3, device=slots[0].grad.device)
-    table = _table(_rows(slots), amax.device)
-    _amax_kernel[_grid(slots)](table, amax, *_numbers(step), SLOT=_constants(slots), **_OPTIONS)
+    rows = _rows(slots)
+    table = _table(rows, amax.device)
+    _amax_kernel[_grid(slots)](table, amax, *_numbers(step), SLOT=_constants(slots, rows), **_OPTIONS)
     return amax
 
 
 def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
     """As ``reference.update_``, bit for bit; all slots have the same dtypes."""
     device = slots[0].grad.device
-    constants = {"SLOT": _constants(slots), "E4M3": _codes("e4m3", device), "E5M2": _codes("e5m2", device)}
-    table, scales = _table(_rows(slots), device), encode_scales.contiguous()
+    rows, codes = _rows(slots), {name.upper(): code_constants(FORMATS[name], device) for name in ("e4m3", "e5m2")}
+    constants = {"SLOT": _constants(slots, rows), **codes}
+    table, scales = _table(rows, device), encode_scales.contiguous()
     _update_kernel[_grid(slots)](table, scales, *_numbers(step), **constants, **_OPTIONS)
     torch._foreach_copy_([slot.decode_scale for slot in slots], list((1 / encode_scales).unbind()))

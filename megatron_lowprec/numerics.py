@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.gemms import SIDES, Gemm, LinearPlace
-from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source
+from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand, scaled_product
 from megatron_lowprec.kernels.contract.reference import Operand, contract
 from megatron_lowprec.kernels.dispatch import add_bias_, arch_of
@@ -95,6 +95,12 @@ class LinearNumerics:
             return None
         return "source" if spec.scaling == "delayed" else "amax"
 
+    def takes_parts(self, matrix: torch.Tensor) -> bool:
+        """Whether dy of the size and dtype of ``matrix`` may be a ``Source`` that lies in memory in parts."""
+        spec = self.recipe.dgrad.grad_output
+        native = {"dgrad", "wgrad"} <= self._native_gemms(matrix)
+        return native and spec is not None and spec == self.recipe.wgrad.grad_output and spec.tile != "row"
+
     def fprop(self, x_TI: torch.Tensor, w_OI: torch.Tensor, moment: Moment, observe: bool = True) -> torch.Tensor:
         """``y_TO = x_TI @ w_OI.T`` in the dtype of x; ``observe=False`` keeps an evaluation out of amax histories."""
         return self.forward(x_TI, w_OI, moment, observe)[0]
@@ -135,7 +141,7 @@ class LinearNumerics:
         )
         return y, Kept(x_kept, weight_amax)
 
-    def input(self, x_TI: NormSource) -> Input:
+    def input(self, x_TI: Source) -> Input:
         """x for ``forward``, as operands for fprop and wgrad; only where ``help_wanted`` is "source"."""
         rows, columns, _ = self._cast("input", x_TI, rows=True, columns=True)
         assert rows is not None
@@ -148,7 +154,7 @@ class LinearNumerics:
         """dy for ``dgrad`` and ``wgrad``, quantized for both from one read where their specs and a kernel allow it.
 
         Args:
-            dy_TO: a computed one only where ``help_wanted`` says so.
+            dy_TO: a computed one only where ``help_wanted`` says so, one in parts where ``takes_parts`` does.
             bias: also give the gradient of a bias, the sum over tokens.
             amax: fp32 [1] of this rank's part of dy, where whoever made it knows it.
         """
@@ -253,7 +259,7 @@ class LinearNumerics:
     def _cast(
         self,
         tensor: str,
-        matrix: torch.Tensor | Source | NormSource,
+        matrix: torch.Tensor | Source,
         *,
         rows: bool,
         columns: bool,

@@ -78,5 +78,5 @@ def matrix_of(x: torch.Tensor | Source | Input, made: bool = False) -> torch.Ten
         return x
     if isinstance(x, Input):
         return x.like
-    assert made or x.kind == "matrix", f"{x.kind} has no matrix in memory: ask help_wanted first"
-    return x.x
+    assert made or x.kind == "matrix", f"{x.kind} is no matrix in memory: ask help_wanted first"
+    return x.like

@@ -57,7 +57,7 @@ def _made(
 
     numerics, moment = handover.numerics, handover.moment
     if handover.wanted == "source":
-        computed = Source("matrix", dout) if key is None else Source("dropout_grad", dout, key=key, p=p)
+        computed = Source.matrix(dout) if key is None else Source.dropout_grad(dout, key, p)
         return numerics.grad_output(computed, moment, bias=bias_dtype is not None)
     amax = torch.zeros(1, dtype=torch.float32, device=dout.device)
     dx, dbias = bias_dropout_add_backward(dout, p, key, bias_dtype, amax=amax)

@@ -133,6 +133,10 @@ class _CheckedGemms:
     def help_wanted(self, tensor: str, matrix: torch.Tensor) -> None:
         """None: what is looked at has to be in memory."""
 
+    def takes_parts(self, matrix: torch.Tensor) -> bool:
+        """No: in one tensor."""
+        return False
+
     def forward(
         self,
         x_TI: torch.Tensor,

@@ -96,7 +96,7 @@ class _MlpFunction(torch.autograd.Function):
 
         def dy1() -> GradOutput:
             if grad_output_wants == "source":
-                computed = Source("bias_gelu_grad", dactive, y, bias)
+                computed = Source.bias_gelu_grad(dactive, y, bias)
                 return fc1.bound_numerics.grad_output(computed, moment, bias=True)
             amax = _room_for_amax(y, grad_output_wants)
             matrix, dbias = bias_gelu_backward(dactive, y, bias, amax=amax)
@@ -113,7 +113,7 @@ def _active(y: torch.Tensor, bias: torch.Tensor, wanted: Help) -> tuple[torch.Te
     from megatron_lowprec.kernels.gelu.triton import bias_gelu
 
     if wanted == "source":
-        return Source("bias_gelu", y, bias=bias), None
+        return Source.bias_gelu(y, bias), None
     amax = _room_for_amax(y, wanted)
     return bias_gelu(y, bias, amax), amax
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.kernels.cast.source import NormSource
+from megatron_lowprec.kernels.cast.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.mcore.amax_hint import note_amax
@@ -75,9 +75,9 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
         numerics, made = reader.layer.bound_numerics, list[Input]()
 
         def cast(rows: torch.Tensor) -> Normalized:
-            source = NormSource.of(rows, weight, bias, eps)
-            made.append(numerics.input(source))
-            return Normalized(stand_in(rows), source.mean, source.rstd)
+            rstd, *mean = statistics = triton.statistics(rows, eps, centered=bias is not None)
+            made.append(numerics.input(Source.norm(rows, weight, bias, statistics)))
+            return Normalized(stand_in(rows), mean[0] if mean else None, rstd)
 
         y: torch.Tensor = _NormFunction.apply(x, weight, bias, cast)
         note_input(y, made[0], numerics)

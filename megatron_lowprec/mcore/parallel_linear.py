@@ -180,6 +180,14 @@ class LowPrecLinearMixin:
             )
         return self.numerics
 
+    def hands_over(self) -> bool:
+        """Whether a call may have a backward pass in which NaN stands in for a gradient; products are chosen."""
+        training = torch.is_grad_enabled() and self.weight.requires_grad
+        if not training or torch.is_anomaly_enabled():  # which takes any NaN for a mistake
+            return False
+        self.bound_numerics.choose_products(self.weight)
+        return True
+
     def accumulate_wgrad(
         self,
         numerics: LinearNumerics,
@@ -240,6 +248,16 @@ class LowPrecColumnParallelLinear(LowPrecLinearMixin, ColumnParallelLinear):
             # else its input passes through a function for other ranks: another tensor, without what x carries
             self.disable_grad_reduce = True
 
+    def offer_handover(self, x: torch.Tensor) -> Handover | None:
+        """A way for dy to come as operands that were made of its parts, for a call on x [..., I].
+
+        Whoever sets ``handover`` to it for that call must be the only one to read the output. Under sequence
+        parallelism x is a part of what the layer multiplies; dy is whole.
+        """
+        if not self.hands_over() or not self.bound_numerics.takes_parts(x):
+            return None
+        return Handover(self.bound_numerics, current_moment(), "source")
+
 
 class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
     """RowParallelLinear under a recipe; weight [out, in / tensor-parallel ranks]."""
@@ -259,10 +277,8 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
         It is not where ranks gather their parts of it, and not where a bias is added to the output here.
         """
         untouched = not self.sequence_parallel and not self.is_expert and self.skip_bias_add
-        training = torch.is_grad_enabled() and self.weight.requires_grad
-        if not untouched or not training or torch.is_anomaly_enabled():  # which takes any NaN for a mistake
+        if not untouched or not self.hands_over():
             return None
         numerics = self.bound_numerics
-        numerics.choose_products(self.weight)
         wanted = numerics.help_wanted("grad_output", x)
         return None if wanted is None else Handover(numerics, current_moment(), wanted)

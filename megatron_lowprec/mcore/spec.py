@@ -14,6 +14,7 @@ from megatron_lowprec.mcore.bias_dropout_add import get_bias_dropout_add
 from megatron_lowprec.mcore.mlp import LowPrecMLP
 from megatron_lowprec.mcore.norm import Norm
 from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
+from megatron_lowprec.mcore.self_attention import LowPrecSelfAttention
 
 
 class LowPrecSpecProvider(LocalSpecProvider):
@@ -77,6 +78,7 @@ def gpt_block_spec(
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = provider.layer_norm()
+    layer.self_attention.module = LowPrecSelfAttention
     attention = layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = provider.column_parallel_linear(), provider.row_parallel_linear()
     attention.core_attention = provider.core_attention()

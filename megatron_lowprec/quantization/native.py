@@ -6,7 +6,7 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast.rule import Fp8Rule
-from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source, source_of
+from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.recipe.schema import QuantSpec
 
@@ -17,7 +17,7 @@ def _rule_of(spec: QuantSpec) -> Fp8Rule:
 
 
 def cast_for_gemms(
-    matrix: torch.Tensor | Source | NormSource,
+    matrix: torch.Tensor | Source,
     spec: QuantSpec,
     *,
     rows: bool,
@@ -31,7 +31,8 @@ def cast_for_gemms(
     """FP8 operands of a matrix along its rows, its columns or both, from one read; two where the scale is current.
 
     Args:
-        matrix: [M, N] bf16 or fp32 on a GPU; a computed one only with its ``amax``, for tile "tensor".
+        matrix: [M, N] bf16 or fp32 on a GPU; a computed one only with its ``amax``, for tile "tensor";
+            in parts not for tile "row".
         spec: of both directions.
         amax: fp32 [1] of tile "tensor", where it is known already.
         observed: fp32 [1] of a history, raised to the matrix's amax.
@@ -43,16 +44,13 @@ def cast_for_gemms(
 
     if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
         matrix = matrix.contiguous()
-    if isinstance(matrix, NormSource):
-        assert amax is not None, "a norm's output comes with its amax"
-    elif amax is None and spec.tile == "tensor":
-        amax = amax_for_gemms(source_of(matrix).x)
+    if amax is None and spec.tile == "tensor":
+        amax = amax_of(matrix, vectors=False)
         reduce = reduce_rows or reduce_columns
         amax = amax if reduce is None else reduce(amax)
     elif spec.tile == "row":
-        x = source_of(matrix).x
-        amax = amax_of(x, vectors=True)
-        parts = amax.split(x.shape)
+        amax = amax_of(matrix, vectors=True)
+        parts = amax.split(matrix.shape)
         for part, reduce in zip(parts, (reduce_rows, reduce_columns), strict=True):
             if reduce is not None:
                 part.copy_(reduce(part))

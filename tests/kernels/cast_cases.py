@@ -12,13 +12,15 @@ from itertools import product
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast.source import KINDS, NORM_KINDS, NormSource, Source
+from megatron_lowprec.kernels.cast.source import KINDS, Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand
-from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand, tile_amax
 from tests.kernels.mx_cases import difference
 
-FLOOR = 1e-12
+FLOOR, EPS = 1e-12, 1e-5
+# by columns of the joined matrix: those of a group's queries, and of its key or its value
+WIDTHS = {144: (32, 8), 384: (256, 64), 1152: (64, 64), 9216: (128, 128)}
+NORMS = ("layernorm", "rmsnorm")
 
 
 @dataclass(frozen=True)
@@ -55,47 +57,50 @@ def input_of(case: Case, device: str) -> torch.Tensor:
     return x.to(case.dtype).to(device)
 
 
-def source_of(case: Case, x: torch.Tensor) -> Source | NormSource:
+def source_of(case: Case, x: torch.Tensor) -> Source:
     """x, or a computed source that starts from it."""
     generator = torch.Generator().manual_seed(case.columns)
     bias = (1 + torch.randn(case.columns, generator=generator)).to(x.device, x.dtype)
-    if case.kind in NORM_KINDS:
+    if case.kind in NORMS:
+        from megatron_lowprec.kernels.layernorm.triton import statistics
+
         weight = torch.randn(case.columns, generator=generator).to(x.device, x.dtype)
-        return NormSource.of(x, weight, bias if case.kind == "layernorm" else None, 1e-5)
+        centered = case.kind == "layernorm"
+        return Source.norm(x, weight, bias if centered else None, statistics(x, EPS, centered))
     if case.kind == "bias_gelu":
-        return Source(case.kind, x, bias=bias)
+        return Source.bias_gelu(x, bias)
     if case.kind == "bias_gelu_grad":
-        argument = 3 * torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
-        return Source(case.kind, x, argument, bias=bias)
+        return Source.bias_gelu_grad(x, 3 * torch.randn(x.shape, generator=generator).to(x.device, x.dtype), bias)
     if case.kind == "dropout_grad":
-        return Source(case.kind, x, key=torch.tensor([-5, 6], dtype=torch.int32, device=x.device), p=0.3)
-    return Source("matrix", x)
+        return Source.dropout_grad(x, torch.tensor([-5, 6], dtype=torch.int32, device=x.device), 0.3)
+    if case.kind == "qkv_grad":
+        query, key = WIDTHS[case.columns]
+        parts = x.view(case.rows, -1, query + 2 * key).split([query, key, key], dim=-1)
+        dq, dk, dv = (part.reshape(case.rows, -1).contiguous() for part in parts)
+        return Source.qkv_grad(dq, dk, dv, (query, key))
+    return Source.matrix(x)
 
 
-def made_of(source: Source | NormSource) -> torch.Tensor:
+def made_of(source: Source) -> torch.Tensor:
     """The matrix, by the kernels that write it; interpreted in fp32, and then rounded as a GPU rounds."""
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
-
-    dtype = source.x.dtype if source.x.is_cuda else torch.float32
-    if isinstance(source, NormSource):
-        return normalized(source, dtype).y.to(source.x.dtype)
-    if source.kind == "matrix":
-        return source.x
-    x, argument, bias = (None if t is None else t.to(dtype) for t in source[1:4])
-    if source.kind == "dropout_grad":
-        y = bias_dropout_add_backward(x, source.p, source.key, None)[0]
-    else:
-        y = bias_gelu(x, bias) if source.kind == "bias_gelu" else bias_gelu_backward(x, argument, bias)[0]
-    return y.to(source.x.dtype)
-
-
-def normalized(source: NormSource, dtype: torch.dtype) -> Normalized:
-    """What the norm's kernel makes of tensors of ``dtype``."""
     from megatron_lowprec.kernels.layernorm.triton import norm
 
-    x, weight, bias = (None if t is None else t.to(dtype) for t in source[:3])
-    return norm(x, weight, bias, source.eps)  # type: ignore[arg-type]
+    if source.kind == "matrix":
+        return source.x
+    if source.kind == "qkv_grad":
+        groups = source.x.shape[1] // source.widths[0]
+        return torch.cat([part.view(source.shape[0], groups, -1) for part in source.in_memory], -1).flatten(1)
+    dtype = source.x.dtype if source.x.is_cuda else torch.float32
+    x, second, third = (None if t is None else t.to(dtype) for t in source[1:4])
+    if source.kind in NORMS:
+        y = norm(x, second, third, EPS).y  # type: ignore[arg-type]
+    elif source.kind == "dropout_grad":
+        y = bias_dropout_add_backward(x, source.p, source.fourth, None)[0]
+    else:
+        y = bias_gelu(x, third) if source.kind == "bias_gelu" else bias_gelu_backward(x, second, third)[0]
+    return y.to(source.x.dtype)
 
 
 def reference_of(case: Case, matrix: torch.Tensor, shared: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,18 +136,10 @@ def differences(case: Case, device: str) -> list[str]:
     observed = torch.full((1,), 1e-3, device=device)
     ways = {"rows": "r" in case.ways, "columns": "c" in case.ways}
     known = given
-    if given is None and case.kind != "matrix" and case.tile in ("tensor", "row"):
+    if given is None and not source.in_memory and case.tile in ("tensor", "row"):
         known = amax_of(x, vectors=case.tile == "row")
-    summed = isinstance(source, Source)
-    made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=summed)
-    lines = []
-    if isinstance(source, NormSource):
-        statistics = normalized(source, x.dtype)
-        for name in ("mean", "rstd"):
-            got, exact = getattr(source, name), getattr(statistics, name)
-            if got is not None:
-                same = (got == exact) | (got.isnan() & exact.isnan())
-                lines += difference(f"{case} {name}", same, got, exact)
+    made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=True)
+    lines = statistics_differences(case, source) if case.kind in NORMS else []
     for way, operand in (("rows", made.rows), ("columns", made.columns)):
         if operand is not None:
             matrix = x if way == "rows" else x.t()
@@ -151,11 +148,23 @@ def differences(case: Case, device: str) -> list[str]:
     amax = x.abs().max().float()
     want = torch.full_like(amax, torch.inf) if amax.isnan() else amax.clamp(min=1e-3)
     lines += difference(f"{case} observed", observed == want, observed, want.view(1))
-    if summed and not case.special:
+    if not case.special:
         sums, exact = made.sums.double().sum(0), x.double().sum(0)  # type: ignore[union-attr]
         # sums of what is computed are of entries before they are rounded
-        bound = (2.0**-20 if case.kind == "matrix" else 2.0**-8) * x.double().abs().sum(0)
+        bound = (2.0**-20 if source.in_memory else 2.0**-8) * x.double().abs().sum(0)
         lines += difference(f"{case} sums", (sums - exact).abs() <= bound, sums, exact)
+    return lines
+
+
+def statistics_differences(case: Case, source: Source) -> list[str]:
+    """Between what a norm's kernel finds of rows and what the cast was given."""
+    from megatron_lowprec.kernels.layernorm.triton import norm
+
+    made = norm(source.x, source.second, source.third, EPS)  # type: ignore[arg-type]
+    lines = []
+    for name, got, exact in zip(("rstd", "mean"), source.fourth, (made.rstd, made.mean), strict=False):  # type: ignore[arg-type]
+        same = (got == exact) | (got.isnan() & exact.isnan())
+        lines += difference(f"{case} {name}", same, got, exact)
     return lines
 
 
@@ -218,6 +227,11 @@ def small_cases() -> list[Case]:
         Case(150, 272, bf16, "e4m3", "tensor", "amax", "rc", kind="rmsnorm"),
         Case(67, 2064, bf16, "e4m3", "tensor", "amax_pow2", "rc", given=9.0, special=False, kind="rmsnorm"),
         Case(33, 256, fp32, "e4m3", "tensor", "amax", "r", given=0.0, kind="layernorm"),
+        Case(37, 256, bf16, "e4m3", "1x128", "amax", "rc", special=False, kind="layernorm"),
+        Case(37, 144, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="qkv_grad"),
+        Case(37, 144, fp32, "e4m3", "tensor", "amax", "rc", special=False, kind="qkv_grad"),
+        Case(37, 384, bf16, "e4m3", "1x128", "amax", "rc", kind="qkv_grad"),
+        Case(37, 384, bf16, "e4m3", "128x128", "amax", "rc", special=False, kind="qkv_grad"),
     ]
 
 
@@ -246,11 +260,26 @@ def gpu_cases() -> list[Case]:
             ((37, 144), ("tensor", "amax"), "rc", True),
             ((2053, 9216), ("tensor", "amax"), "rc", False),
         )
-        if kind != "matrix"
+        if kind not in ("matrix", "qkv_grad")
+    ]
+    cases += [
+        Case(*size, dtype, "e4m3", tile, "amax", ways, given=given, special=special, kind="qkv_grad")
+        for size, dtype, tile, ways, given, special in (
+            ((37, 144), bf16, "tensor", "rc", 3.0, True),
+            ((37, 144), bf16, "tensor", "c", None, False),
+            ((333, 384), bf16, "1x128", "rc", None, False),
+            ((333, 384), fp32, "128x128", "rc", None, True),
+            ((1000, 1152), bf16, "tensor", "rc", None, False),
+            ((1000, 1152), bf16, "1x128", "rc", None, True),
+            ((1000, 1152), fp32, "1x128", "r", None, False),
+            ((2053, 9216), bf16, "tensor", "rc", 5.0, False),
+            ((2053, 9216), bf16, "1x128", "rc", None, False),
+            ((2053, 9216), bf16, "128x128", "c", None, False),
+        )
     ]
     cases += [
         Case(*size, dtype, "e4m3", "tensor", "amax", ways, given=given, special=special, kind=kind)
-        for kind in NORM_KINDS
+        for kind in NORMS
         for size, dtype, ways, given, special in (
             ((37, 144), bf16, "rc", 3.0, True),
             ((1000, 1024), bf16, "rc", None, False),

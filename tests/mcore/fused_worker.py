@@ -199,13 +199,18 @@ def native() -> Iterator[None]:
         yield
 
 
-def handed_over(recipe: str, **more: Any) -> None:
+def handed_over(recipe: str, layers: int = 3, **more: Any) -> None:
     """Gradients that come to a layer as operands are the bits of those that it casts itself.
 
     On a CPU p is such that the interpreter, which cuts to bf16 what a GPU rounds, has nothing to cut. Biases are the
     exception: sums of other parts.
     """
+    from megatron_lowprec.numerics import LinearNumerics
+
     taken: list[bool] = []
+
+    def no_parts(*_: Any) -> bool:
+        return False
 
     def take(self: Handover, dy: torch.Tensor) -> Any:
         taken.append((made := kept(self, dy)) is not None)
@@ -217,10 +222,11 @@ def handed_over(recipe: str, **more: Any) -> None:
         for p in (0.1 if DEVICE == "cuda" else 0.5, 0.0):
             with patch.object(Handover, "take", take):
                 got = two_steps(recipe, hidden_dropout=p, **more)
-            assert taken == [True] * 8, taken  # two layers of each of two blocks, in two steps
+            assert taken == [True] * 4 * layers, taken  # of each of two blocks, in two steps
             taken.clear()
-            with patch.object(Handover, "on", lambda _: None):
+            with patch.object(Handover, "on", lambda _: None), patch.object(LinearNumerics, "takes_parts", no_parts):
                 want = two_steps(recipe, hidden_dropout=p, **more)
+            assert not taken
             equal_but_for(("linear_proj.bias", "linear_fc2.bias"), got, want)
 
 
@@ -265,6 +271,24 @@ def norms_that_are_seen() -> None:
             norm.register_forward_hook(lambda module, inputs, output: seen.append(bool(output.isfinite().all())))
             norm(x)
     assert seen == [True] * 5
+
+
+def gradients_that_are_seen() -> None:
+    """Nothing is offered without a backward pass to come, nor while a bad number is looked for."""
+    from megatron_lowprec.mcore.finite_check import FiniteCheck
+
+    with native():
+        model = build("gpt", True, "fp8_delayed", torch.bfloat16)
+        attention = model.decoder.layers[0].self_attention
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=DEVICE).bfloat16()
+        layers = attention.linear_qkv, attention.linear_proj
+        assert all(layer.offer_handover(x) is not None for layer in layers)
+        with torch.no_grad():
+            assert not any(layer.offer_handover(x) for layer in layers)
+        with torch.autograd.set_detect_anomaly(True):
+            assert not any(layer.offer_handover(x) for layer in layers)
+        with FiniteCheck([model]):
+            assert not any(layer.offer_handover(x) for layer in layers)
 
 
 def equal_but_for(sums: tuple[str, ...], got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -354,10 +378,19 @@ if DEVICE == "cuda":
 CHECKS |= {f"handed-over-{r}": lambda r=r: handed_over(r) for r in ("fp8_delayed", "fp8_current")}
 CHECKS |= {f"cast-by-norms-{s}": lambda s=s: cast_by_norms(s, "fp8_delayed") for s in ("gpt", "llama-tp")}
 CHECKS["cast-by-norms-recomputed"] = lambda: cast_by_norms("gpt", "fp8_delayed", **RECOMPUTED)
+# then gradients of what ranks gather are not handed over: two layers of three
+CHECKS["handed-over-sp"] = lambda: handed_over("fp8_delayed", 1 if dist.get_world_size() > 1 else 3, shape="gpt-sp")
 CHECKS["handed-over-recomputed"] = lambda: handed_over("fp8_delayed", **RECOMPUTED)
 CHECKS |= {
     check.__name__: check
-    for check in (late_weights, norms_that_are_seen, dropped_entries, second_backward_fails, norm_marks_its_parameters)
+    for check in (
+        late_weights,
+        norms_that_are_seen,
+        gradients_that_are_seen,
+        dropped_entries,
+        second_backward_fails,
+        norm_marks_its_parameters,
+    )
 }
 
 

@@ -134,5 +134,13 @@ def test_help_is_wanted_where_both_gemms_read_operands_alone(
     weight = torch.zeros(128, 128, dtype=torch.bfloat16)
     numerics.choose_products(weight)
     assert numerics.help_wanted("grad_output", weight) == help_wanted
+    assert numerics.takes_parts(weight) == (recipe != "bf16" and not plain)
     of_x = {("dgrad",): "source"}.get(plain, help_wanted)  # whose GEMMs are fprop and wgrad
     assert numerics.help_wanted("input", weight) == of_x
+
+
+def test_amax_of_rows_are_found_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics_module, "arch_of", lambda _: "sm90")
+    numerics, weight = numerics_of("fp8_rowwise"), torch.zeros(128, 128, dtype=torch.bfloat16)
+    numerics.choose_products(weight)
+    assert not numerics.takes_parts(weight)

@@ -224,44 +224,59 @@ def casts(given: Inputs) -> Iterator[Piece]:
     """What makes a tensor and casts it to FP8 along rows and columns by a known scale: two kernels, or one."""
     from megatron_lowprec.formats import FORMATS
     from megatron_lowprec.kernels.cast.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast.source import Fp8Cast, NormSource, Source
+    from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
     from megatron_lowprec.kernels.cast.triton import cast_fp8
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
-    from megatron_lowprec.kernels.layernorm.triton import norm
+    from megatron_lowprec.kernels.layernorm.triton import norm, statistics
 
-    H = given.model.hidden
-    dout = given.normal(given.tokens, H)
-    size = f"{given.tokens}x{H}"
+    T, H, heads = given.tokens, given.model.hidden, given.model.heads
+    dout = given.normal(T, H)
     near = 1e-6 if dout.is_cuda else 2e-2  # the interpreter cuts to bf16 what is in memory between two kernels
     amax, observed = (torch.full((1,), value, device=dout.device) for value in (8.0, 0.0))
 
-    def cast(source: torch.Tensor | Source | NormSource, fmt: str, sums: bool = False) -> Fp8Cast:
+    def cast(source: torch.Tensor | Source, fmt: str, sums: bool = False) -> Fp8Cast:
         known = {"amax": amax, "observed": observed, "sums": sums}
         return cast_fp8(source, rules[fmt], rows=True, columns=True, **known)  # type: ignore[arg-type]
 
-    def piece(name: str, apart: Callable[[], Fp8Cast], joined: Callable[[], Fp8Cast], times: int) -> Piece:
+    def piece(name: str, apart: Callable[[], Fp8Cast], joined: Callable[[], Fp8Cast], N: int = H) -> Piece:
         def results() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for ours, theirs in zip(joined()[:2], apart()[:2], strict=True):
                 yield ours.elements.float(), theirs.elements.float()  # type: ignore[union-attr]
 
-        return Piece(name, size, 4 * dout.numel(), times, {"apart": apart, "joined": joined}, results, near)
+        times = 2 * LAYERS if N == H else LAYERS
+        return Piece(name, f"{T}x{N}", 4 * T * N, times, {"apart": apart, "joined": joined}, results, near)
 
     rules = {fmt: Fp8Rule(FORMATS[fmt], "tensor") for fmt in ("e4m3", "e5m2")}
     key = torch.tensor([1, -2], dtype=torch.int32, device=dout.device)
-    computed = Source("dropout_grad", dout, key=key, p=DROPOUT)
+    computed = Source.dropout_grad(dout, key, DROPOUT)
     yield piece(
         "dropout's gradient and the bias's + cast, both",
         lambda: cast(bias_dropout_add_backward(dout, DROPOUT, key, torch.bfloat16)[0], "e5m2"),
         lambda: cast(computed, "e5m2", sums=True),
-        2 * LAYERS,
     )
     weight, bias = 1 + given.normal(H, scale=0.1), given.normal(H, scale=0.1)
+
+    def normed(b: torch.Tensor | None) -> Source:
+        return Source.norm(dout, weight, b, statistics(dout, EPS, b is not None))
+
     for name, b in (("LayerNorm", bias), ("RMSNorm", None)):
         yield piece(
             f"{name} + cast, both",
             lambda b=b: cast(norm(dout, weight, b, EPS).y, "e4m3"),  # type: ignore[misc]
-            lambda b=b: cast(NormSource.of(dout, weight, b, EPS), "e4m3"),  # type: ignore[misc]
-            2 * LAYERS,
+            lambda b=b: cast(normed(b), "e4m3"),  # type: ignore[misc]
+        )
+    width, dq, dk, dv = H // heads, *(given.normal(T, H) for _ in range(3))
+
+    def join() -> torch.Tensor:
+        return torch.cat([part.view(T, heads, width) for part in (dq, dk, dv)], -1).view(T, 3 * H)
+
+    for tile, fmt in (("tensor", "e5m2"), ("1x128", "e4m3")):
+        rules[tile] = Fp8Rule(FORMATS[fmt], tile)
+        yield piece(
+            f"gradients of q, k, v + cast {tile}, both",
+            lambda tile=tile: cast(join(), tile, sums=True),  # type: ignore[misc]
+            lambda tile=tile: cast(Source.qkv_grad(dq, dk, dv, (width, width)), tile, sums=True),  # type: ignore[misc]
+            3 * H,
         )
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
@@ -76,9 +77,9 @@ def main(asked: dict[str, Any]) -> None:
     def step() -> None:
         train_step(trainer, batches, config, steps, device)
 
-    kernel_ms = update_ms = stock_update_ms = None
+    kernels, update_ms, stock_update_ms = None, None, None
     if not asked["step_alone"]:
-        kernel_ms = _kernel_milliseconds(step) if on_gpu else None
+        kernels = _kernels(step) if on_gpu else None
         update_ms, stock_update_ms = _updates(trainer.optimizer, on_gpu)
     timed = milliseconds[asked["warm_up"] :]
     fifths = quantiles(timed, n=5, method="inclusive") if len(timed) > 1 else timed * 4
@@ -93,7 +94,8 @@ def main(asked: dict[str, Any]) -> None:
         "sequence": config.seq_length,
         "peak_gib": peak / 2**30,
         "reserved_gib": reserved / 2**30,
-        "kernel_ms": kernel_ms,
+        "kernel_ms": sum(kernel["ms"] for kernel in kernels) if kernels else None,
+        "kernels": kernels,
         "update_ms": update_ms,
         "stock_update_ms": stock_update_ms,
         "runtime": trainer.runtime.header(),
@@ -106,16 +108,20 @@ def main(asked: dict[str, Any]) -> None:
     startup.finalize()
 
 
-def _kernel_milliseconds(step: Callable[[], None]) -> float:
-    """How long the GPU's kernels and copies run in one step, each for itself."""
+def _kernels(step: Callable[[], None]) -> list[dict[str, Any]]:
+    """The GPU's kernels and copies in one step, by name: how often, and how long each for itself; longest first."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         _synchronize(True)
-    events = (event for event in profiled.events() if event.device_type == DeviceType.CUDA)
-    return sum(event.self_device_time_total for event in events) / 1e3
+    taken: dict[str, list[float]] = defaultdict(list)
+    for event in profiled.events():
+        if event.device_type == DeviceType.CUDA:
+            taken[event.name[:200]].append(event.self_device_time_total / 1e3)
+    found = [{"name": name, "times": len(ms), "ms": sum(ms)} for name, ms in taken.items()]
+    return sorted(found, key=lambda kernel: -kernel["ms"])
 
 
 def _updates(optimizer: Any, on_gpu: bool) -> tuple[float, float]:

@@ -36,7 +36,8 @@ class CastConstants(NamedTuple):
         ALONG_ROWS, ALONG_COLUMNS: which operands are made.
         OBSERVES: whether an amax is raised on the way.
         SUMS: whether entries are summed over M.
-        KIND: what is read, of ``source.KINDS`` and ``source.NORM_KINDS``.
+        KIND: what is read, of ``source.KINDS``.
+        QUERY, HEAD: ``Source.widths``.
         TILE: what shares a scale, of TILES.
         MANTISSA, MIN_EXPONENT, MAX, NAN_CODE: of the codes.
         FLOOR: the least fp32 not below the rule's amax_floor.
@@ -51,6 +52,8 @@ class CastConstants(NamedTuple):
     OBSERVES: bool
     SUMS: bool
     KIND: int
+    QUERY: int
+    HEAD: int
     TILE: int
     MANTISSA: int
     MIN_EXPONENT: int
@@ -83,7 +86,9 @@ class Fp8Rule:
         """Of the codes."""
         return torch.float8_e4m3fn if self.fmt.name == "e4m3" else torch.float8_e5m2
 
-    def constants(self, rows: bool, columns: bool, observes: bool, sums: bool, kind: int) -> CastConstants:
+    def constants(
+        self, rows: bool, columns: bool, observes: bool, sums: bool, kind: int, widths: tuple[int, int]
+    ) -> CastConstants:
         """Of a kernel that gives these operands by this rule."""
         floor = torch.tensor(self.amax_floor, dtype=torch.float64)
         floor32 = floor.float()
@@ -95,6 +100,8 @@ class Fp8Rule:
             OBSERVES=observes,
             SUMS=sums,
             KIND=kind,
+            QUERY=widths[0],
+            HEAD=widths[1],
             TILE=TILES[self.tile],
             MANTISSA=self.fmt.mantissa_bits,
             MIN_EXPONENT=self.fmt.min_exponent,

@@ -47,7 +47,7 @@ def cast_rows(
     for part in range(BM // ROWS):
         rows = tile_m * BM + part * ROWS + tl.arange(0, ROWS)
         row, col = places(rows, tile_n * BN, BN, CHUNK)
-        x = read(source, rows, tile_n * BN, M, N, stride, CAST.KIND, BN, CHUNK)
+        x = read(source, rows, tile_n * BN, M, N, stride, CAST, BN, CHUNK)
         if CAST.SUMS and not CAST.ALONG_COLUMNS:
             total += tl.sum(x, 1, keep_dims=True)
         x = as_stored(x, IS_BF16, CAST.NATIVE)
@@ -107,10 +107,10 @@ def cast_words(
     for part in range(BN // COLUMNS):
         first = tile_n * BN + part * COLUMNS
         row, col = places(rows, first, COLUMNS, COLUMNS)
-        x0 = read(source, rows, first, M, N, stride, CAST.KIND, COLUMNS, COLUMNS)
-        x1 = read(source, rows + 1, first, M, N, stride, CAST.KIND, COLUMNS, COLUMNS)
-        x2 = read(source, rows + 2, first, M, N, stride, CAST.KIND, COLUMNS, COLUMNS)
-        x3 = read(source, rows + 3, first, M, N, stride, CAST.KIND, COLUMNS, COLUMNS)
+        x0 = read(source, rows, first, M, N, stride, CAST, COLUMNS, COLUMNS)
+        x1 = read(source, rows + 1, first, M, N, stride, CAST, COLUMNS, COLUMNS)
+        x2 = read(source, rows + 2, first, M, N, stride, CAST, COLUMNS, COLUMNS)
+        x3 = read(source, rows + 3, first, M, N, stride, CAST, COLUMNS, COLUMNS)
         if CAST.SUMS:
             total = tl.sum((x0 + x1) + (x2 + x3), 0, keep_dims=True)
             tl.store(sums_ptr + tile_m * N + col, total, mask=col < N)

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
-from megatron_lowprec.kernels.cast.norm import NormCastKernel
 from megatron_lowprec.kernels.cast.rule import Fp8Rule
-from megatron_lowprec.kernels.cast.source import KINDS, NORM_KINDS, Fp8Cast, Kind, NormSource, Source, source_of
+from megatron_lowprec.kernels.cast.source import KINDS, Fp8Cast, Kind, Source, source_of
 from megatron_lowprec.kernels.cast.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
@@ -48,9 +47,9 @@ def _amax_kernel(x_ptr, amax_ptr, M, N, stride, VECTORS: tl.constexpr, BM: tl.co
 @triton.jit(do_not_specialize=["threshold", "M", "height"])
 def _cast_kernel(
     x_ptr,
-    argument_ptr,
-    bias_ptr,
-    key_ptr,
+    second_ptr,
+    third_ptr,
+    fourth_ptr,
     threshold,
     keep_scale,
     row_ptr,
@@ -71,7 +70,7 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    source = (x_ptr, argument_ptr, bias_ptr, key_ptr, threshold, keep_scale)
+    source = (x_ptr, second_ptr, third_ptr, fourth_ptr, threshold, keep_scale)
     tiles_n = tl.cdiv(N, BN)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3  # one scale for all of the tile, whose codes serve both ways
@@ -88,18 +87,27 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-def amax_of(x: torch.Tensor, vectors: bool) -> torch.Tensor:
-    """fp32 [1], or [M + N] of the rows and the columns of x [M, N], row-major; a NaN in reach gives NaN."""
-    M, N = x.shape
-    amax = torch.zeros(M + N if vectors else 1, dtype=torch.float32, device=x.device)
+def amax_of(x: torch.Tensor | Source, vectors: bool) -> torch.Tensor:
+    """fp32 [1], or [M + N] of the rows and the columns of x [M, N], row-major; a NaN in reach gives NaN.
+
+    Args:
+        x: in memory, in one tensor or, for a single amax, in parts.
+    """
+    source = source_of(x)
+    parts = source.in_memory
+    assert len(parts) == 1 or (parts and not vectors), f"no amax of {source.kind} in one pass"
+    amax = torch.zeros(sum(source.shape) if vectors else 1, dtype=torch.float32, device=source.x.device)
     kernel = _amax_specialized(vectors)
-    programs = -(-M // _AMAX_TILE[0]) * -(-N // _AMAX_TILE[1])
-    kernel.launch(programs, x.device, (x, amax, M, N, x.stride(0)), source_of(x).specialized_on())
+    for part in parts:
+        M, N = part.shape
+        programs = -(-M // _AMAX_TILE[0]) * -(-N // _AMAX_TILE[1])
+        arguments = part, amax, M, N, part.stride(0)
+        kernel.launch(programs, part.device, arguments, Source.matrix(part).specialized_on())
     return amax
 
 
 def cast_fp8(
-    x: torch.Tensor | Source | NormSource,
+    x: torch.Tensor | Source,
     rule: Fp8Rule,
     *,
     rows: bool,
@@ -112,26 +120,15 @@ def cast_fp8(
 
     Args:
         x: bf16 or fp32, the last dimension contiguous; not empty. N a multiple of 16; of 128 along rows in blocks of
-            1x128 and for 128x128. M of any size: columns are padded with zeros to whole units of the product. A
-            norm's output for tile "tensor", without sums; its statistics are written.
+            1x128 and for 128x128. M of any size: columns are padded with zeros to whole units of the product.
         amax: of tiles "tensor" [1] and "row" [M + N], from ``amax_of`` or a history; made here where it is None.
         observed: fp32 [1], raised to the amax of x on the way.
         sums: also sum over M, for the gradient of a bias; of a computed source before its entries are rounded.
     """
-    if isinstance(x, NormSource):
-        assert rule.tile == "tensor", "a norm is cast by a known scale"
-        assert amax is not None
-        assert not sums
-        kind = (rows, columns, observed is not None, x.kind, x.shape[1])
-        if kind not in rule.kernels:
-            constants = rule.constants(rows, columns, observed is not None, False, NORM_KINDS[x.kind])
-            rule.kernels[kind] = NormCastKernel(constants, x.shape[1], rule.dtype)
-        return rule.kernels[kind].run(x, amax, observed)
     source = source_of(x)
     if amax is None and rule.tile in ("tensor", "row"):
-        assert source.kind == "matrix", "a computed source comes with its amax"
-        amax = amax_of(source.x, vectors=rule.tile == "row")
-    key = (rows, columns, observed is not None, sums, source.kind)
+        amax = amax_of(source, vectors=rule.tile == "row")
+    key = (rows, columns, observed is not None, sums, source.kind, source.widths)
     kernel = rule.kernels.get(key)
     if kernel is None:
         kernel = rule.kernels[key] = _CastKernel(rule, *key)
@@ -160,9 +157,18 @@ class _CastKernel:
     algorithms in the first one, anywhere.
     """
 
-    def __init__(self, rule: Fp8Rule, rows: bool, columns: bool, observes: bool, sums: bool, kind: Kind) -> None:
+    def __init__(
+        self,
+        rule: Fp8Rule,
+        rows: bool,
+        columns: bool,
+        observes: bool,
+        sums: bool,
+        kind: Kind,
+        widths: tuple[int, int] = (0, 0),
+    ) -> None:
         self._rule, self._rows, self._columns, self._sums = rule, rows, columns, sums
-        constants = rule.constants(rows, columns, observes, sums, KINDS[kind])
+        constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths)
         if rule.tile == "1x128":
             B = _BLOCK
             shapes = {
@@ -202,7 +208,7 @@ class _CastKernel:
     def run(self, source: Source, amax: torch.Tensor | None, observed: torch.Tensor | None) -> Fp8Cast:
         """Allocate and launch; see ``cast_fp8``."""
         x = source.x
-        (M, N), stride, device = x.shape, x.stride(0), x.device
+        (M, N), stride, device = source.shape, x.stride(0), x.device
         multiple = _BLOCK if self._rule.tile in ("1x128", "128x128") else ROW_MULTIPLE
         padded_M = -(-M // multiple) * multiple
         # cuBLAS wants the scales of 1x128 tiles in columns of whole 16 bytes
@@ -234,7 +240,7 @@ class _CastKernel:
 
         # a sum's last bits depend on its order, which is the tiling's
         fixed = self._sums and torch.are_deterministic_algorithms_enabled()
-        if self._tiling is None and x.numel() >= LARGE_ENOUGH and not fixed:
+        if self._tiling is None and M * N >= LARGE_ENOUGH and not fixed:
             self._tiling = fastest(self._name, self._tilings, run, device)
         run(self._tilings[0] if fixed or self._tiling is None else self._tiling)
         return Fp8Cast(by_rows, by_columns, parts)

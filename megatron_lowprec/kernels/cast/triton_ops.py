@@ -26,37 +26,59 @@ def places(rows, first_column, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def read(source, rows, first_column, M, N, stride, KIND: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+def place_in_parts(q_ptr, k_ptr, v_ptr, row, col, stride, QUERY: tl.constexpr, HEAD: tl.constexpr):
+    """Addresses of a matrix's entries that lie in three tensors: its columns are, group by group, QUERY of the first,
+    whose rows are ``stride`` apart, then HEAD of the second and of the third.
+    """
+    group, place = col // (QUERY + 2 * HEAD), col % (QUERY + 2 * HEAD)
+    row = row.to(tl.int64)
+    q = q_ptr + row * stride + (group * QUERY + place)
+    at = row * (stride // QUERY * HEAD) + (group * HEAD + place - QUERY)
+    return tl.where(place < QUERY, q, tl.where(place < QUERY + HEAD, k_ptr + at, v_ptr + (at - HEAD)))
+
+
+@triton.jit
+def of_rows(values_ptr, rows, M, PLAIN: tl.constexpr):
+    """A number for each row, as ``places`` has rows; loaded as a vector, for a thread loads a column eight times."""
+    values = tl.load(values_ptr + rows, mask=rows < M, other=0.0)
+    return values[:, None] if PLAIN else values[None, :, None]
+
+
+@triton.jit
+def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
     """fp32 entries before any rounding at ``rows`` [R] and COLUMNS columns from the first on; zeros outside of [M, N].
 
-    ``source`` are a kernel's arguments for ``Source`` or ``NormSource``; ``first_column`` is a multiple of 8. The
-    entries lie as ``places`` has them.
+    ``source`` are a kernel's arguments for ``Source``; ``first_column`` is a multiple of 8. The entries lie as
+    ``places`` has them.
     """
-    x_ptr, argument_ptr, bias_ptr = source[0], source[1], source[2]
+    x_ptr, second_ptr, third_ptr, fourth_ptr = source[0], source[1], source[2], source[3]
+    KIND: tl.constexpr = CAST.KIND
     row, col = places(rows, first_column, COLUMNS, CHUNK)
     inside = (row < M) & (col < N)
     at = row.to(tl.int64) * stride + col
+    if KIND == 6:
+        x_ptr, at = place_in_parts(x_ptr, second_ptr, third_ptr, row, col, stride, CAST.QUERY, CAST.HEAD), 0
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == 1 or KIND == 2:
-        bias = tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        bias = tl.load(third_ptr + col, mask=col < N, other=0.0).to(tl.float32)
         if KIND == 1:
             x = gelu_of(x + bias)
         else:
-            argument = tl.load(argument_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            argument = tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32)
             x = x * gelu_slope_of(argument + bias)
         x = tl.where(inside, x, 0.0)
     elif KIND == 3:
-        kept = factors(rows, first_column, source[3], source[4], source[5], COLUMNS)
+        kept = factors(rows, first_column, fourth_ptr, source[4], source[5], COLUMNS)
         if CHUNK != COLUMNS:
             kept = tl.permute(tl.reshape(kept, [rows.shape[0], COLUMNS // CHUNK, CHUNK]), (1, 0, 2))
         x = x * kept
     elif KIND == 4 or KIND == 5:
-        rstd = tl.load(source[4] + row, mask=row < M, other=0.0)
-        weight = tl.load(argument_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        rstd = of_rows(fourth_ptr, rows, M, CHUNK == COLUMNS)
+        weight = tl.load(second_ptr + col, mask=col < N, other=0.0).to(tl.float32)
         bias = weight
         if KIND == 4:
-            x = x - tl.load(source[3] + row, mask=row < M, other=0.0)
-            bias = tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+            x = x - of_rows(fourth_ptr + M, rows, M, CHUNK == COLUMNS)
+            bias = tl.load(third_ptr + col, mask=col < N, other=0.0).to(tl.float32)
         x = tl.where(inside, affine(x, rstd, weight, bias, KIND == 4), 0.0)
     return x
 

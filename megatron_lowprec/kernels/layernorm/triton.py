@@ -138,6 +138,14 @@ def _backward_kernel(
         tl.store(partial_ptr + tl.num_programs(0) * WIDTH + at, dbias, mask=within)
 
 
+@triton.jit
+def _statistics_kernel(
+    x_ptr, mean_ptr, rstd_ptr, T, eps,
+    WIDTH: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    store_statistics(x_ptr, mean_ptr, rstd_ptr, tl.program_id(0) * ROWS, T, eps, WIDTH, CENTERED, ROWS, BLOCK)
+
+
 class Tiling(NamedTuple):
     """How a norm is cut into programs.
 
@@ -193,6 +201,26 @@ def norm(
         num_warps=sizes.warps,
     )
     return Normalized(y, mean, rstd)
+
+
+def statistics(x: torch.Tensor, eps: float, centered: bool) -> torch.Tensor:
+    """fp32 [2, T]: of each row of x what ``norm`` finds, rstd and then, where ``centered``, the mean; else [1, T]."""
+    T, width = x.shape
+    found = torch.empty((1 + centered, T), dtype=torch.float32, device=x.device)
+    sizes = tiling(width)
+    _statistics_kernel[(triton.cdiv(T, sizes.rows),)](
+        x,
+        found[-1],
+        found[0],
+        T,
+        eps,
+        WIDTH=width,
+        CENTERED=centered,
+        ROWS=sizes.rows,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=sizes.warps,
+    )
+    return found
 
 
 def norm_backward(

@@ -182,7 +182,7 @@ class LinearNumerics:
                 operands = {"dgrad": Operand(both[0]), "wgrad": Operand(both[1])}
         db = None
         if bias:
-            db = matrix_of(dy_TO).sum(dim=0) if sums is None else sums.sum(dim=0).to(dy_TO.dtype)
+            db = matrix_of(dy_TO).sum(dim=0) if sums is None else sums
         return GradOutput(matrix_of(dy_TO, made=len(operands) == 2), operands, db)
 
     def dgrad(

@@ -1,17 +1,15 @@
 """Largest magnitudes inside Triton programs: numbers that are not negative compare as their bits do, NaN above all."""
 
-import os
-
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from megatron_lowprec.kernels.interpreted import INTERPRETED
 
 
 @triton.jit
 def amax_along(magnitude, axis: tl.constexpr):
     """Largest along an axis, NaN above all."""
-    if _INTERPRETED:  # which takes minutes for a reduction by anything but Triton's own functions
+    if INTERPRETED:  # which takes minutes for a reduction by anything but Triton's own functions
         bits = tl.max(magnitude.to(tl.int32, bitcast=True), axis, keep_dims=True)
         found = bits.to(tl.float32, bitcast=True)
     else:  # absolute values come free with a floating-point maximum

@@ -131,7 +131,7 @@ def source_of(x: torch.Tensor | Source) -> Source:
 
 
 class Fp8Cast(NamedTuple):
-    """What one read of [M, N] gave: operands along rows and columns, and fp32 sums over M in parts [parts, N]."""
+    """What one read of [M, N] gave: operands along rows and columns, and sums over M, [N] in the matrix's dtype."""
 
     rows: ScaledOperand | None
     columns: ScaledOperand | None

@@ -40,7 +40,6 @@ def cast_rows(
     """
     CHUNK: tl.constexpr = 32
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
-    IS_BF16: tl.constexpr = CAST.KIND != 0 and BF16
     OF_BF16: tl.constexpr = CAST.NATIVE and CAST.TILE == 2 and BF16
     out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     total = tl.zeros([BN // CHUNK, 1, CHUNK], tl.float32)
@@ -50,7 +49,7 @@ def cast_rows(
         x = read(source, rows, tile_n * BN, M, N, stride, CAST, BN, CHUNK)
         if CAST.SUMS and not CAST.ALONG_COLUMNS:
             total += tl.sum(x, 1, keep_dims=True)
-        x = as_stored(x, IS_BF16, CAST.NATIVE)
+        x = as_stored(x, BF16, CAST)
         if CAST.OBSERVES and not CAST.ALONG_COLUMNS:
             observe(observed_ptr, amax_along(amax_along(amax_along(tl.abs(x), 2), 0), 1))
         if CAST.TILE == 1:
@@ -97,7 +96,6 @@ def cast_words(
     one word of the transposed operand, so that whole words cross shared memory, not single bytes.
     """
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
-    IS_BF16: tl.constexpr = CAST.KIND != 0 and BF16
     OF_BF16: tl.constexpr = CAST.NATIVE and CAST.TILE == 2 and BF16
     ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3
     row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -114,8 +112,8 @@ def cast_words(
         if CAST.SUMS:
             total = tl.sum((x0 + x1) + (x2 + x3), 0, keep_dims=True)
             tl.store(sums_ptr + tile_m * N + col, total, mask=col < N)
-        x0, x1 = as_stored(x0, IS_BF16, CAST.NATIVE), as_stored(x1, IS_BF16, CAST.NATIVE)
-        x2, x3 = as_stored(x2, IS_BF16, CAST.NATIVE), as_stored(x3, IS_BF16, CAST.NATIVE)
+        x0, x1 = as_stored(x0, BF16, CAST), as_stored(x1, BF16, CAST)
+        x2, x3 = as_stored(x2, BF16, CAST), as_stored(x3, BF16, CAST)
         found = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
         found = amax_along(found, 0) if CAST.TILE == 2 else amax_along(amax_along(found, 1), 0)
         if CAST.OBSERVES:

@@ -17,6 +17,7 @@ from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
 from megatron_lowprec.kernels.cast.rule import Fp8Rule
 from megatron_lowprec.kernels.cast.source import KINDS, Fp8Cast, Kind, Source, source_of
 from megatron_lowprec.kernels.cast.tiles import cast_rows, cast_words
+from megatron_lowprec.kernels.column_sum.triton import sum_partials
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, fastest
@@ -222,7 +223,7 @@ class _CastKernel:
             nonlocal parts
             tiles_m = -(-padded_M // tiling.rows)
             if self._sums:
-                parts = torch.empty((tiles_m, N), dtype=torch.float32, device=device)
+                parts = torch.empty((1, tiles_m, N), dtype=torch.float32, device=device)
             arguments = (
                 *made_of,
                 *((x, x) if by_rows is None else (by_rows.elements, by_rows.scale)),
@@ -243,7 +244,7 @@ class _CastKernel:
         if self._tiling is None and M * N >= LARGE_ENOUGH and not fixed:
             self._tiling = fastest(self._name, self._tilings, run, device)
         run(self._tilings[0] if fixed or self._tiling is None else self._tiling)
-        return Fp8Cast(by_rows, by_columns, parts)
+        return Fp8Cast(by_rows, by_columns, None if parts is None else sum_partials(parts, x.dtype)[0])
 
     def _operand(self, height: int, length: int, device: torch.device, rows: int) -> ScaledOperand:
         return ScaledOperand.empty(height, length, self._rule.dtype, self._rule.tile, device, rows)

@@ -13,6 +13,7 @@ import triton.language as tl
 from megatron_lowprec.kernels.amax.triton_ops import larger, raise_to_amax
 from megatron_lowprec.kernels.column_sum.triton import sum_partials
 from megatron_lowprec.kernels.gelu import reference
+from megatron_lowprec.kernels.interpreted import INTERPRETED
 
 # 2u as x (A + B x^2), in base 2 for the exponential; and its derivative C + D x^2
 _SLOPE, _CUBIC = reference.SLOPE, reference.CUBIC
@@ -28,7 +29,17 @@ _BACKWARD_PROGRAMS = 1024  # all run at once: eight on each of 128 multiprocesso
 def gate(x):
     """(the factor of x in its GELU, x^2 bounded); multiply-adds are spelled out: all kernels then have one result."""
     square = tl.minimum(x * x, _MAX_SQUARE)
-    return 1.0 / (1.0 + tl.exp2(x * tl.fma(square, _B, _A))), square
+    power = x * tl.fma(square, _B, _A)
+    if INTERPRETED:
+        factor = 1.0 / (1.0 + tl.exp2(power))
+    else:
+        # without what Triton's own exp2 and division do for subnormal numbers: a fifth of a cast's instructions
+        factor = tl.inline_asm_elementwise(
+            """{ .reg .f32 sum; ex2.approx.ftz.f32 sum, $1; add.f32 sum, sum, 0f3F800000;
+            rcp.approx.ftz.f32 $0, sum; }""",
+            "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return factor, square
 
 
 @triton.jit

@@ -157,12 +157,23 @@ def test_the_page_names_what_failed() -> None:
             row("operands", "TP2", compared=96, layers=16, wrong=[]),
         ]
     )
-    page = render("Title", verdicts, FACTS, ["conditions"], ["launch x failed"])
-    assert "3 cells, 1 of them more than allowed." in page
+    page = render("Title", verdicts, FACTS, ["conditions"], ["launch x failed"], ["gpt TP2, mxfp4, losses"])
+    assert "**3 cells, 1 of them more than allowed. 1 checks have no result.**" in page
+    assert "## No result\n\n- gpt TP2, mxfp4, losses\n" in page
     assert "| `mxfp8` | **1e-1 / 0 (0.00)** | 0 / 5e-4 (0.50) |" in page
     assert "- losses, gpt TP2, mxfp8, fp32: first 1.0e-01" in page
     assert "- gpt TP2, fp32: 96 operands of 16 linear layers" in page
     assert page.endswith("- launch x failed\n")
+
+
+def test_what_has_no_row_is_missing() -> None:
+    asked = plan.Asked(["bf16", "mxfp4"], ["TP2"], ["losses"], precisions=["fp32"])
+    launches = plan.launches(asked, Path("folder"))
+    everything = plan.missing(launches, [])
+    assert "gpt TP2, fp32, mxfp4, losses" in everything
+    rows = [row("losses", "TP2", recipe="mxfp4"), row("losses", "1", recipe="bf16")]
+    left = plan.missing(launches, rows)
+    assert set(everything) - set(left) == {"gpt TP2, fp32, mxfp4, losses", "reference 1, fp32, bf16, losses"}
 
 
 def test_rows_are_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

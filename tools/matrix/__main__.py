@@ -132,12 +132,13 @@ def _run(asked: Asked, arguments: argparse.Namespace, folder: Path, given: str) 
             written = len(found["rows"])
             _write(found, out)
 
+    wanted = plan.launches(asked, folder, min(runner.at_once, _PARTS))
     try:
         runner.run([plan.base_launch(asked, folder)], tick)
         if not any(one.code for one in runner.done):
-            runner.run(plan.launches(asked, folder, min(runner.at_once, _PARTS)), tick)
+            runner.run(wanted, tick)
     finally:
-        result = _publish(content(), out)
+        result = _publish({**content(), "missing": plan.missing(wanted, runner.rows())}, out)
     return result
 
 
@@ -155,14 +156,16 @@ def _publish(content: Content, out: Path) -> int:
     versions_of = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     conditions = f"`{content['command']}`: {content['device']}; {versions_of}."
     title = f"Recipes on parallel layouts, {content['device']}, {content['date']}"
-    page = render(title, verdicts, content["facts"], [conditions], [*failed, took])
+    missing = content.get("missing", [])
+    page = render(title, verdicts, content["facts"], [conditions], [*failed, took], missing)
     out.with_suffix(".md").write_text(page, encoding="utf-8")
     wrong = [verdict for verdict in verdicts if not verdict.ok]
     for verdict in wrong:
         where = f"{verdict.check}, {verdict.model} {verdict.layout}, {verdict.recipe}, {verdict.precision}"
         print(f"more than allowed: {where}: {verdict.says}", flush=True)
-    print(f"{len(verdicts)} cells, {len(wrong)} more than allowed; {out.with_suffix('.md')}")
-    return 1 if failed or wrong or not verdicts else 0
+    without = f", {len(missing)} checks without a result" if missing else ""
+    print(f"{len(verdicts)} cells, {len(wrong)} more than allowed{without}; {out.with_suffix('.md')}")
+    return 1 if failed or wrong or missing or not verdicts else 0
 
 
 def _default_out(gpus: int) -> Path:

@@ -43,17 +43,25 @@ _MARKS = {"data-parallel": " n", "the calibration": " c", "experts see": " g"}
 
 
 def render(
-    title: str, verdicts: Sequence[Verdict], facts: dict[str, object], conditions: Sequence[str], notes: Sequence[str]
+    title: str,
+    verdicts: Sequence[Verdict],
+    facts: dict[str, object],
+    conditions: Sequence[str],
+    notes: Sequence[str],
+    missing: Sequence[str] = (),
 ) -> str:
     """The page.
 
     Args:
+        missing: what has no result.
         facts: base, steps, batch, microbatch, sequence and seeds of the introductions.
     """
     wrong = [verdict for verdict in verdicts if not verdict.ok]
     looked = (
         f"{len(verdicts)} cells, {len(wrong)} of them more than allowed." if wrong else f"{len(verdicts)} cells hold."
     )
+    if missing:
+        looked = f"{looked} {len(missing)} checks have no result."
     parts = [f"# {title}", "\n".join(conditions), f"**{looked}**", _INTRODUCTION.format(**facts)]
     losses = [verdict for verdict in verdicts if verdict.check == "losses"]
     for precision in dict.fromkeys(v.precision for v in losses):
@@ -67,6 +75,8 @@ def render(
         parts.append("## More than allowed\n\n" + "\n".join(lines))
         if any(v.precision != "fp64" and v.check == "losses" for v in wrong):
             parts.append(_FLIPPED)
+    if missing:
+        parts.append("## No result\n\n" + "\n".join(f"- {what}" for what in missing))
     if notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in notes))
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -92,6 +92,26 @@ def launches(asked: Asked, folder: Path, reference_parts: int = 1) -> list[Launc
     return [launch for launch in found if launch.groups]
 
 
+def missing(launches: Sequence[Launch], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was to run and has no row: its launch failed, or was stopped."""
+    there = {row_key(row) for row in rows}
+    found = []
+    for launch in launches:
+        for group in launch.groups:
+            for recipe in group["recipes"]:
+                for check in group["checks"]:
+                    key = row_key({**group["name"], "recipe": recipe, "check": check})
+                    if key not in there:
+                        found.append(", ".join([launch.name, *(str(part) for part in key[2:] if part is not None)]))
+    return found
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row is of."""
+    named = ("model", "layout", "precision", "distributed", "linears", "same_noise", "recipe", "check")
+    return tuple(row.get(name) for name in named)
+
+
 def references(layout: Layout, asked: Asked, folder: Path, recipes: Sequence[str]) -> list[Group]:
     """One process's losses, and their spread where sums are not exact."""
     return [

@@ -28,10 +28,11 @@ def main(asked: Mapping[str, Any]) -> None:
     import torch.distributed as dist
 
     from tools.matrix.double import in_double
+    from tools.matrix.plan import row_key
     from tools.matrix.setup import Setup, configured
 
     # Before the process group: no rank writes yet.
-    there = {_key(row) for row in rows_of(Path(asked["out"]))}
+    there = {row_key(row) for row in rows_of(Path(asked["out"]))}
     device = None
     with Path(asked["out"]).open("a", encoding="utf-8") as file:
 
@@ -45,7 +46,7 @@ def main(asked: Mapping[str, Any]) -> None:
                 (recipe, check)
                 for recipe in group["recipes"]
                 for check in group["checks"]
-                if _key({**group["name"], "recipe": recipe, "check": check}) not in there
+                if row_key({**group["name"], "recipe": recipe, "check": check}) not in there
             ]
             if not missing:
                 continue
@@ -54,7 +55,7 @@ def main(asked: Mapping[str, Any]) -> None:
                 device = startup.initialize(config, ranks)
             else:
                 dist.barrier()
-                startup.take_down_layout()
+                _take_down_layout()
                 startup.lay_out(config)
             double = group["name"]["precision"] == "fp64"
             with in_double() if double else nullcontext():
@@ -71,18 +72,23 @@ def main(asked: Mapping[str, Any]) -> None:
         startup.finalize()
 
 
+def _take_down_layout() -> None:
+    """And its process groups, which Megatron-core only forgets: NCCL keeps gigabytes for those of a few layouts."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    groups = [group for group in mpu._global_process_group_list or () if group is not None]
+    startup.take_down_layout()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
 def rows_of(path: Path) -> list[Row]:
     """The rows of a file that may be in the making, or not be there."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("}\n")]
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    """What a row is of."""
-    named = ("model", "layout", "precision", "distributed", "linears", "same_noise", "recipe", "check")
-    return tuple(row.get(name) for name in named)
 
 
 def _base(setup: Any, recipe: str, group: Row) -> Row:

@@ -85,19 +85,26 @@ def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: 
 
 @triton.jit
 def as_stored(x, BF16: tl.constexpr, CAST: tl.constexpr):
-    """fp32 rounded as it would be in memory; to nearest even by integers where the interpreter would cut."""
-    if BF16 and CAST.KIND != 0 and CAST.KIND != 6:  # which are in memory
-        if CAST.NATIVE:
-            # two at a time, which the compiler does for what it stores, not for what stays in registers
-            x = tl.inline_asm_elementwise(
-                """{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16;
-                and.b32 $1, pair, 0xFFFF0000; }""",
-                "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            bits = x.to(tl.int32, bitcast=True)
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-            x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    """fp32 rounded as it would be in memory, where it is not from there."""
+    if BF16 and CAST.KIND != 0 and CAST.KIND != 6:
+        x = round_to_bf16(x, CAST.NATIVE)
+    return x
+
+
+@triton.jit
+def round_to_bf16(x, NATIVE: tl.constexpr):
+    """fp32 to the nearest bf16 number, ties to even; by integers where the interpreter would cut."""
+    if NATIVE:
+        # two at a time, which the compiler does for what it stores, not for what stays in registers
+        x = tl.inline_asm_elementwise(
+            """{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xFFFF0000; }""",
+            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast.rule import code_constants
-from megatron_lowprec.kernels.cast.triton_ops import as_stored, to_fp8
+from megatron_lowprec.kernels.cast.triton_ops import round_to_bf16, to_fp8
 from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
 
 _BLOCK, _MOST_PARTS = 1024, 512
@@ -85,7 +85,7 @@ def _encode(value, KIND: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr):
     elif KIND == 2:
         stored = value.to(tl.float16)
     elif KIND == 1:
-        stored = as_stored(value, True, E4M3.NATIVE).to(tl.bfloat16)
+        stored = round_to_bf16(value, E4M3.NATIVE).to(tl.bfloat16)
     else:
         stored = value
     return stored

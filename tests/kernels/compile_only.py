@@ -1,0 +1,163 @@
+"""Every kernel compiled for Hopper as its wrapper calls it, by a machine without a GPU; nothing is launched.
+
+Triton's interpreter takes other branches than a GPU (no inline PTX, no native casts), and knows no types to mismatch.
+``python -m tests.kernels.compile_only`` compiles and prints how many specializations there were.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron_lowprec import kernels
+
+HOPPER = (9, 0)
+compiled: list[str] = []
+
+
+class _Hopper:
+    """What Triton asks its driver while it compiles."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 10 * HOPPER[0] + HOPPER[1], 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile(run: Any) -> Any:
+    """``JITFunction.run`` that stops before the launch, and gives nothing that could be launched later."""
+
+    def stops(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(f"{self.__module__}.{self.__name__}")
+
+    return stops
+
+
+def casts(bf16: torch.dtype = torch.bfloat16) -> None:
+    from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.cast.rule import Fp8Rule
+    from megatron_lowprec.kernels.cast.source import KINDS, Source
+    from megatron_lowprec.kernels.cast.triton import amax_of, cast_fp8
+    from tests.kernels.cast_cases import Case, input_of, source_of
+
+    def cast(source: Source | torch.Tensor, tile: str, fmt: str = "e4m3", amax: float | None = 1.0) -> None:
+        known = None if amax is None else torch.tensor([amax])
+        cast_fp8(source, Fp8Rule(FORMATS[fmt], tile), rows=True, columns=True, amax=known, observed=known, sums=True)
+
+    for kind in KINDS:
+        case = Case(256, 1152, bf16, "e4m3", "tensor", "amax", "rc", kind=kind)
+        source = source_of(case, input_of(case, "cpu"))
+        cast(source, "tensor", "e5m2")
+        if source.in_memory:
+            cast(source, "1x128", amax=None)
+            cast(source, "128x128", amax=None)
+    x = torch.zeros(256, 1152, dtype=bf16)
+    cast(x, "row", amax=None)
+    amax_of(x, vectors=True)
+
+
+def mx_operands() -> None:
+    from tests.kernels.mx_cases import Case, differences
+
+    for case in (
+        Case(128, 256, torch.bfloat16, "e2m1", "floor", "stochastic", 64, "rc"),
+        Case(128, 256, torch.bfloat16, "e4m3", "round_up", "nearest_even", 0, "rc"),
+        Case(128, 256, torch.bfloat16, "e2m1", "floor", "stochastic", 64, "rc", codes=True),
+    ):
+        differences(case, "cpu")  # there are some: nothing has run
+
+
+def around_linears() -> None:
+    from megatron_lowprec.kernels.bias.triton import add_bias_
+    from megatron_lowprec.kernels.cross_entropy import triton as cross_entropy
+    from megatron_lowprec.kernels.dropout.triton import bias_dropout_add, bias_dropout_add_backward
+    from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
+    from megatron_lowprec.kernels.layernorm.triton import norm, norm_backward, statistics
+
+    x, w, amax = torch.zeros(256, 1024).bfloat16(), torch.zeros(1024).bfloat16(), torch.zeros(1)
+    key = torch.zeros(2, dtype=torch.int32)
+    for bias in (w, None):
+        found = norm(x, w, bias, 1e-5, amax)
+        norm_backward(x, x, w, found.mean, found.rstd)
+        statistics(x, 1e-5, centered=bias is not None)
+    add_bias_(x, w)
+    bias_gelu(x, w, amax)
+    bias_gelu_backward(x, x, w, amax=amax)
+    bias_dropout_add(x, w, x, 0.1, key)
+    bias_dropout_add_backward(x, 0.1, key, torch.bfloat16, amax=amax)
+    targets = torch.zeros(256, dtype=torch.int64)
+    cross_entropy.logit_sums(x, targets, 0)
+    cross_entropy.logits_gradient_(x, targets, 0, torch.zeros(256), torch.zeros(256))
+
+
+def updates() -> None:
+    from megatron_lowprec.formats import FORMATS, Format
+    from megatron_lowprec.kernels.cast import rule
+    from megatron_lowprec.kernels.cast.rule import CodeConstants
+    from megatron_lowprec.kernels.cast_many import triton as cast_many
+    from megatron_lowprec.kernels.history.triton import update_history_
+    from megatron_lowprec.kernels.scaled_adam import triton as adam
+    from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters
+    from tests.kernels.scaled_adam_cases import SIZES, STATES, slots_of
+
+    def code_constants(fmt: Format, device: torch.device) -> CodeConstants:
+        return rule.code_constants(fmt, torch.device("cuda"))
+
+    step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+    with (
+        patch.object(adam, "code_constants", code_constants),
+        patch.object(cast_many, "code_constants", code_constants),
+    ):
+        for state in STATES:
+            slots, _ = slots_of(SIZES[0], state, torch.bfloat16, torch.float32, "cpu")
+            adam.update_amax(slots, step)
+            adam.update_(slots, step, torch.ones(len(slots), 3))
+        codes = torch.zeros(4096, dtype=torch.uint8)
+        cast_many.cast_many_([torch.zeros(4096)], torch.ones(1), FORMATS["e4m3"], [codes])
+    update_history_(torch.zeros(16), torch.zeros(64, 16), torch.zeros(16), True)
+
+
+def main() -> None:
+    """Compile all; the exit code is 1 where something is not compiled at all."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(_Hopper())
+    with (
+        patch.object(JITFunction, "run", _compile(JITFunction.run)),
+        patch("torch.cuda.is_available", lambda: True),
+        patch("torch.cuda.get_device_capability", lambda *_: HOPPER),
+    ):
+        for part in (casts, mx_operands, around_linears, updates):
+            part()
+    print(f"{len(compiled)} specializations of {len(set(compiled))} kernels compiled")
+    left = _kernels() - set(compiled)
+    sys.exit(f"not compiled: {', '.join(sorted(left))}" if left else None)
+
+
+def _kernels() -> set[str]:
+    """All of the package: what is launched has a name that ends so."""
+    from triton.runtime.jit import JITFunction
+
+    found = set()
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        for function in vars(importlib.import_module(module.name)).values():
+            if isinstance(function, JITFunction) and function.__name__.endswith("_kernel"):
+                found.add(f"{function.__module__}.{function.__name__}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

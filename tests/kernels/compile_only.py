@@ -1,7 +1,7 @@
-"""Every kernel compiled for Hopper as its wrapper calls it, by a machine without a GPU; nothing is launched.
+"""Every kernel compiled for a GPU as its wrapper calls it, by a machine without one; nothing is launched.
 
 Triton's interpreter takes other branches than a GPU (no inline PTX, no native casts), and knows no types to mismatch.
-``python -m tests.kernels.compile_only`` compiles and prints how many specializations there were.
+``python -m tests.kernels.compile_only 100`` compiles for sm_100 and prints how many specializations there were.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import torch
 
 from megatron_lowprec import kernels
 
-HOPPER = (9, 0)
 compiled: list[str] = []
 
 
-class _Hopper:
+class _Driver:
     """What Triton asks its driver while it compiles."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 10 * HOPPER[0] + HOPPER[1], 32)
+        return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -129,16 +131,16 @@ def updates() -> None:
     update_history_(torch.zeros(16), torch.zeros(64, 16), torch.zeros(16), True)
 
 
-def main() -> None:
+def main(arch: int) -> None:
     """Compile all; the exit code is 1 where something is not compiled at all."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    driver.set_active(_Hopper())
+    driver.set_active(_Driver(arch))
     with (
         patch.object(JITFunction, "run", _compile(JITFunction.run)),
         patch("torch.cuda.is_available", lambda: True),
-        patch("torch.cuda.get_device_capability", lambda *_: HOPPER),
+        patch("torch.cuda.get_device_capability", lambda *_: divmod(arch, 10)),
     ):
         for part in (casts, mx_operands, around_linears, updates):
             part()
@@ -160,4 +162,4 @@ def _kernels() -> set[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

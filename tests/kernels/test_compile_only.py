@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 
-def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["90", "100"])
+def test_every_kernel_compiles_for_hopper_and_blackwell(tmp_path: Path, arch: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_only"],
+        [sys.executable, "-m", "tests.kernels.compile_only", arch],
         capture_output=True,
         text=True,
         check=False,

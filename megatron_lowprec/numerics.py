@@ -14,12 +14,14 @@ from megatron_lowprec.kernels.quantize.reference import tile_amax
 from megatron_lowprec.operands import AnyOperand, GradOutput, Help, Input, Kept, matrix_of
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_moment import capturing
+from megatron_lowprec.quantization.fidelity import fidelity_sums
 from megatron_lowprec.quantization.native import amax_for_gemms, cast_for_gemms
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import (
     Reduce,
     delayed_encode_scale,
     quantize_both_ways,
+    quantize_by_reference,
     quantize_for_gemm,
 )
 from megatron_lowprec.quantization.random_stream import Moment
@@ -403,22 +405,35 @@ class LinearNumerics:
         transform = self._transforms.at(gemm, moment)
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
             return Operand(matrix if transform is None else transform.apply(matrix).to(matrix.dtype))
-        encode_scale = None
-        if spec.scaling == "delayed":
+        if spec.scaling == "delayed" and observe:
             history, slot = self.histories[operand]
-            if observe:
-                history.observe(slot, tile_amax(matrix, tile_sizes(spec, matrix)))
-            encode_scale = delayed_encode_scale(history.in_effect[slot], spec)
-        elements, scale = quantize_for_gemm(
-            matrix,
-            spec,
-            random=self._rounding[gemm, operand],
-            moment=moment,
-            transform=transform,
-            encode_scale=encode_scale,
-            reduce_amax=self._reduce_amax if self.place.shares_scale(gemm, operand, spec) else None,
-        )
+            history.observe(slot, tile_amax(matrix, tile_sizes(spec, matrix)))
+        elements, scale = quantize_for_gemm(matrix, spec, **self._how(gemm, operand, spec, moment))
         return Operand(elements, scale, tile_sizes(spec, matrix))
+
+    def fidelity_sums(self, gemm: str, operand: str, matrix: torch.Tensor, moment: Moment) -> torch.Tensor:
+        """``quantization.fidelity.fidelity_sums`` of an operand as a call at this moment makes it of ``matrix``.
+
+        Nothing is observed, kept or drawn that a call would not draw. Ranks that share its scale must all ask.
+
+        Args:
+            matrix: [R, K], contracted dimension last, not empty; of an operand that the recipe quantizes.
+        """
+        spec: QuantSpec = getattr(getattr(self.recipe, gemm), operand)
+        rounded, elements, scale = quantize_by_reference(matrix, spec, **self._how(gemm, operand, spec, moment))
+        return fidelity_sums(rounded, elements, scale, spec)
+
+    def _how(self, gemm: str, operand: str, spec: QuantSpec, moment: Moment) -> dict[str, Any]:
+        """What quantizing an operand takes beside the matrix and the spec."""
+        delayed = spec.scaling == "delayed"
+        history, slot = self.histories[operand] if delayed else (None, 0)
+        return {
+            "random": self._rounding[gemm, operand],
+            "moment": moment,
+            "transform": self._transforms.at(gemm, moment),
+            "encode_scale": None if history is None else delayed_encode_scale(history.in_effect[slot], spec),
+            "reduce_amax": self._reduce_amax if self.place.shares_scale(gemm, operand, spec) else None,
+        }
 
     def _keeps_weight(self, gemm: str) -> bool:
         """Whether a step's microbatches all multiply with the same quantized weight, and it is to be kept for them."""

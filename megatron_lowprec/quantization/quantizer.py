@@ -104,6 +104,25 @@ def quantize_for_gemm(
     return elements.to(dtype), None if dequantize else scale
 
 
+def quantize_by_reference(
+    matrix: torch.Tensor,
+    spec: QuantSpec,
+    *,
+    random: RandomStream,
+    moment: Moment,
+    transform: Transform | None = None,
+    encode_scale: torch.Tensor | None = None,
+    reduce_amax: Reduce | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``quantize_for_gemm`` taken apart: the matrix as it is rounded, behind its transform; elements; decode scales."""
+    if transform is not None:
+        matrix = transform.apply(matrix)
+    if spec.block is None and encode_scale is None:
+        encode_scale = current_encode_scale(matrix, spec, reduce_amax)
+    arguments = kernel_arguments(matrix, spec, random.at(moment))
+    return matrix, *quantize_operand(matrix, **arguments, encode_scale=encode_scale)
+
+
 def quantize_both_ways(
     matrix: torch.Tensor,
     spec: QuantSpec,

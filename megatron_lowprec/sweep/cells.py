@@ -29,7 +29,8 @@ DRIVER = str(REPOSITORY / "pretrain_gpt.py")
 # Options that say where a run's files go, how often it speaks and when it pauses: changing them makes no other run.
 _NOT_THE_RUN = {
     *("config", "save", "load", "tensorboard_dir", "data_cache_path", "num_workers"),
-    *("log_interval", "save_interval", "exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
+    *("log_interval", "log_quantization_interval", "save_interval"),
+    *("exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
     *("wandb_project", "wandb_exp_name", "wandb_save_dir", "distributed_timeout_minutes", "no_memory_check"),
     *("profile", "profile_step_start", "profile_step_end"),
     *("recipe", "recipe_set"),  # the recipe itself is kept

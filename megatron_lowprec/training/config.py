@@ -289,6 +289,11 @@ class LoggingOptions:
 
     log_interval: int = arg(100, "iterations between log lines")
     log_params_norm: bool = arg(False, "log the norm of the weights")
+    log_quantization_interval: int | None = arg(
+        None,
+        "iterations between looks at every quantized operand (SNR, bias, underflow, saturation, amax), which go to "
+        "quantization.jsonl; default never",
+    )
     log_num_zeros_in_grad: bool = arg(False, "log how many gradient values are zero")
     tensorboard_dir: str | None = arg(None, "default: tensorboard in the run's folder")
     wandb_project: str | None = arg(None, "log to Weights & Biases, too")

@@ -6,15 +6,18 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.operand_probe import OperandPlace
+from megatron_lowprec.quantization.fidelity import Fidelity
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.paths import RunPaths
+from megatron_lowprec.training.quantization_log import quantization_line, quantization_row, quantization_scalars
 from megatron_lowprec.training.shapes import sized
 
 
@@ -104,6 +107,7 @@ class RunLog:
             return
         paths.run.mkdir(parents=True, exist_ok=True)
         _drop_rows_after(paths.metrics, resumed_at, resumed_at if evaluated_at is None else evaluated_at)
+        _drop_rows_after(paths.quantization, resumed_at, resumed_at)
         self._metrics = paths.metrics.open("a", encoding="utf-8", buffering=1)
         from torch.utils.tensorboard import SummaryWriter
 
@@ -143,6 +147,21 @@ class RunLog:
                 )
             )
             self._interval = _Interval()
+
+    def quantization(self, iteration: int, operands: Sequence[tuple[OperandPlace, Fidelity]]) -> None:
+        """Record how well each operand was represented in that iteration; a line about the worst."""
+        if not self._writes:
+            return
+        self.say(quantization_line(iteration, operands))
+        rows = [quantization_row(iteration, place, fidelity) for place, fidelity in operands]
+        scalars = quantization_scalars(operands)
+        with self._failing_in_a_line():
+            with self._paths.quantization.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            for key, value in scalars.items():
+                self._board.add_scalar(key, value, iteration)
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=iteration)
 
     def evaluation(self, iteration: int, consumed: int, split: str, loss: float, perplexity: float) -> None:
         """Print and record one validation or test."""

@@ -120,6 +120,8 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
         run.log.say(*bad_steps.skipped(progress.iteration + 1, result.loss, result.grad_norm, look))
     progress.iteration += 1
     progress.consumed_samples += batch_size
+    if result.operands is not None:
+        run.log.quantization(progress.iteration, result.operands)
     if math.isnan(result.loss):
         progress.nan_iterations += 1
     seconds = time.perf_counter() - started

@@ -14,7 +14,10 @@ from megatron_lowprec.training.config import Config
 
 @dataclass(frozen=True)
 class RunPaths:
-    """One folder a run: metrics.jsonl, config.yaml, run.json, tensorboard/ and, without --save, checkpoints/."""
+    """One folder a run: metrics.jsonl, config.yaml, run.json, tensorboard/ and, without --save, checkpoints/.
+
+    And quantization.jsonl, where it was asked for.
+    """
 
     run: Path
     tensorboard: Path
@@ -23,6 +26,10 @@ class RunPaths:
     @property
     def metrics(self) -> Path:
         return self.run / "metrics.jsonl"
+
+    @property
+    def quantization(self) -> Path:
+        return self.run / "quantization.jsonl"
 
     @property
     def config(self) -> Path:
@@ -35,6 +42,8 @@ class RunPaths:
     def lines(self) -> list[str]:
         """For the end of a run."""
         rows = [("metrics", self.metrics), ("TensorBoard", self.tensorboard), ("configuration", self.config)]
+        if self.quantization.exists():
+            rows.insert(1, ("quantization", self.quantization))
         if self.checkpoints is not None:
             rows.insert(0, ("checkpoints", self.checkpoints))
         return [f"{what + ':':<15}{path}" for what, path in rows]
@@ -67,12 +76,16 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
     in_default_folder = paths.run.parent == Path("runs")
     old = paths.run if in_default_folder else paths.metrics
     number = 1
-    while (
-        aside := old.with_name(f"{old.stem}.{number}{old.suffix}" if old.is_file() else f"{old.name}.{number}")
-    ).exists():
+    while (aside := _aside(old, number)).exists():
         number += 1
     old.rename(aside)
+    if paths.quantization.exists():
+        paths.quantization.rename(_aside(paths.quantization, number))
     return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside}"]
+
+
+def _aside(old: Path, number: int) -> Path:
+    return old.with_name(f"{old.stem}.{number}{old.suffix}" if old.is_file() else f"{old.name}.{number}")
 
 
 def check_folder(folder: Path, option: str) -> None:

@@ -94,7 +94,10 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     if (config.train_iters is None) == (config.train_samples is None):
         raise UserError("the length of the run is missing: give --train-iters or --train-samples")
     _positive(config, "train_iters" if config.train_iters is not None else "train_samples")
-    for name in ("eval_interval", "log_interval", "save_interval", "exit_interval", "keep_last", "max_skipped_steps"):
+    for name in (
+        *("eval_interval", "log_interval", "log_quantization_interval", "save_interval", "exit_interval"),
+        *("keep_last", "max_skipped_steps"),
+    ):
         if getattr(config, name) is not None:
             _positive(config, name)
     config = replace(config, global_batch_size=batch)
@@ -306,6 +309,11 @@ def _check_cuda_graphs(config: Config, gpus: bool) -> None:
 def _check_features(config: Config, gpus: bool) -> None:
     _check_implementation(config, gpus)
     _check_cuda_graphs(config, gpus)
+    if config.log_quantization_interval is not None and config.transformer_impl != "local":
+        raise UserError(
+            "--log-quantization-interval looks at this project's layers, not at --transformer-impl "
+            f"{config.transformer_impl}'s; leave one of the two out"
+        )
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
         raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     if config.recompute_granularity == "full" and (

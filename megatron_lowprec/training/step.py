@@ -14,7 +14,9 @@ from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_lowprec.mcore.operand_probe import OperandPlace, OperandProbe
 from megatron_lowprec.mcore.optimizer_step import optimizer_step
+from megatron_lowprec.quantization.fidelity import Fidelity
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.data import Batches
 from megatron_lowprec.training.model import Runtime, Trainer, gathered
@@ -31,6 +33,7 @@ class StepResult:
     grad_norm: float | None
     num_zeros: int | None
     params_norm: float | None
+    operands: list[tuple[OperandPlace, Fidelity]] | None = None
 
 
 def train_step(
@@ -41,7 +44,9 @@ def train_step(
     Where loss or gradient are not finite nothing changes: weights, moments, amax histories and the factor of gradients
     stay as they are.
     """
-    with nullcontext() if trainer.graphs is None else trainer.graphs.step():
+    interval = config.log_quantization_interval
+    probe = OperandProbe(trainer.chunks) if interval is not None and (iteration + 1) % interval == 0 else None
+    with probe or (nullcontext() if trainer.graphs is None else trainer.graphs.step()):
         loss = forward_backward(trainer, batches, config, iteration, device)
     for chunk_batches in batches:
         # Everything so far is only launched: the next step's first batch is ready before the device is.
@@ -54,7 +59,8 @@ def train_step(
     if config.log_params_norm:
         with gathered(trainer, config):
             norm = params_norm(trainer)
-    return StepResult(loss.mean(), updated, grad_norm, num_zeros, norm)
+    found = None if probe is None else probe.found()
+    return StepResult(loss.mean(), updated, grad_norm, num_zeros, norm, found)
 
 
 def forward_backward(

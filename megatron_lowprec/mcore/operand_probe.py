@@ -1,0 +1,164 @@
+"""How well each operand of each GEMM is represented in one step, over all ranks that hold parts or copies of it.
+
+The step is the run's own: its operands are quantized once more beside it, and the numbers of its first microbatch are
+kept. A step without this pays nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_lowprec.gemms import DIMS
+from megatron_lowprec.mcore.collectives import max_over
+from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.numerics import LinearNumerics
+from megatron_lowprec.operands import GradOutput, Kept
+from megatron_lowprec.quantization.fidelity import COUNTS, Fidelity
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.resolve import site_path
+
+_ORDER = {place: number for number, place in enumerate(DIMS)}
+
+
+class OperandPlace(NamedTuple):
+    """An operand of a model, by global numbers; they sort as the model computes."""
+
+    layer: int
+    name: str
+    expert: int
+    order: int
+    gemm: str
+    operand: str
+    format: str
+
+    @property
+    def linear(self) -> str:
+        """As ``--rerun-in-bf16`` names it, and the expert."""
+        path = site_path(self.layer, self.name)
+        return path if self.expert < 0 else f"{path} of expert {self.expert}"
+
+
+class OperandProbe:
+    """While it is entered, looks at the operands of this rank's chunks in the first microbatch of a training step.
+
+    FP8 primary weights are left out: they have no other value on a rank.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._chunks = chunks
+        self._wrapped: list[tuple[LowPrecLinearMixin, Any]] = []
+        self._sums: dict[OperandPlace, torch.Tensor] = {}
+
+    def __enter__(self) -> OperandProbe:
+        for chunk in self._chunks:
+            for module in chunk.modules():
+                if isinstance(module, LowPrecLinearMixin):
+                    inner = module.bound_numerics
+                    self._wrapped.append((module, inner))
+                    module.numerics = _ProbedNumerics(inner, self._places(module, inner), self._sums)  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, inner in self._wrapped:
+            module.numerics = inner
+
+    def found(self) -> list[tuple[OperandPlace, Fidelity]]:
+        """Of the whole model, the same on every rank; all ranks ask together."""
+        dense = [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
+        mine = _reduced({place: sums for place, sums in self._sums.items() if place.expert < 0}, dense)
+        experts = {place: sums for place, sums in self._sums.items() if place.expert >= 0}
+        if experts:
+            groups = [
+                parallel_state.get_expert_tensor_parallel_group(),
+                parallel_state.get_expert_data_parallel_group(),
+            ]
+            mine |= _reduced(experts, groups)
+        everyone: list[dict[OperandPlace, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+        found = {place: sums for part in everyone for place, sums in part.items()}
+        return [(place, Fidelity.of(sums)) for place, sums in sorted(found.items()) if sums[0] > 0]
+
+    def _places(self, module: LowPrecLinearMixin, numerics: LinearNumerics) -> dict[tuple[str, str], OperandPlace]:
+        """Of a layer's quantized operands; each has sums from the start, since an expert may see no tokens."""
+        places = {}
+        for (gemm, operand), order in _ORDER.items():
+            spec = getattr(getattr(numerics.recipe, gemm), operand)
+            if spec is not None and not (operand == "weight" and isinstance(module.weight, Fp8Weight)):
+                layer, name, expert = numerics.place.layer, numerics.place.name, numerics.place.expert
+                place = OperandPlace(layer, name, expert, order, gemm, operand, spec.format)
+                places[gemm, operand] = place
+                self._sums[place] = torch.zeros(COUNTS, dtype=torch.float64, device=module.weight.device)
+        return places
+
+
+def _reduced(
+    sums: dict[OperandPlace, torch.Tensor], groups: Sequence[dist.ProcessGroup]
+) -> dict[OperandPlace, torch.Tensor]:
+    """Over the groups' ranks, on the first rank of all; nothing on others, nor without sums."""
+    if not sums:
+        return {}
+    places = sorted(sums)
+    total = torch.stack([sums[place] for place in places])
+    amax = total[:, -1]
+    for group in groups:
+        amax = max_over(amax, group)
+        dist.all_reduce(total, group=group)
+    total[:, -1] = amax
+    if any(dist.get_rank(group) for group in groups):
+        return {}
+    return dict(zip(places, total.cpu(), strict=True))
+
+
+class _ProbedNumerics:
+    """A layer's numerics, its operands looked at; everything else is the layer's own."""
+
+    def __init__(
+        self,
+        inner: LinearNumerics,
+        places: dict[tuple[str, str], OperandPlace],
+        sums: dict[OperandPlace, torch.Tensor],
+    ) -> None:
+        self._inner, self._places, self._sums = inner, places, sums
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def help_wanted(self, tensor: str, matrix: torch.Tensor) -> None:
+        """None: what is looked at has to be in memory."""
+
+    def takes_parts(self, matrix: torch.Tensor) -> bool:
+        """No: in one tensor."""
+        return False
+
+    def forward(
+        self,
+        x_TI: torch.Tensor,
+        w_OI: torch.Tensor,
+        moment: Moment,
+        observe: bool = True,
+        bias_O: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Kept]:
+        if observe:  # not an evaluation, nor the first pass of an activation recomputation
+            self._look("fprop", "input", x_TI, moment)
+            self._look("fprop", "weight", w_OI, moment)
+            self._look("dgrad", "weight", w_OI.t(), moment)
+            self._look("wgrad", "input", x_TI.t(), moment)
+        return self._inner.forward(x_TI, w_OI, moment, observe, bias_O, **options)
+
+    def grad_output(self, dy_TO: torch.Tensor, moment: Moment, **options: Any) -> GradOutput:
+        self._look("dgrad", "grad_output", dy_TO, moment)
+        self._look("wgrad", "grad_output", dy_TO.t(), moment)
+        return self._inner.grad_output(dy_TO, moment, **options)
+
+    def _look(self, gemm: str, operand: str, matrix: torch.Tensor, moment: Moment) -> None:
+        place = self._places.get((gemm, operand))
+        if place is not None and moment.microbatch == 0 and matrix.numel():
+            self._sums[place] += self._inner.fidelity_sums(gemm, operand, matrix, moment)

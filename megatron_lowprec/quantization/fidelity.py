@@ -1,0 +1,84 @@
+"""How well an operand represents the matrix that it was made of: sums that ranks and layers may add up."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, scale_tiles
+from megatron_lowprec.quantization.tensor import tile_sizes
+from megatron_lowprec.recipe.schema import QuantSpec
+
+COUNTS = 8
+_CHUNK = 1 << 20  # entries at a time, some of them in double precision
+# An fp32 scale and its reciprocal are rounded: so much above the largest value an amax may lie.
+_SLACK = 1.0 + 2.0**-20
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Of x and the values q that codes and scales stand for, headroom divided out.
+
+    Attributes:
+        entries: of x.
+        amax: the largest magnitude in x.
+        snr: 10 log10(sum x^2 / sum (q - x)^2), in dB; None where nothing was lost, or something is not finite.
+        bias: sum q x / sum x^2 - 1: by how much q is too long where it should be x; near 0 for unbiased rounding.
+        underflow: share of the entries that are not zero whose q is.
+        saturation: share of all entries beyond the largest value of the format under their scale.
+    """
+
+    entries: int
+    amax: float
+    snr: float | None
+    bias: float | None
+    underflow: float
+    saturation: float
+
+    @staticmethod
+    def of(sums: torch.Tensor) -> "Fidelity":
+        """From what ``fidelity_sums`` gave, the first seven added up, the last one's maximum; not of no entries."""
+        entries, nonzero, underflows, saturated, energy, error, projection, amax = sums.tolist()
+        whole = torch.tensor((energy, error, projection)).isfinite().all() and energy > 0
+        return Fidelity(
+            int(entries),
+            amax,
+            float(10 * torch.log10(sums[4] / sums[5])) if whole and error > 0 else None,
+            projection / energy - 1 if whole else None,
+            underflows / nonzero if nonzero else 0.0,
+            saturated / entries,
+        )
+
+
+def fidelity_sums(matrix: torch.Tensor, elements: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """float64 [COUNTS]: entries, those not zero, underflows, saturated ones, sum x^2, sum (q - x)^2, sum q x, amax.
+
+    Args:
+        matrix: [R, K] as it was rounded, so behind a transform.
+        elements: [R, K] on the format's grid.
+        scale: decode scales of the elements, fp32 or E8M0 bytes, as ``quantize_operand`` gives them.
+    """
+    tile, limit = tile_sizes(spec, matrix), FORMATS[spec.format].max
+    decode = scale if scale.is_floating_point() else e8m0_decode_scale(scale)
+    shared = decode.shape[0] == 1
+    tile_rows = 1 if shared else tile[0]
+    step = max(1, _CHUNK // (matrix.shape[1] * tile_rows)) * tile_rows
+    total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)
+    for start in range(0, matrix.shape[0], step):
+        x, grid = (part[start : start + step].double() for part in (matrix, elements))
+        scales = (decode if shared else decode[start // tile_rows :][: -(-len(x) // tile_rows)]).double()
+        q = scale_tiles(grid, scales, tile) / spec.headroom
+        reach = scale_tiles(torch.full_like(grid, limit * _SLACK), scales, tile)
+        nonzero = x != 0
+        parts = (
+            nonzero.sum(),
+            (nonzero & (q == 0)).sum(),
+            (x.abs() * spec.headroom > reach).sum(),
+            x.square().sum(),
+            (q - x).square().sum(),
+            (q * x).sum(),
+        )
+        total[1:-1] += torch.stack([part.double() for part in parts])
+        total[-1] = torch.maximum(total[-1], x.abs().max())
+    total[0] = matrix.numel()
+    return total

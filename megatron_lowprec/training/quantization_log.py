@@ -1,0 +1,59 @@
+"""What a run tells about its operands: a row each, numbers for TensorBoard, and a line about the worst."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from statistics import mean
+from typing import Any
+
+from megatron_lowprec.mcore.operand_probe import OperandPlace
+from megatron_lowprec.quantization.fidelity import Fidelity
+
+Operands = Sequence[tuple[OperandPlace, Fidelity]]
+
+
+def quantization_row(iteration: int, place: OperandPlace, fidelity: Fidelity) -> dict[str, Any]:
+    """A line of quantization.jsonl; ``Fidelity`` says what the numbers are, and an amax that is not finite is null."""
+    named = {"linear": place.linear, "gemm": place.gemm, "operand": place.operand, "format": place.format}
+    amax = fidelity.amax if math.isfinite(fidelity.amax) else None
+    return {"iteration": iteration, **named, **asdict(fidelity), "amax": amax}
+
+
+def quantization_scalars(operands: Operands) -> dict[str, float]:
+    """Over all layers, for each operand of each GEMM: the lowest and the mean SNR, the largest shares and bias."""
+    found: dict[str, float] = {}
+    for kind in dict.fromkeys((place.order, place.gemm, place.operand) for place, _ in sorted(operands)):
+        of_kind = [fidelity for place, fidelity in operands if (place.order, place.gemm, place.operand) == kind]
+        name = f"quantization/{kind[1]} {kind[2]}"
+        snrs = [fidelity.snr for fidelity in of_kind if fidelity.snr is not None]
+        if snrs:
+            found[f"{name} SNR lowest"], found[f"{name} SNR mean"] = min(snrs), mean(snrs)
+        found[f"{name} underflow"] = max(fidelity.underflow for fidelity in of_kind)
+        found[f"{name} saturation"] = max(fidelity.saturation for fidelity in of_kind)
+        biases = [abs(fidelity.bias) for fidelity in of_kind if fidelity.bias is not None]
+        if biases:
+            found[f"{name} bias"] = max(biases)
+    return found
+
+
+def quantization_line(iteration: int, operands: Operands) -> str:
+    """The lowest SNR, most underflow and most saturation, and whose they are."""
+    if not operands:
+        return f" quantization at iteration {iteration} | no operand is quantized |"
+
+    def worst(what: Callable[[Fidelity], float]) -> tuple[float, str]:
+        place, fidelity = min(operands, key=lambda one: (what(one[1]), one[0]))
+        return abs(what(fidelity)), f"{place.linear} {place.gemm} {place.operand}"
+
+    parts = []
+    if any(fidelity.snr is not None for _, fidelity in operands):
+        place, fidelity = min(
+            (one for one in operands if one[1].snr is not None), key=lambda one: (one[1].snr or 0.0, one[0])
+        )
+        parts.append(f"lowest SNR: {fidelity.snr:.1f} dB, {place.linear} {place.gemm} {place.operand}")
+    for name, what in (("underflow", lambda f: -f.underflow), ("saturation", lambda f: -f.saturation)):
+        share, whose = worst(what)
+        parts.append(f"most {name}: {share:.2%}, {whose}" if share else f"no {name}")
+    return f" quantization at iteration {iteration} | {' | '.join(parts)} |"

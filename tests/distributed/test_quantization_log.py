@@ -1,0 +1,109 @@
+"""What is said of operands is the same at every layout: sums over the ranks that hold parts or copies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.conftest import driving
+from tests.training.helpers import argv, many_runs
+
+COMMON: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "seq_length": 64,
+    "train_iters": 2,
+    "lr_decay_iters": 10,
+    "hidden_dropout": 0,
+    "attention_dropout": 0,
+    "log_quantization_interval": 2,
+}
+# From one checkpoint: stages draw other weights than one process does.
+START: dict[str, Any] = COMMON | {"exit_interval": 1}
+RECIPES = ("mxfp8", "fp8_current", "fp8_rowwise")
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_aux_loss_coeff": 1e-2, "disable_bias_linear": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    # of the same two samples in the first microbatch
+    "data": {"micro_batch_size": 1},
+}
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    found = {
+        f"{recipe} {layout}": COMMON | sizes | {"recipe": recipe, "load": "start", "no_save": True}
+        for recipe in RECIPES
+        for layout, sizes in LAYOUTS.items()
+    }
+    sizes = {
+        "expert_model_parallel_size": 2,
+        "micro_batch_size": 1,
+        "load": "experts start",
+        "no_load_optim": True,
+        "no_save": True,
+    }
+    found["experts"] = COMMON | EXPERTS | {"recipe": "mxfp8"} | sizes
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    with driving(folder) as drive:
+        drive(argv(save="start", **START))
+        for recipe in RECIPES:
+            drive(argv(save=f"{recipe} one", **COMMON, recipe=recipe, load="start", no_save=True))
+        drive(argv(save="experts start", **START, **EXPERTS))
+        drive(argv(save="experts one", **COMMON, **EXPERTS, recipe="mxfp8", load="experts start", no_save=True))
+    many_runs(2, [argv(save=name, **options) for name, options in cases().items()], folder)
+    assert json.loads((folder / "errors.json").read_text()) == {}
+    return folder
+
+
+def operands(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    lines = (folder / "quantization.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    by_place = {(row["linear"], row["gemm"], row["operand"]): row for row in found}
+    assert len(by_place) == len(found)
+    return by_place
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layout_says_what_one_process_says(folder: Path, recipe: str, layout: str) -> None:
+    want, got = operands(folder / f"{recipe} one"), operands(folder / f"{recipe} {layout}")
+    assert got.keys() == want.keys()
+    # blocks along the tokens, and rows of them, lie in one rank's samples
+    along_tokens = layout == "data" and recipe != "fp8_current"
+    # a scale of all tokens is each data-parallel rank's own
+    of_all_tokens = layout == "data" and recipe != "mxfp8"
+    for place, row in want.items():
+        other, (_, gemm, operand) = got[place], place
+        # what every tensor-parallel rank has counts as often as it is there
+        copies = {1, 2} if layout in ("tensor", "sequence", "data") else {1}
+        assert other["entries"] / row["entries"] in copies, place
+        # a rank's loss is a mean over its own samples
+        factor = 2 if layout == "data" and operand == "grad_output" else 1
+        assert other["amax"] == pytest.approx(factor * row["amax"], rel=2e-2 if of_all_tokens else 1e-4), place
+        if operand != "weight" and ((gemm == "wgrad" and along_tokens) or of_all_tokens):
+            assert other["snr"] == pytest.approx(row["snr"], abs=1.5), place
+        else:
+            assert other["snr"] == pytest.approx(row["snr"], abs=0.02), place
+            assert other["underflow"] == pytest.approx(row["underflow"], abs=1e-3), place
+
+
+def test_experts_of_all_ranks_are_there(folder: Path) -> None:
+    want, got = operands(folder / "experts one"), operands(folder / "experts")
+    assert got.keys() == want.keys()
+    experts = {linear for linear, _, _ in want if "of expert" in linear}
+    assert len(experts) == 2 * 2 * 4  # layers, linears, experts
+    for place, row in want.items():
+        if place[0] in experts:
+            assert got[place]["entries"] == row["entries"], place  # each token goes to its experts once
+            if place[1] != "wgrad":
+                assert got[place]["snr"] == pytest.approx(row["snr"], abs=0.02), place

@@ -1,0 +1,97 @@
+"""--log-quantization-interval: rows about every operand, of a run that they change nothing of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec import get_recipe
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.gemms import DIMS
+from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from tests.training.conftest import Drive
+from tests.training.helpers import argv, losses
+
+LAYERS = ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv")
+COMMON: dict[str, Any] = {"train_iters": 4, "bf16": True, "hidden_dropout": 0.1, "no_save": True}
+
+
+def operands(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "quantization.jsonl").read_text().splitlines()]
+
+
+def quantized(recipe: str) -> list[tuple[str, str]]:
+    found = get_recipe(recipe)
+    return [(gemm, operand) for gemm, operand in DIMS if getattr(getattr(found, gemm), operand) is not None]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_blockwise", "mxfp4_rht_sr"])
+def test_rows_of_every_operand_and_the_same_run(drive: Drive, capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    sizes = {"hidden_size": 128, "recipe": recipe}
+    drive(argv(save="plain", **COMMON, **sizes))
+    assert "quantization" not in capsys.readouterr().out
+    drive(argv(save="looked at", log_quantization_interval=2, **COMMON, **sizes))
+    printed = capsys.readouterr().out
+    assert losses(Path("looked at")) == losses(Path("plain"))
+    rows = operands(Path("looked at"))
+    where = [(f"layers.{layer}.{name}", *place) for layer in (1, 2) for name in LAYERS for place in quantized(recipe)]
+    for iteration in (2, 4):
+        found = [row for row in rows if row["iteration"] == iteration]
+        assert [(row["linear"], row["gemm"], row["operand"]) for row in found] == where
+        assert all(5 < row["snr"] < 60 and 0 <= row["underflow"] < 1 and 0 <= row["saturation"] < 1 for row in found)
+        worst = min(found, key=lambda row: row["snr"])
+        name = f"{worst['linear']} {worst['gemm']} {worst['operand']}"
+        assert f"quantization at iteration {iteration} | lowest SNR: {worst['snr']:.1f} dB, {name} |" in printed
+    assert len(rows) == 2 * len(where)
+    assert "quantization:  looked at/quantization.jsonl" in printed
+    tokens, bf16_input = (
+        2 * 32,
+        next(row for row in rows if row["linear"].endswith("fc2") and row["operand"] == "input"),
+    )
+    assert bf16_input["entries"] == tokens * 4 * 128  # the first of two microbatches
+
+
+def test_recomputed_activations_count_once(drive: Drive) -> None:
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    common = COMMON | {"recipe": "mxfp4_rht_sr", "hidden_size": 128, "log_quantization_interval": 4}
+    drive(argv(save="kept", **common))
+    drive(argv(save="recomputed", **common, **again))
+    assert operands(Path("recomputed")) == operands(Path("kept"))
+
+
+def test_a_run_that_goes_on_writes_each_row_once(drive: Drive) -> None:
+    common: dict[str, Any] = {"train_iters": 4, "recipe": "fp8_delayed", "log_quantization_interval": 1}
+    drive(argv(save="whole", **common, no_save=True))
+    drive(argv(save="stopped", **common, exit_interval=2))
+    with Path("stopped/quantization.jsonl").open("a") as file:  # as if it had gone on behind its checkpoint
+        file.write(json.dumps({"iteration": 3}) + "\n" + '{"iteration": 4, "li')
+    drive(argv(save="stopped", **common))
+    assert operands(Path("stopped")) == operands(Path("whole"))
+    drive(argv(save="whole", **common, no_save=True))  # a new run
+    assert operands(Path("whole")) == operands(Path("stopped"))
+    assert len(list(Path("whole").glob("quantization*.jsonl"))) == 2
+
+
+def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="plain", recipe="bf16", log_quantization_interval=2, no_save=True))
+    assert "quantization at iteration 2 | no operand is quantized |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"log_quantization_interval": 0}, "--log-quantization-interval 0"),
+        (
+            {"log_quantization_interval": 5, "transformer_impl": "transformer_engine"},
+            "looks at this project's layers, not at --transformer-impl transformer_engine's; leave one of the two out",
+        ),
+    ],
+)
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str) -> None:
+    monkeypatch.setattr("megatron_lowprec.training.resolve._check_implementation", lambda *_: None)
+    with pytest.raises(UserError, match=said):
+        resolve_run(resolve_model(parse(argv(**changes))[0]), 1, False)

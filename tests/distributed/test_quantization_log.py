@@ -89,7 +89,7 @@ def test_a_layout_says_what_one_process_says(folder: Path, recipe: str, layout: 
         assert other["entries"] / row["entries"] in copies, place
         # a rank's loss is a mean over its own samples
         factor = 2 if layout == "data" and operand == "grad_output" else 1
-        assert other["amax"] == pytest.approx(factor * row["amax"], rel=2e-2 if of_all_tokens else 1e-4), place
+        assert other["amax"] == pytest.approx(factor * row["amax"], rel=0.2 if of_all_tokens else 1e-4), place
         if operand != "weight" and ((gemm == "wgrad" and along_tokens) or of_all_tokens):
             assert other["snr"] == pytest.approx(row["snr"], abs=1.5), place
         else:

@@ -28,7 +28,7 @@ _ORDER = {place: number for number, place in enumerate(DIMS)}
 
 
 class OperandPlace(NamedTuple):
-    """An operand of a model, by global numbers; they sort as the model computes."""
+    """An operand of a model, by global numbers; they sort by layer, name, expert and GEMM."""
 
     layer: int
     name: str

@@ -28,6 +28,7 @@ _OUTPUTS = {
         "tokenizer.json",
         "vocab.json",
     ),
+    *("quantization.jsonl", "quantization.png"),
     *("merges.txt", "wikitext.json", "recipes.json", "encoder.json", "mine.yaml", "my_recipe.yaml"),
 }
 

@@ -1,0 +1,73 @@
+"""The picture of a run's operands holds the rows' numbers, and the summary names the worst."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tools import plot_quantization
+
+
+def row(iteration: int, linear: str, snr: float | None, gemm: str = "dgrad", operand: str = "grad_output") -> Any:
+    named = {"linear": linear, "gemm": gemm, "operand": operand, "format": "e2m1"}
+    found = {"entries": 64, "amax": 4.0, "snr": snr, "bias": 1e-3, "underflow": 0.25, "saturation": 0.0}
+    return {"iteration": iteration, **named, **found}
+
+
+def write(folder: Path, rows: list[Any]) -> Path:
+    folder.mkdir()
+    (folder / "quantization.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return folder
+
+
+def test_numbers_go_to_their_places_and_of_experts_the_worst() -> None:
+    rows = [
+        row(10, "layers.1.a", 12.0),
+        row(20, "layers.1.a", 9.0),
+        row(20, "layers.2.e of expert 0", 8.0),
+        row(20, "layers.2.e of expert 1", 5.0),
+        row(20, "layers.1.a", 30.0, "wgrad", "input"),
+        row(10, "layers.2.e of expert 0", None),
+    ]
+    found = plot_quantization.table(rows, ("dgrad", "grad_output"), "snr", ["layers.1.a", "layers.2.e"], [10, 20])
+    np.testing.assert_array_equal(found, [[12.0, 9.0], [math.nan, 5.0]])
+    amax = plot_quantization.table(rows, ("dgrad", "grad_output"), "amax", ["layers.1.a", "layers.2.e"], [10, 20])
+    assert amax[0, 0] == 2.0
+
+
+@pytest.mark.parametrize("what", plot_quantization.QUANTITIES)
+def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    rows = [row(i, f"layers.{n}.a", 10.0 + n - i / 10) for i in (10, 20) for n in range(1, 8)]
+    run = write(tmp_path / "run", rows)
+    output = tmp_path / "x.png"
+    assert plot_quantization.main([str(run), "--what", what, "--output", str(output)]) == 0
+    assert output.read_bytes()[:4] == b"\x89PNG"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "iteration 20, 7 operands; the lowest signal-to-noise ratios:"
+    assert printed[1].startswith("    9.0 dB  layers.1.a dgrad grad_output, e2m1: bias +1.00e-03, underflow 25.00%")
+    assert len(printed) == 1 + 5 + 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "is not there: train with --log-quantization-interval N"),
+        ("", "has no rows"),
+        ('{"iteration": 1}\n', "line 1: not a row"),
+        ("{\n", "line 1: not a row"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / "quantization.jsonl").write_text(content)
+    assert plot_quantization.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1

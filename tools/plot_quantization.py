@@ -1,0 +1,170 @@
+"""Draw how well each operand of a run was represented: a panel for each operand of each GEMM, layers by iterations.
+
+    python tools/plot_quantization.py runs/gpt_tiny-mxfp4_rht_sr
+
+reads quantization.jsonl in that folder, which --log-quantization-interval writes, draws quantization.png there and
+prints the operands that were represented worst in the last iteration looked at. Experts are one line, their worst.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.gemms import DIMS
+from megatron_lowprec.training.paths import output_file
+
+
+class Quantity(NamedTuple):
+    """What can be drawn: its title, colours, and a sign that makes the worst the lowest."""
+
+    title: str
+    colors: str
+    sign: float
+
+
+QUANTITIES = {
+    "snr": Quantity("signal-to-noise ratio, dB", "viridis", 1.0),
+    "bias": Quantity("bias", "PuOr", 1.0),
+    "underflow": Quantity("share of nonzero entries that become 0", "magma_r", -1.0),
+    "saturation": Quantity("share of entries beyond the largest value", "magma_r", -1.0),
+    "amax": Quantity("log2 of the largest magnitude", "cividis", -1.0),
+}
+_SHOWN = 5
+_TEXT = "#333333"
+
+Row = dict[str, Any]
+Kind = tuple[str, str]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All complete lines of a quantization.jsonl.
+
+    Raises:
+        UserError: it is not there, or has none.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is not there: train with --log-quantization-interval N, and name the run's folder")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+            _ = rows[-1]["linear"], rows[-1]["snr"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise UserError(f"{path}, line {number}: not a row of --log-quantization-interval") from None
+    if not rows:
+        raise UserError(f"{path} has no rows: the run ended before its first look, or quantizes nothing")
+    return rows
+
+
+def table(rows: Sequence[Row], kind: Kind, what: str, linears: Sequence[str], iterations: Sequence[int]) -> np.ndarray:
+    """[linears, iterations] of one operand, NaN where there is nothing; of experts the worst."""
+    found = np.full((len(linears), len(iterations)), math.nan)
+    line = {linear: at for at, linear in enumerate(linears)}
+    column = {iteration: at for at, iteration in enumerate(iterations)}
+    for row in rows:
+        if (row["gemm"], row["operand"]) == kind:
+            value = _value(row, what)
+            at = line[_without_expert(row["linear"])], column[row["iteration"]]
+            if math.isnan(found[at]) or QUANTITIES[what].sign * value < QUANTITIES[what].sign * found[at]:
+                found[at] = value
+    return found
+
+
+def draw(path: Path, title: str, rows: Sequence[Row], what: str) -> None:
+    """Write the PNG."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    linears = list(dict.fromkeys(_without_expert(row["linear"]) for row in rows))
+    iterations = sorted({row["iteration"] for row in rows})
+    kinds = [kind for kind in DIMS if any((row["gemm"], row["operand"]) == kind for row in rows)]
+    tables = {kind: table(rows, kind, what, linears, iterations) for kind in kinds}
+    finite = np.concatenate([values[np.isfinite(values)] for values in tables.values()])
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    if what == "bias":
+        high = max(abs(low), abs(high))
+        low = -high
+    columns = {1: 1, 2: 2, 4: 2}.get(len(kinds), 3)
+    lines = -(-len(kinds) // columns)
+    height = min(14.0, 1.4 + lines * max(1.8, 0.16 * len(linears)))
+    figure = Figure(figsize=(3.2 * columns + 2.6, height), dpi=160, layout=ConstrainedLayoutEngine(w_pad=0.06))
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    image = None
+    for axes, kind in zip(panels.flat, kinds, strict=False):
+        image = axes.imshow(
+            tables[kind], aspect="auto", interpolation="nearest", cmap=QUANTITIES[what].colors, vmin=low, vmax=high
+        )
+        axes.set_title(" ".join(kind), loc="left", fontsize=9, color=_TEXT)
+        axes.tick_params(colors=_TEXT, labelsize=6.5, length=0)
+        axes.spines[:].set_visible(False)
+        every = -(-len(iterations) // 6)
+        axes.set_xticks(range(0, len(iterations), every), [str(iteration) for iteration in iterations[::every]])
+        every = -(-len(linears) // 48)
+        axes.set_yticks(range(0, len(linears), every), [name.removeprefix("layers.") for name in linears[::every]])
+    for axes in panels.flat[len(kinds) :]:
+        axes.set_visible(False)
+    figure.suptitle(title, fontsize=11, color=_TEXT)
+    figure.supxlabel("iteration", fontsize=9, color=_TEXT)
+    assert image is not None
+    bar = figure.colorbar(image, ax=panels, shrink=0.8)
+    bar.set_label(QUANTITIES[what].title, fontsize=9, color=_TEXT)
+    bar.ax.tick_params(labelsize=7, colors=_TEXT)
+    bar.outline.set_visible(False)
+    figure.savefig(path)
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """The operands with the lowest SNR in the last iteration, a line each."""
+    last = max(row["iteration"] for row in rows)
+    of_last = [row for row in rows if row["iteration"] == last]
+    worst = sorted((row for row in of_last if row["snr"] is not None), key=lambda row: row["snr"])[:_SHOWN]
+    lines = [f"iteration {last}, {len(of_last)} operands; the lowest signal-to-noise ratios:"]
+    for row in worst:
+        where = f"{row['linear']} {row['gemm']} {row['operand']}"
+        lines.append(
+            f"  {row['snr']:5.1f} dB  {where}, {row['format']}: bias {row['bias']:+.2e}, underflow "
+            f"{row['underflow']:.2%}, saturation {row['saturation']:.2%}"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit code, 2 for what the user can mend."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder with quantization.jsonl")
+    parser.add_argument("--what", choices=QUANTITIES, default="snr", help="default snr")
+    parser.add_argument("--output", type=output_file, metavar="PNG", help="default: quantization.png in the folder")
+    args = parser.parse_args(arguments)
+    output = args.output or args.run / "quantization.png"
+    try:
+        rows = read_rows(args.run / "quantization.jsonl")
+        draw(output, f"{args.run.name}: {QUANTITIES[args.what].title}", rows, args.what)
+    except (UserError, OSError) as error:
+        print(f"plot_quantization.py: error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([*summary(rows), f"drawn: {output}"]))
+    return 0
+
+
+def _value(row: Row, what: str) -> float:
+    value = row[what]
+    if value is None:
+        return math.nan
+    if what == "amax":
+        return math.log2(value) if value > 0 else math.nan
+    return float(value)
+
+
+def _without_expert(linear: str) -> str:
+    return str(linear).split(" of expert ")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_lowprec.gemms import DIMS
+from megatron_lowprec.gemms import DIMS, SIDES
 from megatron_lowprec.mcore.collectives import max_over
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.numerics import LinearNumerics
@@ -147,18 +147,20 @@ class _ProbedNumerics:
         **options: Any,
     ) -> tuple[torch.Tensor, Kept]:
         if observe:  # not an evaluation, nor the first pass of an activation recomputation
-            self._look("fprop", "input", x_TI, moment)
-            self._look("fprop", "weight", w_OI, moment)
-            self._look("dgrad", "weight", w_OI.t(), moment)
-            self._look("wgrad", "input", x_TI.t(), moment)
+            self._look("input", x_TI, moment)
+            self._look("weight", w_OI, moment)
         return self._inner.forward(x_TI, w_OI, moment, observe, bias_O, **options)
 
     def grad_output(self, dy_TO: torch.Tensor, moment: Moment, **options: Any) -> GradOutput:
-        self._look("dgrad", "grad_output", dy_TO, moment)
-        self._look("wgrad", "grad_output", dy_TO.t(), moment)
+        self._look("grad_output", dy_TO, moment)
         return self._inner.grad_output(dy_TO, moment, **options)
 
-    def _look(self, gemm: str, operand: str, matrix: torch.Tensor, moment: Moment) -> None:
-        place = self._places.get((gemm, operand))
-        if place is not None and moment.microbatch == 0 and matrix.numel():
-            self._sums[place] += self._inner.fidelity_sums(gemm, operand, matrix, moment)
+    def _look(self, operand: str, matrix: torch.Tensor, moment: Moment) -> None:
+        """At what both GEMMs that contract the matrix make of it, its rows and its columns."""
+        if moment.microbatch or not matrix.numel():
+            return
+        for gemm, by_columns in zip(SIDES[operand], (False, True), strict=True):
+            place = self._places.get((gemm, operand))
+            if place is not None:
+                contracted_last = matrix.t() if by_columns else matrix
+                self._sums[place] += self._inner.fidelity_sums(gemm, operand, contracted_last, moment)

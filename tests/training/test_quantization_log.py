@@ -76,6 +76,13 @@ def test_a_run_that_goes_on_writes_each_row_once(drive: Drive) -> None:
     assert len(list(Path("whole").glob("quantization*.jsonl"))) == 2
 
 
+def test_weights_that_are_fp8_themselves_are_left_out(drive: Drive) -> None:
+    flags = {"fp8_param_gather": True, "use_distributed_optimizer": True, "recipe": "fp8_delayed"}
+    drive(argv(save="primary", log_quantization_interval=4, **COMMON, **flags))
+    found = {(row["gemm"], row["operand"]) for row in operands(Path("primary"))}
+    assert found == {place for place in DIMS if place[1] != "weight"}
+
+
 def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="plain", recipe="bf16", log_quantization_interval=2, no_save=True))
     assert "quantization at iteration 2 | no operand is quantized |" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_many.reference import DTYPES
 from megatron_lowprec.kernels.dispatch import cast_many_
@@ -110,10 +111,7 @@ class GradientSum:
     ) -> torch.Tensor:
         """fp32 [len(tensors)], mu included; NaN where a tensor is not finite."""
         amax = torch.stack(torch._foreach_norm([flat[start:end] for start, end in tensors], torch.inf)).float()
-        amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # which no backend's maximum loses
-        for group in groups:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        scale = fp32_encode_scale(amax, self._format, "amax_pow2")
+        scale = fp32_encode_scale(max_over(amax, *groups), self._format, "amax_pow2")
         return scale if self._factor is None else scale * self._factor.mu
 
     def _codes(self, flat: torch.Tensor, tensors: Sequence[Bounds], scale: torch.Tensor) -> torch.Tensor:

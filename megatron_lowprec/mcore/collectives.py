@@ -20,10 +20,3 @@ def scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.T
     """[s, ...] summed over the ranks -> this rank's [s / ranks, ...], and the handle to wait for."""
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     return out, _reduce_scatter(out, x.contiguous(), group=group, async_op=True)
-
-
-def max_over(amax: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Elementwise maximum over the group's ranks, a new tensor. NaN becomes Inf, which no backend's maximum loses."""
-    amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-    return amax

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.gemms import DIMS, SIDES
-from megatron_lowprec.mcore.collectives import max_over
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.operands import GradOutput, Kept
@@ -106,9 +106,8 @@ def _reduced(
         return {}
     places = sorted(sums)
     total = torch.stack([sums[place] for place in places])
-    amax = total[:, -1]
+    amax = max_over(total[:, -1], *groups)
     for group in groups:
-        amax = max_over(amax, group)
         dist.all_reduce(total, group=group)
     total[:, -1] = amax
     if any(dist.get_rank(group) for group in groups):

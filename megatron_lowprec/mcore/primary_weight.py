@@ -22,7 +22,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
-from megatron_lowprec.mcore.collectives import max_over
+from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale

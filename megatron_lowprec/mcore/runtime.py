@@ -9,10 +9,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megatron_lowprec.comm.maximum import max_over, maximum_over
 from megatron_lowprec.gemms import LinearPlace
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.mcore.collectives import max_over
 from megatron_lowprec.mcore.mlp import LowPrecMLP
 from megatron_lowprec.mcore.moment import current_moment, set_moment
 from megatron_lowprec.mcore.norm import LayerNorm, Reader, RMSNorm
@@ -178,7 +178,7 @@ def bind_recipe(
             split=split if shared else "",
         )
         history_of: Callable[[int, HistoryRule], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
-        over_ranks = partial(max_over, group=group) if shared and reduce_amax else None
+        over_ranks = maximum_over(group) if shared and reduce_amax else None
         module.numerics = LinearNumerics(
             plain if kept else without_gemms(recipe, plain_gemms),
             place,
@@ -293,5 +293,5 @@ def _reduce_over_holders(amax: torch.Tensor, expert: bool) -> torch.Tensor:
     """Maximum over the ranks that hold parts (tensor-parallel) or copies (data-parallel) of the tensors."""
     if not expert:
         return max_over(amax, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-    amax = max_over(amax, parallel_state.get_expert_tensor_parallel_group())
-    return max_over(amax, parallel_state.get_expert_data_parallel_group())
+    groups = parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_group()
+    return max_over(amax, *groups)

@@ -12,9 +12,6 @@ that waits for the one with the embedding, and with Megatron-core's overlapped g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -22,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_lowprec.mcore.collectives import max_over
+from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.optimizer.adamw import ScaledAdamW
 from megatron_lowprec.recipe.schema import OptimizerSpec
 
@@ -46,14 +43,14 @@ def use_scaled_adam(optimizer: MegatronOptimizer, spec: OptimizerSpec) -> None:
         ):
             for weights, parts in zip(model, shards, strict=True):
                 held |= {shard: places[weight] for weight, shard in zip(weights, parts, strict=True)}
-        inner, groups = part.optimizer, _sharers(part)
+        inner = part.optimizer
         part.optimizer = ScaledAdamW(
             inner.param_groups,
             inner.defaults,
             spec,
             held,
             torch.zeros(len(places), 3, device=part.buffers[0].grad_data.device),
-            partial(_max_over_all, groups),
+            maximum_over(*_sharers(part)),
         )
 
 
@@ -68,9 +65,3 @@ def _sharers(part: DistributedOptimizer) -> list[dist.ProcessGroup]:
     experts = any(not getattr(weight, "allreduce", True) for buffer in part.buffers for weight in buffer.params)
     tensor = mpu.get_expert_tensor_parallel_group() if experts else mpu.get_tensor_model_parallel_group()
     return [group for group in (part.data_parallel_group, tensor) if group.size() > 1]
-
-
-def _max_over_all(groups: Sequence[dist.ProcessGroup], amax: torch.Tensor) -> torch.Tensor:
-    for group in groups:
-        amax = max_over(amax, group)
-    return amax

@@ -269,14 +269,14 @@ def compare(got: Any, want: Any, dim: int, rank: int, where: str) -> None:
 @for_each(("fp8_current", False), ("fp8_rowwise", True))
 def own_scales(name: str, sequence_parallel: bool) -> None:
     """Without the amax reduction: scales are of each rank's own part, and there is no collective for them."""
-    from megatron_lowprec.mcore import runtime as runtime_module
+    from megatron_lowprec.comm import maximum
 
-    def no_collective(amax: torch.Tensor, group: Any) -> torch.Tensor:
+    def no_collective(amax: torch.Tensor, *groups: Any) -> torch.Tensor:
         raise AssertionError("an amax was reduced")
 
     config, recipe = config_of(torch.bfloat16, sequence_parallel), get_recipe(name)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(runtime_module, "max_over", no_collective)
+        monkeypatch.setattr(maximum, "max_over", no_collective)
         block, runtime = block_of(recipe, config, reduce_amax=False)
         assert any("--no-amax-reduce" in line for line in runtime.header())
         runtime.begin_step(0)
@@ -370,7 +370,7 @@ def main_grad(name: str) -> None:
 
 @check()
 def nan_on_one_rank_is_seen_by_all() -> None:
-    from megatron_lowprec.mcore.collectives import max_over
+    from megatron_lowprec.comm.maximum import max_over
 
     mine = torch.tensor([[1.0 + dist.get_rank()], [torch.nan if dist.get_rank() else 3.0]])
     got = max_over(mine, dist.group.WORLD)

@@ -1,0 +1,19 @@
+"""Maxima over ranks, which scales that they share are made of."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def max_over(amax: torch.Tensor, *groups: dist.ProcessGroup) -> torch.Tensor:
+    """Elementwise maximum over the groups' ranks, a new tensor. NaN becomes Inf, which no backend's maximum loses."""
+    amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    for group in groups:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+def maximum_over(*groups: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``max_over`` these groups, for whoever knows none."""
+    return lambda amax: max_over(amax, *groups)

@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,19 +22,23 @@ from megatron_lowprec.training.paths import output_file
 
 
 class Quantity(NamedTuple):
-    """What can be drawn: its title, colours, and a sign that makes the worst the lowest."""
+    """What can be drawn: its title, colours, and a number that is lowest for the worst."""
 
     title: str
     colors: str
-    sign: float
+    rank: Callable[[float], float]
+
+
+def _largest(value: float) -> float:
+    return -abs(value)
 
 
 QUANTITIES = {
-    "snr": Quantity("signal-to-noise ratio, dB", "viridis", 1.0),
-    "bias": Quantity("bias", "PuOr", 1.0),
-    "underflow": Quantity("share of nonzero entries that become 0", "magma_r", -1.0),
-    "saturation": Quantity("share of entries beyond the largest value", "magma_r", -1.0),
-    "amax": Quantity("log2 of the largest magnitude", "cividis", -1.0),
+    "snr": Quantity("signal-to-noise ratio, dB", "viridis", float),
+    "bias": Quantity("bias", "PuOr", _largest),
+    "underflow": Quantity("share of nonzero entries that become 0", "magma_r", _largest),
+    "saturation": Quantity("share of entries beyond the largest value", "magma_r", _largest),
+    "amax": Quantity("log2 of the largest magnitude", "cividis", lambda value: -value),
 }
 _SHOWN = 5
 _TEXT = "#333333"
@@ -44,7 +48,7 @@ Kind = tuple[str, str]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All complete lines of a quantization.jsonl.
+    """All complete lines of a quantization.jsonl, which a run may be writing.
 
     Raises:
         UserError: it is not there, or has none.
@@ -52,10 +56,12 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise UserError(f"{path} is not there: train with --log-quantization-interval N, and name the run's folder")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            continue
         try:
             rows.append(json.loads(line))
-            _ = rows[-1]["linear"], rows[-1]["snr"]
+            _ = [rows[-1][name] for name in ("iteration", "linear", "gemm", "operand", *QUANTITIES)]
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(f"{path}, line {number}: not a row of --log-quantization-interval") from None
     if not rows:
@@ -64,7 +70,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row], kind: Kind, what: str, linears: Sequence[str], iterations: Sequence[int]) -> np.ndarray:
-    """[linears, iterations] of one operand, NaN where there is nothing; of experts the worst."""
+    """[linears, iterations] of one operand; of experts the worst. NaN where there is nothing, or not finite."""
+    rank = QUANTITIES[what].rank
+    spoiled = set()
     found = np.full((len(linears), len(iterations)), math.nan)
     line = {linear: at for at, linear in enumerate(linears)}
     column = {iteration: at for at, iteration in enumerate(iterations)}
@@ -72,8 +80,12 @@ def table(rows: Sequence[Row], kind: Kind, what: str, linears: Sequence[str], it
         if (row["gemm"], row["operand"]) == kind:
             value = _value(row, what)
             at = line[_without_expert(row["linear"])], column[row["iteration"]]
-            if math.isnan(found[at]) or QUANTITIES[what].sign * value < QUANTITIES[what].sign * found[at]:
+            if row["amax"] is None:
+                spoiled.add(at)
+            if math.isnan(found[at]) or rank(value) < rank(found[at]):
                 found[at] = value
+            if at in spoiled:
+                found[at] = math.nan
     return found
 
 
@@ -121,11 +133,14 @@ def draw(path: Path, title: str, rows: Sequence[Row], what: str) -> None:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """The operands with the lowest SNR in the last iteration, a line each."""
+    """The operands that are not finite, and those with the lowest SNR, in the last iteration, a line each."""
     last = max(row["iteration"] for row in rows)
     of_last = [row for row in rows if row["iteration"] == last]
     worst = sorted((row for row in of_last if row["snr"] is not None), key=lambda row: row["snr"])[:_SHOWN]
+    bad = [f"{row['linear']} {row['gemm']} {row['operand']}" for row in of_last if row["amax"] is None]
     lines = [f"iteration {last}, {len(of_last)} operands; the lowest signal-to-noise ratios:"]
+    if bad:
+        lines.insert(0, f"not finite: {len(bad)} of {len(of_last)} operands, first {bad[0]}")
     for row in worst:
         where = f"{row['linear']} {row['gemm']} {row['operand']}"
         lines.append(

@@ -162,4 +162,7 @@ class _ProbedNumerics:
             place = self._places.get((gemm, operand))
             if place is not None:
                 contracted_last = matrix.t() if by_columns else matrix
-                self._sums[place] += self._inner.fidelity_sums(gemm, operand, contracted_last, moment)
+                sums, found = self._sums[place], self._inner.fidelity_sums(gemm, operand, contracted_last, moment)
+                found[-1] = torch.maximum(found[-1], sums[-1])
+                found[:-1] += sums[:-1]
+                self._sums[place] = found

@@ -1,5 +1,6 @@
 """How well an operand represents the matrix that it was made of: sums that ranks and layers may add up."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,8 @@ class Fidelity:
     """Of x and the values q that codes and scales stand for, headroom divided out.
 
     Attributes:
-        entries: of x.
-        amax: the largest magnitude in x.
+        entries: that were rounded: on every rank that has a copy, and with the padding of a transform.
+        amax: the largest magnitude in x; Inf where something is not finite, once it went over ranks.
         snr: 10 log10(sum x^2 / sum (q - x)^2), in dB; None where nothing was lost, or something is not finite.
         bias: sum q x / sum x^2 - 1: by how much q is too long where it should be x; near 0 for unbiased rounding.
         underflow: share of the entries that are not zero whose q is.
@@ -39,11 +40,11 @@ class Fidelity:
     def of(sums: torch.Tensor) -> "Fidelity":
         """From what ``fidelity_sums`` gave, the first seven added up, the last one's maximum; not of no entries."""
         entries, nonzero, underflows, saturated, energy, error, projection, amax = sums.tolist()
-        whole = torch.tensor((energy, error, projection)).isfinite().all() and energy > 0
+        whole = math.isfinite(energy) and math.isfinite(error) and math.isfinite(projection) and energy > 0
         return Fidelity(
             int(entries),
             amax,
-            float(10 * torch.log10(sums[4] / sums[5])) if whole and error > 0 else None,
+            10 * math.log10(energy / error) if whole and error > 0 else None,
             projection / energy - 1 if whole else None,
             underflows / nonzero if nonzero else 0.0,
             saturated / entries,

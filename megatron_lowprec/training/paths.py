@@ -71,17 +71,17 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
     never moved: a new run replaces those of the same iteration, as Megatron does.
     """
     continues = config.load is not None and not config.finetune and _same(config.load, paths.checkpoints)
-    if continues or not paths.metrics.exists():
+    old = [path for path in (paths.metrics, paths.quantization) if path.exists()]
+    if continues or not old:
         return []
     in_default_folder = paths.run.parent == Path("runs")
-    old = paths.run if in_default_folder else paths.metrics
+    if in_default_folder:
+        old = [paths.run]
     number = 1
-    while (aside := _aside(old, number)).exists():
+    while any(_aside(path, number).exists() for path in old):
         number += 1
-    old.rename(aside)
-    if paths.quantization.exists():
-        paths.quantization.rename(_aside(paths.quantization, number))
-    return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside}"]
+    aside = [path.rename(_aside(path, number)) for path in old]
+    return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside[0]}"]
 
 
 def _aside(old: Path, number: int) -> Path:

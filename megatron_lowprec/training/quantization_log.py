@@ -23,7 +23,7 @@ def quantization_row(iteration: int, place: OperandPlace, fidelity: Fidelity) ->
 
 def quantization_scalars(operands: Operands) -> dict[str, float]:
     """Over all layers, for each operand of each GEMM: the lowest and the mean SNR, the largest shares and bias."""
-    found: dict[str, float] = {}
+    found: dict[str, float] = {"quantization/operands not finite": float(len(_not_finite(operands)))}
     for kind in dict.fromkeys((place.order, place.gemm, place.operand) for place, _ in sorted(operands)):
         of_kind = [fidelity for place, fidelity in operands if (place.order, place.gemm, place.operand) == kind]
         name = f"quantization/{kind[1]} {kind[2]}"
@@ -39,21 +39,30 @@ def quantization_scalars(operands: Operands) -> dict[str, float]:
 
 
 def quantization_line(iteration: int, operands: Operands) -> str:
-    """The lowest SNR, most underflow and most saturation, and whose they are."""
+    """What is not finite, the lowest SNR, most underflow and most saturation, and whose they are."""
     if not operands:
         return f" quantization at iteration {iteration} | no operand is quantized |"
+    bad = _not_finite(operands)
 
     def worst(what: Callable[[Fidelity], float]) -> tuple[float, str]:
         place, fidelity = min(operands, key=lambda one: (what(one[1]), one[0]))
-        return abs(what(fidelity)), f"{place.linear} {place.gemm} {place.operand}"
+        return abs(what(fidelity)), _name(place)
 
-    parts = []
+    parts = [f"not finite: {len(bad)} of {len(operands)} operands, first {_name(bad[0])}"] if bad else []
     if any(fidelity.snr is not None for _, fidelity in operands):
         place, fidelity = min(
             (one for one in operands if one[1].snr is not None), key=lambda one: (one[1].snr or 0.0, one[0])
         )
-        parts.append(f"lowest SNR: {fidelity.snr:.1f} dB, {place.linear} {place.gemm} {place.operand}")
+        parts.append(f"lowest SNR: {fidelity.snr:.1f} dB, {_name(place)}")
     for name, what in (("underflow", lambda f: -f.underflow), ("saturation", lambda f: -f.saturation)):
         share, whose = worst(what)
         parts.append(f"most {name}: {share:.2%}, {whose}" if share else f"no {name}")
     return f" quantization at iteration {iteration} | {' | '.join(parts)} |"
+
+
+def _not_finite(operands: Operands) -> list[OperandPlace]:
+    return sorted(place for place, fidelity in operands if not math.isfinite(fidelity.amax))
+
+
+def _name(place: OperandPlace) -> str:
+    return f"{place.linear} {place.gemm} {place.operand}"

@@ -300,6 +300,11 @@ def _check_cuda_graphs(config: Config, gpus: bool) -> None:
             f"{asked} cannot capture a layer that --recompute-granularity {config.recompute_granularity} runs twice; "
             "leave one of the two out (--recompute-gelu works)"
         )
+    if config.log_quantization_interval == 1:
+        raise UserError(
+            f"{asked} replays layers that --log-quantization-interval 1 runs kernel by kernel in every iteration; give "
+            "2 or more"
+        )
     if config.distributed_backend == "gloo" and config.tensor_model_parallel_size > 1:
         raise UserError(
             f"{asked} captures tensor-parallel collectives, which --distributed-backend gloo runs on the host; use nccl"

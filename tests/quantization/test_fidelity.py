@@ -59,6 +59,8 @@ def test_what_is_not_finite_has_no_ratio() -> None:
     found = fidelity(x, mxfp4())
     assert (found.snr, found.bias) == (None, None)
     assert math.isnan(found.amax)
+    huge = Fidelity.of(torch.tensor([64, 64, 0, 0, 1e40, 1e36, 1e40, 1e20], dtype=torch.float64))
+    assert huge.snr == pytest.approx(40.0)  # beyond fp32, but finite
     zeros = fidelity(torch.zeros(3, 32), mxfp4())
     assert zeros == Fidelity(96, 0.0, None, None, 0.0, 0.0)
 

@@ -40,6 +40,22 @@ def test_numbers_go_to_their_places_and_of_experts_the_worst() -> None:
     assert amax[0, 0] == 2.0
 
 
+def test_the_worst_bias_is_the_largest_and_what_is_not_finite_is_no_number() -> None:
+    linears, kind = ["layers.2.e"], ("dgrad", "grad_output")
+    rows = [row(1, f"layers.2.e of expert {n}", 9.0) | {"bias": bias} for n, bias in enumerate((-1e-3, 0.3, -0.2))]
+    assert plot_quantization.table(rows, kind, "bias", linears, [1]).item() == 0.3
+    rows[1] |= {"amax": None, "snr": None}
+    assert math.isnan(plot_quantization.table(rows, kind, "snr", linears, [1]).item())
+    said = plot_quantization.summary(rows)
+    assert said[0] == "not finite: 1 of 3 operands, first layers.2.e of expert 1 dgrad grad_output"
+
+
+def test_a_line_in_the_making_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "quantization.jsonl"
+    path.write_text(json.dumps(row(1, "layers.1.a", 9.0)) + "\n" + '{"iteration": 2, "li')
+    assert len(plot_quantization.read_rows(path)) == 1
+
+
 @pytest.mark.parametrize("what", plot_quantization.QUANTITIES)
 def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
     rows = [row(i, f"layers.{n}.a", 10.0 + n - i / 10) for i in (10, 20) for n in range(1, 8)]
@@ -60,6 +76,7 @@ def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], what
         ("", "has no rows"),
         ('{"iteration": 1}\n', "line 1: not a row"),
         ("{\n", "line 1: not a row"),
+        ('{"linear": "x", "snr": 1}\n', "line 1: not a row"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_a_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import pytest
 from megatron_lowprec import get_recipe
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.gemms import DIMS
+from megatron_lowprec.mcore.operand_probe import OperandPlace
+from megatron_lowprec.quantization.fidelity import Fidelity
 from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.paths import keep_older_run, run_paths
+from megatron_lowprec.training.quantization_log import quantization_line, quantization_row, quantization_scalars
 from megatron_lowprec.training.resolve import resolve_model, resolve_run
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses
@@ -58,7 +64,7 @@ def test_rows_of_every_operand_and_the_same_run(drive: Drive, capsys: pytest.Cap
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr"])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_native_operands_are_looked_at_as_the_reference_makes_them(drive: Drive, recipe: str, graphs: bool) -> None:
+def test_native_runs_have_rows_with_and_without_graphs(drive: Drive, recipe: str, graphs: bool) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "recipe": recipe}
     sizes |= {"cuda_graph_impl": "local"} if graphs else {}
     common = COMMON | sizes | {"deterministic_mode": True, "train_iters": 6}
@@ -100,6 +106,33 @@ def test_weights_that_are_fp8_themselves_are_left_out(drive: Drive) -> None:
     assert found == {place for place in DIMS if place[1] != "weight"}
 
 
+def test_what_is_not_finite_comes_first() -> None:
+    places = [OperandPlace(layer, "mlp.linear_fc1", -1, 0, "fprop", "input", "e4m3") for layer in (1, 2)]
+    fine, bad = Fidelity(64, 2.0, 30.0, 1e-3, 0.25, 0.0), Fidelity(64, math.inf, None, None, 0.0, 0.0)
+    operands = list(zip(places, (fine, bad), strict=True))
+    assert quantization_line(7, operands) == (
+        " quantization at iteration 7 | not finite: 1 of 2 operands, first layers.2.mlp.linear_fc1 fprop input | "
+        "lowest SNR: 30.0 dB, layers.1.mlp.linear_fc1 fprop input | "
+        "most underflow: 25.00%, layers.1.mlp.linear_fc1 fprop input | no saturation |"
+    )
+    assert quantization_row(7, *operands[1])["amax"] is None
+    scalars = quantization_scalars(operands)
+    assert scalars["quantization/operands not finite"] == 1.0
+    assert scalars["quantization/fprop input SNR lowest"] == 30.0
+
+
+def test_an_older_run_s_rows_are_kept(tmp_path: Path) -> None:
+    config, paths = run_paths(Config(save=str(tmp_path / "run")), "bf16")
+    paths.run.mkdir()
+    for path in (paths.metrics, paths.quantization, paths.run / "quantization.1.jsonl"):
+        path.write_text(path.name)
+    assert len(keep_older_run(paths, config)) == 1
+    assert sorted(path.name for path in paths.run.iterdir()) == [
+        *("metrics.2.jsonl", "quantization.1.jsonl", "quantization.2.jsonl"),
+    ]
+    assert (paths.run / "quantization.2.jsonl").read_text() == "quantization.jsonl"
+
+
 def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="plain", recipe="bf16", log_quantization_interval=2, no_save=True))
     assert "quantization at iteration 2 | no operand is quantized |" in capsys.readouterr().out
@@ -109,6 +142,7 @@ def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str
     ("changes", "said"),
     [
         ({"log_quantization_interval": 0}, "--log-quantization-interval 0"),
+        ({"log_quantization_interval": 1, "cuda_graph_impl": "local"}, "in every iteration; give 2 or more"),
         (
             {"log_quantization_interval": 5, "transformer_impl": "transformer_engine"},
             "looks at this project's layers, not at --transformer-impl transformer_engine's; leave one of the two out",
@@ -118,4 +152,4 @@ def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str) -> None:
     monkeypatch.setattr("megatron_lowprec.training.resolve._check_implementation", lambda *_: None)
     with pytest.raises(UserError, match=said):
-        resolve_run(resolve_model(parse(argv(**changes))[0]), 1, False)
+        resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=True)

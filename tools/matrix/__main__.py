@@ -111,6 +111,7 @@ def _run(asked: Asked, arguments: argparse.Namespace, folder: Path, given: str) 
     out = arguments.out or _default_out(asked.gpus)
     runner = Runner(folder, asked.gpus, arguments.launches_at_once or max(1, asked.gpus))
     started = time.monotonic()
+    wanted = plan.launches(asked, folder, min(runner.at_once, _PARTS))
     header = _header(asked, given)
     written, shown = -1, 0
 
@@ -120,6 +121,7 @@ def _run(asked: Asked, arguments: argparse.Namespace, folder: Path, given: str) 
             "minutes": round((time.monotonic() - started) / 60, 1),
             "launches": [asdict(one) for one in runner.done],
             "rows": runner.rows(),
+            "missing": plan.missing(wanted, runner.rows()),
         }
 
     def tick() -> None:
@@ -132,13 +134,12 @@ def _run(asked: Asked, arguments: argparse.Namespace, folder: Path, given: str) 
             written = len(found["rows"])
             _write(found, out)
 
-    wanted = plan.launches(asked, folder, min(runner.at_once, _PARTS))
     try:
         runner.run([plan.base_launch(asked, folder)], tick)
         if not any(one.code for one in runner.done):
             runner.run(wanted, tick)
     finally:
-        result = _publish({**content(), "missing": plan.missing(wanted, runner.rows())}, out)
+        result = _publish(content(), out)
     return result
 
 

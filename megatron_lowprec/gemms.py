@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, stream_key
-from megatron_lowprec.recipe.resolve import weight_serves_microbatches
+from megatron_lowprec.recipe.resolve import site_path, weight_serves_microbatches
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
 
 DIMS = {
@@ -56,6 +56,12 @@ class LinearPlace:
     data_parallel_rank: int = 0
     spans: Mapping[str, Span] = field(default_factory=dict)
     split: str = ""
+
+    @property
+    def path(self) -> str:
+        """``layers.3.mlp.linear_fc1``, and which expert's."""
+        path = site_path(self.layer, self.name)
+        return path if self.expert < 0 else f"{path} of expert {self.expert}"
 
     def rounding_streams(self, seed: int) -> dict[tuple[str, str], RandomStream]:
         """Draws of stochastic rounding, for each operand of each GEMM."""

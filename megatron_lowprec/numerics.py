@@ -420,8 +420,7 @@ class LinearNumerics:
             matrix: [R, K], contracted dimension last, not empty; of an operand that the recipe quantizes.
         """
         spec: QuantSpec = getattr(getattr(self.recipe, gemm), operand)
-        rounded, elements, scale = quantize_by_reference(matrix, spec, **self._how(gemm, operand, spec, moment))
-        return fidelity_sums(rounded, elements, scale, spec)
+        return fidelity_sums(*quantize_by_reference(matrix, spec, **self._how(gemm, operand, spec, moment)))
 
     def _how(self, gemm: str, operand: str, spec: QuantSpec, moment: Moment) -> dict[str, Any]:
         """What quantizing an operand takes beside the matrix and the spec."""

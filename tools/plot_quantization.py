@@ -6,7 +6,6 @@ reads quantization.jsonl in that folder, which --log-quantization-interval write
 prints the operands that were represented worst in the last iteration looked at. Experts are one line, their worst.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -137,22 +136,21 @@ def summary(rows: Sequence[Row]) -> list[str]:
     last = max(row["iteration"] for row in rows)
     of_last = [row for row in rows if row["iteration"] == last]
     worst = sorted((row for row in of_last if row["snr"] is not None), key=lambda row: row["snr"])[:_SHOWN]
-    bad = [f"{row['linear']} {row['gemm']} {row['operand']}" for row in of_last if row["amax"] is None]
+    bad = [_name(row) for row in of_last if row["amax"] is None]
     lines = [f"iteration {last}, {len(of_last)} operands; the lowest signal-to-noise ratios:"]
     if bad:
         lines.insert(0, f"not finite: {len(bad)} of {len(of_last)} operands, first {bad[0]}")
-    for row in worst:
-        where = f"{row['linear']} {row['gemm']} {row['operand']}"
-        lines.append(
-            f"  {row['snr']:5.1f} dB  {where}, {row['format']}: bias {row['bias']:+.2e}, underflow "
-            f"{row['underflow']:.2%}, saturation {row['saturation']:.2%}"
-        )
+    lines += [
+        f"  {row['snr']:5.1f} dB  {_name(row)}, {row['format']}: bias {row['bias']:+.2e}, underflow "
+        f"{row['underflow']:.2%}, saturation {row['saturation']:.2%}"
+        for row in worst
+    ]
     return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; the exit code, 2 for what the user can mend."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="folder with quantization.jsonl")
     parser.add_argument("--what", choices=QUANTITIES, default="snr", help="default snr")
     parser.add_argument("--output", type=output_file, metavar="PNG", help="default: quantization.png in the folder")
@@ -166,6 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join([*summary(rows), f"drawn: {output}"]))
     return 0
+
+
+def _name(row: Row) -> str:
+    return f"{row['linear']} {row['gemm']} {row['operand']}"
 
 
 def _value(row: Row, what: str) -> float:

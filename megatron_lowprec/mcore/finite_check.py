@@ -7,6 +7,7 @@ output and that output's gradient. A step that is run without this pays nothing 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import nn
 from megatron_lowprec.kernels.contract.native import ScaledOperand
 from megatron_lowprec.mcore.moment import current_moment
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.mcore.watched import WatchedNumerics, watched
+from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.operands import GradOutput, Kept
 from megatron_lowprec.quantization.random_stream import Moment
-from megatron_lowprec.recipe.resolve import site_path
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 _PRODUCT = "product of finite operands"
@@ -63,28 +65,19 @@ class FiniteCheck:
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self.first: Finding | None = None
         self._chunks, self._order = chunks, 0
-        self._handles: list[Any] = []
-        self._wrapped: list[tuple[LowPrecLinearMixin, Any]] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> FiniteCheck:
         for number, chunk in enumerate(self._chunks):
             for name, module in _named_parts(chunk):
                 if isinstance(module, LowPrecLinearMixin):
-                    inner = module.bound_numerics
-                    self._wrapped.append((module, inner))
-                    path = site_path(inner.place.layer, inner.place.name)
-                    if inner.place.expert >= 0:
-                        path += f" of expert {inner.place.expert}"
-                    module.numerics = _CheckedGemms(inner, path, number, self)  # type: ignore[assignment]
+                    self._undo.enter_context(watched(module, _CheckedGemms(module.bound_numerics, number, self)))
                 else:
-                    self._handles.append(module.register_forward_hook(self._hook(name, number)))
+                    self._undo.callback(module.register_forward_hook(self._hook(name, number)).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for module, inner in self._wrapped:
-            module.numerics = inner
+        self._undo.close()
 
     def look(self, what: str, tensor: Any, chunk: int, microbatch: int, backward: bool, gemm: str = "") -> None:
         """Note the tensor if it is not finite and came before what was found so far."""
@@ -121,21 +114,12 @@ class FiniteCheck:
         return look_at_output
 
 
-class _CheckedGemms:
-    """A layer's numerics, each GEMM looked at; everything else is the layer's own."""
+class _CheckedGemms(WatchedNumerics):
+    """Each GEMM of a layer looked at."""
 
-    def __init__(self, inner: Any, path: str, chunk: int, check: FiniteCheck) -> None:
-        self._inner, self._path, self._chunk, self._check = inner, path, chunk, check
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def help_wanted(self, tensor: str, matrix: torch.Tensor) -> None:
-        """None: what is looked at has to be in memory."""
-
-    def takes_parts(self, matrix: torch.Tensor) -> bool:
-        """No: in one tensor."""
-        return False
+    def __init__(self, inner: LinearNumerics, chunk: int, check: FiniteCheck) -> None:
+        super().__init__(inner)
+        self._path, self._chunk, self._check = inner.place.path, chunk, check
 
     def forward(
         self,

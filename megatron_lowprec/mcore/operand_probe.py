@@ -7,6 +7,7 @@ kept. A step without this pays nothing for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +16,14 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
-from megatron_lowprec.gemms import DIMS, SIDES
+from megatron_lowprec.gemms import DIMS, SIDES, LinearPlace
 from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.mcore.watched import WatchedNumerics, watched
 from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.operands import GradOutput, Kept
 from megatron_lowprec.quantization.fidelity import COUNTS, Fidelity
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import Moment
-from megatron_lowprec.recipe.resolve import site_path
 
 _ORDER = {place: number for number, place in enumerate(DIMS)}
 
@@ -41,8 +42,7 @@ class OperandPlace(NamedTuple):
     @property
     def linear(self) -> str:
         """As ``--rerun-in-bf16`` names it, and the expert."""
-        path = site_path(self.layer, self.name)
-        return path if self.expert < 0 else f"{path} of expert {self.expert}"
+        return LinearPlace(self.layer, self.name, self.expert).path
 
 
 class OperandProbe:
@@ -53,7 +53,7 @@ class OperandProbe:
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = chunks
-        self._wrapped: list[tuple[LowPrecLinearMixin, Any]] = []
+        self._undo = ExitStack()
         self._sums: dict[OperandPlace, torch.Tensor] = {}
 
     def __enter__(self) -> OperandProbe:
@@ -61,13 +61,12 @@ class OperandProbe:
             for module in chunk.modules():
                 if isinstance(module, LowPrecLinearMixin):
                     inner = module.bound_numerics
-                    self._wrapped.append((module, inner))
-                    module.numerics = _ProbedNumerics(inner, self._places(module, inner), self._sums)  # type: ignore[assignment]
+                    probed = _ProbedNumerics(inner, self._places(module, inner), self._sums)
+                    self._undo.enter_context(watched(module, probed))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module, inner in self._wrapped:
-            module.numerics = inner
+        self._undo.close()
 
     def found(self) -> list[tuple[OperandPlace, Fidelity]]:
         """Of the whole model, the same on every rank; all ranks ask together."""
@@ -115,8 +114,8 @@ def _reduced(
     return dict(zip(places, total.cpu(), strict=True))
 
 
-class _ProbedNumerics:
-    """A layer's numerics, its operands looked at; everything else is the layer's own."""
+class _ProbedNumerics(WatchedNumerics):
+    """The operands of a layer looked at."""
 
     def __init__(
         self,
@@ -124,17 +123,8 @@ class _ProbedNumerics:
         places: dict[tuple[str, str], OperandPlace],
         sums: dict[OperandPlace, torch.Tensor],
     ) -> None:
-        self._inner, self._places, self._sums = inner, places, sums
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def help_wanted(self, tensor: str, matrix: torch.Tensor) -> None:
-        """None: what is looked at has to be in memory."""
-
-    def takes_parts(self, matrix: torch.Tensor) -> bool:
-        """No: in one tensor."""
-        return False
+        super().__init__(inner)
+        self._places, self._sums = places, sums
 
     def forward(
         self,

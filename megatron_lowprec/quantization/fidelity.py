@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, scale_tiles
-from megatron_lowprec.quantization.tensor import tile_sizes
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.kernels.quantize.reference import scale_tiles
+from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 
 COUNTS = 8
 _CHUNK = 1 << 20  # entries at a time, some of them in double precision
@@ -51,22 +49,21 @@ class Fidelity:
         )
 
 
-def fidelity_sums(matrix: torch.Tensor, elements: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+def fidelity_sums(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
     """float64 [COUNTS]: entries, those not zero, underflows, saturated ones, sum x^2, sum (q - x)^2, sum q x, amax.
 
     Args:
         matrix: [R, K] as it was rounded, so behind a transform.
-        elements: [R, K] on the format's grid.
-        scale: decode scales of the elements, fp32 or E8M0 bytes, as ``quantize_operand`` gives them.
+        made: of it.
     """
-    tile, limit = tile_sizes(spec, matrix), FORMATS[spec.format].max
-    decode = scale if scale.is_floating_point() else e8m0_decode_scale(scale)
+    spec, decode = made.spec, made.decode_scale
+    tile, limit = tile_sizes(spec, matrix), made.format.max
     shared = decode.shape[0] == 1
     tile_rows = 1 if shared else tile[0]
     step = max(1, _CHUNK // (matrix.shape[1] * tile_rows)) * tile_rows
     total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)
     for start in range(0, matrix.shape[0], step):
-        x, grid = (part[start : start + step].double() for part in (matrix, elements))
+        x, grid = (part[start : start + step].double() for part in (matrix, made.matrix))
         scales = (decode if shared else decode[start // tile_rows :][: -(-len(x) // tile_rows)]).double()
         q = scale_tiles(grid, scales, tile) / spec.headroom
         reach = scale_tiles(torch.full_like(grid, limit * _SLACK), scales, tile)

@@ -113,14 +113,15 @@ def quantize_by_reference(
     transform: Transform | None = None,
     encode_scale: torch.Tensor | None = None,
     reduce_amax: Reduce | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``quantize_for_gemm`` taken apart: the matrix as it is rounded, behind its transform; elements; decode scales."""
+) -> tuple[torch.Tensor, QuantizedTensor]:
+    """``quantize_for_gemm`` taken apart: the matrix as it is rounded, behind its transform, and what it becomes."""
     if transform is not None:
         matrix = transform.apply(matrix)
     if spec.block is None and encode_scale is None:
         encode_scale = current_encode_scale(matrix, spec, reduce_amax)
     arguments = kernel_arguments(matrix, spec, random.at(moment))
-    return matrix, *quantize_operand(matrix, **arguments, encode_scale=encode_scale)
+    elements, scale = quantize_operand(matrix, **arguments, encode_scale=encode_scale)
+    return matrix, QuantizedTensor(elements, scale, spec, matrix.shape)
 
 
 def quantize_both_ways(

@@ -63,10 +63,14 @@ class QuantizedTensor:
             return self.matrix_scale.view(*self.shape[:-1], self.matrix_scale.shape[1]).movedim(-1, self.axis)
         return self.matrix_scale
 
+    @property
+    def decode_scale(self) -> torch.Tensor:
+        """``matrix_scale`` as fp32 numbers."""
+        return self.matrix_scale if self.matrix_scale.is_floating_point() else e8m0_decode_scale(self.matrix_scale)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values that the codes and scales stand for, headroom divided out, in the source's layout."""
-        scale = self.matrix_scale if self.matrix_scale.is_floating_point() else e8m0_decode_scale(self.matrix_scale)
-        values = scale_tiles(self.matrix.to(torch.float32), scale, tile_sizes(self.spec, self.matrix))
+        values = scale_tiles(self.matrix.to(torch.float32), self.decode_scale, tile_sizes(self.spec, self.matrix))
         return self._as_source((values / self.spec.headroom).to(dtype))
 
     @staticmethod

@@ -154,14 +154,9 @@ class RunLog:
             return
         self.say(quantization_line(iteration, operands))
         rows = [quantization_row(iteration, place, fidelity) for place, fidelity in operands]
-        scalars = quantization_scalars(operands)
-        with self._failing_in_a_line():
-            with self._paths.quantization.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-            for key, value in scalars.items():
-                self._board.add_scalar(key, value, iteration)
-        if self._wandb is not None:
-            self._wandb.log(scalars, step=iteration)
+        with self._failing_in_a_line(), self._paths.quantization.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._show(iteration, quantization_scalars(operands))
 
     def evaluation(self, iteration: int, consumed: int, split: str, loss: float, perplexity: float) -> None:
         """Print and record one validation or test."""
@@ -192,10 +187,15 @@ class RunLog:
         row = {"iteration": iteration, "consumed samples": consumed, **metrics, **exact}
         with self._failing_in_a_line():
             self._metrics.write(json.dumps(row) + "\n")
-            for key, value in metrics.items():
+        self._show(iteration, metrics)
+
+    def _show(self, iteration: int, scalars: dict[str, float]) -> None:
+        """In TensorBoard and W&B."""
+        with self._failing_in_a_line():
+            for key, value in scalars.items():
                 self._board.add_scalar(key, value, iteration)
         if self._wandb is not None:
-            self._wandb.log(metrics, step=iteration)
+            self._wandb.log(scalars, step=iteration)
 
     @contextmanager
     def _failing_in_a_line(self) -> Iterator[None]:

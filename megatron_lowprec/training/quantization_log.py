@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean
 from typing import Any
@@ -12,6 +12,7 @@ from megatron_lowprec.mcore.operand_probe import OperandPlace
 from megatron_lowprec.quantization.fidelity import Fidelity
 
 Operands = Sequence[tuple[OperandPlace, Fidelity]]
+"""In the order of their places, as ``OperandProbe.found`` gives them."""
 
 
 def quantization_row(iteration: int, place: OperandPlace, fidelity: Fidelity) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def quantization_row(iteration: int, place: OperandPlace, fidelity: Fidelity) ->
 def quantization_scalars(operands: Operands) -> dict[str, float]:
     """Over all layers, for each operand of each GEMM: the lowest and the mean SNR, the largest shares and bias."""
     found: dict[str, float] = {"quantization/operands not finite": float(len(_not_finite(operands)))}
-    for kind in dict.fromkeys((place.order, place.gemm, place.operand) for place, _ in sorted(operands)):
+    for kind in dict.fromkeys((place.order, place.gemm, place.operand) for place, _ in operands):
         of_kind = [fidelity for place, fidelity in operands if (place.order, place.gemm, place.operand) == kind]
         name = f"quantization/{kind[1]} {kind[2]}"
         snrs = [fidelity.snr for fidelity in of_kind if fidelity.snr is not None]
@@ -43,25 +44,19 @@ def quantization_line(iteration: int, operands: Operands) -> str:
     if not operands:
         return f" quantization at iteration {iteration} | no operand is quantized |"
     bad = _not_finite(operands)
-
-    def worst(what: Callable[[Fidelity], float]) -> tuple[float, str]:
-        place, fidelity = min(operands, key=lambda one: (what(one[1]), one[0]))
-        return abs(what(fidelity)), _name(place)
-
     parts = [f"not finite: {len(bad)} of {len(operands)} operands, first {_name(bad[0])}"] if bad else []
-    if any(fidelity.snr is not None for _, fidelity in operands):
-        place, fidelity = min(
-            (one for one in operands if one[1].snr is not None), key=lambda one: (one[1].snr or 0.0, one[0])
-        )
-        parts.append(f"lowest SNR: {fidelity.snr:.1f} dB, {_name(place)}")
-    for name, what in (("underflow", lambda f: -f.underflow), ("saturation", lambda f: -f.saturation)):
-        share, whose = worst(what)
-        parts.append(f"most {name}: {share:.2%}, {whose}" if share else f"no {name}")
+    snrs = [(fidelity.snr, place) for place, fidelity in operands if fidelity.snr is not None]
+    if snrs:
+        snr, place = min(snrs)
+        parts.append(f"lowest SNR: {snr:.1f} dB, {_name(place)}")
+    for name in ("underflow", "saturation"):
+        less, place = min((-getattr(fidelity, name), place) for place, fidelity in operands)
+        parts.append(f"most {name}: {-less:.2%}, {_name(place)}" if less else f"no {name}")
     return f" quantization at iteration {iteration} | {' | '.join(parts)} |"
 
 
 def _not_finite(operands: Operands) -> list[OperandPlace]:
-    return sorted(place for place, fidelity in operands if not math.isfinite(fidelity.amax))
+    return [place for place, fidelity in operands if not math.isfinite(fidelity.amax)]
 
 
 def _name(place: OperandPlace) -> str:

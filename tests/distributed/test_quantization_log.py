@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.training.conftest import driving
-from tests.training.helpers import argv, many_runs
+from tests.training.helpers import argv, many_runs, rows
 
 COMMON: dict[str, Any] = {
     "num_layers": 2,
@@ -66,8 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def operands(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    lines = (folder / "quantization.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    found = rows(folder, "quantization.jsonl")
     by_place = {(row["linear"], row["gemm"], row["operand"]): row for row in found}
     assert len(by_place) == len(found)
     return by_place

@@ -25,7 +25,7 @@ def mxfp4(rounding: str = "nearest_even", headroom: float = 1.0) -> QuantSpec:
 
 def fidelity(x: torch.Tensor, spec: QuantSpec) -> Fidelity:
     made = quantize(x, spec, random=torch.rand(x.shape, generator=torch.Generator().manual_seed(1)))
-    return Fidelity.of(fidelity_sums(x, made.matrix, made.matrix_scale, spec))
+    return Fidelity.of(fidelity_sums(x, made))
 
 
 def test_values_of_the_format_lose_nothing() -> None:

@@ -70,9 +70,9 @@ def many_runs(processes: int, cases: list[list[str]], cwd: Path) -> None:
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """All of a run's metrics."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def rows(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """All of a run's metrics, or of another file of JSON lines."""
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
 def losses(folder: Path) -> list[str]:

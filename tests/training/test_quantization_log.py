@@ -20,14 +20,14 @@ from megatron_lowprec.training.paths import keep_older_run, run_paths
 from megatron_lowprec.training.quantization_log import quantization_line, quantization_row, quantization_scalars
 from megatron_lowprec.training.resolve import resolve_model, resolve_run
 from tests.training.conftest import Drive
-from tests.training.helpers import argv, losses
+from tests.training.helpers import argv, losses, rows
 
 LAYERS = ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv")
 COMMON: dict[str, Any] = {"train_iters": 4, "bf16": True, "hidden_dropout": 0.1, "no_save": True}
 
 
 def operands(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "quantization.jsonl").read_text().splitlines()]
+    return rows(folder, "quantization.jsonl")
 
 
 def quantized(recipe: str) -> list[tuple[str, str]]:
@@ -43,20 +43,20 @@ def test_rows_of_every_operand_and_the_same_run(drive: Drive, capsys: pytest.Cap
     drive(argv(save="looked at", log_quantization_interval=2, **COMMON, **sizes))
     printed = capsys.readouterr().out
     assert losses(Path("looked at")) == losses(Path("plain"))
-    rows = operands(Path("looked at"))
+    every = operands(Path("looked at"))
     where = [(f"layers.{layer}.{name}", *place) for layer in (1, 2) for name in LAYERS for place in quantized(recipe)]
     for iteration in (2, 4):
-        found = [row for row in rows if row["iteration"] == iteration]
+        found = [row for row in every if row["iteration"] == iteration]
         assert [(row["linear"], row["gemm"], row["operand"]) for row in found] == where
         assert all(5 < row["snr"] < 60 and 0 <= row["underflow"] < 1 and 0 <= row["saturation"] < 1 for row in found)
         worst = min(found, key=lambda row: row["snr"])
         name = f"{worst['linear']} {worst['gemm']} {worst['operand']}"
         assert f"quantization at iteration {iteration} | lowest SNR: {worst['snr']:.1f} dB, {name} |" in printed
-    assert len(rows) == 2 * len(where)
+    assert len(every) == 2 * len(where)
     assert "quantization:  looked at/quantization.jsonl" in printed
     tokens, bf16_input = (
         2 * 32,
-        next(row for row in rows if row["linear"].endswith("fc2") and row["operand"] == "input"),
+        next(row for row in every if row["linear"].endswith("fc2") and row["operand"] == "input"),
     )
     assert bf16_input["entries"] == tokens * 4 * 128  # the first of two microbatches
 

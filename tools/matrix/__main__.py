@@ -116,12 +116,13 @@ def _run(asked: Asked, arguments: argparse.Namespace, folder: Path, given: str) 
     written, shown = -1, 0
 
     def content() -> Content:
+        rows = runner.rows()
         return {
             **header,
             "minutes": round((time.monotonic() - started) / 60, 1),
             "launches": [asdict(one) for one in runner.done],
-            "rows": runner.rows(),
-            "missing": plan.missing(wanted, runner.rows()),
+            "rows": rows,
+            "missing": plan.missing(wanted, rows),
         }
 
     def tick() -> None:

@@ -9,6 +9,7 @@ from megatron.core.fusions import fused_bias_dropout
 from megatron_lowprec.kernels.cast.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.mcore.made_operands import Handover
+from megatron_lowprec.mcore.residual import residual_of
 from megatron_lowprec.operands import GradOutput
 
 WithBias = tuple[torch.Tensor, torch.Tensor | None]
@@ -76,6 +77,6 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
             return stock(x_with_bias, residual, prob)
         # the sums for a bias have the dtype of x
         handover = Handover.on(x) if bias is None or bias.dtype == x.dtype else None
-        return _BiasDropoutAddFunction.apply(x, bias, residual, prob, handover)
+        return _BiasDropoutAddFunction.apply(x, bias, residual_of(residual), prob, handover)
 
     return bias_dropout_add

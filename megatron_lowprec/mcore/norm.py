@@ -15,6 +15,7 @@ from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.mcore.amax_hint import note_amax
 from megatron_lowprec.mcore.made_operands import note_input, stand_in
+from megatron_lowprec.mcore.residual import note_residual
 from megatron_lowprec.operands import Help, Input
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class _NormFunction(torch.autograd.Function):
+    """x to (y, x as a residual): the gradients of both come back together, and leave as one."""
+
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx,
@@ -29,19 +32,39 @@ class _NormFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         normalize: Callable[[torch.Tensor], Normalized],
-    ) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Detached each for itself: a view holds its base, x itself, which will hold the residual and so what is saved
+        # here. Such a circle is never freed.
+        rows, residual = x.detach().reshape(-1, x.shape[-1]).contiguous(), x.detach()
         y, mean, rstd = normalize(rows)
         ctx.save_for_backward(rows, weight, mean, rstd)
-        return y.view(x.shape)
+        ctx.set_materialize_grads(False)
+        return y.view(x.shape), residual
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy, dresidual):  # type: ignore[no-untyped-def]
         from megatron_lowprec.kernels.layernorm.triton import norm_backward
 
+        if dy is None:
+            return dresidual, None, None, None
         rows, weight, mean, rstd = ctx.saved_tensors
-        dx, dw, db = norm_backward(dy.reshape(rows.shape).contiguous(), rows, weight, mean, rstd)
+        gradients = (None if d is None else d.reshape(rows.shape).contiguous() for d in (dy, dresidual))
+        dy_rows, dresidual_rows = gradients
+        dx, dw, db = norm_backward(dy_rows, rows, weight, mean, rstd, dresidual_rows)
         return dx.view(dy.shape), dw, db, None
+
+
+def _normalized(
+    norm: "LayerNorm | RMSNorm",
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    normalize: Callable[[torch.Tensor], Normalized],
+) -> torch.Tensor:
+    """What ``normalize`` makes of the rows of x, with its gradient, which takes the residual's with it."""
+    y: torch.Tensor
+    y, residual = _NormFunction.apply(x, norm.weight, bias, normalize)
+    note_residual(x, residual)
+    return y
 
 
 class Reader:
@@ -79,11 +102,11 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
             made.append(numerics.input(Source.norm(rows, weight, bias, statistics)))
             return Normalized(stand_in(rows), mean[0] if mean else None, rstd)
 
-        y: torch.Tensor = _NormFunction.apply(x, weight, bias, cast)
+        y = _normalized(norm, x, bias, cast)
         note_input(y, made[0], numerics)
         return y
     amax = torch.zeros(1, dtype=torch.float32, device=x.device) if wanted == "amax" else None
-    y = _NormFunction.apply(x, weight, bias, lambda rows: triton.norm(rows, weight, bias, eps, amax))
+    y = _normalized(norm, x, bias, lambda rows: triton.norm(rows, weight, bias, eps, amax))
     if amax is not None:
         note_amax(y, amax)
     return y

@@ -6,8 +6,11 @@ is imported, and prints what differs.
 
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import product
+from unittest.mock import patch
 
 import torch
 
@@ -19,7 +22,7 @@ from tests.kernels.mx_cases import difference
 
 FLOOR, EPS = 1e-12, 1e-5
 # by columns of the joined matrix: those of a group's queries, and of its key or its value
-WIDTHS = {144: (32, 8), 384: (256, 64), 1152: (64, 64), 9216: (128, 128)}
+WIDTHS = {144: (32, 8), 384: (256, 64), 1024: (64, 32), 1152: (64, 64), 9216: (128, 128)}
 NORMS = ("layernorm", "rmsnorm")
 
 
@@ -37,6 +40,7 @@ class Case:
     given: float | None = None  # an amax that is known before, as delayed scaling has it
     special: bool = True  # NaN and Inf in it: every scale of a whole tensor is then NaN
     kind: str = "matrix"  # what is cast: x, or what GELU, dropout or a norm makes of it
+    tiling: int | None = None  # which of the kernel's; None: as it chooses itself
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
@@ -138,7 +142,8 @@ def differences(case: Case, device: str) -> list[str]:
     known = given
     if given is None and not source.in_memory and case.tile in ("tensor", "row"):
         known = amax_of(x, vectors=case.tile == "row")
-    made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=True)
+    with nullcontext() if case.tiling is None else _tiled(case.tiling):
+        made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=True)
     lines = statistics_differences(case, source) if case.kind in NORMS else []
     for way, operand in (("rows", made.rows), ("columns", made.columns)):
         if operand is not None:
@@ -157,6 +162,13 @@ def differences(case: Case, device: str) -> list[str]:
         bound += rounding * exact.abs()
         lines += difference(f"{case} sums", (sums - exact).abs() <= bound, sums, exact)
     return lines
+
+
+def _tiled(number: int) -> AbstractContextManager[object]:
+    def chosen(name: str, candidates: Sequence[object], *_: object) -> object:
+        return candidates[number]
+
+    return patch.multiple("megatron_lowprec.kernels.cast.triton", LARGE_ENOUGH=0, fastest=chosen)
 
 
 def statistics_differences(case: Case, source: Source) -> list[str]:
@@ -235,6 +247,17 @@ def small_cases() -> list[Case]:
         Case(37, 144, fp32, "e4m3", "tensor", "amax", "rc", special=False, kind="qkv_grad"),
         Case(37, 384, bf16, "e4m3", "1x128", "amax", "rc", kind="qkv_grad"),
         Case(37, 384, bf16, "e4m3", "128x128", "amax", "rc", special=False, kind="qkv_grad"),
+        # tiles that divide the matrix
+        Case(128, 192, bf16, "e4m3", "tensor", "amax", "rc"),
+        Case(128, 192, bf16, "e4m3", "row", "amax_pow2", "rc"),
+        Case(256, 256, bf16, "e4m3", "1x128", "amax", "rc"),
+        Case(256, 384, bf16, "e4m3", "128x128", "amax", "rc"),
+        Case(128, 192, bf16, "e4m3", "tensor", "amax", "rc", given=3.0, special=False, kind="layernorm"),
+        # tiles in parts
+        Case(64, 1024, bf16, "e4m3", "tensor", "amax", "rc", tiling=-2),
+        Case(67, 656, bf16, "e4m3", "tensor", "amax", "rc", special=False, tiling=-2),
+        Case(128, 256, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="bias_gelu_grad", tiling=-3),
+        Case(67, 272, bf16, "e5m2", "tensor", "amax", "rc", special=False, kind="bias_gelu_grad", tiling=-1),
     ]
 
 
@@ -291,6 +314,10 @@ def gpu_cases() -> list[Case]:
             ((70, 20000), bf16, "rc", 5.0, False),
             ((16400, 2048), bf16, "rc", 5.0, False),  # large enough to tune
         )
+    ]
+    cases += [
+        Case(*size, bf16, "e4m3", "tensor", "amax", "rc", special=False, kind=kind, tiling=number)
+        for kind, size, number in product(KINDS, ((256, 1024), (250, 1152)), range(8))
     ]
     return cases + [Case(2053, 2304, bf16, "e4m3", tile, "amax", "rc") for tile in ("tensor", "1x128", "128x128")]
 

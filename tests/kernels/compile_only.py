@@ -74,6 +74,9 @@ def casts(bf16: torch.dtype = torch.bfloat16) -> None:
         if source.in_memory:
             cast(source, "1x128", known=False)
             cast(source, "128x128", known=False)
+    x = torch.zeros(250, 1104, dtype=bf16)  # no tile divides it
+    for tile in ("tensor", "row", "1x128", "128x128"):
+        cast(x, tile, known=tile == "tensor")
     x = torch.zeros(256, 1152, dtype=bf16)
     for ways in ("r", "c"):
         cast(x, "tensor", ways=ways)
@@ -107,6 +110,7 @@ def around_linears() -> None:
     for bias in (w, None):
         found = norm(x, w, bias, 1e-5, amax)
         norm_backward(x, x, w, found.mean, found.rstd)
+        norm_backward(x, x, w, found.mean, found.rstd, x)
         statistics(x, 1e-5, centered=bias is not None)
     add_bias_(x, w)
     bias_gelu(x, w, amax)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -100,6 +100,19 @@ def errors(case: Case, t: Tensors, module: Any, steps: float = 0.5) -> Iterator[
             yield f"{case}: {name} is off by {float(over.max()):.3g} more than rounding, dtype {value.dtype}"
 
 
+def errors_with_residual(case: Case, t: Tensors, module: Any, steps: float = 0.5) -> Iterator[str]:
+    """A residual's gradient is added to the rounded gradient of x; nothing else changes."""
+    got = module.norm(t.x, t.weight, t.bias, EPS)
+    saved = (t.dy, t.x, t.weight, got.mean, got.rstd)
+    dresidual = t.dy.flip(1) * 3
+    (plain, *others), (joined, *others_beside) = module.norm_backward(*saved), module.norm_backward(*saved, dresidual)
+    want = plain.double() + dresidual.double()
+    over = (joined.double() - want).abs() - 1.01 * torch.finfo(case.dtype).eps * steps * want.abs()
+    if joined.dtype != case.dtype or not bool((over <= 0).all()):
+        yield f"{case}: dx with a residual is off by {float(over.max()):.3g} more than rounding, dtype {joined.dtype}"
+    yield from unequal(f"{case}, with a residual and without", others, others_beside)
+
+
 def differences(device: str, module: Any = None, large: bool = False) -> tuple[int, list[str]]:
     """(cases, faults) of the Triton kernels, or of another module with their functions."""
     if module is None:
@@ -107,16 +120,18 @@ def differences(device: str, module: Any = None, large: bool = False) -> tuple[i
     found: list[str] = []
     for case in cases(large):
         t = tensors(case, device)
-        found += errors(case, t, module, steps_of(module, device))
+        steps = steps_of(module, device)
+        found += [*errors(case, t, module, steps), *errors_with_residual(case, t, module, steps)]
         if device == "cuda":
-            found += unequal(case, lambda t=t: module.norm_backward(t.dy, t.x, t.weight, *module.norm(*t[:3], EPS)[1:]))
+            runs = (module.norm_backward(t.dy, t.x, t.weight, *module.norm(*t[:3], EPS)[1:]) for _ in range(2))
+            found += unequal(str(case), *runs)
     return len(cases(large)), found
 
 
-def unequal(case: Case, run: Callable[[], tuple[torch.Tensor | None, ...]]) -> list[str]:
+def unequal(what: str, first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> list[str]:
     """A fault where two runs do not give the same bits."""
-    same = all(a is None or b is None or torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
-    return [] if same else [f"{case}: two runs differ"]
+    same = all(a is None or b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return [] if same else [f"{what}: two runs differ"]
 
 
 if __name__ == "__main__":

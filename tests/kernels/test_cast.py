@@ -40,9 +40,9 @@ def test_deterministic_sums_have_the_order_of_the_first_tiling(
     monkeypatch.setattr(triton, "fastest", lambda name, candidates, run, device: candidates[-1])
     kernel = triton._CastKernel(Fp8Rule(FORMATS["e4m3"], "tensor"), True, True, False, sums, "matrix")
     launched: list[int] = []
-    for tiling in kernel._specialized:
+    for tiling in kernel._tilings:
         launch = SimpleNamespace(launch=lambda *_, rows=tiling.rows: launched.append(rows))
-        kernel._specialized[tiling] = launch  # type: ignore[assignment]
+        kernel._specialized[tiling, True] = launch  # type: ignore[assignment]
     for deterministic in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda chosen=deterministic: chosen)
         kernel.run(source_of(torch.zeros(256, 256, dtype=torch.bfloat16)), torch.ones(1), None)

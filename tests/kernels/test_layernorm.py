@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowprec.kernels.layernorm import reference
 from tests.kernels.interpreted import assert_no_differences
-from tests.kernels.norm_cases import EPS, Case, differences, errors, tensors
+from tests.kernels.norm_cases import EPS, Case, differences, errors, errors_with_residual, tensors
 
 
 def test_reference_against_float64() -> None:
@@ -43,6 +43,12 @@ def test_the_bounds_are_tight(name: str) -> None:
     assert [line.split(": ")[1].split()[0] for line in errors(case, t, broken)] == [name]
 
 
+def test_a_residual_that_is_not_added_is_seen() -> None:
+    case = Case(9, 1000, torch.bfloat16, True)
+    broken = SimpleNamespace(norm=reference.norm, norm_backward=lambda *saved: reference.norm_backward(*saved[:5]))
+    assert len(list(errors_with_residual(case, tensors(case, "cpu"), broken))) == 1
+
+
 def test_an_offset_costs_no_digits_of_the_variance() -> None:
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)) * 1e-2 + 100.0
     got = reference.norm(x, torch.ones(512), torch.zeros(512), EPS)
@@ -64,7 +70,7 @@ def test_stages_change_no_bits(stages: int) -> None:
     t = tensors(case, "cuda")
     got = triton.norm(t.x, t.weight, t.bias, EPS)
     plain, staged = (
-        triton.norm_backward(t.dy, t.x, t.weight, got.mean, got.rstd, triton.tiling(1024)._replace(stages=n))
+        triton.norm_backward(t.dy, t.x, t.weight, got.mean, got.rstd, t.dy, triton.tiling(1024)._replace(stages=n))
         for n in (1, stages)
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, staged, strict=True) if a is not None and b is not None)

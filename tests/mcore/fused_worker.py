@@ -252,6 +252,20 @@ def cast_by_norms(shape: str, recipe: str, **more: Any) -> None:
     equal_but_for((), got, want)
 
 
+def residuals(shape: str, **more: Any) -> None:
+    """Gradients that are added in the norms are the bits of those that autograd adds."""
+    from megatron_lowprec.kernels.layernorm import triton as layernorm
+
+    with patch.object(layernorm, "norm_backward", wraps=layernorm.norm_backward) as joined:
+        got, _ = run(shape, True, **more)
+    assert [call.args[5] is not None for call in joined.call_args_list] == [False] + [
+        True
+    ] * 4  # the last norm has none
+    with patch("megatron_lowprec.mcore.norm.note_residual"):
+        want, _ = run(shape, True, **more)
+    equal_but_for((), got, want)
+
+
 def norms_that_are_seen() -> None:
     """A norm's output is a tensor to whoever hooks in there, in an evaluation, and while a bad number is looked for."""
     from megatron_lowprec.mcore.finite_check import FiniteCheck
@@ -378,6 +392,8 @@ if DEVICE == "cuda":
 CHECKS |= {f"handed-over-{r}": lambda r=r: handed_over(r) for r in ("fp8_delayed", "fp8_current")}
 CHECKS |= {f"cast-by-norms-{s}": lambda s=s: cast_by_norms(s, "fp8_delayed") for s in ("gpt", "llama-tp")}
 CHECKS["cast-by-norms-recomputed"] = lambda: cast_by_norms("gpt", "fp8_delayed", **RECOMPUTED)
+CHECKS |= {f"residuals-{s}": lambda s=s: residuals(s, hidden_dropout=0.2) for s in ("gpt-sp", "llama-tp")}
+CHECKS["residuals-recomputed"] = lambda: residuals("gpt", **RECOMPUTED)
 # then gradients of what ranks gather are not handed over: two layers of three
 CHECKS["handed-over-sp"] = lambda: handed_over("fp8_delayed", 1 if dist.get_world_size() > 1 else 3, shape="gpt-sp")
 CHECKS["handed-over-recomputed"] = lambda: handed_over("fp8_delayed", **RECOMPUTED)

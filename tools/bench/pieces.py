@@ -94,7 +94,7 @@ def norms(given: Inputs) -> Iterator[Piece]:
         return torch.ops.aten.native_layer_norm_backward(dy, x, [H], *stats, weight, bias, [True] * 3)
 
     backward = partial(ours.norm_backward, dy, x, weight, mean, rstd)
-    staged = {f"ours, {n} stages": partial(backward, ours.tiling(H)._replace(stages=n)) for n in (2, 3)}
+    staged = {f"ours, {n} stages": partial(backward, sizes=ours.tiling(H)._replace(stages=n)) for n in (2, 3)}
     yield Piece(
         "norm forward",
         size,
@@ -110,6 +110,21 @@ def norms(given: Inputs) -> Iterator[Piece]:
         times,
         {"torch": torchs_backward, "ours": backward, **staged},
         lambda: zip(_tensors(backward()), torchs_backward(), strict=True),
+    )
+    dresidual = given.normal(given.tokens, H, scale=1e-3)
+
+    def apart() -> tuple[torch.Tensor | None, ...]:
+        dx, dw, db = backward()
+        return dx + dresidual, dw, db
+
+    joined = partial(backward, dresidual)
+    yield Piece(
+        "norm backward + the residual's gradient",
+        size,
+        8 * x.numel(),
+        2 * LAYERS,
+        {"apart": apart, "ours": joined},
+        lambda: zip(_tensors(joined()), _tensors(apart()), strict=True),
     )
 
 

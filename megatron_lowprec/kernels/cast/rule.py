@@ -45,6 +45,7 @@ class CastConstants(NamedTuple):
         MARGIN_SCALE: factor of an encode scale.
         POWER_OF_TWO: whether encode scales are cut to powers of two.
         NATIVE: whether the GPU converts to FP8 and bf16 itself; the interpreter does not.
+        WHOLE: whether tiles divide the matrix: nothing of a tile is outside of it, and nothing is asked about that.
     """
 
     ALONG_ROWS: bool
@@ -64,6 +65,7 @@ class CastConstants(NamedTuple):
     MARGIN_SCALE: float
     POWER_OF_TWO: bool
     NATIVE: bool
+    WHOLE: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import triton.language as tl
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast.triton_ops import (
     as_stored,
+    below,
     both_scales,
     four_to_fp8,
     observe,
@@ -53,19 +54,19 @@ def cast_rows(
         if CAST.OBSERVES and not CAST.ALONG_COLUMNS:
             observe(observed_ptr, amax_along(amax_along(amax_along(tl.abs(x), 2), 0), 1))
         if CAST.TILE == 1:
-            amax = tl.load(amax_ptr + row, mask=row < M, other=0.0)
+            amax = tl.load(amax_ptr + row, mask=below(row, M, CAST), other=0.0)
         else:
             amax = amax_along(amax_along(tl.abs(x), 0), 2)
         scale, decode = both_scales(amax, CAST, OF_BF16)
         if CAST.TILE == 1:
-            tl.store(row_scale_ptr + row, decode, mask=(row < M) & (tile_n == 0))
+            tl.store(row_scale_ptr + row, decode, mask=below(row, M, CAST) & (tile_n == 0))
         else:
-            tl.store(row_scale_ptr + tile_n * height + row, decode, mask=row < height)
+            tl.store(row_scale_ptr + tile_n * height + row, decode, mask=below(row, height, CAST))
         codes = to_fp8(x * scale, CAST)
-        tl.store(out + row.to(tl.int64) * N + col, codes, mask=(row < height) & (col < N))
+        tl.store(out + row.to(tl.int64) * N + col, codes, mask=below(row, height, CAST) & below(col, N, CAST))
     if CAST.SUMS and not CAST.ALONG_COLUMNS:
         row, col = places(tl.arange(0, 1), tile_n * BN, BN, CHUNK)
-        tl.store(sums_ptr + tile_m * N + row + col, total, mask=col < N)
+        tl.store(sums_ptr + tile_m * N + row + col, total, mask=below(col, N, CAST))
 
 
 @triton.jit
@@ -102,6 +103,10 @@ def cast_words(
     col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     words = tl.arange(0, BM // 4)
     rows = tile_m * BM + 4 * words
+    one = tl.zeros([1, 1], tl.int32)
+    largest = tl.zeros([BM // 4, COLUMNS], tl.float32)
+    given = tl.load(amax_ptr + one) if CAST.TILE == 0 else tl.zeros([1, 1], tl.float32)
+    given_scale, given_decode = both_scales(given, CAST, OF_BF16)
     for part in range(BN // COLUMNS):
         first = tile_n * BN + part * COLUMNS
         row, col = places(rows, first, COLUMNS, COLUMNS)
@@ -111,45 +116,46 @@ def cast_words(
         x3 = read(source, rows + 3, first, M, N, stride, CAST, COLUMNS, COLUMNS)
         if CAST.SUMS:
             total = tl.sum((x0 + x1) + (x2 + x3), 0, keep_dims=True)
-            tl.store(sums_ptr + tile_m * N + col, total, mask=col < N)
+            tl.store(sums_ptr + tile_m * N + col, total, mask=below(col, N, CAST))
         x0, x1 = as_stored(x0, BF16, CAST), as_stored(x1, BF16, CAST)
         x2, x3 = as_stored(x2, BF16, CAST), as_stored(x3, BF16, CAST)
         found = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
-        found = amax_along(found, 0) if CAST.TILE == 2 else amax_along(amax_along(found, 1), 0)
         if CAST.OBSERVES:
-            observe(observed_ptr, amax_along(found, 1) if CAST.TILE == 2 else found)
+            largest = larger(largest, found)
         if CAST.TILE == 0:
-            amax = tl.load(amax_ptr + tl.zeros([1, 1], tl.int32))
-        elif CAST.TILE == 1:
-            amax = tl.load(amax_ptr + M + col, mask=col < N, other=0.0)
+            scale, decode = given_scale, given_decode
         else:
-            amax = found
-        scale, decode = both_scales(amax, CAST, OF_BF16)
+            if CAST.TILE == 1:
+                amax = tl.load(amax_ptr + M + col, mask=below(col, N, CAST), other=0.0)
+            else:
+                amax = amax_along(found, 0) if CAST.TILE == 2 else amax_along(amax_along(found, 1), 0)
+            scale, decode = both_scales(amax, CAST, OF_BF16)
         if CAST.TILE == 1:
-            tl.store(col_scale_ptr + col, decode, mask=(col < N) & (tile_m == 0))
+            tl.store(col_scale_ptr + col, decode, mask=below(col, N, CAST) & (tile_m == 0))
         elif CAST.TILE == 2:
-            tl.store(col_scale_ptr + tile_m * N + col, decode, mask=col < N)
-        else:
-            one = tl.zeros([1, 1], tl.int32)
-            leads = tile_m + tile_n + one == 0
+            tl.store(col_scale_ptr + tile_m * N + col, decode, mask=below(col, N, CAST))
+        elif CAST.TILE == 3:
             if CAST.ALONG_ROWS:
                 pitch = tl.cdiv(tl.cdiv(N, BN), 4) * 4
-                if CAST.TILE == 0:
-                    tl.store(row_scale_ptr + one, decode, mask=leads)
-                else:
-                    tl.store(row_scale_ptr + tile_m * pitch + tile_n + one, decode)
+                tl.store(row_scale_ptr + tile_m * pitch + tile_n + one, decode)
             if CAST.ALONG_COLUMNS:
                 pitch = tl.cdiv(tl.cdiv(padded_M, BM), 4) * 4
-                if CAST.TILE == 0:
-                    tl.store(col_scale_ptr + one, decode, mask=leads)
-                else:
-                    tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
+                tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
         if CAST.ALONG_ROWS and ONE:
             for four in tl.static_range(4):
                 x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
                 codes = to_fp8(x * scale, CAST)
-                tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=(row + four < height) & (col < N))
+                inside = below(row + four, height, CAST) & below(col, N, CAST)
+                tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=inside)
         if CAST.ALONG_COLUMNS:
             packed = four_to_fp8(x0 * scale, x1 * scale, x2 * scale, x3 * scale, CAST)
             to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
-            tl.store(col_out + to, packed, mask=(col < N) & (row < padded_M))
+            tl.store(col_out + to, packed, mask=below(col, N, CAST) & below(row, padded_M, CAST))
+    if CAST.OBSERVES:
+        observe(observed_ptr, amax_along(amax_along(largest, 1), 0))
+    if CAST.TILE == 0:
+        leads = tile_m + tile_n + one == 0
+        if CAST.ALONG_ROWS:
+            tl.store(row_scale_ptr + one, given_decode, mask=leads)
+        if CAST.ALONG_COLUMNS:
+            tl.store(col_scale_ptr + one, given_decode, mask=leads)

@@ -149,13 +149,13 @@ class _Tiling(NamedTuple):
     rows: int
     columns: int
     warps: int
-    part_rows: int = 0  # rows at a time, where rows and columns have scales of their own; 0 for all
-    part_columns: int = 0
+    part_rows: int = 0  # at a time, where a row has a scale of its own; 0 for all
+    part_columns: int = 0  # at a time, where a column has one, or all of the matrix
 
 
 class _CastKernel:
-    """The kernel for one rule and set of outputs, in the tiling that is fastest; with sums under torch's deterministic
-    algorithms in the first one, anywhere.
+    """The kernel for one rule and set of outputs, in the tiling that is fastest for matrices of such a size (within a
+    factor of two); with sums under torch's deterministic algorithms in the first one, anywhere.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class _CastKernel:
         widths: tuple[int, int] = (0, 0),
     ) -> None:
         self._rule, self._rows, self._columns, self._sums = rule, rows, columns, sums
-        constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths)
+        self._constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths)
         if rule.tile == "1x128":
             B = _BLOCK
             shapes = {
@@ -185,26 +185,21 @@ class _CastKernel:
         elif rule.tile == "128x128":
             shapes = ((_BLOCK, _BLOCK, 8), (_BLOCK, _BLOCK, 4))
         else:
-            shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
-        self._tilings = tuple(_Tiling(*shape) for shape in shapes)
-        self._name = f"{_cast_kernel.__name__} {constants._asdict()}"
-        self._specialized = {
-            tiling: Specialized(
-                _cast_kernel,
-                {
-                    "CAST": constants,
-                    "BM": tiling.rows,
-                    "BN": tiling.columns,
-                    "ROWS": tiling.part_rows or tiling.rows,
-                    "COLUMNS": tiling.part_columns or tiling.columns,
-                },
-                num_warps=tiling.warps,
-                # a contracted multiply-add rounds once where the reference rounds twice
-                enable_fp_fusion=False,
+            shapes = (
+                (64, 64, 4),
+                (64, 128, 4),
+                (128, 64, 8),
+                (64, 128, 8),
+                (128, 128, 8),
             )
-            for tiling in self._tilings
-        }
-        self._tiling: _Tiling | None = None
+            if rule.tile == "tensor":
+                # Parts one after the other share the scale, and the observed amax is found once: half the instructions
+                # of a cast from memory. Too few programs for a small matrix.
+                shapes += ((64, 256, 4, 0, 128), (64, 512, 4, 0, 128), (128, 256, 8, 0, 128))
+        self._tilings = tuple(_Tiling(*shape) for shape in shapes)
+        self._name = f"{_cast_kernel.__name__} {self._constants._asdict()}"
+        self._specialized: dict[tuple[_Tiling, bool], Specialized] = {}
+        self._fastest: dict[int, _Tiling] = {}
 
     def run(self, source: Source, amax: torch.Tensor | None, observed: torch.Tensor | None) -> Fp8Cast:
         """Allocate and launch; see ``cast_fp8``."""
@@ -237,14 +232,38 @@ class _CastKernel:
                 N,
                 stride,
             )
-            self._specialized[tiling].launch(tiles_m * -(-N // tiling.columns), device, arguments, specialized_on)
+            whole = padded_M == M and M % tiling.rows == 0 and N % tiling.columns == 0
+            kernel = self._specialized.get((tiling, whole)) or self._specialize(tiling, whole)
+            kernel.launch(tiles_m * -(-N // tiling.columns), device, arguments, specialized_on)
 
         # a sum's last bits depend on its order, which is the tiling's
         fixed = self._sums and torch.are_deterministic_algorithms_enabled()
-        if self._tiling is None and M * N >= LARGE_ENOUGH and not fixed:
-            self._tiling = fastest(self._name, self._tilings, run, device)
-        run(self._tilings[0] if fixed or self._tiling is None else self._tiling)
+        tiling = self._tilings[0]
+        if M * N >= LARGE_ENOUGH and not fixed:
+            size = (M * N).bit_length()
+            known = self._fastest.get(size)
+            if known is None:
+                known = self._fastest[size] = fastest(f"{self._name} below 2^{size}", self._tilings, run, device)
+            tiling = known
+        run(tiling)
         return Fp8Cast(by_rows, by_columns, None if parts is None else sum_partials(parts, x.dtype)[0])
+
+    def _specialize(self, tiling: _Tiling, whole: bool) -> Specialized:
+        kernel = Specialized(
+            _cast_kernel,
+            {
+                "CAST": self._constants._replace(WHOLE=whole),
+                "BM": tiling.rows,
+                "BN": tiling.columns,
+                "ROWS": tiling.part_rows or tiling.rows,
+                "COLUMNS": tiling.part_columns or tiling.columns,
+            },
+            num_warps=tiling.warps,
+            # a contracted multiply-add rounds once where the reference rounds twice
+            enable_fp_fusion=False,
+        )
+        self._specialized[tiling, whole] = kernel
+        return kernel
 
     def _operand(self, height: int, length: int, device: torch.device, rows: int) -> ScaledOperand:
         return ScaledOperand.empty(height, length, self._rule.dtype, self._rule.tile, device, rows)

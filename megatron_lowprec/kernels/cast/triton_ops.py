@@ -26,6 +26,12 @@ def places(rows, first_column, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def below(index, end, CAST: tl.constexpr):
+    """``index < end``, of numbers of rows or of columns; true to the compiler where tiles divide the matrix."""
+    return tl.full(index.shape, True, tl.int1) if CAST.WHOLE else index < end
+
+
+@triton.jit
 def place_in_parts(q_ptr, k_ptr, v_ptr, row, col, stride, QUERY: tl.constexpr, HEAD: tl.constexpr):
     """Addresses of a matrix's entries that lie in three tensors: its columns are, group by group, QUERY of the first,
     whose rows are ``stride`` apart, then HEAD of the second and of the third.
@@ -38,9 +44,9 @@ def place_in_parts(q_ptr, k_ptr, v_ptr, row, col, stride, QUERY: tl.constexpr, H
 
 
 @triton.jit
-def of_rows(values_ptr, rows, M, PLAIN: tl.constexpr):
+def of_rows(values_ptr, rows, M, PLAIN: tl.constexpr, CAST: tl.constexpr):
     """A number for each row, as ``places`` has rows; loaded as a vector, for a thread loads a column eight times."""
-    values = tl.load(values_ptr + rows, mask=rows < M, other=0.0)
+    values = tl.load(values_ptr + rows, mask=below(rows, M, CAST), other=0.0)
     return values[:, None] if PLAIN else values[None, :, None]
 
 
@@ -54,13 +60,14 @@ def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: 
     x_ptr, second_ptr, third_ptr, fourth_ptr = source[0], source[1], source[2], source[3]
     KIND: tl.constexpr = CAST.KIND
     row, col = places(rows, first_column, COLUMNS, CHUNK)
-    inside = (row < M) & (col < N)
+    within = below(col, N, CAST)
+    inside = below(row, M, CAST) & within
     at = row.to(tl.int64) * stride + col
     if KIND == 6:
         x_ptr, at = place_in_parts(x_ptr, second_ptr, third_ptr, row, col, stride, CAST.QUERY, CAST.HEAD), 0
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == 1 or KIND == 2:
-        bias = tl.load(third_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        bias = tl.load(third_ptr + col, mask=within, other=0.0).to(tl.float32)
         if KIND == 1:
             x = gelu_of(x + bias)
         else:
@@ -73,12 +80,12 @@ def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: 
             kept = tl.permute(tl.reshape(kept, [rows.shape[0], COLUMNS // CHUNK, CHUNK]), (1, 0, 2))
         x = x * kept
     elif KIND == 4 or KIND == 5:
-        rstd = of_rows(fourth_ptr, rows, M, CHUNK == COLUMNS)
-        weight = tl.load(second_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+        rstd = of_rows(fourth_ptr, rows, M, CHUNK == COLUMNS, CAST)
+        weight = tl.load(second_ptr + col, mask=within, other=0.0).to(tl.float32)
         bias = weight
         if KIND == 4:
-            x = x - of_rows(fourth_ptr + M, rows, M, CHUNK == COLUMNS)
-            bias = tl.load(third_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+            x = x - of_rows(fourth_ptr + M, rows, M, CHUNK == COLUMNS, CAST)
+            bias = tl.load(third_ptr + col, mask=within, other=0.0).to(tl.float32)
         x = tl.where(inside, affine(x, rstd, weight, bias, KIND == 4), 0.0)
     return x
 

@@ -26,9 +26,8 @@ _BACKWARD_PROGRAMS = 1024  # all run at once: eight on each of 128 multiprocesso
 
 
 @triton.jit
-def gate(x):
-    """(the factor of x in its GELU, x^2 bounded); multiply-adds are spelled out: all kernels then have one result."""
-    square = tl.minimum(x * x, _MAX_SQUARE)
+def gate(x, square):
+    """The factor of x in its GELU, of x and x^2; multiply-adds are spelled out: all kernels then have one result."""
     power = x * tl.fma(square, _B, _A)
     if INTERPRETED:
         factor = 1.0 / (1.0 + tl.exp2(power))
@@ -39,20 +38,20 @@ def gate(x):
             rcp.approx.ftz.f32 $0, sum; }""",
             "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-    return factor, square
+    return factor
 
 
 @triton.jit
 def gelu_of(x):
     """GELU of fp32 entries."""
-    factor, _ = gate(x)
-    return x * factor
+    return x * gate(x, x * x)
 
 
 @triton.jit
 def gelu_slope_of(x):
     """Derivative of GELU at fp32 entries."""
-    factor, square = gate(x)
+    square = tl.minimum(x * x, _MAX_SQUARE)
+    factor = gate(x, square)
     return tl.fma(x * tl.fma(square, _D, _C), tl.fma(-factor, factor, factor), factor)
 
 

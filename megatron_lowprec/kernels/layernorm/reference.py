@@ -35,13 +35,19 @@ def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: 
 
 
 def norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dresidual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of x [T, H], weight [H] and bias [H] (None for RMSNorm), each in its tensor's dtype, summed in fp32.
 
     Args:
         dy: [T, H].
         mean, rstd: of ``norm``.
+        dresidual: [T, H], the gradient of x as a residual, past the norm; it is added to the rounded gradient of x.
     """
     g, v = dy.float(), x.float()
     x_hat = (v if mean is None else v - mean[:, None]) * rstd[:, None]
@@ -50,4 +56,5 @@ def norm_backward(
     if mean is not None:
         dx -= wg.mean(1, keepdim=True)
     dw = (g * x_hat).sum(0).to(weight.dtype)
-    return (dx * rstd[:, None]).to(x.dtype), dw, None if mean is None else g.sum(0).to(weight.dtype)
+    dx = (dx * rstd[:, None]).to(x.dtype)
+    return dx if dresidual is None else dx + dresidual, dw, None if mean is None else g.sum(0).to(weight.dtype)

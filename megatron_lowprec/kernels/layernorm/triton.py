@@ -1,10 +1,11 @@
 """LayerNorm and RMSNorm with one read of x, and their backward pass with one read of x and dy.
 
-Bytes an entry in bf16: forward 4 (x in, y out), backward 6 (x and dy in, dx out) and 2% for partial sums. For
-[32768, 1024] at 4.2 TB/s that is 32 and 49 microseconds. A row is spread over all of a program's threads, eight entries
-each, and a program has several rows: what a thread adds up over rows for the gradients of weight and bias stays in its
-registers until the program ends (``column_sum`` adds the programs' sums). Rows of a program follow from the sizes
-alone, so that the gradients have the same bits on every GPU. Against ``reference.py`` only the order of sums differs.
+Bytes an entry in bf16: forward 4 (x in, y out), backward 6 (x and dy in, dx out) and 2% for partial sums; 8 where the
+residual's gradient is added, which apart takes 6 more. For [32768, 1024] at 4.2 TB/s that is 32, 49 and 65
+microseconds. A row is spread over all of a program's threads, eight entries each, and a program has several rows: what
+a thread adds up over rows for the gradients of weight and bias stays in its registers until the program ends
+(``column_sum`` adds the programs' sums). Rows of a program follow from the sizes alone, so that the gradients have the
+same bits on every GPU. Against ``reference.py`` only the order of sums differs.
 """
 
 from typing import NamedTuple
@@ -97,12 +98,14 @@ def _backward_kernel(
     weight_ptr,
     mean_ptr,
     rstd_ptr,
+    dresidual_ptr,
     dx_ptr,
     partial_ptr,
     T,
     rows_a_program,
     WIDTH: tl.constexpr,
     CENTERED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -130,8 +133,12 @@ def _backward_kernel(
         dx = wdy - x_hat * (tl.sum(x_hat * wdy, 1) / WIDTH)[:, None]
         if CENTERED:
             dx -= (tl.sum(wdy, 1) / WIDTH)[:, None]
-        dx *= rstd[:, None]
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dx = (dx * rstd[:, None]).to(dx_ptr.dtype.element_ty)
+        if RESIDUAL:
+            # rounded before, too, as autograd does that adds the two
+            dresidual = tl.load(dresidual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            dx = (dx.to(tl.float32) + dresidual).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + at, dx, mask=inside)
     at = tl.program_id(0) * WIDTH + columns
     tl.store(partial_ptr + at, dweight, mask=within)
     if CENTERED:
@@ -229,9 +236,10 @@ def norm_backward(
     weight: torch.Tensor,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
+    dresidual: torch.Tensor | None = None,
     sizes: Tiling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As ``reference.norm_backward``; dy and x contiguous."""
+    """As ``reference.norm_backward``; dy, x and dresidual contiguous."""
     T, width = x.shape
     sizes = sizes or tiling(width)
     rows = triton.cdiv(triton.cdiv(T, sizes.programs), sizes.backward_rows) * sizes.backward_rows
@@ -244,12 +252,14 @@ def norm_backward(
         weight,
         rstd if mean is None else mean,
         rstd,
+        dy if dresidual is None else dresidual,
         dx,
         partial,
         T,
         rows,
         WIDTH=width,
         CENTERED=mean is not None,
+        RESIDUAL=dresidual is not None,
         ROWS=sizes.backward_rows,
         BLOCK=triton.next_power_of_2(width),
         STAGES=sizes.stages,

@@ -384,7 +384,7 @@ def test_step_compares_with_the_peer_s_own_bf16(monkeypatch: pytest.MonkeyPatch,
         asked.append(flags)
         ms = (5.0 if "transformer_engine" in flags else 4.0) * (1 if flags[-1] == "bf16" else 2)
         sizes = {"micro_batch": 2, "sequence": 128, "peak_gib": 1.0, "reserved_gib": 2.0, "first_seconds": 1.0}
-        parts = {"kernel_ms": ms, "update_ms": 1.0, "stock_update_ms": 1.0}
+        parts = {"kernel_ms": ms, "idle": None, "apart_ms": ms, "update_ms": 1.0, "stock_update_ms": 1.0}
         return {"ms": ms, "low": ms, "high": ms, "losses": [1.0], "layers": "x", **sizes, **parts}
 
     monkeypatch.setattr(step, "in_fresh_process", run)

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     counts = _counts(args)
     report.note(
         f"data parallel, {' '.join(FLAGS)}; mock data; the batch is each GPU's",
-        f"{args.warm_up} iterations before {args.iterations} timed ones, median of rank 0's wall clock, device idle at",
-        "both ends; peak: allocated on rank 0; t1/tN: step of the first count of GPUs over this one's",
+        f"{args.warm_up} iterations before {args.iterations} timed ones, median of rank 0's wall clock, steps one",
+        "behind the other; peak: allocated on rank 0; t1/tN: step of the first count of GPUs over this one's",
     )
     rows: list[Row] = []
     for model in chosen:

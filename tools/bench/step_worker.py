@@ -11,11 +11,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 from megatron_lowprec.training import startup
+
+PROFILED = 3
 
 
 def main(asked: dict[str, Any]) -> None:
@@ -56,17 +59,17 @@ def main(asked: dict[str, Any]) -> None:
     assert split is not None
     trainer = model.build(config, recipe, schedule, vocabulary)
     batches = [data.Batches(split, 0, config, device) for _ in trainer.chunks]
-    milliseconds, losses = [], []
+    losses = []
+    # A step waits for the device once, for its loss and norm; from there to there in the next one is a step as the
+    # driver runs them, the launches of the next under the update of the last.
+    marks = [time.perf_counter()]
     for iteration in range(steps):
         if iteration == asked["warm_up"] and on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        _synchronize(on_gpu)
-        started = time.perf_counter()
         update_num_microbatches(iteration * batch)
         result = train_step(trainer, batches, config, iteration, device)
         trainer.scheduler.step(increment=batch)
-        _synchronize(on_gpu)
-        milliseconds.append((time.perf_counter() - started) * 1e3)
+        marks.append(time.perf_counter())
         losses.append(result.loss)
         if not result.updated or not math.isfinite(result.loss):
             sys.exit(f"step {iteration}: loss {result.loss}, updated: {result.updated}")
@@ -77,10 +80,12 @@ def main(asked: dict[str, Any]) -> None:
     def step() -> None:
         train_step(trainer, batches, config, steps, device)
 
-    kernels, update_ms, stock_update_ms = None, None, None
+    kernels, idle, apart_ms, update_ms, stock_update_ms = None, None, None, None, None
     if not asked["step_alone"]:
-        kernels = _kernels(step) if on_gpu else None
+        apart_ms = _milliseconds(step, on_gpu)
+        kernels, idle = _kernels(step) if on_gpu else (None, None)
         update_ms, stock_update_ms = _updates(trainer.optimizer, on_gpu)
+    milliseconds = [(end - start) * 1e3 for start, end in pairwise(marks)]
     timed = milliseconds[asked["warm_up"] :]
     fifths = quantiles(timed, n=5, method="inclusive") if len(timed) > 1 else timed * 4
     found = {
@@ -96,6 +101,8 @@ def main(asked: dict[str, Any]) -> None:
         "reserved_gib": reserved / 2**30,
         "kernel_ms": sum(kernel["ms"] for kernel in kernels) if kernels else None,
         "kernels": kernels,
+        "idle": idle,
+        "apart_ms": apart_ms,
         "update_ms": update_ms,
         "stock_update_ms": stock_update_ms,
         "runtime": trainer.runtime.header(),
@@ -108,40 +115,58 @@ def main(asked: dict[str, Any]) -> None:
     startup.finalize()
 
 
-def _kernels(step: Callable[[], None]) -> list[dict[str, Any]]:
-    """The GPU's kernels and copies in one step, by name: how often, and how long each for itself; longest first."""
+def _kernels(step: Callable[[], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the GPU does in ``PROFILED`` steps one behind the other, a step.
+
+    Kernels and copies by name, how often, and how long each for itself, longest first; and in how many milliseconds of
+    the time from the first to the last it does nothing, with the longest of these gaps.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        step()
+        for _ in range(PROFILED):
+            step()
         _synchronize(True)
+    events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
     taken: dict[str, list[float]] = defaultdict(list)
-    for event in profiled.events():
-        if event.device_type == DeviceType.CUDA:
-            taken[event.name[:200]].append(event.self_device_time_total / 1e3)
-    found = [{"name": name, "times": len(ms), "ms": sum(ms)} for name, ms in taken.items()]
-    return sorted(found, key=lambda kernel: -kernel["ms"])
+    for event in events:
+        taken[event.name[:200]].append(event.self_device_time_total / 1e3)
+    found = [{"name": name, "times": len(ms) / PROFILED, "ms": sum(ms) / PROFILED} for name, ms in taken.items()]
+    gaps: list[dict[str, Any]] = []
+    last = None
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if last is not None and event.time_range.start > last.time_range.end:
+            ms = (event.time_range.start - last.time_range.end) / 1e3
+            gaps.append({"ms": ms, "after": last.name[:80], "before": event.name[:80]})
+        if last is None or event.time_range.end > last.time_range.end:
+            last = event
+    idle = {"ms": sum(gap["ms"] for gap in gaps) / PROFILED, "gaps": len(gaps) / PROFILED}
+    return sorted(found, key=lambda kernel: -kernel["ms"]), idle | {
+        "longest": sorted(gaps, key=lambda gap: -gap["ms"])[:12]
+    }
 
 
 def _updates(optimizer: Any, on_gpu: bool) -> tuple[float, float]:
-    """Milliseconds of one optimizer step, the driver's and then Megatron-core's own, device idle at both ends."""
+    """Milliseconds of one optimizer step, the driver's and then Megatron-core's own."""
     from megatron_lowprec.mcore.optimizer_step import optimizer_step
 
-    def milliseconds(update: Callable[[], object]) -> float:
-        taken = []
-        for _ in range(6):
-            _synchronize(on_gpu)
-            started = time.perf_counter()
-            update()
-            _synchronize(on_gpu)
-            taken.append((time.perf_counter() - started) * 1e3)
-        return median(taken[1:])
-
-    ours = milliseconds(lambda: optimizer_step(optimizer))
+    ours = _milliseconds(lambda: optimizer_step(optimizer), on_gpu)
     for part in optimizer.chained_optimizers:
         vars(part).pop("_copy_main_params_to_model_params", None)
-    return ours, milliseconds(optimizer.step)
+    return ours, _milliseconds(optimizer.step, on_gpu)
+
+
+def _milliseconds(run: Callable[[], object], on_gpu: bool) -> float:
+    """Of one run, device idle at both ends: median of five behind a first."""
+    taken = []
+    for _ in range(6):
+        _synchronize(on_gpu)
+        started = time.perf_counter()
+        run()
+        _synchronize(on_gpu)
+        taken.append((time.perf_counter() - started) * 1e3)
+    return median(taken[1:])
 
 
 def _synchronize(on_gpu: bool) -> None:

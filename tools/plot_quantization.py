@@ -6,17 +6,16 @@ reads quantization.jsonl in that folder, which --log-quantization-interval write
 prints the operands that were represented worst in the last iteration looked at. Experts are one line, their worst.
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.gemms import DIMS
+from megatron_lowprec.report.operands import KINDS, Kind, Row, by_snr, full_name, not_finite, read_rows
 from megatron_lowprec.training.paths import output_file
 
 
@@ -41,31 +40,6 @@ QUANTITIES = {
 }
 _SHOWN = 5
 _TEXT = "#333333"
-
-Row = dict[str, Any]
-Kind = tuple[str, str]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """All complete lines of a quantization.jsonl, which a run may be writing.
-
-    Raises:
-        UserError: it is not there, or has none.
-    """
-    if not path.is_file():
-        raise UserError(f"{path} is not there: train with --log-quantization-interval N, and name the run's folder")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            continue
-        try:
-            rows.append(json.loads(line))
-            _ = [rows[-1][name] for name in ("iteration", "linear", "gemm", "operand", *QUANTITIES)]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise UserError(f"{path}, line {number}: not a row of --log-quantization-interval") from None
-    if not rows:
-        raise UserError(f"{path} has no rows: the run ended before its first look, or quantizes nothing")
-    return rows
 
 
 def table(rows: Sequence[Row], kind: Kind, what: str, linears: Sequence[str], iterations: Sequence[int]) -> np.ndarray:
@@ -95,7 +69,7 @@ def draw(path: Path, title: str, rows: Sequence[Row], what: str) -> None:
 
     linears = list(dict.fromkeys(_without_expert(row["linear"]) for row in rows))
     iterations = sorted({row["iteration"] for row in rows})
-    kinds = [kind for kind in DIMS if any((row["gemm"], row["operand"]) == kind for row in rows)]
+    kinds = [kind for kind in KINDS if any((row["gemm"], row["operand"]) == kind for row in rows)]
     tables = {kind: table(rows, kind, what, linears, iterations) for kind in kinds}
     finite = np.concatenate([values[np.isfinite(values)] for values in tables.values()])
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -135,13 +109,12 @@ def summary(rows: Sequence[Row]) -> list[str]:
     """The operands that are not finite, and those with the lowest SNR, in the last iteration, a line each."""
     last = max(row["iteration"] for row in rows)
     of_last = [row for row in rows if row["iteration"] == last]
-    worst = sorted((row for row in of_last if row["snr"] is not None), key=lambda row: row["snr"])[:_SHOWN]
-    bad = [_name(row) for row in of_last if row["amax"] is None]
+    worst, bad = by_snr(of_last)[:_SHOWN], not_finite(of_last)
     lines = [f"iteration {last}, {len(of_last)} operands; the lowest signal-to-noise ratios:"]
     if bad:
-        lines.insert(0, f"not finite: {len(bad)} of {len(of_last)} operands, first {bad[0]}")
+        lines.insert(0, f"not finite: {len(bad)} of {len(of_last)} operands, first {full_name(bad[0])}")
     lines += [
-        f"  {row['snr']:5.1f} dB  {_name(row)}, {row['format']}: bias {row['bias']:+.2e}, underflow "
+        f"  {row['snr']:5.1f} dB  {full_name(row)}, {row['format']}: bias {row['bias']:+.2e}, underflow "
         f"{row['underflow']:.2%}, saturation {row['saturation']:.2%}"
         for row in worst
     ]
@@ -157,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     output = args.output or args.run / "quantization.png"
     try:
-        rows = read_rows(args.run / "quantization.jsonl")
+        rows = _rows(args.run / "quantization.jsonl")
         draw(output, f"{args.run.name}: {QUANTITIES[args.what].title}", rows, args.what)
     except (UserError, OSError) as error:
         print(f"plot_quantization.py: error: {error}", file=sys.stderr)
@@ -166,8 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _name(row: Row) -> str:
-    return f"{row['linear']} {row['gemm']} {row['operand']}"
+def _rows(path: Path) -> list[Row]:
+    """At least one."""
+    rows = read_rows(path)
+    if not rows and not path.is_file():
+        raise UserError(f"{path} is not there: train with --log-quantization-interval N, and name the run's folder")
+    if not rows:
+        raise UserError(f"{path} has no rows: the run ended before its first look, or quantizes nothing")
+    return rows
 
 
 def _value(row: Row, what: str) -> float:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.report import html, plot_style, plots, tables
+from megatron_lowprec.report import html, operand_plots, operand_tables, plot_style, plots, tables
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.claims import Claims
 from megatron_lowprec.report.groups import Group, group_runs
+from megatron_lowprec.report.operands import RecipeLooks, find_looks
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all, published_gaps
@@ -29,6 +30,13 @@ _METHOD = (
     "is contradicted where the runs have at least {:.0%} of its parameters and of its tokens, and otherwise not "
     "reproduced at this scale. Anything between is not resolvable with these seeds.",
 )
+_LOOKS = (
+    "Medians over layers and seeds (an expert counts as a layer) of the last iteration that was looked at, what is not "
+    "finite left out. SNR, in dB, and bias compare the values that codes and scales stand for with what was rounded, "
+    "behind a Hadamard transform where there is one; underflow is the share of nonzero entries that become zero, "
+    "saturation the share of all entries beyond the format's largest value. The worst layer of any seed is the one "
+    "with the lowest SNR; one that is not finite comes before."
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Report:
     runs: tuple[Run, ...]
     groups: tuple[Group, ...]
     fits: Mapping[str, Fit | None]
+    looks: Mapping[str, Sequence[RecipeLooks]]
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
 
@@ -52,6 +61,10 @@ class Report:
             found += ["", f"{group.name}: {_described(group)}", ""]
             found += [*tables.text(tables.quality(group, fit, confidence)), ""]
             found += tables.resolution(group, fit, confidence)
+            looks = self.looks[group.name]
+            if looks:
+                found += ["", "what quantization did to operands, medians over layers and seeds at the last look:", ""]
+                found += tables.text(operand_tables.in_short(looks))
         ended = [run for run in self.runs if run.status is not Status.FINISHED]
         if ended:
             found += ["", "not finished:"]
@@ -96,21 +109,33 @@ class Report:
         parts.append(html.table(tables.quality(group, fit, confidence)))
         parts += [html.paragraph(words) for words in tables.resolution(group, fit, confidence)]
         parts.append(html.figures([html.picture(each) for each in pictures.values()]))
-        for name, shown in {**pictures, **({"gaps": gaps} if gaps is not None else {})}.items():
-            (folder / f"{prefix}{name}.png").write_bytes(shown.light)
+        looks = self.looks[group.name]
+        snr = self._snr(looks, look)
+        if looks:
+            parts += [html.heading("What quantization did to operands", 3), html.paragraph(_LOOKS, muted=True)]
+            parts.append(html.table(operand_tables.of_every_operand(looks)))
+        if snr is not None:
+            parts.append(html.picture(snr, alone=True))
+        for name, shown in {**pictures, "gaps": gaps, "operand_snr": snr}.items():
+            if shown is not None:
+                (folder / f"{prefix}{name}.png").write_bytes(shown.light)
         return [*parts, html.heading("Cost and conditions", 3), html.table(tables.cost(group))]
+
+    def _snr(self, looks: Sequence[RecipeLooks], look: Mapping[str, plot_style.Look]) -> html.Picture | None:
+        caption = (
+            "Signal-to-noise ratio of each operand of each GEMM, over iterations. Lines are medians over layers and "
+            "seeds, bands the range over them; an operand that is not finite has none."
+        )
+        return _picture(lambda theme: operand_plots.snr(looks, look, theme), caption)
 
     def _gaps(self, group: Group, fit: Fit, look: Mapping[str, plot_style.Look]) -> html.Picture | None:
         published = published_gaps(self.claims, group)
-        light, dark = (plots.gaps(group, fit, look, published, theme) for theme in (plot_style.LIGHT, plot_style.DARK))
-        if light is None or dark is None:
-            return None
         caption = (
             f"Perplexity gap to {group.reference} at the end: mean over seeds with the "
             f"{self.claims.rules.confidence:.0%} interval, and each seed by itself. Published gaps are of the papers' "
             "models and budgets."
         )
-        return html.Picture(light, dark, caption)
+        return _picture(lambda theme: plots.gaps(group, fit, look, published, theme), caption)
 
     def _curves(self, group: Group, look: Mapping[str, plot_style.Look]) -> dict[str, html.Picture]:
         shared = (
@@ -156,13 +181,22 @@ def build(runs: Sequence[Run], notes: Sequence[str], claims: Claims, reference: 
     found = list(notes)
     if lost:
         found.append(f"{len(lost)} of the runs hold no configuration to place them by; they are listed at the end.")
-    fits = {}
+    fits, looks = {}, {}
     for group in groups:
         losses = group.final_losses()
         fits[group.name] = Fit(losses, claims.rules.confidence, claims.prior_noise.validation_loss) if losses else None
+        looks[group.name], unread = find_looks(group)
+        found += unread
         if reference not in group.labels:
             found.append(f"{group.name} has no run of {reference}, so no gaps to it.")
-    return Report(title, claims, tuple(runs), tuple(groups), fits, tuple(judge_all(claims, groups)), tuple(found))
+    verdicts = tuple(judge_all(claims, groups))
+    return Report(title, claims, tuple(runs), tuple(groups), fits, looks, verdicts, tuple(found))
+
+
+def _picture(draw: Callable[[plot_style.Theme], bytes | None], caption: str) -> html.Picture | None:
+    """None where there is nothing to draw."""
+    light, dark = draw(plot_style.LIGHT), draw(plot_style.DARK)
+    return None if light is None or dark is None else html.Picture(light, dark, caption)
 
 
 def _described(group: Group) -> str:

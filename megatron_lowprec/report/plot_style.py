@@ -6,7 +6,9 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,8 +19,11 @@ _WIDTH = 6.6  # inches: text of 9 points is then readable on a phone
 _COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #8c564b #9467bd #7a9a01 #17a2b8 #b22222 #c9a400"
 _PALETTE = _COLORS.split()
 _USUAL = {"mxfp4_rht_sr": 0, "mxfp4": 1, "mxfp4_sr": 2, "mxfp4_rht": 4, "mxfp8": 9, "mxfp8_ocp": 10}
-_DASHES: tuple[tuple[int, ...], ...] = ((), (4, 2), (1, 1), (6, 2, 1, 2))  # of labels whose colour is taken
+_DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1), (6, 2, 1, 2))  # of labels whose colour is taken
 _MARKERS = "osD^vPXd<>hp"
+
+NOT_FINISHED = (0, (1.0, 1.5))
+"""Dashes of what is drawn of a run that did not finish."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Look:
 
     color: str | None
     marker: str
-    dashes: tuple[int, tuple[int, ...]]
+    dashes: tuple[int, tuple[float, ...]]
 
     def paint(self, theme: Theme) -> str:
         """Its colour; the reference has the theme's grey."""
@@ -59,7 +64,7 @@ def looks(labels: Sequence[str], reference: str) -> dict[str, Look]:
     found = {}
     others = 0
     for at, label in enumerate(labels):
-        dashes: tuple[int, tuple[int, ...]] = (0, ())
+        dashes: tuple[int, tuple[float, ...]] = (0, ())
         if label == reference:
             found[label] = Look(None, "o", dashes)
             continue
@@ -99,6 +104,32 @@ def plain(axes: Axes, theme: Theme) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set_color(theme.text)
         axis.label.set_fontsize(9.5)
+
+
+def band(
+    axes: Axes,
+    x: np.ndarray,
+    middle: np.ndarray,
+    ends: tuple[np.ndarray, np.ndarray] | None,
+    look: Look,
+    theme: Theme,
+    label: str,
+    markers: bool,
+) -> None:
+    """A line, and the range around it where there is one."""
+    paint = look.paint(theme)
+    style: dict[str, Any] = {"marker": look.marker, "markersize": 4} if markers else {}
+    axes.plot(x, middle, color=paint, linewidth=1.5, linestyle=look.dashes, label=wrapped(label), **style)
+    if ends is not None:
+        axes.fill_between(x, *ends, color=paint, alpha=0.18, linewidth=0)
+
+
+def legend(figure: Figure, panels: Sequence[Axes], theme: Theme) -> None:
+    """Under the figure: every label of the panels once."""
+    entries = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+    columns = 2 if max(map(len, entries), default=0) > 20 else 3
+    look: dict[str, Any] = {"frameon": False, "labelcolor": theme.text, "fontsize": 9}
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **look)
 
 
 def wrapped(label: str) -> str:

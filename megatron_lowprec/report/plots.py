@@ -11,7 +11,18 @@ import numpy as np
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.curve import Floats, Series, smooth
 from megatron_lowprec.report.groups import Group
-from megatron_lowprec.report.plot_style import Look, Theme, limits, new_figure, plain, png, wrapped
+from megatron_lowprec.report.plot_style import (
+    NOT_FINISHED,
+    Look,
+    Theme,
+    band,
+    legend,
+    limits,
+    new_figure,
+    plain,
+    png,
+    wrapped,
+)
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 
@@ -20,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POINTS = 600  # that a curve is drawn with
+_MARKED = 40  # points at most that each have a marker
 _SMOOTHING = 100  # a smoothed loss is the mean over 1/_SMOOTHING of the run to either side
 _EARLY = 0.1  # share of the run that does not set the limits of a difference
 _FIRST = 0.04  # likewise of a loss
@@ -140,7 +152,7 @@ def _losses(
         bottom.set_ylabel(f"less {group.reference}'s, nats a token")
     panels[-1].set_xlabel("tokens")
     panels[-1].xaxis.set_major_formatter(lambda value, _: amount(value))
-    _legend(figure, top, theme)
+    legend(figure, [top], theme)
     return png(figure, theme)
 
 
@@ -182,17 +194,15 @@ def _paired(group: Group, label: str, series: Callable[[Run], Series]) -> tuple[
 
 
 def _band(axes: Axes, x: Floats, values: Floats, look: Look, theme: Theme, label: str, markers: bool) -> None:
-    paint = look.paint(theme)
-    style: dict[str, Any] = {"marker": look.marker, "markersize": 4} if markers and len(x) <= 40 else {}
-    axes.plot(x, values.mean(axis=0), color=paint, linewidth=1.5, linestyle=look.dashes, label=wrapped(label), **style)
-    if len(values) > 1:
-        axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=paint, alpha=0.18, linewidth=0)
+    """The mean over seeds, a row each, and their range."""
+    ends = (values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None
+    band(axes, x, values.mean(axis=0), ends, look, theme, label, markers and len(x) <= _MARKED)
 
 
 def _unfinished(axes: Axes, x: Floats, values: Floats, paint: str, label: str) -> None:
     """Dotted, with a cross where it ended."""
     name = f"{wrapped(label)}, not finished"
-    style: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (1, 1.5)), "marker": "x", "markersize": 6}
+    style: dict[str, Any] = {"linewidth": 1.1, "linestyle": NOT_FINISHED, "marker": "x", "markersize": 6}
     axes.plot(x, values, color=paint, markevery=[len(x) - 1], label=name, **style)
 
 
@@ -216,11 +226,3 @@ def _loss_axis(axes: Axes, seen: Sequence[Floats], name: str, theme: Theme) -> N
 
 def _percent(loss: float) -> float:
     return 100 * math.expm1(min(loss, 700.0))
-
-
-def _legend(figure: Figure, axes: Axes, theme: Theme) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    entries = dict(zip(labels, handles))
-    columns = 2 if max(map(len, entries), default=0) > 20 else 3
-    look: dict[str, Any] = {"frameon": False, "labelcolor": theme.text, "fontsize": 9}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **look)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,22 @@ def write_sweep(
             write_run(folder / f"{label}-s{seed}", recipe, seed, loss, overrides=tuple(overrides), **more)
             cells.append(cell(label, seed))
     add_cells(folder, name, cells)
+    return folder
+
+
+def operand_row(
+    iteration: int, linear: str, snr: float | None, gemm: str = "dgrad", operand: str = "grad_output", **more: Any
+) -> dict[str, Any]:
+    """A line of quantization.jsonl."""
+    named = {"linear": linear, "gemm": gemm, "operand": operand, "format": "e2m1"}
+    found = {"entries": 64, "amax": 4.0, "snr": snr, "bias": 1e-3, "underflow": 0.25, "saturation": 0.0}
+    return {"iteration": iteration, **named, **found, **more}
+
+
+def write_looks(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """quantization.jsonl in a run's folder, which need not be there."""
+    folder.mkdir(exist_ok=True)
+    (folder / "quantization.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

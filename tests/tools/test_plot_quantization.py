@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.report.synthetic import operand_row as row
+from tests.report.synthetic import write_looks
 from tools import plot_quantization
-
-
-def row(iteration: int, linear: str, snr: float | None, gemm: str = "dgrad", operand: str = "grad_output") -> Any:
-    named = {"linear": linear, "gemm": gemm, "operand": operand, "format": "e2m1"}
-    found = {"entries": 64, "amax": 4.0, "snr": snr, "bias": 1e-3, "underflow": 0.25, "saturation": 0.0}
-    return {"iteration": iteration, **named, **found}
-
-
-def write(folder: Path, rows: list[Any]) -> Path:
-    folder.mkdir()
-    (folder / "quantization.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    return folder
 
 
 def test_numbers_go_to_their_places_and_of_experts_the_worst() -> None:
@@ -50,16 +38,10 @@ def test_the_worst_bias_is_the_largest_and_what_is_not_finite_is_no_number() -> 
     assert said[0] == "not finite: 1 of 3 operands, first layers.2.e of expert 1 dgrad grad_output"
 
 
-def test_a_line_in_the_making_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "quantization.jsonl"
-    path.write_text(json.dumps(row(1, "layers.1.a", 9.0)) + "\n" + '{"iteration": 2, "li')
-    assert len(plot_quantization.read_rows(path)) == 1
-
-
 @pytest.mark.parametrize("what", plot_quantization.QUANTITIES)
 def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
     rows = [row(i, f"layers.{n}.a", 10.0 + n - i / 10) for i in (10, 20) for n in range(1, 8)]
-    run = write(tmp_path / "run", rows)
+    run = write_looks(tmp_path / "run", rows)
     output = tmp_path / "x.png"
     assert plot_quantization.main([str(run), "--what", what, "--output", str(output)]) == 0
     assert output.read_bytes()[:4] == b"\x89PNG"

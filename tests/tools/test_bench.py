@@ -269,8 +269,8 @@ def test_around_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
     assert forward["over"] == pytest.approx(forward["ms"] / found["norm forward", "torch"]["ms"])
     assert forward["step_ms"] == pytest.approx(49 * forward["ms"])
     ours = {piece for piece, way in found if way == "ours"}
-    assert ours == {piece for piece, way in found if way in ("torch", "Megatron-core", "apart")}
-    assert len(ours) == 12
+    assert ours == {piece for piece, way in found if way in ("torch", "Megatron-core")}
+    assert len(ours) == 11
 
 
 def test_a_piece_with_another_result_has_no_number() -> None:

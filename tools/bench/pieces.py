@@ -123,7 +123,7 @@ def norms(given: Inputs) -> Iterator[Piece]:
         size,
         8 * x.numel(),
         2 * LAYERS,
-        {"apart": apart, "ours": joined},
+        {"apart": apart, "joined": joined},
         lambda: zip(_tensors(joined()), _tensors(apart()), strict=True),
     )
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import raise_to_amax
 from megatron_lowprec.kernels.column_sum.triton import sum_partials
+from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 
 
@@ -37,6 +38,18 @@ def affine(x, rstd, weight, bias, CENTERED: tl.constexpr):
     """
     x = x * rstd
     return tl.fma(x, weight, bias) if CENTERED else x * weight
+
+
+@triton.jit
+def rounded_sum(x, y):
+    """x + y of fp32, where a compiler would take x's last multiplication and the sum as one, rounded once."""
+    if INTERPRETED:
+        total = x + y
+    else:
+        total = tl.inline_asm_elementwise(
+            "add.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return total
 
 
 @triton.jit
@@ -137,7 +150,7 @@ def _backward_kernel(
         if RESIDUAL:
             # rounded before, too, as autograd does that adds the two
             dresidual = tl.load(dresidual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            dx = (dx.to(tl.float32) + dresidual).to(dx_ptr.dtype.element_ty)
+            dx = rounded_sum(dx.to(tl.float32), dresidual).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + at, dx, mask=inside)
     at = tl.program_id(0) * WIDTH + columns
     tl.store(partial_ptr + at, dweight, mask=within)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, stream_key
-from megatron_lowprec.recipe.resolve import site_path, weight_serves_microbatches
+from megatron_lowprec.recipe.resolve import site_path
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
 
 DIMS = {
@@ -25,21 +25,18 @@ SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output
 
 
 class Gemm(NamedTuple):
-    """What each call wants to know of a GEMM, looked up once."""
+    """What each call wants to know of a GEMM, looked up once; ``specs`` by operand."""
 
-    operands: tuple[str, str]
-    specs: tuple[QuantSpec | None, QuantSpec | None]
+    specs: Mapping[str, QuantSpec | None]
     alpha: float
     fast_accumulation: bool
-    weight_serves_microbatches: bool
 
     @staticmethod
     def of(name: str, gemm: GemmSpec) -> "Gemm":
         """From a recipe; ``alpha`` takes the headroom of both operands out of the product."""
-        first, second = GEMM_OPERANDS[name]
-        specs = getattr(gemm, first), getattr(gemm, second)
-        alpha = 1.0 / math.prod(spec.headroom for spec in specs if spec is not None)
-        return Gemm((first, second), specs, alpha, gemm.fast_accumulation, weight_serves_microbatches(gemm))
+        specs: dict[str, QuantSpec | None] = {operand: getattr(gemm, operand) for operand in GEMM_OPERANDS[name]}
+        alpha = 1.0 / math.prod(spec.headroom for spec in specs.values() if spec is not None)
+        return Gemm(specs, alpha, gemm.fast_accumulation)
 
 
 @dataclass(frozen=True)

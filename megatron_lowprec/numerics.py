@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.gemms import SIDES, Gemm, LinearPlace
+from megatron_lowprec.kept_weights import KeptWeights
 from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
 from megatron_lowprec.kernels.contract.native import ScaledOperand, scaled_product
 from megatron_lowprec.kernels.contract.reference import Operand, contract
@@ -13,7 +14,6 @@ from megatron_lowprec.kernels.dispatch import add_bias_, arch_of
 from megatron_lowprec.kernels.quantize.reference import tile_amax
 from megatron_lowprec.operands import AnyOperand, GradOutput, Help, Input, Kept, matrix_of
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.device_moment import capturing
 from megatron_lowprec.quantization.fidelity import fidelity_sums
 from megatron_lowprec.quantization.native import amax_for_gemms, cast_for_gemms
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -28,6 +28,7 @@ from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.quantization.tensor import tile_sizes
 from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.native import native_gemms
+from megatron_lowprec.recipe.resolve import weight_serves_microbatches
 from megatron_lowprec.recipe.schema import HistoryRule, QuantSpec, Recipe
 
 
@@ -52,8 +53,7 @@ class LinearNumerics:
     Attributes:
         main_grad_is_zero: a promise to the next ``wgrad`` that it may overwrite what it accumulates into; it takes it
             back. Whoever sets the gradients to zero makes it.
-        keeps_under_capture: keep weights of a step also while a CUDA graph is captured. Whoever says so holds on to
-            ``kept_weights`` and replays a step's graphs in the order of their capture.
+        kept_weights: of this step; empty without ``cache_weights``.
     """
 
     def __init__(
@@ -68,11 +68,12 @@ class LinearNumerics:
         emulate: bool = False,
     ) -> None:
         self.recipe, self.place = recipe, place
-        self.main_grad_is_zero = self.keeps_under_capture = False
-        self._cache_weights, self._emulate = cache_weights, emulate
+        self.main_grad_is_zero = False
+        self._emulate = emulate
+        served = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
+        self.kept_weights = KeptWeights(served if cache_weights else ())
         self._native_on: tuple[torch.device, torch.dtype] | None = None
         self._native: frozenset[str] = frozenset()
-        self._weights: dict[str, AnyOperand] = {}
         self._gemms = {name: Gemm.of(name, gemm) for name, gemm in recipe.gemms.items()}
         self._rounding = place.rounding_streams(seed)
         hadamard = {name: gemm.hadamard for name, gemm in recipe.gemms.items()}
@@ -129,18 +130,19 @@ class LinearNumerics:
         """
         self.choose_products(w_OI)
         native = self._native_gemms(x_TI)
-        x, x_kept, weight_amax = None, None, None
+        x: AnyOperand | None
+        x_kept = None
         if isinstance(x_TI, Input):
             x, x_kept = x_TI.rows, x_TI.columns
         elif "fprop" in native:
             both = keep and "wgrad" in native and self.recipe.fprop.input == self.recipe.wgrad.input
             x, x_kept = self._cast("input", x_TI, rows=True, columns=both, observe=observe, part_amax=amax)[:2]
-        if keep and "fprop" in native:
-            weight_amax = self._weight_amax(w_OI)
-        w = self._weight("fprop", w_OI, native, observe, weight_amax)
-        y = self._gemm(
-            "fprop", matrix_of(x_TI, made=x is not None), w_OI, moment, observe, first=x, second=w, bias=bias_O
-        )
+            assert x is not None
+        else:
+            x = self._quantized("fprop", "input", matrix_of(x_TI), moment, observe)
+        weight_amax = self._weight_amax(w_OI) if keep and "fprop" in native else None
+        w = self._weight("fprop", w_OI, native, moment, observe, weight_amax)
+        y = self._product("fprop", x, w, matrix_of(x_TI, made=True).dtype, bias=bias_O)
         return y, Kept(x_kept, weight_amax)
 
     def input(self, x_TI: Source) -> Input:
@@ -196,9 +198,9 @@ class LinearNumerics:
     ) -> torch.Tensor:
         """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` as ``forward`` kept it."""
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
-        w = self._weight("dgrad", w_OI, self._native_gemms(dy.matrix), True, weight_amax)
-        w_IO = w_OI.t() if w is None else w_OI  # unread where there is an operand
-        return self._gemm("dgrad", dy.matrix, w_IO, moment, first=dy.operands.get("dgrad"), second=w)
+        left = dy.operands.get("dgrad") or self._operand("dgrad", "grad_output", dy.matrix, moment)
+        w = self._weight("dgrad", w_OI, self._native_gemms(dy.matrix), moment, amax=weight_amax)
+        return self._product("dgrad", left, w, dy.matrix.dtype)
 
     def wgrad(
         self,
@@ -220,16 +222,9 @@ class LinearNumerics:
             made = self._cast("input", x, rows=False, columns=True, observe=unseen, part_amax=amax).columns
             assert made is not None
             x = made
-        kept = x if isinstance(x, ScaledOperand) else None
-        return self._gemm(
-            "wgrad",
-            dy.matrix.t(),
-            x.elements if isinstance(x, ScaledOperand) else matrix_of(x).t(),
-            moment,
-            first=dy.operands.get("wgrad"),
-            second=kept,
-            accumulate_into=accumulate_into,
-        )
+        left = dy.operands.get("wgrad") or self._operand("wgrad", "grad_output", dy.matrix.t(), moment)
+        right = x if isinstance(x, ScaledOperand) else self._quantized("wgrad", "input", matrix_of(x).t(), moment)
+        return self._product("wgrad", left, right, dy.matrix.dtype, accumulate_into)
 
     def load_histories(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Take ``{prefix}amax.<operand>`` out of a state dict, where they are, into the amax histories."""
@@ -239,12 +234,8 @@ class LinearNumerics:
                 history.load_state(slot, state)
 
     def forget_weights(self) -> None:
-        """Drop quantized weights that were kept: the weight has changed."""
-        self._weights.clear()
-
-    def kept_weights(self) -> list[AnyOperand]:
-        """Quantized weights that the step's later microbatches will find."""
-        return list(self._weights.values())
+        """The weight has changed."""
+        self.kept_weights.forget()
 
     def choose_products(self, w_OI: torch.Tensor) -> None:
         """Find out, once for a device and dtype, which GEMMs run on FP8 units."""
@@ -305,31 +296,39 @@ class LinearNumerics:
         spec = self.recipe.fprop.weight
         if spec is None or spec != self.recipe.dgrad.weight or (spec.tile, spec.scaling) != ("tensor", "current"):
             return None
-        if self._keeps_weight("fprop") or isinstance(w_OI, Fp8Weight):
+        if self.kept_weights.keeps("fprop") or isinstance(w_OI, Fp8Weight):
             return None
         amax = amax_for_gemms(w_OI)
         return amax if self._reduce_amax is None else self._reduce_amax(amax)
 
     def _weight(
-        self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], observe: bool, amax: torch.Tensor | None
-    ) -> AnyOperand | None:
-        """The weight's operand where it is native, FP8 itself, or kept from an earlier microbatch; else None."""
+        self,
+        gemm: str,
+        w_OI: torch.Tensor,
+        native: frozenset[str],
+        moment: Moment,
+        observe: bool = True,
+        amax: torch.Tensor | None = None,
+    ) -> AnyOperand:
+        """The weight's operand: FP8 itself, kept from an earlier microbatch, or made now."""
         if isinstance(w_OI, Fp8Weight):
             return self._primary_weight(gemm, w_OI, gemm in native, observe)
-        keeps = self._keeps_weight(gemm)
         # also where nothing is observed: the first pass of an activation recomputation
-        if keeps and gemm in self._weights and (gemm in native) == isinstance(self._weights[gemm], ScaledOperand):
-            return self._weights[gemm]
-        if gemm not in native:
-            return None
-        keeps = keeps and observe
-        rows, columns = gemm == "fprop", gemm == "dgrad"
-        if keeps and {"fprop", "dgrad"} <= native and self.recipe.fprop.weight == self.recipe.dgrad.weight:
-            rows = columns = True
-        by_row, by_column, _ = self._cast("weight", w_OI, rows=rows, columns=columns, observe=observe, amax=amax)
-        made = {name: o for name, o in (("fprop", by_row), ("dgrad", by_column)) if o is not None}
+        kept = self.kept_weights.find(gemm, gemm in native)
+        if kept is not None:
+            return kept
+        keeps = observe and self.kept_weights.keeps(gemm)
+        made: dict[str, AnyOperand]
+        if gemm in native:
+            both = keeps and {"fprop", "dgrad"} <= native and self.recipe.fprop.weight == self.recipe.dgrad.weight
+            rows, columns = both or gemm == "fprop", both or gemm == "dgrad"
+            by_row, by_column, _ = self._cast("weight", w_OI, rows=rows, columns=columns, observe=observe, amax=amax)
+            made = {name: o for name, o in (("fprop", by_row), ("dgrad", by_column)) if o is not None}
+        else:
+            matrix = w_OI if gemm == "fprop" else w_OI.t()
+            made = {gemm: self._quantized(gemm, "weight", matrix, moment, observe)}
         if keeps:
-            self._weights |= made
+            self.kept_weights.keep(made)
         return made[gemm]
 
     def _primary_weight(self, gemm: str, w_OI: Fp8Weight, native: bool, observe: bool) -> AnyOperand:
@@ -340,21 +339,33 @@ class LinearNumerics:
         transposed = gemm == "dgrad"
         if not native:
             return w_OI.operand(transposed)
-        if not transposed or not (observe and self._keeps_weight(gemm)):
+        if not transposed or not (observe and self.kept_weights.keeps(gemm)):
             return w_OI.scaled_operand(transposed)
-        if gemm not in self._weights:
-            self._weights[gemm] = w_OI.scaled_operand(transposed)
-        return self._weights[gemm]
+        kept = self.kept_weights.find(gemm, native)
+        if kept is None:
+            kept = w_OI.scaled_operand(transposed)
+            self.kept_weights.keep({gemm: kept})
+        return kept
 
-    def _gemm(
+    def _operand(
+        self, gemm: str, operand: str, matrix: torch.Tensor, moment: Moment, observe: bool = True
+    ) -> AnyOperand:
+        """An operand of [R, K], contracted dimension last, as a native or an emulated product takes it."""
+        if gemm not in self._native or matrix.numel() == 0:
+            return self._quantized(gemm, operand, matrix, moment, observe)
+        by_row = SIDES[operand][0] == gemm
+        source = matrix if by_row else matrix.t()
+        by_rows, by_columns, _ = self._cast(operand, source, rows=by_row, columns=not by_row, observe=observe)
+        made = by_rows if by_row else by_columns
+        assert made is not None
+        return made
+
+    def _product(
         self,
         name: str,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        moment: Moment,
-        observe: bool = True,
-        first: AnyOperand | None = None,
-        second: AnyOperand | None = None,
+        left: AnyOperand,
+        right: AnyOperand,
+        out_dtype: torch.dtype,
         accumulate_into: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -362,13 +373,11 @@ class LinearNumerics:
         overwrite = accumulate_into is not None and self.main_grad_is_zero
         if overwrite:
             self.main_grad_is_zero = False
-        left = first or self._operand(name, gemm.operands[0], a, gemm.specs[0], moment, observe)
-        right = second or self._operand(name, gemm.operands[1], b, gemm.specs[1], moment, observe)
         if isinstance(left, ScaledOperand) and isinstance(right, ScaledOperand):
             return scaled_product(
                 left,
                 right,
-                out_dtype=a.dtype,
+                out_dtype=out_dtype,
                 fast_accumulation=gemm.fast_accumulation,
                 bias=bias,
                 accumulate_into=accumulate_into,
@@ -380,29 +389,17 @@ class LinearNumerics:
             left,
             right,
             alpha=gemm.alpha,
-            out_dtype=a.dtype,
+            out_dtype=out_dtype,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
         )
         return y if bias is None else add_bias_(y, bias)
 
-    def _operand(
-        self, gemm: str, operand: str, matrix: torch.Tensor, spec: QuantSpec | None, moment: Moment, observe: bool
-    ) -> AnyOperand:
-        if gemm in self._native and operand != "weight" and matrix.numel():
-            by_row = SIDES[operand][0] == gemm
-            source = matrix if by_row else matrix.t()
-            made = self._cast(operand, source, rows=by_row, columns=not by_row, observe=observe)
-            return made[0 if by_row else 1]  # type: ignore[return-value]
-        if operand == "weight" and observe and self._keeps_weight(gemm):
-            self._weights[gemm] = self._quantized(gemm, operand, matrix, spec, moment, observe)
-            return self._weights[gemm]
-        return self._quantized(gemm, operand, matrix, spec, moment, observe)
-
     def _quantized(
-        self, gemm: str, operand: str, matrix: torch.Tensor, spec: QuantSpec | None, moment: Moment, observe: bool
+        self, gemm: str, operand: str, matrix: torch.Tensor, moment: Moment, observe: bool = True
     ) -> Operand:
-        transform = self._transforms.at(gemm, moment)
+        """``_operand`` of an emulated product."""
+        spec, transform = self._gemms[gemm].specs[operand], self._transforms.at(gemm, moment)
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
             return Operand(matrix if transform is None else transform.apply(matrix).to(matrix.dtype))
         if spec.scaling == "delayed" and observe:
@@ -433,9 +430,3 @@ class LinearNumerics:
             "encode_scale": None if history is None else delayed_encode_scale(history.in_effect[slot], spec),
             "reduce_amax": self._reduce_amax if self.place.shares_scale(gemm, operand, spec) else None,
         }
-
-    def _keeps_weight(self, gemm: str) -> bool:
-        """Whether a step's microbatches all multiply with the same quantized weight, and it is to be kept for them."""
-        if not self._cache_weights or (capturing() and not self.keeps_under_capture):
-            return False
-        return self._gemms[gemm].weight_serves_microbatches

@@ -26,8 +26,9 @@ MAY_IMPORT = {
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
     "operands": {"kernels"},
+    "kept_weights": {"kernels", "quantization", "operands"},
     "gemms": {"kernels", "recipe", "quantization"},
-    "numerics": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "gemms"},
+    "numerics": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "kept_weights", "gemms"},
     "linear": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "gemms", "numerics"},
     "mcore": {
         *("errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm"),

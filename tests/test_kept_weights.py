@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from megatron_lowprec import get_recipe
+from megatron_lowprec import get_recipe, kept_weights
 from megatron_lowprec.gemms import LinearPlace
+from megatron_lowprec.kept_weights import KeptWeights
+from megatron_lowprec.kernels.contract.reference import Operand
 from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
@@ -36,3 +38,19 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
     assert all(torch.equal(y, found[0]) for y in found)
     numerics.forget_weights()
     assert not torch.equal(passes(2 * w.roll(1))[2], found[2])
+
+
+def test_what_was_made_before_a_capture_is_not_taken_for_granted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, operand = KeptWeights(["fprop"]), Operand(torch.ones(1, 1))
+    kept.keep({"fprop": operand})
+    assert kept.find("fprop", native=False) is operand
+    assert kept.find("fprop", native=True) is None
+    assert not kept.keeps("dgrad")
+    monkeypatch.setattr(kept_weights, "capturing", lambda: True)
+    assert not kept.keeps("fprop")
+    assert kept.find("fprop", native=False) is None
+    kept.under_capture = True
+    assert kept.find("fprop", native=False) is operand
+    kept.forget()
+    assert kept.find("fprop", native=False) is None
+    assert kept.operands() == []

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training import corpus, reopen, startup
+from megatron_lowprec.training import corpus, corpus_writer, reopen, startup
 from megatron_lowprec.training.arguments import REPOSITORY, find
 from megatron_lowprec.training.blend import check_split
 from megatron_lowprec.training.data_options import find_data
@@ -164,7 +164,7 @@ class Scorer:
         options: dict[str, Any] = {"workers": os.cpu_count() or 1, "report": self._say}
 
         def prepare() -> dict[str, str]:
-            return {p: corpus.prepare(find_data(p), self._tokenizer, cache, **options) for p in args.data_path}
+            return {p: corpus_writer.prepare(find_data(p), self._tokenizer, cache, **options) for p in args.data_path}
 
         with patient_group() as group:
             return in_turn(self._ranks.local_rank == 0, prepare, group)

@@ -17,7 +17,7 @@ import yaml
 
 from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.report.curve import LAST, Curve, read_curve, smooth
-from megatron_lowprec.training import corpus
+from megatron_lowprec.training import corpus, corpus_writer
 from megatron_lowprec.training.jsonl import is_text_file
 from megatron_lowprec.training.paths import output_file
 from megatron_lowprec.training.tokenizer import build_tokenizer
@@ -48,7 +48,7 @@ def validation_entropy(config: dict[str, Any]) -> float:
         vocab_size=config.get("vocab_size"),
     )
     path, cache = str(_found(paths[0])), config.get("data_cache_path") or str(REPOSITORY / "data" / "cache")
-    prefix = corpus.prepare(path, tokenizer, cache, workers=1) if is_text_file(path) else path
+    prefix = corpus_writer.prepare(path, tokenizer, cache, workers=1) if is_text_file(path) else path
     return corpus.unigram_entropy(prefix)
 
 

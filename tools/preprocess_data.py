@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training import corpus
+from megatron_lowprec.training import corpus_writer
 from megatron_lowprec.training.progress import progress_bar
 from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, tokenizer_of
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = tokenizer_of(args)
         prefixes = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
         with progress_bar(args.log_interval) as progress:
-            notes = corpus.write(
+            notes = corpus_writer.write(
                 args.input,
                 prefixes,
                 tokenizer,

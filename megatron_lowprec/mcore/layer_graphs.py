@@ -322,7 +322,7 @@ class LayerGraphs:
                     x = layer.passes[later].capture_forward(x, recorder)
                 for layer in reversed(layers):
                     dy = layer.passes[later].capture_backward(dy, recorder)
-                self._kept += [numerics.kept_weights() for numerics in self._numerics]
+                self._kept += [numerics.kept_weights.operands() for numerics in self._numerics]
         kept = recorder.finish()
         self._captured = True
         self.say(
@@ -340,14 +340,14 @@ class LayerGraphs:
         try:
             for numerics in self._numerics:
                 numerics.forget_weights()
-                numerics.keeps_under_capture = True
+                numerics.kept_weights.under_capture = True
             with generator:
                 yield
         finally:
             cuda_graphs._set_capture_end()
             for numerics in self._numerics:
                 numerics.forget_weights()
-                numerics.keeps_under_capture = numerics.main_grad_is_zero = False
+                numerics.kept_weights.under_capture = numerics.main_grad_is_zero = False
 
 
 def _dummies(weights: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:

@@ -54,8 +54,7 @@ def quantize(
         with torch.cuda.device_of(matrix):  # Triton starts kernels on the current device
             codes, scale = _quantized_by_kernel(matrix, spec, stream)
         return QuantizedTensor(decode(codes, FORMATS[spec.format]).to(x.dtype), scale, spec, last.shape, axis)
-    encode_scale = None if spec.block else current_encode_scale(matrix, spec)
-    elements, scale = quantize_operand(matrix, **kernel_arguments(matrix, spec, random), encode_scale=encode_scale)
+    elements, scale = _quantized_by_reference(matrix, spec, random)
     return QuantizedTensor(elements, scale, spec, last.shape, axis)
 
 
@@ -86,22 +85,13 @@ def quantize_for_gemm(
         if matrix.stride(1) == 1:
             return _given(_fused(matrix, spec, random, None, transform, None, moment)[0]), None
         return _given(_fused(matrix.t(), spec, None, random, None, transform, moment)[1]).t(), None
-    dtype = matrix.dtype
-    if spec.block is None and encode_scale is None:
-        if transform is not None:
-            matrix, transform = transform.apply(matrix), None
-        encode_scale = current_encode_scale(matrix, spec, reduce_amax)
-    signs = None
-    if transform is not None:
-        matrix, signs = padded(matrix, transform.block), transform.signs(matrix.device)
-    dequantize = spec.power_of_two_scale
     if random is not None and moment is not None:
         random = random.at(moment)
-    arguments = kernel_arguments(matrix, spec, random)
-    elements, scale = quantize_operand(
-        matrix, **arguments, encode_scale=encode_scale, signs=signs, dequantize=dequantize
+    dequantize = spec.power_of_two_scale
+    elements, scale = _quantized_by_reference(
+        matrix, spec, random, transform, encode_scale, reduce_amax, dequantize=dequantize
     )
-    return elements.to(dtype), None if dequantize else scale
+    return elements.to(matrix.dtype), None if dequantize else scale
 
 
 def quantize_by_reference(
@@ -117,10 +107,9 @@ def quantize_by_reference(
     """``quantize_for_gemm`` taken apart: the matrix as it is rounded, behind its transform, and what it becomes."""
     if transform is not None:
         matrix = transform.apply(matrix)
-    if spec.block is None and encode_scale is None:
-        encode_scale = current_encode_scale(matrix, spec, reduce_amax)
-    arguments = kernel_arguments(matrix, spec, random.at(moment))
-    elements, scale = quantize_operand(matrix, **arguments, encode_scale=encode_scale)
+    elements, scale = _quantized_by_reference(
+        matrix, spec, random.at(moment), encode_scale=encode_scale, reduce_amax=reduce_amax
+    )
     return matrix, QuantizedTensor(elements, scale, spec, matrix.shape)
 
 
@@ -199,6 +188,33 @@ def _quantized_by_kernel(matrix: torch.Tensor, spec: QuantSpec, random: RandomSt
     if FORMATS[spec.format].bits == 4:
         codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
     return codes[:, : matrix.shape[1]], scale
+
+
+def _quantized_by_reference(
+    matrix: torch.Tensor,
+    spec: QuantSpec,
+    random: RandomStream | torch.Tensor | None,
+    transform: Transform | None = None,
+    encode_scale: torch.Tensor | None = None,
+    reduce_amax: Reduce | None = None,
+    *,
+    dequantize: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scale of [R, K] by ``quantize_operand``.
+
+    ``encode_scale`` is the matrix's own where none is given and tiles are no blocks. It asks for the whole transformed
+    matrix first; elsewhere the transform is left to ``quantize_operand``, which has but some rows of that in fp32 at a
+    time.
+    """
+    if spec.block is None and encode_scale is None:
+        if transform is not None:
+            matrix, transform = transform.apply(matrix), None
+        encode_scale = current_encode_scale(matrix, spec, reduce_amax)
+    signs = None
+    if transform is not None:
+        matrix, signs = padded(matrix, transform.block), transform.signs(matrix.device)
+    arguments = kernel_arguments(matrix, spec, random)
+    return quantize_operand(matrix, **arguments, encode_scale=encode_scale, signs=signs, dequantize=dequantize)
 
 
 def _given(value: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training import corpus, jsonl
+from megatron_lowprec.training import corpus, corpus_writer, jsonl
 from megatron_lowprec.training.chat import ChatEncoder
 from megatron_lowprec.training.encoding import encode
 from megatron_lowprec.training.tokenizer import Tokenizer
@@ -26,22 +26,22 @@ _TEMPLATE = ("messages", "tulu", 1)  # of what the cached ids are; another one w
 def prepare_chats(
     path: str, tokenizer: Tokenizer, cache_dir: str, *, workers: int, report: Callable[[str], None] = print
 ) -> str:
-    """The prefix in ``cache_dir`` that a file of conversations is tokenized to, once, as ``corpus.prepare`` does text.
+    """The prefix in ``cache_dir`` that a file of conversations is tokenized to, once, as ``prepare`` does with text.
 
     Raises:
-        UserError: a line that is no conversation, named by file and number, or what ``corpus.cached`` finds.
+        UserError: a line that is no conversation, named by file and number, or what ``corpus_writer.cached`` finds.
     """
 
     def written(prefix: str, count: int) -> corpus.Note:
         return _write(path, prefix, tokenizer, count)
 
-    return corpus.cached(path, tokenizer, cache_dir, _TEMPLATE, written, workers=workers, report=report)
+    return corpus_writer.cached(path, tokenizer, cache_dir, _TEMPLATE, written, workers=workers, report=report)
 
 
 def _write(path: str, prefix: str, tokenizer: Tokenizer, workers: int) -> corpus.Note:
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     conversations = tokens = 0
-    with corpus.staged([prefix]) as (place,):
+    with corpus_writer.staged([prefix]) as (place,):
         builder = IndexedDatasetBuilder(f"{place}.bin", dtype=dtype, multimodal=True)
         for batch in encode(ChatEncoder(tokenizer, dtype), jsonl.batches([path]), workers):
             start = 0

@@ -17,11 +17,11 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training import corpus
 from megatron_lowprec.training.agreement import in_turn, patient_group
 from megatron_lowprec.training.blend import all_paths, data_paths, parse_blend
 from megatron_lowprec.training.chat_data import ChatSamples, prepare_chats
 from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.corpus_writer import prepare
 from megatron_lowprec.training.order import Blend, Epochs, Phases, Positions, Samples
 from megatron_lowprec.training.processes import helpers
 from megatron_lowprec.training.sample_index import DocumentSamples, DocumentsConfig
@@ -82,7 +82,7 @@ def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     """Data path -> prefix of its .bin/.idx; text is tokenized once, by the first rank of each node."""
     assert config.data_cache_path is not None
     cache = config.data_cache_path
-    tokenized = prepare_chats if config.sft else corpus.prepare
+    tokenized = prepare_chats if config.sft else prepare
     workers = max(1, torch.get_num_threads())
     return {path: tokenized(path, tokenizer, cache, workers=workers) for path in all_paths(config)}
 

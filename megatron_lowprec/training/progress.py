@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron_lowprec.training.corpus import Progress
+from megatron_lowprec.training.corpus_writer import Progress
 
 
 @contextmanager

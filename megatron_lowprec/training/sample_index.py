@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.corpus import lock
+from megatron_lowprec.training.file_lock import lock
 
 _FILES = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
 

@@ -23,7 +23,8 @@ import numpy as np
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import jsonl
 from megatron_lowprec.training.articles import Article, Source
-from megatron_lowprec.training.corpus import Progress, lock, write_batches
+from megatron_lowprec.training.corpus_writer import Progress, write_batches
+from megatron_lowprec.training.file_lock import lock
 from megatron_lowprec.training.tokenizer import Tokenizer
 
 _KEY = "text"

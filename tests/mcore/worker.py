@@ -20,6 +20,7 @@ from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.gemms import DIMS, LinearPlace
 from megatron_lowprec.kernels.philox.reference import Span
 from megatron_lowprec.numerics import LinearNumerics
+from megatron_lowprec.operands import GradOutput
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
@@ -163,28 +164,53 @@ def back(y: torch.Tensor, config: Any, seed: int = 1) -> None:
 
 
 class Recorder:
-    """Keeps every GEMM's inputs and quantized operands."""
+    """Keeps every GEMM's matrices, contracted dimension last, and quantized operands."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[LinearPlace, str, torch.Tensor, torch.Tensor, Moment, list[Any]]] = []
+        self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> "Recorder":
-        self._gemm, self._contract = LinearNumerics._gemm, numerics_module.contract
-        recorder = self
-
-        def gemm(numerics: Any, name: str, a: Any, b: Any, moment: Any, *args: Any, **options: Any) -> Any:
-            recorder.calls.append((numerics.place, name, a.clone(), b.clone(), moment, []))
-            return recorder._gemm(numerics, name, a, b, moment, *args, **options)
+        self._record("forward", "fprop", lambda x, w: (x, w))
+        self._record("dgrad", "dgrad", lambda dy, w: (_matrix(dy), w.t()))
+        self._record("wgrad", "wgrad", lambda dy, x: (_matrix(dy).t(), x.t()))
+        product = numerics_module.contract
 
         def contract(a: Any, b: Any, **options: Any) -> Any:
-            recorder.calls[-1][-1].extend((a, b))
-            return recorder._contract(a, b, **options)
+            self.calls[-1][-1].extend((a, b))
+            return product(a, b, **options)
 
-        LinearNumerics._gemm, numerics_module.contract = gemm, contract  # type: ignore[assignment,method-assign]
+        self._patch.setattr(numerics_module, "contract", contract)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        LinearNumerics._gemm, numerics_module.contract = self._gemm, self._contract  # type: ignore[method-assign]
+        self._patch.undo()
+
+    def _record(
+        self, method: str, gemm: str, matrices: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        compute = getattr(LinearNumerics, method)
+
+        def recorded(numerics: Any, first: Any, second: Any, moment: Any, *args: Any, **options: Any) -> Any:
+            a, b = matrices(first, second)
+            self.calls.append((numerics.place, gemm, a.clone(), b.clone(), moment, []))
+            return compute(numerics, first, second, moment, *args, **options)
+
+        self._patch.setattr(LinearNumerics, method, recorded)
+
+
+def _matrix(dy: torch.Tensor | GradOutput) -> torch.Tensor:
+    return dy.matrix if isinstance(dy, GradOutput) else dy
+
+
+def multiply(numerics: LinearNumerics, gemm: str, a: torch.Tensor, b: torch.Tensor, moment: Moment) -> None:
+    """One GEMM of matrices as ``Recorder`` keeps them."""
+    if gemm == "fprop":
+        numerics.fprop(a, b, moment)
+    elif gemm == "dgrad":
+        numerics.dgrad(a, b.t(), moment)
+    else:
+        numerics.wgrad(a.t(), b.t(), moment)
 
 
 # without sequence parallelism, one recipe of each kind of tile
@@ -235,7 +261,7 @@ def shards(name: str, sequence_parallel: bool) -> None:
                 ),
             )
             with Recorder() as unsharded:
-                twin._gemm(gemm, *full, moment)
+                multiply(twin, gemm, *full, moment)
             for got, want, ds in zip(operands, unsharded.calls[0][-1], letters, strict=True):
                 compare(got, want, ds.find(split), rank, f"{place.name} {gemm} {ds}")
         runtime.end_step()
@@ -286,7 +312,7 @@ def own_scales(name: str, sequence_parallel: bool) -> None:
     for place, gemm, a, b, moment, operands in recorder.calls:
         alone = LinearNumerics(recipe, replace(place, split="", spans={}), SEED, AmaxHistory)
         with Recorder() as own:
-            alone._gemm(gemm, a, b, moment)
+            multiply(alone, gemm, a, b, moment)
         for got, want in zip(operands, own.calls[0][-1], strict=True):
             compare(got, want, -1, 0, f"{place.name} {gemm}")
             scale = got.scale if got.scale is not None else torch.zeros(1)

@@ -81,7 +81,7 @@ def test_operands_of_every_recipe_against_float64(recipe: str) -> None:
         if spec is None:
             continue
         sums = numerics.fidelity_sums(gemm, operand, matrix, moment)
-        made = numerics._quantized(gemm, operand, matrix, spec, moment, observe=False)
+        made = numerics._quantized(gemm, operand, matrix, moment, observe=False)
         q = made.elements.double()
         if made.scale is not None:
             rows, columns = made.tile

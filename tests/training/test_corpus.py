@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training import corpus, encoding, jsonl
+from megatron_lowprec.training import corpus, corpus_writer, encoding, jsonl
 from megatron_lowprec.training.tokenizer import Tokenizer, build_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -62,7 +62,7 @@ def contents(prefix: str) -> list[bytes]:
 @pytest.fixture
 def made(tmp_path: Path, tiny: Tokenizer) -> str:
     prefix = str(tmp_path / "made")
-    corpus.write([write_text(tmp_path / "text.jsonl", DOCUMENTS)], {"text": prefix}, tiny)
+    corpus_writer.write([write_text(tmp_path / "text.jsonl", DOCUMENTS)], {"text": prefix}, tiny)
     return prefix
 
 
@@ -78,7 +78,7 @@ def test_shipped_text_has_the_published_counts(
     tmp_path: Path, folder: str, name: str, documents: int, tokens: int, entropy: float
 ) -> None:
     source = str(DATA / f"enwiki-{name}.jsonl.xz")
-    prefix = corpus.prepare(source, bpe(folder), str(tmp_path), workers=1, report=lambda line: None)
+    prefix = corpus_writer.prepare(source, bpe(folder), str(tmp_path), workers=1, report=lambda line: None)
     note = json.loads(Path(f"{prefix}.json").read_text())
     assert (note["documents"], note["tokens"], note["empty"]) == (documents, tokens, 0)
     assert os.path.getsize(f"{prefix}.bin") == 2 * tokens
@@ -94,7 +94,7 @@ def test_megatron_reads_every_document_and_its_end(made: str, tiny: Tokenizer) -
 
 def test_without_eod_documents_end_with_their_text(tmp_path: Path, tiny: Tokenizer) -> None:
     source = write_text(tmp_path / "text.jsonl", DOCUMENTS)
-    (note,) = corpus.write([source], {"text": str(tmp_path / "out")}, tiny, append_eod=False)
+    (note,) = corpus_writer.write([source], {"text": str(tmp_path / "out")}, tiny, append_eod=False)
     assert [tiny.detokenize(ids) for ids in read_back(str(tmp_path / "out"))] == [text for text in DOCUMENTS if text]
     assert (note.documents, note.empty, note.append_eod) == (6, 1, False)
 
@@ -103,7 +103,7 @@ def test_without_eod_documents_end_with_their_text(tmp_path: Path, tiny: Tokeniz
 def test_ids_that_do_not_fit_16_bits_take_32(tmp_path: Path, ids: int, dtype: type) -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=ids)
     prefix = str(tmp_path / "out")
-    corpus.write([write_text(tmp_path / "text.jsonl", [f"0 {ids - 1}"])], {"text": prefix}, tokenizer)
+    corpus_writer.write([write_text(tmp_path / "text.jsonl", [f"0 {ids - 1}"])], {"text": prefix}, tokenizer)
     assert np.fromfile(f"{prefix}.bin", dtype).tolist() == [0, ids - 1, ids]
     assert read_back(prefix) == [[0, ids - 1, ids]]
     corpus.check_prefix(prefix, tokenizer)
@@ -113,9 +113,9 @@ def test_bytes_do_not_depend_on_workers(tmp_path: Path, tiny: Tokenizer, monkeyp
     monkeypatch.setattr(jsonl, "_BATCH_BYTES", 3000)
     documents = [f"document {i}: {'words ' * (i % 40)}" for i in range(400)] + ["", "end"]
     sources = [write_text(tmp_path / "a.jsonl", documents), write_text(tmp_path / "b.jsonl", documents[::-1])]
-    seen: list[corpus.Progress] = []
-    (alone,) = corpus.write(sources, {"text": str(tmp_path / "one")}, tiny, progress=seen.append)
-    (shared,) = corpus.write(sources, {"text": str(tmp_path / "three")}, tiny, workers=3)
+    seen: list[corpus_writer.Progress] = []
+    (alone,) = corpus_writer.write(sources, {"text": str(tmp_path / "one")}, tiny, progress=seen.append)
+    (shared,) = corpus_writer.write(sources, {"text": str(tmp_path / "three")}, tiny, workers=3)
     assert contents(str(tmp_path / "one")) == contents(str(tmp_path / "three"))
     assert alone == shared
     assert (seen[-1].documents, seen[-1].tokens) == (alone.documents, alone.tokens)
@@ -130,7 +130,7 @@ def test_a_fault_in_a_worker_names_the_line(tmp_path: Path, tiny: Tokenizer, mon
     lines[250] = "{}"
     source.write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"text\.jsonl, line 251: no key 'text'"):
-        corpus.write([str(source)], {"text": str(tmp_path / "out")}, tiny, workers=2)
+        corpus_writer.write([str(source)], {"text": str(tmp_path / "out")}, tiny, workers=2)
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 
 
@@ -150,7 +150,7 @@ def test_a_failed_write_leaves_what_was_there(made: str, tmp_path: Path, tiny: T
     before = contents(made)
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\nnot fine\n')
     with pytest.raises(UserError, match=r"bad\.jsonl, line 2"):
-        corpus.write([str(tmp_path / "bad.jsonl")], {"text": made}, tiny)
+        corpus_writer.write([str(tmp_path / "bad.jsonl")], {"text": made}, tiny)
     assert contents(made) == before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     corpus.check_prefix(made, tiny)
@@ -160,18 +160,18 @@ def test_a_failed_write_leaves_what_was_there(made: str, tmp_path: Path, tiny: T
 def test_text_without_a_token_is_refused(tmp_path: Path, tiny: Tokenizer, documents: list[str]) -> None:
     source = write_text(tmp_path / "text.jsonl", documents)
     with pytest.raises(UserError, match="no text under 'text'"):
-        corpus.write([source], {"text": str(tmp_path / "out")}, tiny)
+        corpus_writer.write([source], {"text": str(tmp_path / "out")}, tiny)
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 
 
 def test_all_compressions_prepare_to_the_same_bytes(tmp_path: Path, tiny: Tokenizer) -> None:
     plain = Path(write_text(tmp_path / "text.jsonl", DOCUMENTS))
-    expected = contents(corpus.prepare(str(plain), tiny, str(tmp_path / "cache"), workers=1))
+    expected = contents(corpus_writer.prepare(str(plain), tiny, str(tmp_path / "cache"), workers=1))
     forms = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
     for suffix, compress in forms.items():
         packed = tmp_path / f"text.jsonl{suffix}"
         packed.write_bytes(compress(plain.read_bytes()))
-        assert contents(corpus.prepare(str(packed), tiny, str(tmp_path / "cache"), workers=1)) == expected
+        assert contents(corpus_writer.prepare(str(packed), tiny, str(tmp_path / "cache"), workers=1)) == expected
 
 
 def test_prepare_works_once_for_the_same_text_and_vocabulary(tmp_path: Path, tiny: Tokenizer) -> None:
@@ -180,7 +180,7 @@ def test_prepare_works_once_for_the_same_text_and_vocabulary(tmp_path: Path, tin
 
     def prepare(tokenizer: Tokenizer = tiny, append_eod: bool = True) -> str:
         cache = str(tmp_path / "cache")
-        return corpus.prepare(source, tokenizer, cache, workers=1, append_eod=append_eod, report=said.append)
+        return corpus_writer.prepare(source, tokenizer, cache, workers=1, append_eod=append_eod, report=said.append)
 
     first = prepare()
     assert (prepare(), len(said)) == (first, 2)
@@ -189,12 +189,12 @@ def test_prepare_works_once_for_the_same_text_and_vocabulary(tmp_path: Path, tin
     prefixes.add(prepare())
     assert len(prefixes) == 4
     assert tiny.fingerprint in first
-    assert corpus.prepare(first, tiny, "nowhere", workers=1) == first
+    assert corpus_writer.prepare(first, tiny, "nowhere", workers=1) == first
 
 
 def prepare_in_process(source: str, cache: str, results: "multiprocessing.Queue[tuple[str, int]]") -> None:
     said: list[str] = []
-    prefix = corpus.prepare(source, bpe("tiny_bpe"), cache, workers=1, report=said.append)
+    prefix = corpus_writer.prepare(source, bpe("tiny_bpe"), cache, workers=1, report=said.append)
     results.put((prefix, len(said)))
 
 
@@ -216,10 +216,10 @@ def test_processes_that_prepare_at_once_write_once(tmp_path: Path, tiny: Tokeniz
 
 def test_a_missing_text_and_an_unwritable_cache_are_named(tmp_path: Path, tiny: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl\.xz: no such file"):
-        corpus.prepare("nowhere.jsonl.xz", tiny, str(tmp_path), workers=1)
+        corpus_writer.prepare("nowhere.jsonl.xz", tiny, str(tmp_path), workers=1)
     source = write_text(tmp_path / "text.jsonl", ["one"])
     with pytest.raises(UserError, match="name another --data-cache-path"):
-        corpus.prepare(source, tiny, source, workers=1)
+        corpus_writer.prepare(source, tiny, source, workers=1)
 
 
 def cut(suffix: str, by: int) -> Callable[[str], None]:
@@ -280,7 +280,7 @@ def test_a_huge_corpus_is_judged_by_spread_windows(
     monkeypatch.setattr(corpus, "_MAX_WINDOWS", 3)
     prefix = str(tmp_path / "out")
     null = build_tokenizer("NullTokenizer", vocab_size=10)
-    corpus.write([write_text(tmp_path / "text.jsonl", [" ".join("1" * 499)])], {"text": prefix}, null)
+    corpus_writer.write([write_text(tmp_path / "text.jsonl", [" ".join("1" * 499)])], {"text": prefix}, null)
     os.remove(f"{prefix}.json")
     with pytest.raises(UserError, match="holds id 10"):  # eod is the last of 500 ids, in the last window
         corpus.check_prefix(prefix, build_tokenizer("NullTokenizer", vocab_size=9))
@@ -296,7 +296,7 @@ def test_unigram_entropy_is_that_of_the_counts(made: str, tmp_path: Path, monkey
     even = str(tmp_path / "even")
     null = build_tokenizer("NullTokenizer", vocab_size=64)
     source = write_text(tmp_path / "even.jsonl", [" ".join(map(str, range(64)))])
-    corpus.write([source], {"text": even}, null, append_eod=False)
+    corpus_writer.write([source], {"text": even}, null, append_eod=False)
     assert corpus.unigram_entropy(even) == pytest.approx(math.log(64), rel=1e-12)
 
 

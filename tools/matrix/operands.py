@@ -173,13 +173,7 @@ def _quantized(
     numerics: LinearNumerics, gemm: str, operand: str, matrix: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Elements, and decode scales where they are apart from them."""
-    spec = getattr(numerics.recipe.gemms[gemm], operand)
-    if gemm in numerics._native and operand == "weight":
-        by_row = gemm == "fprop"
-        source = matrix if by_row else matrix.t()
-        made: Any = numerics._cast("weight", source, rows=by_row, columns=not by_row)[0 if by_row else 1]
-    else:
-        made = numerics._operand(gemm, operand, matrix, spec, _MOMENT, True)
+    made = numerics._operand(gemm, operand, matrix, _MOMENT)
     if isinstance(made, ScaledOperand):
         return made.elements[: made.rows].float(), made.decode_scale()
     return made.elements, made.scale

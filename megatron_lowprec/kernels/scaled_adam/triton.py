@@ -33,6 +33,31 @@ _KINDS = {
 }
 
 
+class Numbers(NamedTuple):
+    """The argument ``numbers`` of a kernel: Python floats, which become fp32 at the launch.
+
+    Attributes:
+        decay: factor of the main weight.
+        grow: share of the gradient in the new first moment.
+        keep_square, grow_square: shares of the old second moment and of the gradient's square in the new one.
+        root_correction, eps, step_size: of ``Hyperparameters``.
+    """
+
+    decay: float
+    grow: float
+    keep_square: float
+    grow_square: float
+    root_correction: float
+    eps: float
+    step_size: float
+
+    @staticmethod
+    def of(step: Hyperparameters) -> "Numbers":
+        """From a step's hyperparameters."""
+        decay, eps = 1 - step.lr * step.weight_decay, step.eps
+        return Numbers(decay, 1 - step.beta1, step.beta2, 1 - step.beta2, step.root_correction, eps, step.step_size)
+
+
 class SlotConstants(NamedTuple):
     """The constexpr ``SLOT`` of a kernel: kinds of what lies in memory, and whether all of it is in whole words."""
 
@@ -97,40 +122,34 @@ def _load(address, at, inside, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _tensor(table_ptr, SLOT: tl.constexpr):
+    """Of a program's tensor: its row of the table, and how many entries it has."""
+    row = table_ptr + _COLUMNS * tl.program_id(1)
+    count = tl.load(row + 6)
+    if SLOT.ALIGNED:
+        count = tl.multiple_of(count, 16)
+    return row, count
+
+
+@triton.jit
 def _updated(row, at, inside, numbers, SLOT: tl.constexpr):
-    """``reference._updated``; ``row`` of the table, ``numbers`` in the order of ``_numbers``."""
-    decay, grow, keep_square, grow_square, root_correction, eps, step_size = numbers
+    """``reference._updated``; ``row`` of the table, ``numbers`` are ``Numbers``."""
     scales = tl.load(row + 5).to(tl.pointer_type(tl.float32))
     grad = _load(tl.load(row), at, inside, SLOT.GRAD, SLOT.ALIGNED)
     exp_avg = _load(tl.load(row + 2), at, inside, SLOT.FIRST, SLOT.ALIGNED) * tl.load(scales)
     exp_avg_sq = _load(tl.load(row + 3), at, inside, SLOT.SECOND, SLOT.ALIGNED) * tl.load(scales + 1)
     master = _load(tl.load(row + 4), at, inside, SLOT.MAIN, SLOT.ALIGNED) * tl.load(scales + 2)
-    master = master * decay
-    exp_avg = exp_avg + (grad - exp_avg) * grow
-    exp_avg_sq = exp_avg_sq * keep_square + grad * grad * grow_square
-    master = master - step_size * tl.div_rn(exp_avg, tl.sqrt_rn(exp_avg_sq) * root_correction + eps)
+    master = master * numbers.decay
+    exp_avg = exp_avg + (grad - exp_avg) * numbers.grow
+    exp_avg_sq = exp_avg_sq * numbers.keep_square + grad * grad * numbers.grow_square
+    root = tl.sqrt_rn(exp_avg_sq) * numbers.root_correction
+    master = master - numbers.step_size * tl.div_rn(exp_avg, root + numbers.eps)
     return exp_avg, exp_avg_sq, master
 
 
 @triton.jit
-def _amax_kernel(
-    table_ptr,
-    amax_ptr,
-    decay,
-    grow,
-    keep_square,
-    grow_square,
-    root_correction,
-    eps,
-    step_size,
-    SLOT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = table_ptr + _COLUMNS * tl.program_id(1)
-    count = tl.load(row + 6)
-    if SLOT.ALIGNED:
-        count = tl.multiple_of(count, 16)
-    numbers = (decay, grow, keep_square, grow_square, root_correction, eps, step_size)
+def _amax_kernel(table_ptr, amax_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    row, count = _tensor(table_ptr, SLOT)
     first, second, main = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
@@ -147,23 +166,13 @@ def _amax_kernel(
 def _update_kernel(
     table_ptr,
     scale_ptr,
-    decay,
-    grow,
-    keep_square,
-    grow_square,
-    root_correction,
-    eps,
-    step_size,
+    numbers,
     SLOT: tl.constexpr,
     E4M3: tl.constexpr,
     E5M2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = table_ptr + _COLUMNS * tl.program_id(1)
-    count = tl.load(row + 6)
-    if SLOT.ALIGNED:
-        count = tl.multiple_of(count, 16)
-    numbers = (decay, grow, keep_square, grow_square, root_correction, eps, step_size)
+    row, count = _tensor(table_ptr, SLOT)
     scales = scale_ptr + 3 * tl.program_id(1)
     first, second, main = tl.load(scales), tl.load(scales + 1), tl.load(scales + 2)
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -201,11 +210,6 @@ def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...]) -> Slot
     return SlotConstants(grad, weight, first, second, main, aligned)
 
 
-def _numbers(step: Hyperparameters) -> tuple[float, ...]:
-    decay, eps = 1 - step.lr * step.weight_decay, step.eps
-    return decay, 1 - step.beta1, step.beta2, 1 - step.beta2, step.root_correction, eps, step.step_size
-
-
 def _grid(slots: Sequence[Slot]) -> tuple[int, int]:
     return min(_MOST_PARTS, triton.cdiv(max(slot.grad.numel() for slot in slots), _BLOCK)), len(slots)
 
@@ -215,7 +219,7 @@ def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
     amax = torch.zeros(len(slots), 3, device=slots[0].grad.device)
     rows = _rows(slots)
     table = _table(rows, amax.device)
-    _amax_kernel[_grid(slots)](table, amax, *_numbers(step), SLOT=_constants(slots, rows), **_OPTIONS)
+    _amax_kernel[_grid(slots)](table, amax, Numbers.of(step), SLOT=_constants(slots, rows), **_OPTIONS)
     return amax
 
 
@@ -225,5 +229,5 @@ def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.T
     rows, codes = _rows(slots), {name.upper(): code_constants(FORMATS[name], device) for name in ("e4m3", "e5m2")}
     constants = {"SLOT": _constants(slots, rows), **codes}
     table, scales = _table(rows, device), encode_scales.contiguous()
-    _update_kernel[_grid(slots)](table, scales, *_numbers(step), **constants, **_OPTIONS)
+    _update_kernel[_grid(slots)](table, scales, Numbers.of(step), **constants, **_OPTIONS)
     torch._foreach_copy_([slot.decode_scale for slot in slots], list((1 / encode_scales).unbind()))

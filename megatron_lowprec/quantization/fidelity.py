@@ -4,12 +4,14 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.linalg import vector_norm
 
 from megatron_lowprec.kernels.quantize.reference import scale_tiles
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 
 COUNTS = 8
-_CHUNK = 1 << 20  # entries at a time, some of them in double precision
+# Entries at a time, in some fp32 temporaries: a GPU takes as long to be told as for the last of these.
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 # An fp32 scale and its reciprocal are rounded: so much above the largest value an amax may lie.
 _SLACK = 1.0 + 2.0**-20
 
@@ -60,23 +62,24 @@ def fidelity_sums(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
     tile, limit = tile_sizes(spec, matrix), made.format.max
     shared = decode.shape[0] == 1
     tile_rows = 1 if shared else tile[0]
-    step = max(1, _CHUNK // (matrix.shape[1] * tile_rows)) * tile_rows
+    step = max(1, _CHUNK[matrix.device.type] // (matrix.shape[1] * tile_rows)) * tile_rows
     total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)
     for start in range(0, matrix.shape[0], step):
-        x, grid = (part[start : start + step].double() for part in (matrix, made.matrix))
-        scales = (decode if shared else decode[start // tile_rows :][: -(-len(x) // tile_rows)]).double()
+        x, grid = (part[start : start + step].float() for part in (matrix, made.matrix))
+        scales = decode if shared else decode[start // tile_rows :][: -(-len(x) // tile_rows)]
         q = scale_tiles(grid, scales, tile) / spec.headroom
-        reach = scale_tiles(torch.full_like(grid, limit * _SLACK), scales, tile)
-        nonzero = x != 0
+        magnitude = x.abs()
+        reach = scale_tiles(torch.full_like(grid, limit * _SLACK / spec.headroom), scales, tile)
+        energy, of_q, error = (vector_norm(part, dtype=torch.float64).square() for part in (x, q, q - x))
         parts = (
-            nonzero.sum(),
-            (nonzero & (q == 0)).sum(),
-            (x.abs() * spec.headroom > reach).sum(),
-            x.square().sum(),
-            (q - x).square().sum(),
-            (q * x).sum(),
+            x.count_nonzero(),
+            ((q == 0) & (x != 0)).sum(),
+            (magnitude > reach).sum(),
+            energy,
+            error,
+            (energy + of_q - error) / 2,
         )
         total[1:-1] += torch.stack([part.double() for part in parts])
-        total[-1] = torch.maximum(total[-1], x.abs().max())
+        total[-1] = torch.maximum(total[-1], magnitude.max())
     total[0] = matrix.numel()
     return total

@@ -196,12 +196,25 @@ def finalize() -> None:
 
     if dist.is_initialized():
         dist.barrier()
-        take_down_layout()
-        dist.destroy_process_group()
+        _forget_layout()
+        dist.destroy_process_group()  # of all ranks, and all others
 
 
 def take_down_layout() -> None:
-    """Take down what ``lay_out`` has set up; the process group of all ranks stays."""
+    """Take down what ``lay_out`` has set up, for another layout; the process group of all ranks stays.
+
+    Megatron-core only forgets its groups: NCCL keeps gigabytes for those of a few layouts.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    groups = [group for group in mpu._global_process_group_list or () if group is not None]
+    _forget_layout()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def _forget_layout() -> None:
     from megatron.core import parallel_state as mpu
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 

@@ -55,7 +55,7 @@ def main(asked: Mapping[str, Any]) -> None:
                 device = startup.initialize(config, ranks)
             else:
                 dist.barrier()
-                _take_down_layout()
+                startup.take_down_layout()
                 startup.lay_out(config)
             double = group["name"]["precision"] == "fp64"
             with in_double() if double else nullcontext():
@@ -70,17 +70,6 @@ def main(asked: Mapping[str, Any]) -> None:
                     write({**group["name"], "recipe": recipe, "check": check, **found, "seconds": seconds})
     if device is not None:
         startup.finalize()
-
-
-def _take_down_layout() -> None:
-    """And its process groups, which Megatron-core only forgets: NCCL keeps gigabytes for those of a few layouts."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
-
-    groups = [group for group in mpu._global_process_group_list or () if group is not None]
-    startup.take_down_layout()
-    for group in groups:
-        dist.destroy_process_group(group)
 
 
 def rows_of(path: Path) -> list[Row]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from megatron_lowprec import kernels
+from megatron_lowprec.formats import Format
 
 compiled: list[str] = []
 
@@ -123,29 +125,20 @@ def around_linears() -> None:
 
 
 def updates() -> None:
-    from megatron_lowprec.formats import FORMATS, Format
-    from megatron_lowprec.kernels.cast import rule
-    from megatron_lowprec.kernels.cast.rule import CodeConstants
+    from megatron_lowprec.formats import FORMATS
     from megatron_lowprec.kernels.cast_many import triton as cast_many
     from megatron_lowprec.kernels.history.triton import update_history_
     from megatron_lowprec.kernels.scaled_adam import triton as adam
     from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters
     from tests.kernels.scaled_adam_cases import SIZES, STATES, slots_of
 
-    def code_constants(fmt: Format, device: torch.device) -> CodeConstants:
-        return rule.code_constants(fmt, torch.device("cuda"))
-
     step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
-    with (
-        patch.object(adam, "code_constants", code_constants),
-        patch.object(cast_many, "code_constants", code_constants),
-    ):
-        for state in STATES:
-            slots, _ = slots_of(SIZES[0], state, torch.bfloat16, torch.float32, "cpu")
-            adam.update_amax(slots, step)
-            adam.update_(slots, step, torch.ones(len(slots), 3))
-        codes = torch.zeros(4096, dtype=torch.uint8)
-        cast_many.cast_many_([torch.zeros(4096)], torch.ones(1), FORMATS["e4m3"], [codes])
+    for state in STATES:
+        slots, _ = slots_of(SIZES[0], state, torch.bfloat16, torch.float32, "cpu")
+        adam.update_amax(slots, step)
+        adam.update_(slots, step, torch.ones(len(slots), 3))
+    codes = torch.zeros(4096, dtype=torch.uint8)
+    cast_many.cast_many_([torch.zeros(4096)], torch.ones(1), FORMATS["e4m3"], [codes])
     update_history_(torch.zeros(16), torch.zeros(64, 16), torch.zeros(16), True)
 
 
@@ -154,6 +147,13 @@ def main(arch: int) -> None:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
+    from megatron_lowprec.kernels.cast import rule
+
+    def code_constants(fmt: Format, device: torch.device) -> rule.CodeConstants:
+        return plain(fmt, torch.device("cuda"))
+
+    plain = rule.code_constants
+    users = ("cast.rule", "cast_many.triton", "scaled_adam.triton")
     large = 0 if arch == 90 else 1 << 62  # all tilings where kernels are tuned; the first one elsewhere, to save time
     driver.set_active(_Driver(arch))
     with (
@@ -162,7 +162,10 @@ def main(arch: int) -> None:
         patch("torch.cuda.get_device_capability", lambda *_: divmod(arch, 10)),
         patch.multiple("megatron_lowprec.kernels.cast.triton", LARGE_ENOUGH=large, fastest=every_tiling),
         patch.multiple("megatron_lowprec.kernels.quantize.triton", LARGE_ENOUGH=large, fastest=every_tiling),
+        ExitStack() as stack,
     ):
+        for user in users:
+            stack.enter_context(patch(f"megatron_lowprec.kernels.{user}.code_constants", code_constants))
         for part in (casts, mx_operands, around_linears, updates):
             part()
     print(f"{len(compiled)} specializations of {len(set(compiled))} kernels compiled")

@@ -38,7 +38,8 @@ def test_deterministic_sums_have_the_order_of_the_first_tiling(
     monkeypatch.setattr(triton, "LARGE_ENOUGH", 0)
     monkeypatch.setattr(triton, "sum_partials", lambda parts, dtype: parts)
     monkeypatch.setattr(triton, "fastest", lambda name, candidates, run, device: candidates[-1])
-    kernel = triton._CastKernel(Fp8Rule(FORMATS["e4m3"], "tensor"), True, True, False, sums, "matrix")
+    rule = Fp8Rule(FORMATS["e4m3"], "tensor")
+    kernel = triton._CastKernel(rule, torch.device("cpu"), True, True, False, sums, "matrix")
     launched: list[int] = []
     for tiling in kernel._tilings:
         launch = SimpleNamespace(launch=lambda *_, rows=tiling.rows: launched.append(rows))

@@ -12,7 +12,12 @@ NAN_CODE = 0x7F  # of E4M3 and of E5M2, as of kernels.quantize.reference.encode
 
 
 class CodeConstants(NamedTuple):
-    """Those of ``CastConstants`` that make codes, where nothing else is asked."""
+    """What codes are like, and who makes them.
+
+    Attributes:
+        MANTISSA, MIN_EXPONENT, MAX, NAN_CODE: of the format.
+        NATIVE: whether the GPU converts to FP8 and bf16 itself; the interpreter does not.
+    """
 
     MANTISSA: int
     MIN_EXPONENT: int
@@ -39,12 +44,11 @@ class CastConstants(NamedTuple):
         KIND: what is read, of ``source.KINDS``.
         QUERY, HEAD: ``Source.widths``.
         TILE: what shares a scale, of TILES.
-        MANTISSA, MIN_EXPONENT, MAX, NAN_CODE: of the codes.
+        CODES: how numbers become codes.
         FLOOR: the least fp32 not below the rule's amax_floor.
         FLOOR_SCALE: fl32(MAX / amax_floor), the encode scale of a lower amax; 1 without a floor.
         MARGIN_SCALE: factor of an encode scale.
         POWER_OF_TWO: whether encode scales are cut to powers of two.
-        NATIVE: whether the GPU converts to FP8 and bf16 itself; the interpreter does not.
         WHOLE: whether tiles divide the matrix: nothing of a tile is outside of it, and nothing is asked about that.
     """
 
@@ -56,15 +60,11 @@ class CastConstants(NamedTuple):
     QUERY: int
     HEAD: int
     TILE: int
-    MANTISSA: int
-    MIN_EXPONENT: int
-    MAX: float
-    NAN_CODE: int
+    CODES: CodeConstants
     FLOOR: float
     FLOOR_SCALE: float
     MARGIN_SCALE: float
     POWER_OF_TWO: bool
-    NATIVE: bool
     WHOLE: bool = False
 
 
@@ -89,9 +89,16 @@ class Fp8Rule:
         return torch.float8_e4m3fn if self.fmt.name == "e4m3" else torch.float8_e5m2
 
     def constants(
-        self, rows: bool, columns: bool, observes: bool, sums: bool, kind: int, widths: tuple[int, int]
+        self,
+        rows: bool,
+        columns: bool,
+        observes: bool,
+        sums: bool,
+        kind: int,
+        widths: tuple[int, int],
+        device: torch.device,
     ) -> CastConstants:
-        """Of a kernel that gives these operands by this rule."""
+        """Of a kernel that gives these operands by this rule on ``device``."""
         floor = torch.tensor(self.amax_floor, dtype=torch.float64)
         floor32 = floor.float()
         if floor32 < floor:
@@ -105,13 +112,9 @@ class Fp8Rule:
             QUERY=widths[0],
             HEAD=widths[1],
             TILE=TILES[self.tile],
-            MANTISSA=self.fmt.mantissa_bits,
-            MIN_EXPONENT=self.fmt.min_exponent,
-            MAX=self.fmt.max,
-            NAN_CODE=NAN_CODE,
+            CODES=code_constants(self.fmt, device),
             FLOOR=float(floor32),
             FLOOR_SCALE=float((self.fmt.max / floor).float()) if self.amax_floor else 1.0,
             MARGIN_SCALE=2.0**-self.margin,
             POWER_OF_TWO=self.scale_rule == "amax_pow2",
-            NATIVE=torch.cuda.is_available(),
         )

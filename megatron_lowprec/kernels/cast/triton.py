@@ -132,7 +132,7 @@ def cast_fp8(
     key = (rows, columns, observed is not None, sums, source.kind, source.widths)
     kernel = rule.kernels.get(key)
     if kernel is None:
-        kernel = rule.kernels[key] = _CastKernel(rule, *key)
+        kernel = rule.kernels[key] = _CastKernel(rule, source.x.device, *key)
     return kernel.run(source, amax, observed)
 
 
@@ -161,6 +161,7 @@ class _CastKernel:
     def __init__(
         self,
         rule: Fp8Rule,
+        device: torch.device,
         rows: bool,
         columns: bool,
         observes: bool,
@@ -169,7 +170,7 @@ class _CastKernel:
         widths: tuple[int, int] = (0, 0),
     ) -> None:
         self._rule, self._rows, self._columns, self._sums = rule, rows, columns, sums
-        self._constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths)
+        self._constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths, device)
         if rule.tile == "1x128":
             B = _BLOCK
             shapes = {

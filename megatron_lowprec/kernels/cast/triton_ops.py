@@ -94,7 +94,7 @@ def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: 
 def as_stored(x, BF16: tl.constexpr, CAST: tl.constexpr):
     """fp32 rounded as it would be in memory, where it is not from there."""
     if BF16 and CAST.KIND != 0 and CAST.KIND != 6:
-        x = round_to_bf16(x, CAST.NATIVE)
+        x = round_to_bf16(x, CAST.CODES.NATIVE)
     return x
 
 
@@ -118,7 +118,7 @@ def round_to_bf16(x, NATIVE: tl.constexpr):
 @triton.jit
 def encode_scale(amax, CAST: tl.constexpr):
     """``reference.fp32_encode_scale``."""
-    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, CAST.MAX, tl.float32), amax), _FP32_MAX) * CAST.MARGIN_SCALE
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, CAST.CODES.MAX, tl.float32), amax), _FP32_MAX) * CAST.MARGIN_SCALE
     if CAST.FLOOR == 0.0:
         scale = tl.where(amax == 0.0, 1.0, scale)
     else:
@@ -140,8 +140,8 @@ def both_scales(amax, CAST: tl.constexpr, OF_BF16: tl.constexpr):
     """
     if OF_BF16 and CAST.FLOOR == 0.0 and CAST.MARGIN_SCALE == 1.0 and not CAST.POWER_OF_TWO:
         # the least whose quotient is within fp32; what is below has fp32's maximum for a scale, but 0 has 1
-        LEAST: tl.constexpr = (1.75 + 2.0**-23) * (CAST.MAX / 1.75) * 2.0**-128
-        number = tl.maximum(tl.where(amax == 0.0, CAST.MAX, amax), LEAST)
+        LEAST: tl.constexpr = (1.75 + 2.0**-23) * (CAST.CODES.MAX / 1.75) * 2.0**-128
+        number = tl.maximum(tl.where(amax == 0.0, CAST.CODES.MAX, amax), LEAST)
         bits = number.to(tl.int32, bitcast=True)
         exponent = bits & 0x7F800000
         mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
@@ -151,10 +151,10 @@ def both_scales(amax, CAST: tl.constexpr, OF_BF16: tl.constexpr):
         top = tl.full(amax.shape, 1.75, tl.float32)
         quotient = 1.75 * about
         quotient = tl.fma(tl.fma(-quotient, mantissa, top), about, quotient)
-        MAX_EXPONENT: tl.constexpr = 8 if CAST.MAX == 448.0 else 15  # of E4M3's 448 and of E5M2's 57344
+        MAX_EXPONENT: tl.constexpr = 8 if CAST.CODES.MAX == 448.0 else 15  # of E4M3's 448 and of E5M2's 57344
         bits = quotient.to(tl.int32, bitcast=True) + ((127 + MAX_EXPONENT) << 23) - exponent
         scale = tl.where(amax < float("inf"), bits, 0x7FC00000).to(tl.float32, bitcast=True)
-        about = number * (1.0 / CAST.MAX)
+        about = number * (1.0 / CAST.CODES.MAX)
         decode = tl.fma(about, tl.fma(-about, scale, tl.full(amax.shape, 1.0, tl.float32)), about)
     else:
         scale = encode_scale(amax, CAST)
@@ -164,7 +164,7 @@ def both_scales(amax, CAST: tl.constexpr, OF_BF16: tl.constexpr):
 
 @triton.jit
 def to_fp8(v, CODES: tl.constexpr):
-    """fp32 -> uint8 codes, nearest even, saturating; ``CODES`` are ``CodeConstants``, or ``CastConstants``."""
+    """fp32 -> uint8 codes, nearest even, saturating; ``CODES`` are ``CodeConstants``."""
     if CODES.NATIVE:
         if CODES.MANTISSA == 3:
             codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

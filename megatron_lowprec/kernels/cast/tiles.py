@@ -41,7 +41,8 @@ def cast_rows(
     """
     CHUNK: tl.constexpr = 32
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
-    OF_BF16: tl.constexpr = CAST.CODES.NATIVE and CAST.TILE == 2 and BF16
+    CODES: tl.constexpr = CAST.CODES
+    OF_BF16: tl.constexpr = CODES.NATIVE and CAST.TILE == 2 and BF16
     out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     total = tl.zeros([BN // CHUNK, 1, CHUNK], tl.float32)
     for part in range(BM // ROWS):
@@ -62,7 +63,7 @@ def cast_rows(
             tl.store(row_scale_ptr + row, decode, mask=below(row, M, CAST) & (tile_n == 0))
         else:
             tl.store(row_scale_ptr + tile_n * height + row, decode, mask=below(row, height, CAST))
-        codes = to_fp8(x * scale, CAST.CODES)
+        codes = to_fp8(x * scale, CODES)
         tl.store(out + row.to(tl.int64) * N + col, codes, mask=below(row, height, CAST) & below(col, N, CAST))
     if CAST.SUMS and not CAST.ALONG_COLUMNS:
         row, col = places(tl.arange(0, 1), tile_n * BN, BN, CHUNK)
@@ -97,7 +98,8 @@ def cast_words(
     one word of the transposed operand, so that whole words cross shared memory, not single bytes.
     """
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
-    OF_BF16: tl.constexpr = CAST.CODES.NATIVE and CAST.TILE == 2 and BF16
+    CODES: tl.constexpr = CAST.CODES
+    OF_BF16: tl.constexpr = CODES.NATIVE and CAST.TILE == 2 and BF16
     ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3
     row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
@@ -144,11 +146,11 @@ def cast_words(
         if CAST.ALONG_ROWS and ONE:
             for four in tl.static_range(4):
                 x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
-                codes = to_fp8(x * scale, CAST.CODES)
+                codes = to_fp8(x * scale, CODES)
                 inside = below(row + four, height, CAST) & below(col, N, CAST)
                 tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=inside)
         if CAST.ALONG_COLUMNS:
-            packed = four_to_fp8(x0 * scale, x1 * scale, x2 * scale, x3 * scale, CAST.CODES)
+            packed = four_to_fp8(x0 * scale, x1 * scale, x2 * scale, x3 * scale, CODES)
             to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
             tl.store(col_out + to, packed, mask=below(col, N, CAST) & below(row, padded_M, CAST))
     if CAST.OBSERVES:

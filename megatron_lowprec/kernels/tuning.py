@@ -2,7 +2,8 @@
 
 A tiling changes a kernel's speed, and no bits of an operand, so that ranks may choose differently. The last bits of a
 sum it does change: who sums asks for no tiling under torch's deterministic algorithms. The measurement is bounded: a
-handful of candidates, some twenty launches each, on the first operand that is large enough to tell them apart.
+handful of candidates, some twenty launches each, on the first operand that is large enough to tell them apart, or the
+first of such a size where who asks names sizes apart.
 """
 
 import json

@@ -5,7 +5,6 @@ reads it: a mistake shows in the loss, it does not bend it a little.
 """
 
 import math
-from functools import lru_cache
 
 import torch
 
@@ -16,15 +15,8 @@ from megatron_lowprec.quantization.random_stream import Moment
 
 
 def stand_in(x: torch.Tensor) -> torch.Tensor:
-    """NaN of the shape, dtype and device of x, in one cell of memory, the same each time."""
-    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()  # into a graph, which has memory of its own
-    cell = x.new_full((), math.nan) if captured else _nan(x.dtype, x.device)
-    return cell.expand(x.shape)
-
-
-@lru_cache
-def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), math.nan, dtype=dtype, device=device)
+    """NaN of the shape, dtype and device of x, in one cell of memory."""
+    return x.new_full((), math.nan).expand(x.shape)
 
 
 def note_input(y: torch.Tensor, made: Input, numerics: LinearNumerics) -> None:

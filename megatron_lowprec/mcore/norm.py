@@ -33,8 +33,7 @@ class _NormFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         normalize: Callable[[torch.Tensor], Normalized],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Detached each for itself: a view holds its base, x itself, which will hold the residual and so what is saved
-        # here. Such a circle is never freed.
+        # Detached each for itself: a view holds its base, x itself, and is held by what is saved here.
         rows, residual = x.detach().reshape(-1, x.shape[-1]).contiguous(), x.detach()
         y, mean, rstd = normalize(rows)
         ctx.save_for_backward(rows, weight, mean, rstd)
@@ -48,8 +47,8 @@ class _NormFunction(torch.autograd.Function):
         if dy is None:
             return dresidual, None, None, None
         rows, weight, mean, rstd = ctx.saved_tensors
-        gradients = (None if d is None else d.reshape(rows.shape).contiguous() for d in (dy, dresidual))
-        dy_rows, dresidual_rows = gradients
+        dy_rows = dy.reshape(rows.shape).contiguous()
+        dresidual_rows = None if dresidual is None else dresidual.reshape(rows.shape).contiguous()
         dx, dw, db = norm_backward(dy_rows, rows, weight, mean, rstd, dresidual_rows)
         return dx.view(dy.shape), dw, db, None
 
@@ -63,7 +62,7 @@ def _normalized(
     """What ``normalize`` makes of the rows of x, with its gradient, which takes the residual's with it."""
     y: torch.Tensor
     y, residual = _NormFunction.apply(x, norm.weight, bias, normalize)
-    note_residual(x, residual)
+    note_residual(x, y, residual)
     return y
 
 

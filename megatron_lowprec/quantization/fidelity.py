@@ -10,8 +10,8 @@ from megatron_lowprec.kernels.quantize.reference import scale_tiles
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 
 COUNTS = 8
-# Entries at a time, in some fp32 temporaries: a GPU takes as long to be told as for the last of these.
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Entries at a time, in five fp32 temporaries and one of doubles: a GPU takes as long to be told as for so many.
+_CHUNK, _GPU_CHUNK = 1 << 20, 1 << 22
 # An fp32 scale and its reciprocal are rounded: so much above the largest value an amax may lie.
 _SLACK = 1.0 + 2.0**-20
 
@@ -62,7 +62,8 @@ def fidelity_sums(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
     tile, limit = tile_sizes(spec, matrix), made.format.max
     shared = decode.shape[0] == 1
     tile_rows = 1 if shared else tile[0]
-    step = max(1, _CHUNK[matrix.device.type] // (matrix.shape[1] * tile_rows)) * tile_rows
+    chunk = _GPU_CHUNK if matrix.is_cuda else _CHUNK
+    step = max(1, chunk // (matrix.shape[1] * tile_rows)) * tile_rows
     total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)
     for start in range(0, matrix.shape[0], step):
         x, grid = (part[start : start + step].float() for part in (matrix, made.matrix))

@@ -38,15 +38,15 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     found: dict[tuple[int, str, str, str], Row] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
             continue
         try:
             row = json.loads(line)
             iteration, linear, gemm, operand, *_ = (row[field] for field in _FIELDS)
-            found[int(iteration), linear, gemm, operand] = row
-            known = (gemm, operand) in KINDS
-        except (ValueError, KeyError, TypeError):
+            found[iteration, linear, gemm, operand] = row
+            known = isinstance(iteration, int) and (gemm, operand) in KINDS
+        except (ValueError, KeyError, TypeError, RecursionError):  # bytes that are no UTF-8 are a ValueError
             known = False
         if not known:
             raise UserError(f"{path}, line {number}: not a row of --log-quantization-interval")

@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -253,14 +254,25 @@ def cast_by_norms(shape: str, recipe: str, **more: Any) -> None:
 
 
 def residuals(shape: str, **more: Any) -> None:
-    """Gradients that are added in the norms are the bits of those that autograd adds."""
+    """Gradients that are added in the norms are the bits of those that autograd adds; no norm's input outlives them."""
     from megatron_lowprec.kernels.layernorm import triton as layernorm
+    from megatron_lowprec.mcore.residual import note_residual
 
-    with patch.object(layernorm, "norm_backward", wraps=layernorm.norm_backward) as joined:
+    inputs = []
+
+    def noted(x: torch.Tensor, y: torch.Tensor, residual: torch.Tensor) -> None:
+        inputs.append(weakref.ref(x.untyped_storage()))
+        note_residual(x, y, residual)
+
+    with (
+        patch.object(layernorm, "norm_backward", wraps=layernorm.norm_backward) as joined,
+        patch("megatron_lowprec.mcore.norm.note_residual", noted),
+    ):
         got, _ = run(shape, True, **more)
-    assert [call.args[5] is not None for call in joined.call_args_list] == [False] + [
-        True
-    ] * 4  # the last norm has none
+    given = [call.args[5] is not None for call in joined.call_args_list]
+    assert given == [False, True, True, True, True]  # the last norm has none
+    assert len(inputs) >= 5
+    assert not any(storage() is not None for storage in inputs)
     with patch("megatron_lowprec.mcore.norm.note_residual"):
         want, _ = run(shape, True, **more)
     equal_but_for((), got, want)

@@ -80,7 +80,6 @@ def test_whoever_reads_it_gets_nan() -> None:
     placeholder = stand_in(torch.ones(5, 3, dtype=torch.bfloat16))
     assert placeholder.isnan().all()
     assert placeholder.untyped_storage().nbytes() == 2
-    assert stand_in(torch.zeros(2, dtype=torch.bfloat16)).data_ptr() == placeholder.data_ptr()
     assert (placeholder.shape, placeholder.dtype) == ((5, 3), torch.bfloat16)
 
 

@@ -25,13 +25,14 @@ def norm():
 def test_gradients_of_norm_and_residual_are_added(norm) -> None:
     pytest.importorskip("triton")
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    (norm(x).square().sum() + (2 * residual_of(x)).sum()).backward()
+    y = norm(x)
+    (y.square().sum() + (2 * residual_of(x)).sum()).backward()
     joined, x.grad = x.grad, None
     (norm(x).square().sum() + (2 * x).sum()).backward()
     assert x.grad is not None
     assert torch.equal(joined, x.grad)
     x.grad = None
-    norm(x)
+    y = norm(x)
     (2 * residual_of(x)).sum().backward()  # a norm whose output nobody reads
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
@@ -39,23 +40,37 @@ def test_gradients_of_norm_and_residual_are_added(norm) -> None:
 def test_another_pass_or_value_has_no_residual(norm) -> None:
     x = torch.randn(3, 8, requires_grad=True)
     with torch.no_grad():
-        norm(x)
+        y = norm(x)
     assert residual_of(x) is x
-    norm(x)
+    y = norm(x)
     assert residual_of(x) is not x
     assert residual_of(x).data_ptr() == x.data_ptr()
-    assert residual_of(x.view(3, 8)).requires_grad
+    view = x.view(3, 8)
+    assert residual_of(view) is view
+    with torch.no_grad():
+        norm(x)
+    assert residual_of(x) is x
+    y = norm(x)
     with torch.no_grad():
         x += 1
     assert residual_of(x) is x
+    y = norm(x)
+    assert residual_of(x) is not x
+    del y
+    assert residual_of(x) is x
 
 
-def test_a_residual_keeps_nothing_alive(norm) -> None:
-    x = torch.randn(3, 8, requires_grad=True) * 1.0
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_residual_keeps_nothing_alive(norm, leaf: bool, backward: bool) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    x = x if leaf else x * 1.0
     y = norm(x)
     gone = weakref.ref(x.untyped_storage())
     gc.disable()
     try:
+        if backward:
+            (y.sum() + residual_of(x).sum()).backward()
         del x, y
         assert gone() is None
     finally:

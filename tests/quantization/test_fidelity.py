@@ -65,8 +65,10 @@ def test_what_is_not_finite_has_no_ratio() -> None:
     assert zeros == Fidelity(96, 0.0, None, None, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("chunk", [1 << 20, 20_000])  # whole, and 78 rows at a time or a tile's 128, of 384
 @pytest.mark.parametrize("recipe", recipes())
-def test_operands_of_every_recipe_against_float64(recipe: str) -> None:
+def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_lowprec.quantization.fidelity._CHUNK", chunk)
     found = get_recipe(recipe)
     numerics = LinearNumerics(found, LinearPlace(3, "mlp.linear_fc1"), 7, lambda *kind: AmaxHistory(*kind))
     moment = Moment(5, 2)

@@ -86,11 +86,26 @@ def test_no_file_has_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[1]", '{"iteration": 1}', json.dumps(operand_row(1, "layers.1.a", 9.0, "fprop", "grad_output"))]
+    "line",
+    [
+        b"{",
+        b"[1]",
+        b'{"iteration": 1}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        *(
+            json.dumps(row).encode()
+            for row in (
+                operand_row(1, "layers.1.a", 9.0, "fprop", "grad_output"),
+                operand_row(1, "layers.1.a", 9.0) | {"iteration": "2"},
+                operand_row(1, "layers.1.a", 9.0) | {"iteration": float("inf")},
+            )
+        ),
+    ],
 )
-def test_a_whole_line_that_is_none_is_refused(tmp_path: Path, line: str) -> None:
+def test_a_whole_line_that_is_none_is_refused(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "quantization.jsonl"
-    path.write_text(json.dumps(operand_row(1, "layers.1.a", 9.0)) + "\n" + line + "\n")
+    path.write_bytes(json.dumps(operand_row(1, "layers.1.a", 9.0)).encode() + b"\n" + line + b"\n")
     with pytest.raises(UserError, match="line 2: not a row of --log-quantization-interval"):
         read_rows(path)
 

@@ -107,6 +107,7 @@ def cast_words(
     rows = tile_m * BM + 4 * words
     one = tl.zeros([1, 1], tl.int32)
     largest = tl.zeros([BM // 4, COLUMNS], tl.float32)
+    # of a whole tensor's tile; of others nothing is given, and the compiler drops this
     given = tl.load(amax_ptr + one) if CAST.TILE == 0 else tl.zeros([1, 1], tl.float32)
     given_scale, given_decode = both_scales(given, CAST, OF_BF16)
     for part in range(BN // COLUMNS):

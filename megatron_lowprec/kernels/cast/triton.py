@@ -20,7 +20,7 @@ from megatron_lowprec.kernels.cast.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.column_sum.triton import sum_partials
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
-from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, fastest
+from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, fastest, tunes
 
 _BLOCK = 128
 
@@ -244,7 +244,9 @@ class _CastKernel:
             size = (M * N).bit_length()
             known = self._fastest.get(size)
             if known is None:
-                known = self._fastest[size] = fastest(f"{self._name} below 2^{size}", self._tilings, run, device)
+                known = fastest(f"{self._name} below 2^{size}", self._tilings, run, device)
+                if tunes(device):  # a graph that is being captured gets the first, and decides nothing
+                    self._fastest[size] = known
             tiling = known
         run(tiling)
         return Fp8Cast(by_rows, by_columns, None if parts is None else sum_partials(parts, x.dtype)[0])

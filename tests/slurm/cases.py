@@ -192,10 +192,22 @@ def array(slurm: Slurm, folder: Path) -> None:
     number = printed.split(":")[0].removeprefix("job ")
     tasks = [f"{number}_{index}" for index in range(len(CELLS))]
     wait(lambda: last_iteration(folder / "array" / CELLS[1]) >= 5, "iterations of the second cell", PATIENCE)
+
+    def wanted(*cores: str) -> str:
+        more = ("--output=/dev/null", "--wrap=sleep 1")
+        return slurm.call(
+            "sbatch", "--parsable", "--partition=high", "--nodelist=n8", *cores, *more, cwd=folder
+        ).strip()
+
+    def requeued() -> bool:
+        return any(slurm.job(task)["Restarts"] != "0" for task in tasks)
+
     # It wants two of the node's four cores, so one task has to go.
-    more = ("--cpus-per-task=2", "--output=/dev/null", "--wrap=sleep 1")
-    slurm.call("sbatch", "--partition=high", "--nodelist=n8", *more, cwd=folder)
-    wait(lambda: any(slurm.job(task)["Restarts"] != "0" for task in tasks), "a requeue", PATIENCE)
+    other = wanted("--cpus-per-task=2")
+    wait(lambda: requeued() or slurm.job(other)["JobState"] in _ENDED, "a requeue, or two free cores", PATIENCE)
+    if not requeued():  # the first cell, the faster one, had ended on a busy machine
+        wanted("--exclusive")
+    wait(requeued, "a requeue", PATIENCE)
     wait(lambda: all(slurm.job(task)["JobState"] in _ENDED for task in tasks), "the end of the array", PATIENCE)
     (folder / "job.json").write_text(json.dumps([slurm.job(task) for task in tasks]))
     local = subprocess.run(

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -44,6 +44,33 @@ def fastest(name: str, candidates: Sequence[T], run: Callable[[T], None], device
     best = times.index(min(times))
     _remember(cache, name, best)
     return candidates[best]
+
+
+class Tuned(Generic[T]):
+    """The candidate that a kernel runs in, for each of the sizes that its user tells apart.
+
+    What a graph under capture gets decides nothing: it is the first candidate, unmeasured.
+    """
+
+    def __init__(self, name: str, candidates: Sequence[T]) -> None:
+        self._name, self._candidates = name, candidates
+        self._known: dict[int | None, T] = {}
+
+    def choose(self, entries: int, run: Callable[[T], None], device: torch.device, below: int | None = None) -> T:
+        """The first for fewer entries than ``LARGE_ENOUGH``, else the ``fastest``, measured once.
+
+        Args:
+            below: the power of two that stands for a size, where sizes are tuned apart.
+        """
+        if entries < LARGE_ENOUGH:
+            return self._candidates[0]
+        found = self._known.get(below)
+        if found is None:
+            name = self._name if below is None else f"{self._name} below 2^{below}"
+            found = fastest(name, self._candidates, run, device)
+            if tunes(device):
+                self._known[below] = found
+        return found
 
 
 def tunes(device: torch.device) -> bool:

@@ -33,12 +33,11 @@ class _NormFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         normalize: Callable[[torch.Tensor], Normalized],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Detached each for itself: a view holds its base, x itself, and is held by what is saved here.
-        rows, residual = x.detach().reshape(-1, x.shape[-1]).contiguous(), x.detach()
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, mean, rstd = normalize(rows)
         ctx.save_for_backward(rows, weight, mean, rstd)
         ctx.set_materialize_grads(False)
-        return y.view(x.shape), residual
+        return y.view(x.shape), x.detach()  # an output of its own, no view of x
 
     @staticmethod
     def backward(ctx, dy, dresidual):  # type: ignore[no-untyped-def]

@@ -168,7 +168,7 @@ def _tiled(number: int) -> AbstractContextManager[object]:
     def chosen(name: str, candidates: Sequence[object], *_: object) -> object:
         return candidates[number]
 
-    return patch.multiple("megatron_lowprec.kernels.cast.triton", LARGE_ENOUGH=0, fastest=chosen)
+    return patch.multiple("megatron_lowprec.kernels.tuning", LARGE_ENOUGH=0, fastest=chosen)
 
 
 def statistics_differences(case: Case, source: Source) -> list[str]:

@@ -163,8 +163,7 @@ def main(arch: int) -> None:
         patch.object(JITFunction, "run", _compile(JITFunction.run)),
         patch("torch.cuda.is_available", lambda: True),
         patch("torch.cuda.get_device_capability", lambda *_: divmod(arch, 10)),
-        patch.multiple("megatron_lowprec.kernels.cast.triton", LARGE_ENOUGH=large, fastest=every_tiling),
-        patch.multiple("megatron_lowprec.kernels.quantize.triton", LARGE_ENOUGH=large, fastest=every_tiling),
+        patch.multiple("megatron_lowprec.kernels.tuning", LARGE_ENOUGH=large, fastest=every_tiling),
         ExitStack() as stack,
     ):
         for user in users:

@@ -31,13 +31,14 @@ def test_deterministic_sums_have_the_order_of_the_first_tiling(
     monkeypatch: pytest.MonkeyPatch, sums: bool, rows: list[int]
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
+    from megatron_lowprec.kernels import tuning
     from megatron_lowprec.kernels.cast import triton
     from megatron_lowprec.kernels.cast.rule import Fp8Rule
     from megatron_lowprec.kernels.cast.source import source_of
 
-    monkeypatch.setattr(triton, "LARGE_ENOUGH", 0)
+    monkeypatch.setattr(tuning, "LARGE_ENOUGH", 0)
     monkeypatch.setattr(triton, "sum_partials", lambda parts, dtype: parts)
-    monkeypatch.setattr(triton, "fastest", lambda name, candidates, run, device: candidates[-1])
+    monkeypatch.setattr(tuning, "fastest", lambda name, candidates, run, device: candidates[-1])
     rule = Fp8Rule(FORMATS["e4m3"], "tensor")
     kernel = triton._CastKernel(rule, torch.device("cpu"), True, True, False, sums, "matrix")
     launched: list[int] = []

@@ -14,7 +14,8 @@ from megatron_lowprec.mcore.residual import residual_of
 
 @pytest.fixture
 def norm():
-    """A LayerNorm by the reference's functions."""
+    """A LayerNorm by the reference's functions, in the place of Triton's."""
+    pytest.importorskip("triton")
     module = torch.nn.LayerNorm(8)
     with patch("megatron_lowprec.kernels.layernorm.triton.norm_backward", reference.norm_backward):
         yield lambda x: _normalized(
@@ -23,7 +24,6 @@ def norm():
 
 
 def test_gradients_of_norm_and_residual_are_added(norm) -> None:
-    pytest.importorskip("triton")
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     y = norm(x)
     (y.square().sum() + (2 * residual_of(x)).sum()).backward()

@@ -20,7 +20,7 @@ from megatron_lowprec.kernels.cast.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.column_sum.triton import sum_partials
 from megatron_lowprec.kernels.contract.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
-from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, fastest, tunes
+from megatron_lowprec.kernels.tuning import Tuned
 
 _BLOCK = 128
 
@@ -186,21 +186,14 @@ class _CastKernel:
         elif rule.tile == "128x128":
             shapes = ((_BLOCK, _BLOCK, 8), (_BLOCK, _BLOCK, 4))
         else:
-            shapes = (
-                (64, 64, 4),
-                (64, 128, 4),
-                (128, 64, 8),
-                (64, 128, 8),
-                (128, 128, 8),
-            )
+            shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
             if rule.tile == "tensor":
                 # Parts one after the other share the scale, and the observed amax is found once: half the instructions
                 # of a cast from memory. Too few programs for a small matrix.
                 shapes += ((64, 256, 4, 0, 128), (64, 512, 4, 0, 128), (128, 256, 8, 0, 128))
         self._tilings = tuple(_Tiling(*shape) for shape in shapes)
-        self._name = f"{_cast_kernel.__name__} {self._constants._asdict()}"
+        self._tuned = Tuned(f"{_cast_kernel.__name__} {self._constants._asdict()}", self._tilings)
         self._specialized: dict[tuple[_Tiling, bool], Specialized] = {}
-        self._fastest: dict[int, _Tiling] = {}
 
     def run(self, source: Source, amax: torch.Tensor | None, observed: torch.Tensor | None) -> Fp8Cast:
         """Allocate and launch; see ``cast_fp8``."""
@@ -239,16 +232,8 @@ class _CastKernel:
 
         # a sum's last bits depend on its order, which is the tiling's
         fixed = self._sums and torch.are_deterministic_algorithms_enabled()
-        tiling = self._tilings[0]
-        if M * N >= LARGE_ENOUGH and not fixed:
-            size = (M * N).bit_length()
-            known = self._fastest.get(size)
-            if known is None:
-                known = fastest(f"{self._name} below 2^{size}", self._tilings, run, device)
-                if tunes(device):  # a graph that is being captured gets the first, and decides nothing
-                    self._fastest[size] = known
-            tiling = known
-        run(tiling)
+        entries = M * N
+        run(self._tilings[0] if fixed else self._tuned.choose(entries, run, device, below=entries.bit_length()))
         return Fp8Cast(by_rows, by_columns, None if parts is None else sum_partials(parts, x.dtype)[0])
 
     def _specialize(self, tiling: _Tiling, whole: bool) -> Specialized:

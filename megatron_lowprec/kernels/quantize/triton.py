@@ -6,7 +6,6 @@ read in 16-byte pieces and goes through shared memory once each way, as bf16. Bi
 operations in the same order, none contracted, and rounding on the bits of an fp32 number.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from megatron_lowprec.kernels.philox.reference import WHOLE, Span
 from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.kernels.quantize.triton_ops import MX_BLOCK, quantize_groups
-from megatron_lowprec.kernels.tuning import LARGE_ENOUGH, fastest
+from megatron_lowprec.kernels.tuning import Tuned
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1"]
 _SPANS = ["m_start", "m_seam", "m_jump", "n_start", "n_seam", "n_jump"]
@@ -264,7 +263,6 @@ class _MxKernel:
         self.group, self.transforms = constants.GROUP, constants.HADAMARD
         self.share = 0 if not codes else 2 if rule.fmt.bits == 4 else 1  # codes a byte
         self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
-        self._name = f"{_mx_kernel.__name__} {constants._asdict()}"
         self._tilings = _tilings(self.group, rows, columns, self.transforms, rule.rounding == "stochastic")
         self._specialized = {
             tiling: Specialized(
@@ -277,7 +275,7 @@ class _MxKernel:
             )
             for tiling in self._tilings
         }
-        self._tiling: _Tiling | None = None
+        self._tuned = Tuned(f"{_mx_kernel.__name__} {constants._asdict()}", self._tilings)
 
     def launch(
         self,
@@ -317,13 +315,7 @@ class _MxKernel:
             programs = -(-M // tiling.rows) * -(-N // tiling.columns)
             self._specialized[tiling].launch(programs, x.device, arguments, specialized_on)
 
-        run(self._tiling or self._choose(run, x))
-
-    def _choose(self, run: Callable[["_Tiling"], None], x: torch.Tensor) -> "_Tiling":
-        if x.numel() < LARGE_ENOUGH:
-            return self._tilings[0]
-        self._tiling = fastest(self._name, self._tilings, run, x.device)
-        return self._tiling
+        run(self._tuned.choose(x.numel(), run, x.device))
 
 
 class _Tiling(NamedTuple):

@@ -7,10 +7,18 @@ import torch
 _CPU_CHUNK_ELEMENTS = 1 << 15  # 128 KB of fp32: a handful of temporaries fit in a 1 to 2 MB L2
 
 
-def row_chunks(rows: int, columns: int, device: torch.device, multiple_of: int = 1) -> Iterator[slice]:
-    """Slices that cover ``rows``, each a multiple of ``multiple_of`` but the last; one slice on a GPU."""
+def row_chunks(
+    rows: int, columns: int, device: torch.device, multiple_of: int = 1, elements: int | None = None
+) -> Iterator[slice]:
+    """Slices that cover ``rows``, each a multiple of ``multiple_of`` but the last.
+
+    Args:
+        elements: about so many in a slice; where it is None what a CPU's cache holds, and one slice on a GPU.
+    """
     step = rows
-    if device.type == "cpu":
-        step = max(1, _CPU_CHUNK_ELEMENTS // max(1, columns * multiple_of)) * multiple_of
+    if elements is None and device.type == "cpu":
+        elements = _CPU_CHUNK_ELEMENTS
+    if elements is not None:
+        step = max(1, elements // max(1, columns * multiple_of)) * multiple_of
     for start in range(0, rows, max(1, step)):
         yield slice(start, min(start + step, rows))

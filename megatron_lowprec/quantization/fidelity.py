@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.linalg import vector_norm
 
+from megatron_lowprec.kernels.chunks import row_chunks
 from megatron_lowprec.kernels.quantize.reference import scale_tiles
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 
@@ -62,12 +63,11 @@ def fidelity_sums(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
     tile, limit = tile_sizes(spec, matrix), made.format.max
     shared = decode.shape[0] == 1
     tile_rows = 1 if shared else tile[0]
-    chunk = _GPU_CHUNK if matrix.is_cuda else _CHUNK
-    step = max(1, chunk // (matrix.shape[1] * tile_rows)) * tile_rows
     total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)
-    for start in range(0, matrix.shape[0], step):
-        x, grid = (part[start : start + step].float() for part in (matrix, made.matrix))
-        scales = decode if shared else decode[start // tile_rows :][: -(-len(x) // tile_rows)]
+    chunk = _GPU_CHUNK if matrix.is_cuda else _CHUNK
+    for rows in row_chunks(matrix.shape[0], matrix.shape[1], matrix.device, tile_rows, chunk):
+        x, grid = (part[rows].float() for part in (matrix, made.matrix))
+        scales = decode if shared else decode[rows.start // tile_rows :][: -(-len(x) // tile_rows)]
         q = scale_tiles(grid, scales, tile) / spec.headroom
         magnitude = x.abs()
         reach = scale_tiles(torch.full_like(grid, limit * _SLACK / spec.headroom), scales, tile)

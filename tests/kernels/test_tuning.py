@@ -53,6 +53,21 @@ def test_the_fastest_is_taken_and_remembered(machine: Machine) -> None:
     assert machine.ran == ran
 
 
+def test_sizes_are_tuned_apart_and_a_capture_decides_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned, large = tuning.Tuned("kernel", (4, 2, 9)), tuning.LARGE_ENOUGH
+    assert tuned.choose(large - 1, machine.run, GPU) == 4
+    assert machine.ran == 0
+    with monkeypatch.context() as capture:
+        capture.setattr(tuning, "tunes", lambda device: False)
+        assert tuned.choose(large, machine.run, GPU) == 4
+    assert tuned.choose(large, machine.run, GPU) == 2
+    ran = machine.ran
+    assert tuned.choose(large, machine.run, GPU) == 2
+    assert machine.ran == ran
+    assert tuned.choose(large, machine.run, GPU, below=25) == 2
+    assert machine.ran == 2 * ran
+
+
 def test_a_choice_among_other_candidates_is_not_taken(machine: Machine) -> None:
     """As after an upgrade that lists other tilings: the place in the old list says nothing of the new one."""
     assert tuning.fastest("kernel", (4, 2), machine.run, GPU) == 2

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -83,7 +83,9 @@ def main(asked: dict[str, Any]) -> None:
     kernels, idle, apart_ms, update_ms, stock_update_ms = None, None, None, None, None
     if not asked["step_alone"]:
         apart_ms = _milliseconds(step, on_gpu)
-        kernels, idle = _kernels(step) if on_gpu else (None, None)
+        if on_gpu:
+            events = _profiled(step)
+            kernels, idle = _kernels(events), _idle(events)
         update_ms, stock_update_ms = _updates(trainer.optimizer, on_gpu)
     milliseconds = [(end - start) * 1e3 for start, end in pairwise(marks)]
     timed = milliseconds[asked["warm_up"] :]
@@ -115,12 +117,8 @@ def main(asked: dict[str, Any]) -> None:
     startup.finalize()
 
 
-def _kernels(step: Callable[[], None]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the GPU does in ``PROFILED`` steps one behind the other, a step.
-
-    Kernels and copies by name, how often, and how long each for itself, longest first; and in how many milliseconds of
-    the time from the first to the last it does nothing, with the longest of these gaps.
-    """
+def _profiled(step: Callable[[], None]) -> list[Any]:
+    """The GPU's kernels and copies of ``PROFILED`` steps, one behind the other."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -128,11 +126,20 @@ def _kernels(step: Callable[[], None]) -> tuple[list[dict[str, Any]], dict[str, 
         for _ in range(PROFILED):
             step()
         _synchronize(True)
-    events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    return [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+
+
+def _kernels(events: Sequence[Any]) -> list[dict[str, Any]]:
+    """What ran in a step, by name: how often, and how long each for itself; longest first."""
     taken: dict[str, list[float]] = defaultdict(list)
     for event in events:
         taken[event.name[:200]].append(event.self_device_time_total / 1e3)
     found = [{"name": name, "times": len(ms) / PROFILED, "ms": sum(ms) / PROFILED} for name, ms in taken.items()]
+    return sorted(found, key=lambda kernel: -kernel["ms"])
+
+
+def _idle(events: Sequence[Any]) -> dict[str, Any]:
+    """In how many milliseconds of a step nothing ran, in how many gaps, and the longest of them."""
     gaps: list[dict[str, Any]] = []
     last = None
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -141,10 +148,8 @@ def _kernels(step: Callable[[], None]) -> tuple[list[dict[str, Any]], dict[str, 
             gaps.append({"ms": ms, "after": last.name[:80], "before": event.name[:80]})
         if last is None or event.time_range.end > last.time_range.end:
             last = event
-    idle = {"ms": sum(gap["ms"] for gap in gaps) / PROFILED, "gaps": len(gaps) / PROFILED}
-    return sorted(found, key=lambda kernel: -kernel["ms"]), idle | {
-        "longest": sorted(gaps, key=lambda gap: -gap["ms"])[:12]
-    }
+    longest = sorted(gaps, key=lambda gap: -gap["ms"])[:12]
+    return {"ms": sum(gap["ms"] for gap in gaps) / PROFILED, "gaps": len(gaps) / PROFILED, "longest": longest}
 
 
 def _updates(optimizer: Any, on_gpu: bool) -> tuple[float, float]:

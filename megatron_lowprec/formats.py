@@ -40,6 +40,11 @@ class Format:
         """Exponent of the smallest normal number; subnormals share it."""
         return 1 - self.bias
 
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number, a subnormal one."""
+        return float(2.0 ** (self.min_exponent - self.mantissa_bits))
+
 
 _OCP_MX = "OCP Microscaling Formats v1.0, section 5.3"
 _OCP_FP8 = "OCP 8-bit Floating Point v1.0; arXiv 2209.05433"

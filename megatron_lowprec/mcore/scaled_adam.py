@@ -12,16 +12,28 @@ that waits for the one with the embedding, and with Megatron-core's overlapped g
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
+from torch import nn
 
 from megatron_lowprec.comm.maximum import maximum_over
-from megatron_lowprec.optimizer.adamw import ScaledAdamW
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, Span
+from megatron_lowprec.kernels.scaled_adam.reference import Stream
+from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
+from megatron_lowprec.quantization.random_stream import optimizer_key
 from megatron_lowprec.recipe.schema import OptimizerSpec
+
+_EXPERT = re.compile(r"\.local_experts\.(\d+)")
 
 
 def keeps_main_weights(options: OptimizerConfig) -> None:
@@ -29,29 +41,93 @@ def keeps_main_weights(options: OptimizerConfig) -> None:
     options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
 
-def use_scaled_adam(optimizer: MegatronOptimizer, spec: OptimizerSpec) -> None:
-    """Replace Adam inside each part of Megatron-core's optimizer; their weights are the main weights from here on."""
+def use_scaled_adam(
+    optimizer: MegatronOptimizer, spec: OptimizerSpec, model_chunks: Sequence[nn.Module], seed: int
+) -> None:
+    """Replace Adam inside each part of Megatron-core's optimizer; their weights are the main weights from here on.
+
+    Raises:
+        UserError: stochastic rounding of a weight whose rows tensor parallelism does not cut at multiples of 8.
+    """
+    names = weight_names(model_chunks) if spec.rounding == "stochastic" else None
     for part in optimizer.chained_optimizers:
         assert isinstance(part, DistributedOptimizer)
         if part.is_stub_optimizer:
             continue
-        places = {weight: i for i, weight in enumerate(w for buffer in part.buffers for w in buffer.params)}
-        held: dict[torch.Tensor, int] = {}
+        rows = {weight: i for i, weight in enumerate(w for buffer in part.buffers for w in buffer.params)}
+        places: dict[torch.Tensor, Place] = {}
         for model, shards in (
             (part.model_float16_groups, part.shard_float16_groups),
             (part.model_fp32_groups, part.shard_fp32_groups),
         ):
             for weights, parts in zip(model, shards, strict=True):
-                held |= {shard: places[weight] for weight, shard in zip(weights, parts, strict=True)}
+                for weight, shard in zip(weights, parts, strict=True):
+                    stream = None
+                    if names is not None and weight.dim() > 1:
+                        first = part._get_model_param_range_map(weight)["param"].start
+                        stream = rounding_stream(weight, names[weight], seed, first)
+                    places[shard] = Place(rows[weight], weight.dim() == 1, stream)
         inner = part.optimizer
         part.optimizer = ScaledAdamW(
             inner.param_groups,
             inner.defaults,
             spec,
-            held,
-            torch.zeros(len(places), 3, device=part.buffers[0].grad_data.device),
+            places,
+            torch.zeros(len(rows), 3, device=part.buffers[0].grad_data.device),
             maximum_over(*_sharers(part)),
         )
+
+
+def weight_names(model_chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """Each weight's name in the whole model, by global layer and expert numbers; copies of a weight share it."""
+    names: dict[nn.Parameter, str] = {}
+    for chunk in unwrap_model(list(model_chunks)):
+        for layer in chunk.modules():
+            if isinstance(layer, TransformerLayer):
+                experts = getattr(layer.mlp, "local_expert_indices", ())
+                for name, weight in layer.named_parameters():
+                    local = _EXPERT.search(name)
+                    name = name if local is None else _EXPERT.sub(f".experts.{experts[int(local[1])]}", name)
+                    names[weight] = f"layers.{layer.layer_number}.{name}"
+        for name, weight in chunk.named_parameters():
+            shared = getattr(weight, "shared_embedding", False)  # the copy of a pipeline's last stage
+            names.setdefault(weight, "embedding.word_embeddings.weight" if shared else name)
+    return names
+
+
+def rounding_stream(weight: nn.Parameter, name: str, seed: int, first: int) -> Stream:
+    """Draws of the part of ``weight`` that begins at its entry ``first``, the same on every layout.
+
+    Args:
+        weight: this tensor-parallel rank's part of a tensor of two dimensions or more.
+        name: as ``weight_names`` gives it.
+
+    Raises:
+        UserError: ranks cut rows elsewhere than at multiples of 8.
+    """
+    key, (lines, columns) = optimizer_key(seed, name), (weight.shape[0], weight[0].numel())
+    rank, size = _tensor_parallel_rank(weight)
+    if size > 1 and columns % VALUES_PER_CALL:
+        raise UserError(
+            f"optimizer.rounding stochastic: {name} has rows of {columns} entries on each of {size} tensor-parallel "
+            f"ranks, no multiple of {VALUES_PER_CALL}: change that size, or set optimizer.rounding=nearest_even"
+        )
+    if size == 1:  # one row: any length
+        return Stream(key, columns=weight.numel(), first=first)
+    if weight.partition_dim == 1:  # type: ignore[attr-defined]
+        return Stream(key, columns, first, whole_columns=columns * size, first_column=columns * rank)
+    part = lines // weight.partition_stride  # type: ignore[attr-defined]  # of the gate and of what it gates
+    rows = Span(rank * part, seam=part, jump=part * (size - 1)) if part < lines else Span(rank * part)
+    return Stream(key, columns, first, whole_columns=columns, rows=rows)
+
+
+def _tensor_parallel_rank(weight: nn.Parameter) -> tuple[int, int]:
+    """This rank among those that hold parts of the weight, and their number."""
+    if not getattr(weight, "tensor_model_parallel", False):
+        return 0, 1
+    expert = not getattr(weight, "allreduce", True)
+    group = mpu.get_expert_tensor_parallel_group() if expert else mpu.get_tensor_model_parallel_group()
+    return group.rank(), group.size()
 
 
 def scaled_adams(optimizer: MegatronOptimizer) -> list[ScaledAdamW]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_lowprec.kernels.dispatch import adam_update_, adam_update_amax
-from megatron_lowprec.kernels.scaled_adam.reference import STATE, Hyperparameters, Slot, encode_scale
+from megatron_lowprec.kernels.scaled_adam.reference import STATE, Hyperparameters, Slot, Stream, encode_scale
 from megatron_lowprec.recipe.schema import OptimizerSpec
 
 DTYPES = {
@@ -21,17 +21,47 @@ _MASTER = "master_param"  # Megatron-core's name of a main weight that an optimi
 _NAMES = tuple(_MASTER if name == "master" else name for name in STATE)
 
 
+class Place(NamedTuple):
+    """Of a weight, or a flat part of one, among the tensors whose scales ranks share.
+
+    Attributes:
+        row: of the tensor in ``amax``.
+        keeps_fp32: whether its state is fp32, whatever the spec says.
+        stream: of stochastic rounding; None rounds to nearest even.
+    """
+
+    row: int
+    keeps_fp32: bool = False
+    stream: Stream | None = None
+
+
+class _Batch(NamedTuple):
+    """Tensors that one launch updates.
+
+    Attributes:
+        rows: int64 [slots], of ``amax``.
+        dtypes: of the three parts of the state.
+        slots: the tensors.
+        step: the step's hyperparameters.
+    """
+
+    rows: torch.Tensor
+    dtypes: Sequence[torch.dtype]
+    slots: list[Slot]
+    step: Hyperparameters
+
+
 class ScaledAdamW(torch.optim.Optimizer):
     """AdamW on the model's own weights; main weights and moments are its state, codes with a scale a tensor.
 
-    ``state[weight]`` has "exp_avg", "exp_avg_sq" and "master_param", codes of the weight's shape; "decode_scale", fp32
-    [3], what these three are multiplied by; and "step", a scalar as torch's AdamW has it. The gradient is read from
-    ``decoupled_grad``, for it may have another dtype than the weight.
+    ``state[weight]`` has "exp_avg", "exp_avg_sq" and "master_param", codes of the weight's shape, or fp32 where its
+    place says so; "decode_scale", fp32 [3], what these three are multiplied by; and "step", a scalar as torch's AdamW
+    has it. The gradient is read from ``decoupled_grad``, for it may have another dtype than the weight.
 
     Args:
         param_groups: of weights, or flat parts of weights; with "lr", "betas", "eps" and "weight_decay".
         defaults: as torch's optimizers have them.
-        spec: the formats.
+        spec: the formats; rounding is stochastic where a place has a stream.
         places: each weight -> its place among all tensors that the ranks of ``reduce_amax`` share.
         amax: fp32 [tensors, 3] on the weights' device, one row for each of these tensors.
         reduce_amax: such an ``amax`` -> the elementwise maximum over the ranks that hold parts or copies.
@@ -42,14 +72,14 @@ class ScaledAdamW(torch.optim.Optimizer):
         param_groups: list[dict[str, Any]],
         defaults: dict[str, Any],
         spec: OptimizerSpec,
-        places: Mapping[torch.Tensor, int],
+        places: Mapping[torch.Tensor, Place],
         amax: torch.Tensor,
         reduce_amax: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__([{"params": []}], defaults)
         # Not by add_param_group: Megatron-core's parts of fp32 weights are views, which it would refuse.
         self.param_groups = param_groups
-        self._dtypes = [DTYPES[name] for name in spec.formats.values()]
+        self._formats = [DTYPES[name] for name in spec.formats.values()]
         self._places, self._amax, self._reduce_amax = places, amax, reduce_amax
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         for weight in self._weights():
@@ -58,7 +88,7 @@ class ScaledAdamW(torch.optim.Optimizer):
                 "decode_scale": torch.ones(3, device=weight.device),
                 **{
                     name: torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-                    for name, dtype in zip(_NAMES, self._dtypes, strict=True)
+                    for name, dtype in zip(_NAMES, self._dtypes(places[weight].keeps_fp32), strict=True)
                 },
             }
         self.read_weights()
@@ -73,34 +103,43 @@ class ScaledAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update; collective over the ranks of ``reduce_amax``."""
         assert closure is None
-        batches = [batch for batch in map(self._batch, self.param_groups) if batch[1]]
+        batches = [batch for group in self.param_groups for batch in self._batches(group)]
         self._amax.zero_()
-        for places, slots, hyperparameters in batches:
-            self._amax[places] = adam_update_amax(slots, hyperparameters)
+        for batch in batches:
+            self._amax[batch.rows] = adam_update_amax(batch.slots, batch.step)
         amax = self._reduce_amax(self._amax)
-        scales = torch.stack([encode_scale(part, dtype) for part, dtype in zip(amax.unbind(1), self._dtypes)], 1)
-        for places, slots, hyperparameters in batches:
-            adam_update_(slots, hyperparameters, scales[places])
+        for batch in batches:
+            parts = zip(amax[batch.rows].unbind(1), batch.dtypes, strict=True)
+            scales = [encode_scale(part, dtype) for part, dtype in parts]
+            adam_update_(batch.slots, batch.step, torch.stack(scales, 1))
 
-    def _batch(self, group: dict[str, Any]) -> tuple[torch.Tensor, list[Slot], Hyperparameters]:
-        """The tensors of a group that have a gradient, with their places, and this step's numbers."""
+    def _batches(self, group: dict[str, Any]) -> Iterator[_Batch]:
+        """The tensors of a group that have a gradient, apart by the dtypes of their state."""
         group["step"] = int(group.get("step", 0)) + 1
-        places, slots = [], []
+        by_kind: dict[bool, tuple[list[int], list[Slot]]] = {}
         for weight in group["params"]:
             grad = getattr(weight, "decoupled_grad", None)
             if grad is None:
                 continue
-            state = self.state[weight]
+            state, place = self.state[weight], self._places[weight]
             state["step"].fill_(group["step"])
-            places.append(self._places[weight])
             exp_avg, exp_avg_sq, master = (state[name] for name in _NAMES)
-            slots.append(Slot(grad, weight.detach(), exp_avg, exp_avg_sq, master, state["decode_scale"]))
+            stream = None if place.keeps_fp32 else place.stream
+            slot = Slot(grad, weight.detach(), exp_avg, exp_avg_sq, master, state["decode_scale"], stream)
+            rows, slots = by_kind.setdefault(place.keeps_fp32, ([], []))
+            rows.append(place.row)
+            slots.append(slot)
         beta1, beta2 = group["betas"]
         numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["step"])
-        key = tuple(places)
-        if key not in self._indices:  # made once, for the host waits for the device to copy it
-            self._indices[key] = torch.tensor(places, dtype=torch.int64, device=self._amax.device)
-        return self._indices[key], slots, Hyperparameters(*numbers)
+        for keeps_fp32, (rows, slots) in by_kind.items():
+            key = tuple(rows)
+            if key not in self._indices:  # made once, for the host waits for the device to copy it
+                self._indices[key] = torch.tensor(rows, dtype=torch.int64, device=self._amax.device)
+            yield _Batch(self._indices[key], self._dtypes(keeps_fp32), slots, Hyperparameters(*numbers))
+
+    def _dtypes(self, keeps_fp32: bool) -> Sequence[torch.dtype]:
+        """Of the three parts of a weight's state."""
+        return [torch.float32] * 3 if keeps_fp32 else self._formats
 
     def _weights(self) -> Sequence[torch.Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]
@@ -127,7 +166,7 @@ class ScaledAdamW(torch.optim.Optimizer):
         place = _NAMES.index(name)
         value = value.to(state[name].device, torch.float32)
         amax = value.abs().amax() if value.numel() else torch.zeros((), device=value.device)
-        scale = encode_scale(amax, self._dtypes[place])
+        scale = encode_scale(amax, state[name].dtype)
         state[name].copy_(value.view_as(state[name]) * scale)
         state["decode_scale"][place] = 1 / scale
 

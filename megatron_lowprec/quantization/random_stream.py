@@ -25,6 +25,12 @@ class Moment(NamedTuple):
     microbatch: int
 
 
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward pass on this thread: a forward pass within it is a recomputation."""
+    in_task: bool = torch._C._current_graph_task_id() != -1
+    return in_task
+
+
 def stream_key(
     seed: int,
     purpose: Purpose,
@@ -47,7 +53,20 @@ def stream_key(
         expert: global expert number, -1 outside of experts.
         data_parallel_rank: rank among those that hold different data.
     """
-    name = f"{seed}/{purpose}/{layer}/{linear}/{expert}/{gemm}/{operand}/{data_parallel_rank}"
+    return _key_of(f"{seed}/{purpose}/{layer}/{linear}/{expert}/{gemm}/{operand}/{data_parallel_rank}")
+
+
+def optimizer_key(seed: int, weight: str) -> tuple[int, int]:
+    """Philox key of the rounding of one weight's optimizer state, as two 32-bit words.
+
+    Args:
+        seed: the run's seed.
+        weight: the weight's name in the whole model, by global layer and expert numbers. Copies of a weight share it.
+    """
+    return _key_of(f"{seed}/optimizer/{weight}")
+
+
+def _key_of(name: str) -> tuple[int, int]:
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 

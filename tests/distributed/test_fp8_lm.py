@@ -56,7 +56,7 @@ def cases() -> dict[str, list[str]]:
     ]
     found["exchange"] = argv(**LM, no_save=True)
     found["exchange overlapped"] = argv(**LM | OVERLAP, no_save=True, use_distributed_optimizer=True)
-    found["exchange in fp32 sums"] = [*argv(**LM, no_save=True), "--recipe-set", "gradients.sum=fp32"]
+    found["exchange, rounded sums"] = [*argv(**LM, no_save=True), "--recipe-set", "gradients.sum=format"]
     found["fp8_delayed"] = argv(**LM | {"recipe": "fp8_delayed"}, no_save=True, use_distributed_optimizer=True)
     for name, options in RESUMED.items():
         common = LM | {"use_distributed_optimizer": True} | options
@@ -133,7 +133,7 @@ def test_collectives_on_their_way_change_no_bit(launch: Path) -> None:
 
 def test_it_trains_as_fp8_delayed_does_and_not_the_same(launch: Path) -> None:
     reference = values(rows(launch / "fp8_delayed"), "lm loss")
-    for name in ("exchange", "exchange in fp32 sums"):
+    for name in ("exchange", "exchange, rounded sums"):
         found = rows(launch / name)
         assert values(found, "lm loss") == pytest.approx(reference, rel=5e-3)
         assert values(found, "lm loss")[0] == reference[0]
@@ -141,7 +141,7 @@ def test_it_trains_as_fp8_delayed_does_and_not_the_same(launch: Path) -> None:
         assert values(found, "grad-norm")[0] == pytest.approx(
             values(rows(launch / "fp8_delayed"), "grad-norm")[0], rel=0.05
         )
-    assert losses(launch / "exchange") != losses(launch / "exchange in fp32 sums")
+    assert losses(launch / "exchange") != losses(launch / "exchange, rounded sums")
 
 
 @pytest.mark.parametrize("name", RESUMED)

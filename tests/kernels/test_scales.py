@@ -100,10 +100,11 @@ def test_fp32_encode_scale_is_the_correctly_rounded_quotient(
 ) -> None:
     random = torch.exp2(torch.empty(500).uniform_(-60, 60, generator=generator))
     amax = torch.cat((amaxes(fmt)[::7], random))
-    amax = amax[amax < 1e36]  # beyond, a margin leads to subnormal scales
+    if rule == "amax_pow2":
+        amax = amax[amax < 1e36]  # beyond, a margin leads to subnormal scales
     got = fp32_encode_scale(amax, fmt, rule, margin=margin)
     for a, scale in zip(amax.tolist(), got.tolist(), strict=True):
-        want = to_fp32(Fraction(fmt.max) / Fraction(a)) / 2**margin
+        want = to_fp32(Fraction(fmt.max) / 2**margin / Fraction(a))
         if rule == "amax_pow2":
             want = Fraction(2) ** floor_log2(want)
         assert Fraction(scale) == want, a
@@ -114,6 +115,13 @@ def test_fp32_encode_scale_edges(fmt: Format) -> None:
     got = fp32_encode_scale(torch.tensor([0.0, 1e-45, torch.nan, torch.inf]), fmt, "amax")
     assert got[:2].tolist() == [1.0, FLT_MAX]  # no entry to scale; a quotient beyond fp32
     assert got[2:].isnan().all()
+
+
+@all_formats
+def test_a_margin_is_taken_off_before_the_quotient_saturates(fmt: Format) -> None:
+    """As TransformerEngine's update: scaled_max = M / 2^margin, scale = scaled_max / amax, Inf becomes FLT_MAX."""
+    amax = torch.tensor([fmt.max * 2.0**-129, fmt.max * 2.0**-131])
+    assert fp32_encode_scale(amax, fmt, "amax", margin=2).tolist() == [2.0**127, FLT_MAX]
 
 
 def test_reciprocal_times_maximum_would_be_wrong() -> None:

@@ -201,6 +201,33 @@ def test_casts_of_fp8_weights_do_not_grow_with_their_number(
     assert found[0][1] == 0
 
 
+def test_fp8_lm_moves_every_weight_of_a_model(build: Build) -> None:
+    """Norm gains and biases as fp32 AdamW moves them, matrices within 2% on average; each with draws of its own."""
+    runs = {}
+    for recipe in ("bf16", "fp8_lm"):
+        trainer = build(
+            recipe=recipe, use_distributed_optimizer=True, lr=1e-4, clip_grad=0, weight_decay=0, lr_warmup_iters=0
+        )
+        before = weights(trainer)
+        generator = torch.Generator().manual_seed(5)
+        for grad in main_grads(trainer):  # of one sign
+            grad.copy_(torch.exp(torch.randn(grad.shape, generator=generator)))
+        for _ in range(30):
+            assert optimizer_step(trainer.optimizer)[0]
+        runs[recipe] = [after - start for after, start in zip(weights(trainer), before, strict=True)]
+    assert len(runs["bf16"]) == 28
+    for reference, moved in zip(runs["bf16"], runs["fp8_lm"], strict=True):
+        assert float(reference.abs().min()) > 0
+        if moved.dim() == 1:
+            torch.testing.assert_close(moved, reference, rtol=1e-5, atol=1e-9)
+        else:
+            assert float(moved.mean()) == pytest.approx(float(reference.mean()), rel=0.02)
+    (part,) = trainer.optimizer.chained_optimizers
+    places = part.optimizer._places.values()
+    keys = [place.stream.key for place in places if not place.keeps_fp32]
+    assert len(set(keys)) == len(keys) == 10
+
+
 def test_copying_at_once_leaves_other_optimizers_alone(build: Build) -> None:
     trainer = build()
     copy_weights_at_once(trainer.optimizer)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.kernels.scaled_adam.reference import encode_scale
-from megatron_lowprec.optimizer.adamw import ScaledAdamW
+from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.scaled_adam.reference import Stream, encode_scale
+from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import OptimizerSpec
 
@@ -22,7 +23,7 @@ def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Ten
 
 def adam(groups: list[dict[str, Any]], spec: OptimizerSpec, reduce: Any = lambda amax: amax) -> ScaledAdamW:
     params = [param for group in groups for param in group["params"]]
-    places = {param: place for place, param in enumerate(params)}
+    places = {param: Place(row) for row, param in enumerate(params)}
     return ScaledAdamW(groups, dict(OPTIONS), spec, places, torch.zeros(len(params), 3), reduce)
 
 
@@ -169,3 +170,61 @@ def test_a_weight_without_a_gradient_stays() -> None:
     mine.step()
     assert torch.equal(params[1], before)
     assert not torch.equal(params[0], weights(5)[0])
+
+
+KEY = (0x12345678, 0x9ABCDEF0)
+CUTS = {  # how ranks hold [24, 48]: (rows, columns) of a part, and its stream
+    "flat": ((slice(0, 24), slice(0, 48)), Stream(KEY, columns=24 * 48)),
+    "rows": ((slice(8, 16), slice(0, 48)), Stream(KEY, columns=48, whole_columns=48, rows=Span(8))),
+    "columns": ((slice(0, 24), slice(24, 48)), Stream(KEY, columns=24, whole_columns=48, first_column=24)),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("first", [0, 13, 64])
+def test_a_part_takes_the_draws_of_its_entries(cut: str, first: int) -> None:
+    whole = Stream(KEY, columns=24 * 48).draw(24 * 48, 7, 2, torch.device("cpu")).view(24, 48)
+    place, stream = CUTS[cut]
+    expected = whole[place].flatten()[first:]
+    assert torch.equal(stream._replace(first=first).draw(len(expected), 7, 2, torch.device("cpu")), expected)
+
+
+def test_a_gated_part_takes_the_draws_of_its_two_halves() -> None:
+    whole = Stream(KEY, columns=24 * 48).draw(24 * 48, 7, 2, torch.device("cpu")).view(24, 48)
+    stream = Stream(KEY, columns=48, whole_columns=48, rows=Span(6, seam=6, jump=6))  # rank 1 of 2
+    assert torch.equal(
+        stream.draw(12 * 48, 7, 2, torch.device("cpu")).view(12, 48), whole[[*range(6, 12), *range(18, 24)]]
+    )
+
+
+def test_draws_differ_by_step_part_and_key() -> None:
+    stream = Stream(KEY, columns=4096)
+    first, *others = (
+        stream.draw(4096, 7, 2, torch.device("cpu")),
+        stream.draw(4096, 8, 2, torch.device("cpu")),
+        stream.draw(4096, 7, 1, torch.device("cpu")),
+        stream._replace(key=(1, 2)).draw(4096, 7, 2, torch.device("cpu")),
+    )
+    for other in others:
+        assert int((first == other).sum()) < 8
+    assert 0 <= int(first.min()) < 64
+    assert (1 << 16) - 64 < int(first.max()) < 1 << 16
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest_even"])
+def test_a_second_moment_below_its_format_does_not_become_zero(rounding: str) -> None:
+    """Else eps alone would divide a first moment that E4M3 still holds, and the step would be 1/eps too long."""
+    weight = torch.zeros(256)
+    spec = OptimizerSpec("e4m3", "e4m3", "fp32", rounding=rounding)  # type: ignore[arg-type]
+    stream = Stream(KEY, columns=256) if rounding == "stochastic" else None
+    options = {**OPTIONS, "weight_decay": 0.0, "params": [weight]}
+    mine = ScaledAdamW(
+        [options], dict(OPTIONS), spec, {weight: Place(0, stream=stream)}, torch.zeros(1, 3), lambda a: a
+    )
+    gradient = torch.full((256,), 1e3)
+    gradient[1:] = 1.0  # its square is a millionth of the largest: E4M3 has 2^-18 of it
+    for _ in range(3):
+        weight.decoupled_grad = gradient  # type: ignore[attr-defined]
+        mine.step()
+    assert float(mine.get_unscaled_state(weight, "exp_avg_sq").min()) > 0
+    assert float(weight.abs().max()) < 3 * 3 * OPTIONS["lr"]

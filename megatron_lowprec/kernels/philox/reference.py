@@ -100,6 +100,10 @@ def draw_bits(
     group = (column // VALUES_PER_CALL).view(1, calls)
     row = row_span.place(torch.arange(first_row, first_row + rows, device=device)).view(rows, 1)
     step, microbatch = (torch.full((1, 1), value, dtype=torch.int64, device=device) for value in moment)
-    words = torch.stack(torch.broadcast_tensors(*philox((group, row, step, microbatch), key)), dim=-1)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    return halves.view(rows, calls * VALUES_PER_CALL)[:, :columns]
+    return halves(philox((group, row, step, microbatch), key)).view(rows, calls * VALUES_PER_CALL)[:, :columns]
+
+
+def halves(words: Words) -> torch.Tensor:
+    """The eight 16-bit numbers of each call, low half first: int64 [..., 8]."""
+    joined = torch.stack(torch.broadcast_tensors(*words), dim=-1)
+    return torch.stack((joined & 0xFFFF, joined >> 16), dim=-1).flatten(-2)

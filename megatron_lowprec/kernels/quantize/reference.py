@@ -158,10 +158,10 @@ def e8m0_encode_scale(byte: torch.Tensor) -> torch.Tensor:
 def fp32_encode_scale(
     amax: torch.Tensor, fmt: Format, rule: str, amax_floor: float = 0.0, margin: int = 0
 ) -> torch.Tensor:
-    """fp32 number to multiply a tile by before rounding: s = fl(M / amax) / 2^margin; the decode scale is fl(1 / s).
+    """fp32 number to multiply a tile by before rounding: s = fl((M / 2^margin) / amax); the decode scale is fl(1 / s).
 
-    ``amax_pow2`` keeps only the exponent of s. amax 0 gives 1; a quotient beyond fp32 gives its maximum; NaN and Inf
-    give NaN, so that what they touch is seen.
+    ``amax_pow2`` keeps only the exponent of s. amax 0 gives 1; a quotient beyond fp32 gives its maximum, as
+    TransformerEngine's update of delayed scales does; NaN and Inf give NaN, so that what they touch is seen.
 
     Args:
         amax: fp32, any shape, not negative.
@@ -170,8 +170,8 @@ def fp32_encode_scale(
         fp32, the shape of ``amax``.
     """
     # fp64 holds amax_floor unrounded, and is wide enough that its quotient rounds to the correctly rounded fp32 one
-    quotient = torch.full_like(amax, fmt.max, dtype=torch.float64) / amax.double().clamp(min=amax_floor)
-    scale = quotient.float().clamp_(max=_FP32_MAX) * 2.0**-margin
+    scaled_max = torch.full_like(amax, fmt.max * 2.0**-margin, dtype=torch.float64)
+    scale = (scaled_max / amax.double().clamp(min=amax_floor)).float().clamp_(max=_FP32_MAX)
     scale = torch.where((amax == 0) & (amax_floor == 0.0), torch.ones_like(scale), scale)
     if rule == "amax_pow2":
         scale = (scale.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)

@@ -85,7 +85,7 @@ def round_to_grid(
             # u = (r + 1/2) 2^-RANDOM_BITS of a step, as an addend to the mantissa. Its unit comes as an argument, so
             # that the compiler keeps a multiply-add, which runs beside the integer units; those are the bottleneck
             draws = (draws >> (16 - RANDOM_BITS)).to(tl.int32)
-            bits = (draws * unit + (bits + (1 << (SHIFT - RANDOM_BITS - 1)))) & (-1 << SHIFT)
+            bits = (draws * unit + (bits + ((1 << (SHIFT - RANDOM_BITS)) >> 1))) & (-1 << SHIFT)
             rounded = bits.to(tl.float32, bitcast=True) - offset
     sign = v.to(tl.int32, bitcast=True) & -2147483648
     return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

@@ -2,6 +2,17 @@
 
 The scale of a tensor's next codes follows the largest magnitude of all of its new values, on every rank that holds a
 part of them: a first pass finds it and keeps nothing, a second computes the same values again and writes their codes.
+
+Codes are rounded stochastically where a slot has a ``Stream``. Entry e of the unsharded tensor, counted row by row,
+takes 16 bits from the Philox call with counter
+
+    (e // 8, 0, step, part)
+
+where ``part`` is the index in ``STATE`` and ``step`` counts updates from 1: word ``(e % 8) // 2``, low half for even
+entries, high half for odd ones. The draws of a tensor therefore do not depend on how ranks share it.
+
+A positive second moment is stored as the smallest number of its format at least: the root of a zero would leave eps
+alone to divide a first moment that has not vanished.
 """
 
 from collections.abc import Sequence
@@ -11,10 +22,12 @@ from typing import NamedTuple
 import torch
 
 from megatron_lowprec.formats import FORMATS, Format
-from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
+from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, WHOLE, Span, halves, philox
+from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale, round_to_format, uniform_from_bits
 
 STATE = ("exp_avg", "exp_avg_sq", "master")
-_FORMATS = {
+SECOND = STATE.index("exp_avg_sq")
+FORMAT_OF = {
     torch.float8_e4m3fn: FORMATS["e4m3"],
     torch.float8_e5m2: FORMATS["e5m2"],
     torch.float16: Format("fp16", 5, 10, bias=15, max=65504.0, specials="ieee", source="IEEE 754, binary16"),
@@ -43,14 +56,44 @@ class Hyperparameters:
         return float((1 - self.beta2**self.step) ** -0.5)
 
 
+class Stream(NamedTuple):
+    """Random draws of a slot, and where its entries lie in the unsharded tensor.
+
+    Attributes:
+        key: Philox key, two 32-bit words.
+        columns: row length of this rank's part of the tensor; a multiple of 8, or the part is a single row.
+        first: index of the slot's first entry within this rank's part, row by row.
+        whole_columns: row length of the unsharded tensor.
+        first_column: first column of this rank's part.
+        rows: where the rows of this rank's part lie.
+    """
+
+    key: tuple[int, int]
+    columns: int
+    first: int = 0
+    whole_columns: int = 0
+    first_column: int = 0
+    rows: Span = WHOLE
+
+    def draw(self, count: int, step: int, part: int, device: torch.device) -> torch.Tensor:
+        """16 random bits for each of the slot's ``count`` entries: int64 [count]."""
+        start = self.first - self.first % VALUES_PER_CALL
+        entry = torch.arange(start, self.first + count, VALUES_PER_CALL, device=device)
+        row, column = entry // self.columns, entry % self.columns
+        call = (self.rows.place(row) * self.whole_columns + self.first_column + column) // VALUES_PER_CALL
+        zero, steps, parts = (torch.full_like(call, value) for value in (0, step, part))
+        return halves(philox((call, zero, steps, parts), self.key)).view(-1)[self.first - start :][:count]
+
+
 class Slot(NamedTuple):
-    """One tensor: its gradient, the weight of the model, and what is kept between steps, all of one size.
+    """One tensor: its gradient, the weight of the model, and the state kept between steps, all of one size.
 
     Attributes:
         grad: fp32 or bf16.
         weight: what the new main weight is rounded into, any dtype.
         exp_avg, exp_avg_sq, master: fp32, fp16 or FP8 codes.
         decode_scale: fp32 [3], what these three are multiplied by; overwritten with the codes.
+        stream: of stochastic rounding; None rounds to nearest even.
     """
 
     grad: torch.Tensor
@@ -59,6 +102,7 @@ class Slot(NamedTuple):
     exp_avg_sq: torch.Tensor
     master: torch.Tensor
     decode_scale: torch.Tensor
+    stream: Stream | None = None
 
     @property
     def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,7 +111,7 @@ class Slot(NamedTuple):
 
 
 def encode_scale(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.Tensor:
-    """2^(floor(log2(fl(M / amax))) - margin) with M the maximum of ``dtype``: fp32, the shape of ``amax``.
+    """2^floor(log2(fl((M / 2^margin) / amax))) with M the maximum of ``dtype``: fp32, the shape of ``amax``.
 
     1 for fp32, and where ``amax`` is 0 or not finite; a quotient beyond fp32 counts as its maximum.
 
@@ -76,7 +120,7 @@ def encode_scale(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> tor
     """
     if dtype == torch.float32:
         return torch.ones_like(amax)
-    return fp32_encode_scale(amax, _FORMATS[dtype], "amax_pow2", margin=margin).nan_to_num(nan=1.0)
+    return fp32_encode_scale(amax, FORMAT_OF[dtype], "amax_pow2", margin=margin).nan_to_num(nan=1.0)
 
 
 def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
@@ -94,10 +138,27 @@ def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.T
         encode_scales: fp32 [len(slots), 3], powers of two that the new values are multiplied by before rounding.
     """
     for slot, scales in zip(slots, encode_scales, strict=True):
-        for codes, new, scale in zip(slot.state, _updated(slot, step), scales, strict=True):
-            codes.copy_(new * scale)
+        for part, (codes, new) in enumerate(zip(slot.state, _updated(slot, step), strict=True)):
+            scaled = new * scales[part]
+            if part == SECOND and codes.dtype in FORMAT_OF:
+                scaled = torch.where(scaled > 0, scaled.clamp(min=FORMAT_OF[codes.dtype].smallest), scaled)
+            codes.copy_(_rounded(scaled, codes.dtype, slot.stream, step.step, part))
         slot.decode_scale.copy_(1 / scales)
         slot.weight.copy_(slot.master.float() * slot.decode_scale[2])
+
+
+def random_bits(fmt: Format) -> int:
+    """Bits of a draw that rounds fp32 to ``fmt``: no more than fp32 has below the format's mantissa."""
+    return min(16, 23 - fmt.mantissa_bits)
+
+
+def _rounded(scaled: torch.Tensor, dtype: torch.dtype, stream: Stream | None, step: int, part: int) -> torch.Tensor:
+    """fp32 on the grid of ``dtype`` where ``stream`` is given, else ``scaled`` itself, for a cast to round."""
+    if stream is None or dtype not in FORMAT_OF:
+        return scaled
+    fmt = FORMAT_OF[dtype]
+    bits = stream.draw(scaled.numel(), step, part, scaled.device).view(scaled.shape)
+    return round_to_format(scaled, fmt, "stochastic", uniform_from_bits(bits, random_bits(fmt)))
 
 
 def _updated(slot: Slot, step: Hyperparameters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

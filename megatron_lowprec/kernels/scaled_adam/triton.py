@@ -1,8 +1,9 @@
 """The two passes of ``reference.py``, each as one launch for all tensors with the same numbers.
 
 Bytes an entry under FP8-LM's formats and fp32 gradients: 9 read by the first pass, 9 read and 7 written by the second,
-where torch's fused AdamW on fp32 reads 16 and writes 14 with the model's bf16 weight. Where the tensors lie is a table
-in the device's memory, made once, for they stay there. Programs are (part, tensor), as in ``cast_many``.
+where torch's fused AdamW on fp32 reads 16 and writes 14 with the model's bf16 weight. Stochastic rounding adds three
+Philox calls for eight entries to the second. Where the tensors lie is a table in the device's memory, made once, for
+they stay there. Programs are (part, tensor), as in ``cast_many``.
 """
 
 from collections.abc import Sequence
@@ -15,14 +16,19 @@ import triton.language as tl
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
-from megatron_lowprec.kernels.cast.rule import code_constants
+from megatron_lowprec.kernels.cast.rule import CodeConstants, code_constants
 from megatron_lowprec.kernels.cast.triton_ops import round_to_bf16, to_fp8
-from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
+from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
+from megatron_lowprec.kernels.philox.triton import philox
+from megatron_lowprec.kernels.quantize.triton_ops import round_to_grid
+from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters, Slot
 
 _BLOCK, _MOST_PARTS = 1024, 512
 _ALIGNMENT = 16  # bytes of an address, and entries, for loads and stores of whole words
 _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
-_COLUMNS = tl.constexpr(7)  # of the table: addresses of gradient, weight, three parts of the state, scales; entries
+# Of the table: addresses of gradient, weight, three parts of the state, scales; entries; ``Stream``.
+_COLUMNS = tl.constexpr(16)
+_STREAM = tl.constexpr(7)
 # A kernel's names of dtypes.
 _KINDS = {
     torch.float32: 0,
@@ -59,7 +65,14 @@ class Numbers(NamedTuple):
 
 
 class SlotConstants(NamedTuple):
-    """The constexpr ``SLOT`` of a kernel: kinds of what lies in memory, and whether all of it is in whole words."""
+    """The constexpr ``SLOT`` of a kernel.
+
+    Attributes:
+        GRAD, WEIGHT, FIRST, SECOND, MAIN: kinds of what lies in memory.
+        ALIGNED: whether all of it is in whole words.
+        STOCHASTIC: whether codes are rounded stochastically.
+        SHIFTED: whether a slot begins within a group of eight entries, which share a Philox call.
+    """
 
     GRAD: int
     WEIGHT: int
@@ -67,6 +80,16 @@ class SlotConstants(NamedTuple):
     SECOND: int
     MAIN: int
     ALIGNED: bool
+    STOCHASTIC: bool
+    SHIFTED: bool
+
+
+class StateConstants(NamedTuple):
+    """The constexpr ``STATE`` of a kernel: how numbers become codes of each format."""
+
+    E4M3: CodeConstants
+    E5M2: CodeConstants
+    FP16: CodeConstants
 
 
 @triton.jit
@@ -101,8 +124,11 @@ def _decode(stored, KIND: tl.constexpr):
 
 
 @triton.jit
-def _encode(value, KIND: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr):
+def _encode(value, KIND: tl.constexpr, STATE: tl.constexpr):
     """What lies in memory of fp32 entries, nearest even."""
+    E4M3: tl.constexpr = STATE.E4M3  # Triton 3.6 hands on no part of an argument
+    E5M2: tl.constexpr = STATE.E5M2
+    NATIVE: tl.constexpr = E4M3.NATIVE
     if KIND == 3:
         stored = to_fp8(value, E4M3)
     elif KIND == 5:
@@ -110,10 +136,55 @@ def _encode(value, KIND: tl.constexpr, E4M3: tl.constexpr, E5M2: tl.constexpr):
     elif KIND == 2:
         stored = value.to(tl.float16)
     elif KIND == 1:
-        stored = round_to_bf16(value, E4M3.NATIVE).to(tl.bfloat16)
+        stored = round_to_bf16(value, NATIVE).to(tl.bfloat16)
     else:
         stored = value
     return stored
+
+
+@triton.jit
+def _not_zero(value, KIND: tl.constexpr, STATE: tl.constexpr):
+    """Positive entries raised to the smallest number of what they are stored in."""
+    if KIND != 0:
+        CODES: tl.constexpr = STATE.E4M3 if KIND == 3 else STATE.E5M2 if KIND == 5 else STATE.FP16
+        value = tl.where(value > 0.0, tl.maximum(value, 2.0 ** (CODES.MIN_EXPONENT - CODES.MANTISSA)), value)
+    return value
+
+
+@triton.jit
+def _on_grid(value, row, group, step, PART: tl.constexpr, KIND: tl.constexpr, STATE: tl.constexpr):
+    """fp32 entries rounded stochastically to the grid of what they are stored in; fp32 ones as they are.
+
+    Args:
+        row, group, step, PART: as for ``_draw``.
+    """
+    if KIND != 0:
+        CODES: tl.constexpr = STATE.E4M3 if KIND == 3 else STATE.E5M2 if KIND == 5 else STATE.FP16
+        SHIFT: tl.constexpr = 23 - CODES.MANTISSA
+        BITS: tl.constexpr = 16 if SHIFT > 16 else SHIFT
+        draws = _draw(row, group, step, PART, value.shape[0])
+        rounded = round_to_grid(
+            value, draws, 1 << (SHIFT - BITS), CODES.MANTISSA, CODES.MIN_EXPONENT, CODES.MAX, 2, BITS, True
+        )
+        value = tl.where(value == value, rounded, value)
+    return value
+
+
+@triton.jit
+def _draw(row, first, step, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """``Stream.draw`` of BLOCK entries: uint32 [BLOCK]; ``first``, a multiple of 8, counts in this rank's part."""
+    entry = first + 8 * tl.arange(0, BLOCK // 8)
+    stream = row + _STREAM
+    columns = tl.load(stream + 3)
+    line = entry // columns
+    column = entry - line * columns
+    whole_line = line + tl.load(stream + 6) + tl.where(line >= tl.load(stream + 7), tl.load(stream + 8), 0)
+    call = ((whole_line * tl.load(stream + 4) + tl.load(stream + 5) + column) // 8).to(tl.uint32)
+    zero = tl.zeros(call.shape, tl.uint32)
+    key0, key1 = tl.load(stream).to(tl.uint32), tl.load(stream + 1).to(tl.uint32)
+    w0, w1, w2, w3 = philox(call, zero, zero + step.to(tl.uint32), zero + PART, key0, key1)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK])
 
 
 @triton.jit
@@ -162,30 +233,41 @@ def _amax_kernel(table_ptr, amax_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.con
     tl.atomic_max(cells + 2, amax_along(main, 0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def _update_kernel(
     table_ptr,
     scale_ptr,
     numbers,
+    step,
     SLOT: tl.constexpr,
-    E4M3: tl.constexpr,
-    E5M2: tl.constexpr,
+    STATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, count = _tensor(table_ptr, SLOT)
     scales = scale_ptr + 3 * tl.program_id(1)
     first, second, main = tl.load(scales), tl.load(scales + 1), tl.load(scales + 2)
-    for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+    begin, shift = tl.load(row + _STREAM + 2), 0
+    if SLOT.SHIFTED:  # blocks begin where groups do
+        shift = (begin % 8).to(tl.int32)
+    for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count + shift, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
         inside = at < count
+        if SLOT.SHIFTED:
+            at -= shift
+            inside = (at >= 0) & (at < count)
         exp_avg, exp_avg_sq, master = _updated(row, at, inside, numbers, SLOT)
-        mean = _encode(exp_avg * first, SLOT.FIRST, E4M3, E5M2)
+        mean, square, kept = exp_avg * first, _not_zero(exp_avg_sq * second, SLOT.SECOND, STATE), master * main
+        if SLOT.STOCHASTIC:
+            group = block + (begin - shift)
+            mean = _on_grid(mean, row, group, step, 0, SLOT.FIRST, STATE)
+            square = _on_grid(square, row, group, step, 1, SLOT.SECOND, STATE)
+            kept = _on_grid(kept, row, group, step, 2, SLOT.MAIN, STATE)
+        mean, square = _encode(mean, SLOT.FIRST, STATE), _encode(square, SLOT.SECOND, STATE)
+        kept = _encode(kept, SLOT.MAIN, STATE)
         tl.store(_pointer(tl.load(row + 2), SLOT.FIRST, SLOT.ALIGNED) + at, mean, mask=inside)
-        square = _encode(exp_avg_sq * second, SLOT.SECOND, E4M3, E5M2)
         tl.store(_pointer(tl.load(row + 3), SLOT.SECOND, SLOT.ALIGNED) + at, square, mask=inside)
-        kept = _encode(master * main, SLOT.MAIN, E4M3, E5M2)
         tl.store(_pointer(tl.load(row + 4), SLOT.MAIN, SLOT.ALIGNED) + at, kept, mask=inside)
-        weight = _encode(_decode(kept, SLOT.MAIN) * tl.div_rn(1.0, main), SLOT.WEIGHT, E4M3, E5M2)
+        weight = _encode(_decode(kept, SLOT.MAIN) * tl.div_rn(1.0, main), SLOT.WEIGHT, STATE)
         tl.store(_pointer(tl.load(row + 1), SLOT.WEIGHT, SLOT.ALIGNED) + at, weight, mask=inside)
 
 
@@ -195,19 +277,32 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Ten
 
 
 def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
+    rows = []
     for slot in slots:  # the kernel sees addresses alone
         tensors = (slot.grad, slot.weight, *slot.state)
         assert all(tensor.is_contiguous() and tensor.numel() == slot.grad.numel() for tensor in tensors)
         assert slot.decode_scale.is_contiguous()
         assert slot.decode_scale.dtype == torch.float32
-    return tuple((*(tensor.data_ptr() for tensor in slot), slot.grad.numel()) for slot in slots)
+        addresses = (tensor.data_ptr() for tensor in (*tensors, slot.decode_scale))
+        rows.append((*addresses, slot.grad.numel(), *_stream_numbers(slot)))
+    return tuple(rows)
+
+
+def _stream_numbers(slot: Slot) -> tuple[int, ...]:
+    """Columns of the table from ``_STREAM`` on."""
+    if slot.stream is None:
+        return (0,) * (_COLUMNS.value - _STREAM.value)
+    key, columns, first, whole_columns, first_column, rows = slot.stream
+    return (*key, first, columns, whole_columns, first_column, *rows)
 
 
 def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...]) -> SlotConstants:
     (kinds,) = {tuple(_KINDS[tensor.dtype] for tensor in (slot.grad, slot.weight, *slot.state)) for slot in slots}
+    (stochastic,) = {slot.stream is not None for slot in slots}
+    shifted = any(slot.stream.first % VALUES_PER_CALL for slot in slots if slot.stream is not None)
     grad, weight, first, second, main = kinds
-    aligned = all(number % _ALIGNMENT == 0 for row in rows for number in (*row[:5], row[6]))
-    return SlotConstants(grad, weight, first, second, main, aligned)
+    aligned = not shifted and all(number % _ALIGNMENT == 0 for row in rows for number in (*row[:5], row[6]))
+    return SlotConstants(grad, weight, first, second, main, aligned, stochastic, shifted)
 
 
 def _grid(slots: Sequence[Slot]) -> tuple[int, int]:
@@ -215,7 +310,7 @@ def _grid(slots: Sequence[Slot]) -> tuple[int, int]:
 
 
 def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
-    """As ``reference.update_amax``, bit for bit; all slots have the same dtypes."""
+    """As ``reference.update_amax``, bit for bit; all slots have the same dtypes and rounding."""
     amax = torch.zeros(len(slots), 3, device=slots[0].grad.device)
     rows = _rows(slots)
     table = _table(rows, amax.device)
@@ -224,10 +319,12 @@ def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
 
 
 def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
-    """As ``reference.update_``, bit for bit; all slots have the same dtypes."""
+    """As ``reference.update_``, bit for bit; all slots have the same dtypes and rounding."""
     device = slots[0].grad.device
-    rows, codes = _rows(slots), {name.upper(): code_constants(FORMATS[name], device) for name in ("e4m3", "e5m2")}
-    constants = {"SLOT": _constants(slots, rows), **codes}
+    rows = _rows(slots)
+    formats = (FORMATS["e4m3"], FORMATS["e5m2"], FORMAT_OF[torch.float16])
+    state = StateConstants(*(code_constants(fmt, device) for fmt in formats))
     table, scales = _table(rows, device), encode_scales.contiguous()
-    _update_kernel[_grid(slots)](table, scales, Numbers.of(step), **constants, **_OPTIONS)
+    numbers, constants = Numbers.of(step), {"SLOT": _constants(slots, rows), "STATE": state}
+    _update_kernel[_grid(slots)](table, scales, numbers, step.step, **constants, **_OPTIONS)
     torch._foreach_copy_([slot.decode_scale for slot in slots], list((1 / encode_scales).unbind()))

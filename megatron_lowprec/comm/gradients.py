@@ -1,10 +1,11 @@
 """Gradients summed over data-parallel ranks in FP8 (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
 
-A rank sends each other rank its part of every tensor as FP8 codes, a byte an entry where fp32 takes four, and adds up
-what it has received in the order of the ranks, so that the result does not depend on a network. One scale a tensor, a
-power of two, follows from the largest magnitude on any rank. Where each partial sum is rounded to FP8, as a reduction
-in the network would do, sums can saturate although no rank's own values do: gradients are multiplied by a factor mu
-before they are cast, and mu follows how many sums have saturated.
+A rank sends each other rank its part of every tensor as FP8 codes, a byte an entry where fp32 takes four, and adds the
+codes that it has received in the order of the ranks, so that the result does not depend on a network. One scale a
+tensor, a power of two, follows from the largest magnitude on any rank. The sum is fp32, or each partial sum is rounded
+to FP8, as a reduction in the network would do. Rounded sums lose addends below half a step of what has been summed,
+and can saturate although no rank's own values do: gradients are multiplied by a factor mu before they are cast, and mu
+follows how many sums have saturated.
 
 The source leaves open where saturation is counted and how mu rises. Here: in the sums, over all tensors and ranks of a
 step; by the same ratio each step, from 1/2 to 2 in 1000.
@@ -28,8 +29,21 @@ _MOST_SATURATED = 1e-5
 _LOWEST, _HIGHEST = 0.5, 2.0
 _RISE = (_HIGHEST / _LOWEST) ** (1 / 1000)
 
+MOST_RANKS_OF_ROUNDED_SUMS = 8
+"""Over more ranks, sums rounded to E4M3 lose more than a tenth of the mean gradient (docs/recipes/fp8_lm.md)."""
+
 Bounds = tuple[int, int]
 """Where a tensor begins and ends in a flat buffer of them."""
+
+
+def rounded_sum_warnings(spec: GradientSpec, ranks: int) -> list[str]:
+    """A line for the log where ``spec`` rounds sums over so many ranks that small addends are lost; else none."""
+    if spec.sum != "format" or not spec.quantized or ranks <= MOST_RANKS_OF_ROUNDED_SUMS:
+        return []
+    return [
+        f"warning: gradients.sum=format rounds partial sums over {ranks} data-parallel ranks to {spec.format.upper()}, "
+        f"which loses small addends above {MOST_RANKS_OF_ROUNDED_SUMS} ranks: gradients.sum=fp32 sends as many bytes"
+    ]
 
 
 class AutomaticFactor:
@@ -91,12 +105,12 @@ class GradientSum:
             times: 1 over the number of ranks for a mean.
             sharers: further groups of ranks that hold other parts of these tensors, and so share their scales.
         """
-        scale = self._encode_scale(flat, tensors, [group, *sharers])
-        codes = self._codes(flat, tensors, scale)
+        scale = self.encode_scale(flat, tensors, [group, *sharers])
+        codes = self.codes(flat, tensors, scale)
         ranks, part = group.size(), flat.numel() // group.size()
         received = torch.empty_like(codes)
         dist.all_to_all_single(received, codes, group=group)
-        total = self._sum(received.view(self._dtype).view(ranks, part))
+        total = self.sum_codes(received.view(self._dtype).view(ranks, part))
         own = flat[group.rank() * part :][:part]
         own.zero_()
         first = group.rank() * part
@@ -106,7 +120,7 @@ class GradientSum:
             if start < end:
                 own[start:end] = total[start:end] * factor
 
-    def _encode_scale(
+    def encode_scale(
         self, flat: torch.Tensor, tensors: Sequence[Bounds], groups: Sequence[dist.ProcessGroup]
     ) -> torch.Tensor:
         """fp32 [len(tensors)], mu included; NaN where a tensor is not finite."""
@@ -114,7 +128,7 @@ class GradientSum:
         scale = fp32_encode_scale(max_over(amax, *groups), self._format, "amax_pow2")
         return scale if self._factor is None else scale * self._factor.mu
 
-    def _codes(self, flat: torch.Tensor, tensors: Sequence[Bounds], scale: torch.Tensor) -> torch.Tensor:
+    def codes(self, flat: torch.Tensor, tensors: Sequence[Bounds], scale: torch.Tensor) -> torch.Tensor:
         """uint8, the shape of ``flat``; zeros between tensors."""
         codes = torch.zeros(flat.numel(), dtype=torch.uint8, device=flat.device)
         parts = [(flat[start:end], codes[start:end]) for start, end in tensors]
@@ -126,7 +140,7 @@ class GradientSum:
                 cast_many_([value.float()], one, self._format, [place])
         return codes
 
-    def _sum(self, received: torch.Tensor) -> torch.Tensor:
+    def sum_codes(self, received: torch.Tensor) -> torch.Tensor:
         """fp32 [n] of codes [ranks, n], in the order of the ranks."""
         total = received[0].float()
         for codes in received[1:]:

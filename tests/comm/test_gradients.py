@@ -1,4 +1,8 @@
-"""Gradients summed in FP8 by three processes, against the sum that the definition gives for all of them at once."""
+"""Gradients summed in FP8 by three processes, against the sum that the definition gives for all of them at once; and
+the error of the mean at up to 128 ranks, simulated in one process.
+
+``python -m tests.comm.test_gradients`` prints the figures that docs/recipes/fp8_lm.md quotes.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.comm.gradients import AutomaticFactor, Bounds, GradientSum
+from megatron_lowprec.comm.gradients import AutomaticFactor, Bounds, GradientSum, rounded_sum_warnings
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.quantize.reference import round_to_format
+from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale, round_to_format
+from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import GradientSpec
+from tests.waiting import PATIENCE
 
 RANKS = 3
 # Odd sizes with gaps between them, tensors across the ends of the ranks' parts, one entry alone.
 TENSORS: list[Bounds] = [(0, 37), (64, 65), (128, 460), (512, 891)]
 SIZE = 900
-SPECS = {"e4m3": GradientSpec("e4m3", "fp32"), "e5m2": GradientSpec("e5m2", "fp32"), "sums": GradientSpec("e4m3")}
+SPECS = {
+    "e4m3": GradientSpec("e4m3", "fp32"),
+    "e5m2": GradientSpec("e5m2", "fp32"),
+    "sums": GradientSpec("e4m3", "format"),
+}
 SIZES = [1.0, 1e-6, 3e3, 0.0]
 
 
@@ -72,9 +82,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     processes = [context.Process(target=worker, args=(rank, str(store), answers)) for rank in range(RANKS)]
     for process in processes:
         process.start()
-    by_rank = dict(answers.get(timeout=120) for _ in processes)
+    by_rank = dict(answers.get(timeout=PATIENCE) for _ in processes)
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=PATIENCE)
         assert process.exitcode == 0
     joined = {
         name: torch.cat([torch.from_numpy(by_rank[rank][name]) for rank in range(RANKS)])
@@ -172,3 +182,65 @@ def test_mu_rises_from_one_half_to_two_in_a_thousand_steps(monkeypatch: pytest.M
     factor.end_step()
     factor.end_step()
     assert float(factor.mu) == 2.0
+
+
+MANY = (2, 8, 32, 128)
+TAILS = {"normal": 0.0, "heavy": 2.0}  # standard deviation of the exponent of an entry's size
+SEEDS = (0, 1, 2)
+
+
+def mean_of_many(spec: GradientSpec, ranks: int, tail: float, seed: int) -> tuple[float, float]:
+    """Relative error of the mean that ``ranks`` ranks get, and the recovered fraction of the true one,
+    <mean, true> / <true, true>. A rank's gradient is a common part of size 0.3 and noise of its own of size 1.
+    """
+    generator, entries = torch.Generator().manual_seed(seed), 4096
+    common = 0.3 * torch.randn(entries, generator=generator)
+    size = torch.exp2(tail * torch.randn(entries, generator=generator))
+    flats = [size * (common + torch.randn(entries, generator=generator)) for _ in range(ranks)]
+    amax = torch.stack([flat.abs().max() for flat in flats]).max().view(1)
+    mu = AutomaticFactor(torch.device("cpu")) if spec.sum == "format" else None
+    reduction = GradientSum(spec, mu)
+    scale = fp32_encode_scale(amax, FORMATS[spec.format], "amax_pow2")
+    codes = torch.stack([reduction.codes(flat, [(0, entries)], scale) for flat in flats])
+    mean = reduction.sum_codes(codes.view(torch.float8_e4m3fn)).double() / scale.double() / ranks
+    true = torch.stack(flats).double().mean(0)
+    return float((mean - true).norm() / true.norm()), float((mean @ true) / (true @ true))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("ranks", MANY)
+def test_the_default_sum_keeps_the_mean_at_any_number_of_ranks(ranks: int, tail: str) -> None:
+    spec = get_recipe("fp8_lm").gradients
+    for seed in SEEDS:
+        error, recovered = mean_of_many(spec, ranks, TAILS[tail], seed)
+        # one rounding to E4M3 an addend, a relative 2^-4 at most, independent between ranks
+        assert error < 0.04
+        assert recovered == pytest.approx(1.0, abs=0.01)
+
+
+def test_rounded_sums_lose_the_mean_as_ranks_grow() -> None:
+    """Why they are an option only, with a warning above 8 ranks."""
+    recovered = [mean_of_many(GradientSpec("e4m3", "format"), ranks, 0.0, 0)[1] for ranks in MANY]
+    assert recovered == sorted(recovered, reverse=True)
+    assert recovered[0] > 0.98
+    assert recovered[2] < 0.6
+
+
+def test_rounded_sums_are_warned_of_above_8_ranks() -> None:
+    rounded, exact = GradientSpec("e4m3", "format"), GradientSpec("e4m3", "fp32")
+    assert rounded_sum_warnings(rounded, 8) == rounded_sum_warnings(exact, 128) == []
+    (warning,) = rounded_sum_warnings(rounded, 9)
+    assert "9 data-parallel ranks" in warning
+    assert "gradients.sum=fp32" in warning
+
+
+if __name__ == "__main__":
+    for label, deviation in TAILS.items():
+        for way in ("fp32", "format"):
+            for number in MANY:
+                found = [mean_of_many(GradientSpec("e4m3", way), number, deviation, seed) for seed in range(8)]  # type: ignore[arg-type]
+                errors, fractions = (torch.tensor(values) for values in zip(*found))
+                print(
+                    f"{label}, sum {way}, {number} ranks: relative error {errors.mean():.3f} (std {errors.std():.3f}), "
+                    f"recovered {fractions.mean():.3f} (std {fractions.std():.3f})"
+                )

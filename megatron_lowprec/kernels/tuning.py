@@ -1,7 +1,7 @@
 """Which of a few tilings of a kernel is fastest on this machine: measured once, remembered on disk.
 
-A tiling changes a kernel's speed, and no bits of an operand, so that ranks may choose differently. The last bits of a
-sum it does change: who sums asks for no tiling under torch's deterministic algorithms. The measurement is bounded: a
+A tiling changes a kernel's speed, and no bits of an operand, so that ranks may choose differently. It does change the
+last bits of a sum: kernels that sum are not tuned. The measurement is bounded: a
 handful of candidates, some twenty launches each, on the first operand that is large enough to tell them apart, or the
 first of such a size where who asks names sizes apart.
 """

@@ -41,6 +41,7 @@ class Case:
     special: bool = True  # NaN and Inf in it: every scale of a whole tensor is then NaN
     kind: str = "matrix"  # what is cast: x, or what GELU, dropout or a norm makes of it
     tiling: int | None = None  # which of the kernel's; None: as it chooses itself
+    margin: int = 0
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, field.name)) for field in fields(self)).replace("torch.", "")
@@ -115,7 +116,7 @@ def reference_of(case: Case, matrix: torch.Tensor, shared: torch.Tensor | None) 
     encode_scale = None
     if case.tile in ("tensor", "row"):
         amax = tile_amax(matrix, tile) if shared is None else shared.view(1, 1)
-        encode_scale = fp32_encode_scale(amax, fmt, case.rule, floor)
+        encode_scale = fp32_encode_scale(amax, fmt, case.rule, floor, case.margin)
     elements, scale = quantize_operand(
         matrix,
         fmt,
@@ -135,7 +136,7 @@ def differences(case: Case, device: str) -> list[str]:
 
     source = source_of(case, input_of(case, device))
     x = made_of(source)
-    rule = Fp8Rule(FORMATS[case.fmt], case.tile, case.rule, FLOOR if case.tile == "row" else 0.0)
+    rule = Fp8Rule(FORMATS[case.fmt], case.tile, case.rule, FLOOR if case.tile == "row" else 0.0, case.margin)
     given = None if case.given is None else torch.tensor([case.given], device=device)
     observed = torch.full((1,), 1e-3, device=device)
     ways = {"rows": "r" in case.ways, "columns": "c" in case.ways}
@@ -247,6 +248,8 @@ def small_cases() -> list[Case]:
         Case(37, 144, fp32, "e4m3", "tensor", "amax", "rc", special=False, kind="qkv_grad"),
         Case(37, 384, bf16, "e4m3", "1x128", "amax", "rc", kind="qkv_grad"),
         Case(37, 384, bf16, "e4m3", "128x128", "amax", "rc", special=False, kind="qkv_grad"),
+        # a margin, also where M / amax and then M / 2^margin / amax leaves fp32
+        *(Case(37, 144, fp32, "e4m3", "tensor", "amax", "rc", given=amax, margin=2) for amax in (3.0, 1e-36, 1e-38)),
         # tiles that divide the matrix
         Case(128, 192, bf16, "e4m3", "tensor", "amax", "rc"),
         Case(128, 192, bf16, "e4m3", "row", "amax_pow2", "rc"),
@@ -275,6 +278,7 @@ def gpu_cases() -> list[Case]:
         )
     ]
     cases += [Case(*c, "e4m3", "tensor", "amax", "rc", given=amax) for c in ((37, 144, bf16),) for amax in (0.0, 3.0)]
+    cases += [Case(37, 144, bf16, "e5m2", "tensor", "amax", "rc", given=amax, margin=2) for amax in (3.0, 1e-34, 1e-37)]
     cases += [
         Case(*size, bf16, "e4m3", tile, rule, ways, special=special, kind=kind)
         for kind in KINDS

@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import sys
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -133,11 +134,11 @@ def updates() -> None:
     from megatron_lowprec.kernels.history.triton import update_history_
     from megatron_lowprec.kernels.scaled_adam import triton as adam
     from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters
-    from tests.kernels.scaled_adam_cases import SIZES, STATES, slots_of
+    from tests.kernels.scaled_adam_cases import SIZES, STATES, STREAMS, slots_of
 
     step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
-    for state in STATES:
-        slots, _ = slots_of(SIZES[0], state, torch.bfloat16, torch.float32, "cpu")
+    for state, stream in product(STATES, STREAMS):
+        slots, _ = slots_of(SIZES[0], state, torch.bfloat16, torch.float32, "cpu", stream)
         adam.update_amax(slots, step)
         adam.update_(slots, step, torch.ones(len(slots), 3))
     codes = torch.zeros(4096, dtype=torch.uint8)

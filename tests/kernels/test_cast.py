@@ -26,10 +26,9 @@ def test_scales_of_every_bf16_amax_equal_the_reference(fmt: str) -> None:
     assert scale_differences(fmt, "cuda") == []
 
 
-@pytest.mark.parametrize(("sums", "rows"), [(True, [128, 64]), (False, [128, 128])])
-def test_deterministic_sums_have_the_order_of_the_first_tiling(
-    monkeypatch: pytest.MonkeyPatch, sums: bool, rows: list[int]
-) -> None:
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_cast_that_sums_has_one_tiling_on_every_machine(monkeypatch: pytest.MonkeyPatch, sums: bool) -> None:
+    """Ranks that hold copies of a bias would else move them apart: a sum's order is the tiling's."""
     pytest.importorskip("triton", reason="triton is not installed")
     from megatron_lowprec.kernels import tuning
     from megatron_lowprec.kernels.cast import triton
@@ -38,14 +37,14 @@ def test_deterministic_sums_have_the_order_of_the_first_tiling(
 
     monkeypatch.setattr(tuning, "LARGE_ENOUGH", 0)
     monkeypatch.setattr(triton, "sum_partials", lambda parts, dtype: parts)
-    monkeypatch.setattr(tuning, "fastest", lambda name, candidates, run, device: candidates[-1])
-    rule = Fp8Rule(FORMATS["e4m3"], "tensor")
-    kernel = triton._CastKernel(rule, torch.device("cpu"), True, True, False, sums, "matrix")
-    launched: list[int] = []
-    for tiling in kernel._tilings:
-        launch = SimpleNamespace(launch=lambda *_, rows=tiling.rows: launched.append(rows))
-        kernel._specialized[tiling, True] = launch  # type: ignore[assignment]
-    for deterministic in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda chosen=deterministic: chosen)
-        kernel.run(source_of(torch.zeros(256, 256, dtype=torch.bfloat16)), torch.ones(1), None)
-    assert launched == rows
+    launched: list[object] = []
+    for place in (0, -1):  # what two machines find to be the fastest
+        monkeypatch.setattr(tuning, "fastest", lambda name, candidates, run, device, place=place: candidates[place])
+        kernel = triton._CastKernel(
+            Fp8Rule(FORMATS["e4m3"], "tensor"), torch.device("cpu"), True, True, False, sums, "matrix"
+        )
+        for tiling in kernel._tilings:
+            launch = SimpleNamespace(launch=lambda *_, tiling=tiling: launched.append(tiling))
+            kernel._specialized[tiling, True] = launch  # type: ignore[assignment]
+        kernel.run(source_of(torch.zeros(256, 1024, dtype=torch.bfloat16)), torch.ones(1), None)
+    assert len(set(launched)) == (1 if sums else 2)

@@ -6,6 +6,7 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.contract.native import ScaledOperand, scaled_product
 from megatron_lowprec.kernels.quantize.reference import scale_tiles
+from megatron_lowprec.recipe.schema import HistorySpec
 
 pytestmark = pytest.mark.gpu
 
@@ -85,8 +86,8 @@ def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, toke
     I, O = 256, 384  # noqa: E741
     histories: list[AmaxHistory] = []
 
-    def history_of(length: int, rule: str) -> AmaxHistory:
-        histories.append(AmaxHistory(length, rule, "cuda"))  # type: ignore[arg-type]
+    def history_of(remembered: HistorySpec) -> AmaxHistory:
+        histories.append(AmaxHistory(remembered, "cuda"))
         return histories[-1]
 
     native, emulated = (

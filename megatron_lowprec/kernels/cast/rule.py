@@ -46,8 +46,8 @@ class CastConstants(NamedTuple):
         TILE: what shares a scale, of TILES.
         CODES: how numbers become codes.
         FLOOR: the least fp32 not below the rule's amax_floor.
-        FLOOR_SCALE: fl32(MAX / amax_floor), the encode scale of a lower amax; 1 without a floor.
-        MARGIN_SCALE: factor of an encode scale.
+        FLOOR_SCALE: fl32(SCALED_MAX / amax_floor), the encode scale of a lower amax; 1 without a floor.
+        SCALED_MAX: MAX / 2^margin, what amax is scaled to.
         POWER_OF_TWO: whether encode scales are cut to powers of two.
         WHOLE: whether tiles divide the matrix: nothing of a tile is outside of it, and nothing is asked about that.
     """
@@ -63,7 +63,7 @@ class CastConstants(NamedTuple):
     CODES: CodeConstants
     FLOOR: float
     FLOOR_SCALE: float
-    MARGIN_SCALE: float
+    SCALED_MAX: float
     POWER_OF_TWO: bool
     WHOLE: bool = False
 
@@ -99,6 +99,7 @@ class Fp8Rule:
         device: torch.device,
     ) -> CastConstants:
         """Of a kernel that gives these operands by this rule on ``device``."""
+        scaled_max = self.fmt.max * 2.0**-self.margin
         floor = torch.tensor(self.amax_floor, dtype=torch.float64)
         floor32 = floor.float()
         if floor32 < floor:
@@ -114,7 +115,7 @@ class Fp8Rule:
             TILE=TILES[self.tile],
             CODES=code_constants(self.fmt, device),
             FLOOR=float(floor32),
-            FLOOR_SCALE=float((self.fmt.max / floor).float()) if self.amax_floor else 1.0,
-            MARGIN_SCALE=2.0**-self.margin,
+            FLOOR_SCALE=float((scaled_max / floor).float()) if self.amax_floor else 1.0,
+            SCALED_MAX=scaled_max,
             POWER_OF_TWO=self.scale_rule == "amax_pow2",
         )

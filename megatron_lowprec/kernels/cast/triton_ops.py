@@ -118,11 +118,11 @@ def round_to_bf16(x, NATIVE: tl.constexpr):
 @triton.jit
 def encode_scale(amax, CAST: tl.constexpr):
     """``reference.fp32_encode_scale``."""
-    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, CAST.CODES.MAX, tl.float32), amax), _FP32_MAX) * CAST.MARGIN_SCALE
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, CAST.SCALED_MAX, tl.float32), amax), _FP32_MAX)
     if CAST.FLOOR == 0.0:
         scale = tl.where(amax == 0.0, 1.0, scale)
     else:
-        scale = tl.where(amax < CAST.FLOOR, CAST.FLOOR_SCALE * CAST.MARGIN_SCALE, scale)
+        scale = tl.where(amax < CAST.FLOOR, CAST.FLOOR_SCALE, scale)
     bits = scale.to(tl.int32, bitcast=True)
     if CAST.POWER_OF_TWO:
         bits = bits & 0x7F800000
@@ -138,7 +138,7 @@ def both_scales(amax, CAST: tl.constexpr, OF_BF16: tl.constexpr):
     of 128, is right after one correction, and the reciprocal of a scale after one of amax / MAX;
     tests/kernels/test_cast.py tries all bf16 numbers.
     """
-    if OF_BF16 and CAST.FLOOR == 0.0 and CAST.MARGIN_SCALE == 1.0 and not CAST.POWER_OF_TWO:
+    if OF_BF16 and CAST.FLOOR == 0.0 and CAST.SCALED_MAX == CAST.CODES.MAX and not CAST.POWER_OF_TWO:
         # the least whose quotient is within fp32; what is below has fp32's maximum for a scale, but 0 has 1
         LEAST: tl.constexpr = (1.75 + 2.0**-23) * (CAST.CODES.MAX / 1.75) * 2.0**-128
         number = tl.maximum(tl.where(amax == 0.0, CAST.CODES.MAX, amax), LEAST)

@@ -10,23 +10,26 @@ from collections.abc import Callable
 import torch
 
 from megatron_lowprec.kernels.dispatch import update_history_
-from megatron_lowprec.recipe.schema import HistoryRule
+from megatron_lowprec.recipe.schema import HistorySpec
 
 
 class AmaxHistory:
-    """Windows of ``length`` steps for any number of tensors, updated all at once.
+    """Windows for any number of tensors, updated all at once.
+
+    Args:
+        remembered: length and rule of the windows. How often they are updated is up to the caller.
 
     Attributes:
-        newest: fp32 [N], largest amax seen in this step's microbatches.
-        window: fp32 [length, N], newest step first; zeros before there were steps.
+        newest: fp32 [N], largest amax seen since the last update.
+        window: fp32 [length, N], newest entry first; zeros before there were updates.
         in_effect: fp32 [N], 0 before the first valid update.
     """
 
-    def __init__(self, length: int, rule: HistoryRule, device: torch.device | str = "cpu") -> None:
-        self.length, self.rule = length, rule
+    def __init__(self, remembered: HistorySpec, device: torch.device | str = "cpu") -> None:
+        self.length, self.rule = remembered.length, remembered.rule
         self._cells: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.newest = torch.zeros(0, device=device)
-        self.window = torch.zeros(length, 0, device=device)
+        self.window = torch.zeros(self.length, 0, device=device)
         self.in_effect = torch.zeros(0, device=device)
 
     def add_tensor(self) -> int:
@@ -58,7 +61,7 @@ class AmaxHistory:
         self.newest[slot] = torch.maximum(self.newest[slot], amax)
 
     def update(self, reduce_max: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """End a step.
+        """Let the newest amaxes enter the window: at the end of a step, or of a microbatch.
 
         Args:
             reduce_max: takes ``newest`` to its maximum over the ranks that hold parts or copies of the tensors.

@@ -18,7 +18,8 @@ def describe_operand(quant: QuantSpec | None) -> str:
     if quant.amax_floor:
         parts.append(f"amax at least {quant.amax_floor:g}")
     if quant.scaling == "delayed":
-        parts.append(f"delayed: {quant.history_rule} of {quant.history}, margin {quant.margin}")
+        often = ", an entry a microbatch" if quant.history_update == "microbatch" else ""
+        parts.append(f"delayed: {quant.history_rule} of {quant.history}{often}, margin {quant.margin}")
     parts.append(
         quant.rounding.replace("_", " ") + (f", {quant.random_bits} bits" if quant.rounding == "stochastic" else "")
     )
@@ -51,7 +52,11 @@ def describe_training_state(recipe: Recipe) -> list[str]:
     lines = []
     if recipe.optimizer.quantized:
         kept = ", ".join(f"{name} {form.upper()}" for name, form in recipe.optimizer.formats.items())
-        lines.append(f"optimizer: {kept}; each with a power-of-two scale a tensor but fp32, updated in fp32")
+        rounding = recipe.optimizer.rounding.replace("_", " ")
+        lines.append(
+            f"optimizer: {kept}, one power-of-two scale a tensor, {rounding} rounding, updates in fp32; "
+            "norm gains and biases keep an fp32 state"
+        )
     if recipe.gradients.quantized:
         sums = "partial sums in fp32"
         if recipe.gradients.sum == "format":

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
@@ -26,8 +26,10 @@ ScaleFormat = Literal["fp32", "e8m0"]
 ScaleRule = Literal["amax", "amax_pow2", "floor", "round_up", "ceil", "even"]
 Scaling = Literal["current", "delayed"]
 HistoryRule = Literal["max", "most_recent"]
+HistoryUpdate = Literal["step", "microbatch"]
 Signs = Literal["random", "none"]
 StateFormat = Literal["fp32", "fp16", "e4m3", "e5m2"]
+StateRounding = Literal["stochastic", "nearest_even"]
 GradientFormat = Literal["none", "e4m3", "e5m2"]
 GradientSum = Literal["format", "fp32"]
 
@@ -47,6 +49,14 @@ _TILE = re.compile(r"tensor|row|[1-9][0-9]*x[1-9][0-9]*")
 def _choice(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UserError(f"{owner}.{name} is {value!r}, but must be one of {', '.join(allowed)}")
+
+
+class HistorySpec(NamedTuple):
+    """What an amax history remembers: fields of the ``QuantSpec`` of a tensor under delayed scaling."""
+
+    length: int
+    rule: HistoryRule
+    update: HistoryUpdate = "step"
 
 
 @dataclass(frozen=True)
@@ -77,9 +87,11 @@ class QuantSpec:
         amax_floor: smallest A (torchao 1e-12, DeepGEMM 1e-4); 0 for none.
         scaling: ``"current"`` takes A from the tensor itself, ``"delayed"`` from the ``history`` of earlier steps'
             (TE).
-        history: steps that delayed scaling remembers.
+        history: entries of delayed scaling's window.
         history_rule: ``"max"`` over the window, or its ``"most_recent"`` entry.
-        margin: delayed scaling divides M / A by 2^margin.
+        history_update: an entry a ``"step"``, the largest amax of its microbatches; or one a ``"microbatch"``, as TE,
+            whose window then spans ``history`` / microbatches steps and whose scale moves within a step.
+        margin: delayed scaling takes M / 2^margin for M.
     """
 
     format: str
@@ -93,6 +105,7 @@ class QuantSpec:
     scaling: Scaling = "current"
     history: int = 1024
     history_rule: HistoryRule = "max"
+    history_update: HistoryUpdate = "step"
     margin: int = 0
 
     def __post_init__(self) -> None:
@@ -101,6 +114,7 @@ class QuantSpec:
         _choice("QuantSpec", "rounding", self.rounding, get_args(Rounding))
         _choice("QuantSpec", "scaling", self.scaling, get_args(Scaling))
         _choice("QuantSpec", "history_rule", self.history_rule, get_args(HistoryRule))
+        _choice("QuantSpec", "history_update", self.history_update, get_args(HistoryUpdate))
         if not _TILE.fullmatch(self.tile):
             raise UserError(f"QuantSpec.tile is {self.tile!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32")
         if self.scale_rule not in SCALE_RULES[self.scale_format]:
@@ -131,7 +145,7 @@ class QuantSpec:
                 "a history is kept for tile tensor with fp32 scales only: use scaling current"
             )
         if self.history < 1:
-            raise UserError(f"QuantSpec.history is {self.history}, but must be at least 1 step")
+            raise UserError(f"QuantSpec.history is {self.history}, but must be at least 1")
 
     @cached_property
     def block(self) -> tuple[int, int] | None:
@@ -184,6 +198,13 @@ class GemmSpec:
         """Whether anything but a plain product in the compute dtype is asked."""
         return any((self.input, self.weight, self.grad_output, self.hadamard))
 
+    @property
+    def random(self) -> bool:
+        """Whether an operand is rounded stochastically or the transform has random signs."""
+        operands = (self.input, self.weight, self.grad_output)
+        signs = self.hadamard is not None and self.hadamard.signs == "random"
+        return signs or any(quant is not None and quant.rounding == "stochastic" for quant in operands)
+
 
 @dataclass(frozen=True)
 class KeepBf16:
@@ -203,24 +224,29 @@ class KeepBf16:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """In what Adam keeps its state between steps, of all weights (FP8-LM, arXiv 2310.18313, "FP8 optimizer").
+    """Formats of Adam's state between steps (FP8-LM, arXiv 2310.18313, "FP8 optimizer").
 
-    Beside ``"fp32"`` a format comes with one scale a tensor, 2^floor(log2(M / A)) of the format's maximum M and the
+    They hold for weights of two dimensions and more. One-dimensional ones (norm gains, biases) keep an fp32 state.
+
+    Formats other than ``"fp32"`` have one scale a tensor, 2^floor(log2(M / A)) of the format's maximum M and the
     largest magnitude A of all of the tensor's parts on all ranks. An update is computed in fp32 from decoded values.
 
     Attributes:
         exp_avg: the first moment.
         exp_avg_sq: the second.
         master: the main weight, which the model's weight is rounded from.
+        rounding: of new codes. ``"nearest_even"`` loses updates smaller than half a step of the format.
     """
 
     exp_avg: StateFormat = "fp32"
     exp_avg_sq: StateFormat = "fp32"
     master: StateFormat = "fp32"
+    rounding: StateRounding = "stochastic"
 
     def __post_init__(self) -> None:
         for name, value in self.formats.items():
             _choice("OptimizerSpec", name, value, get_args(StateFormat))
+        _choice("OptimizerSpec", "rounding", self.rounding, get_args(StateRounding))
 
     @property
     def formats(self) -> dict[str, str]:
@@ -242,13 +268,14 @@ class GradientSpec:
 
     Attributes:
         format: of what is sent; ``"none"`` leaves it to Megatron-core, in the gradients' own dtype.
-        sum: ``"format"`` rounds each partial sum to the format, in the order of the ranks, saturating, as a reduction
-            in the network does; gradients are then multiplied before the cast by a factor that falls to 1/2 where more
-            than 0.001% of the sums saturate and rises to 2 otherwise. ``"fp32"`` adds up in fp32, and none saturates.
+        sum: ``"fp32"`` adds codes in fp32. ``"format"`` rounds each partial sum to the format, in the order of the
+            ranks, saturating, as a reduction in the network does: from 8 ranks on it loses small addends. Gradients
+            are then multiplied before the cast by a factor that falls to 1/2 where more than 0.001% of the sums
+            saturate and rises to 2 otherwise. Both send the same number of bytes.
     """
 
     format: GradientFormat = "none"
-    sum: GradientSum = "format"
+    sum: GradientSum = "fp32"
 
     def __post_init__(self) -> None:
         _choice("GradientSpec", "format", self.format, get_args(GradientFormat))
@@ -303,22 +330,27 @@ class Recipe:
         return any(gemm.quantized for gemm in self.gemms.values())
 
     @property
+    def random(self) -> bool:
+        """Whether any GEMM rounds stochastically or has a Hadamard transform with random signs."""
+        return any(gemm.random for gemm in self.gemms.values())
+
+    @property
     def changes_training(self) -> bool:
         """Whether the optimizer's state or the exchange of gradients is another than Megatron-core's."""
         return self.optimizer.quantized or self.gradients.quantized
 
-    def delayed_operands(self) -> dict[str, tuple[int, HistoryRule]]:
-        """operand -> (history length, rule) of the tensors under delayed scaling; one tensor keeps one history."""
-        found: dict[str, tuple[int, HistoryRule]] = {}
+    def delayed_operands(self) -> dict[str, HistorySpec]:
+        """operand -> history of the tensors under delayed scaling; one tensor keeps one history."""
+        found: dict[str, HistorySpec] = {}
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
                 quant: QuantSpec | None = getattr(getattr(self, gemm), operand)
                 if quant is None or quant.scaling != "delayed":
                     continue
-                asked = (quant.history, quant.history_rule)
+                asked = HistorySpec(quant.history, quant.history_rule, quant.history_update)
                 if found.setdefault(operand, asked) != asked:
                     raise UserError(
-                        f"{operand} is asked to keep two amax histories, {found[operand]} and, in {gemm}, {asked}; "
-                        "give both GEMMs the same history and history_rule"
+                        f"{operand} is asked to keep two amax histories, {tuple(found[operand])} and, in {gemm}, "
+                        f"{tuple(asked)}; give both GEMMs the same history, history_rule and history_update"
                     )
         return found

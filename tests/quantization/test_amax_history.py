@@ -9,6 +9,7 @@ import torch
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale
 from megatron_lowprec.recipe.registry import FP8_DELAYED
+from megatron_lowprec.recipe.schema import HistorySpec
 
 
 def run(history: AmaxHistory, amaxes: list[float], slot: int = 0) -> list[float]:
@@ -22,7 +23,7 @@ def run(history: AmaxHistory, amaxes: list[float], slot: int = 0) -> list[float]
 
 
 def one(length: int, rule: str) -> AmaxHistory:
-    history = AmaxHistory(length, rule)  # type: ignore[arg-type]
+    history = AmaxHistory(HistorySpec(length, rule))  # type: ignore[arg-type]
     assert history.add_tensor() == 0
     return history
 
@@ -127,7 +128,7 @@ def test_state_continues_to_the_bit(rule: str) -> None:
     whole = one(3, rule)
     want = run(whole, amaxes)
     for cut in range(len(amaxes)):
-        first, second = one(3, rule), AmaxHistory(3, rule)  # type: ignore[arg-type]
+        first, second = one(3, rule), AmaxHistory(HistorySpec(3, rule))  # type: ignore[arg-type]
         run(first, amaxes[:cut])
         slot = [second.add_tensor() for _ in range(3)][1]  # another slot than the one saved
         second.load_state(slot, first.state(0))
@@ -162,7 +163,7 @@ def test_scale_is_maximum_over_amax_less_the_margin(margin: int, factor: float) 
 
 
 def test_a_tensor_that_is_larger_from_now_on() -> None:
-    history = AmaxHistory(2, "max")
+    history = AmaxHistory(HistorySpec(2, "max"))
     for slot in range(2):
         assert history.add_tensor() == slot
         run(history, [3.0], slot)

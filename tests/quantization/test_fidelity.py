@@ -70,7 +70,7 @@ def test_what_is_not_finite_has_no_ratio() -> None:
 def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_lowprec.quantization.fidelity._CHUNK", chunk)
     found = get_recipe(recipe)
-    numerics = LinearNumerics(found, LinearPlace(3, "mlp.linear_fc1"), 7, lambda *kind: AmaxHistory(*kind))
+    numerics = LinearNumerics(found, LinearPlace(3, "mlp.linear_fc1"), 7, AmaxHistory)
     moment = Moment(5, 2)
     matrix = torch.randn(384, 256, generator=torch.Generator().manual_seed(3)) * 3
     for history, slot in numerics.histories.values():

@@ -42,7 +42,7 @@ TABLE = {
         (DELAYED, DELAYED),
         (DELAYED_GRAD, DELAYED),
         (DELAYED_GRAD, DELAYED),
-        "state e4m3 fp16 fp16, gradients e4m3 format",
+        "state e4m3 fp16 fp16 stochastic, gradients e4m3 fp32",
     ),
 }
 
@@ -83,7 +83,8 @@ def row_of(recipe: Recipe) -> tuple[object, ...]:
     if recipe.changes_training:
         state, gradients = recipe.optimizer, recipe.gradients
         beyond = (
-            f"state {state.exp_avg} {state.exp_avg_sq} {state.master}, gradients {gradients.format} {gradients.sum}"
+            f"state {state.exp_avg} {state.exp_avg_sq} {state.master} {state.rounding}, "
+            f"gradients {gradients.format} {gradients.sum}"
         )
     return (*("- -" if column == ("-", "-") else column for column in columns), more[0] or blocks or beyond)
 

@@ -36,7 +36,7 @@ DELAYED = QuantSpec("e4m3", tile="tensor", scaling="delayed")
         ({"headroom": 1.5}, "headroom is 1.5"),
         ({"headroom": float("nan")}, "headroom is nan"),
         ({"amax_floor": -1.0}, "amax_floor is -1.0, but must be 0 or a positive number"),
-        ({"history": 0}, "history is 0, but must be at least 1 step"),
+        ({"history": 0}, "history is 0, but must be at least 1"),
         ({"scaling": "delayed", "tile": "row"}, "scaling delayed was asked with tile row and fp32 scales"),
         (
             {"scaling": "delayed", "tile": "1x32", "scale_format": "e8m0", "scale_rule": "floor"},
@@ -86,12 +86,12 @@ def test_one_tensor_keeps_one_history() -> None:
     # the format may differ: the history holds amax, not scales
     other = dataclasses.replace(DELAYED, format="e5m2", margin=2)
     recipe = Recipe("r", "", fprop=GemmSpec(weight=DELAYED), dgrad=GemmSpec(weight=other))
-    assert recipe.delayed_operands() == {"weight": (1024, "max")}
+    assert recipe.delayed_operands() == {"weight": (1024, "max", "step")}
 
 
 def test_delayed_operands_of_all_gemms() -> None:
     recipe = Recipe("r", "", fprop=GemmSpec(input=DELAYED), wgrad=GemmSpec(grad_output=DELAYED, input=FP8))
-    assert recipe.delayed_operands() == {"input": (1024, "max"), "grad_output": (1024, "max")}
+    assert recipe.delayed_operands() == {"input": (1024, "max", "step"), "grad_output": (1024, "max", "step")}
 
 
 @pytest.mark.parametrize(

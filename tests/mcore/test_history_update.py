@@ -1,0 +1,93 @@
+"""How often the amax histories of a model move: at the end of a step, or of each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec import get_recipe
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.load import load_recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HistorySpec, Recipe
+from tests.mcore.one_process import one_process
+from tests.mcore.test_moment import build
+
+FIELDS = [f"{gemm}.{operand}.history_update" for gemm, operands in GEMM_OPERANDS.items() for operand in operands]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _world() -> Iterator[None]:
+    with one_process():
+        yield
+
+
+def moving(update: str) -> Recipe:
+    recipe = load_recipe("fp8_delayed", [f"{field}={update}" for field in FIELDS])
+    assert set(recipe.delayed_operands().values()) == {HistorySpec(1024, "max", update)}  # type: ignore[arg-type]
+    return replace(recipe, name="fp8_delayed")
+
+
+def step_of_two_microbatches(recipe: Recipe) -> list[dict[str, float]]:
+    """Amax in effect of the first layer's tensors: before the step, in its second microbatch, and after the step. The
+    first microbatch's input is 100 times larger.
+    """
+    from megatron_lowprec.mcore.runtime import bind_recipe
+
+    block, _ = build()
+    runtime = bind_recipe([block], recipe, num_layers=4, seed=1, accumulate_wgrad=False)
+    histories = block.layers[0].self_attention.linear_qkv.numerics.histories
+
+    def in_effect() -> dict[str, float]:
+        return {operand: float(history.in_effect[slot]) for operand, (history, slot) in histories.items()}
+
+    found = [in_effect()]
+    runtime.begin_step(3)
+    for microbatch in range(2):
+        runtime.begin_microbatch(microbatch)
+        if microbatch:
+            found.append(in_effect())
+        x = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(microbatch))
+        block(hidden_states=x * (1 if microbatch else 100), attention_mask=None).square().sum().backward()
+    runtime.end_step()
+    return [*found, in_effect()]
+
+
+def test_an_entry_a_step_holds_the_scale_through_the_step() -> None:
+    before, within, after = step_of_two_microbatches(moving("step"))
+    assert set(before.values()) == set(within.values()) == {0.0}
+    assert min(after["input"], after["weight"]) > 0
+
+
+def test_an_entry_a_microbatch_moves_the_scale_within_the_step() -> None:
+    before, within, after = step_of_two_microbatches(moving("microbatch"))
+    assert set(before.values()) == {0.0}
+    # at scale 1 no gradient has come through the layers behind yet
+    assert min(within["input"], within["weight"]) > 0
+    assert all(after[operand] >= amax for operand, amax in within.items())
+
+
+def test_a_skipped_step_leaves_no_trace_of_its_last_microbatch() -> None:
+    from megatron_lowprec.mcore.runtime import bind_recipe
+
+    block, _ = build()
+    runtime = bind_recipe([block], moving("microbatch"), num_layers=4, seed=1, accumulate_wgrad=False)
+    runtime.begin_step(0)
+    block(hidden_states=torch.full((32, 2, 64), torch.inf), attention_mask=None)
+    runtime.end_step(updated=False)
+    assert all(float(history.newest.sum()) == 0.0 for history in runtime._histories.values())
+
+
+def test_a_pipeline_that_recomputes_is_refused() -> None:
+    from megatron_lowprec.mcore.runtime import bind_recipe
+
+    block: Any = build()[0]
+    linear = block.layers[0].self_attention.linear_qkv
+    linear.config = replace(linear.config, recompute_granularity="selective")
+    linear.config.pipeline_model_parallel_size = 2
+    with pytest.raises(UserError, match="history_update microbatch: in a pipeline"):
+        bind_recipe([block], moving("microbatch"), num_layers=4, seed=1)
+    bind_recipe([block], get_recipe("fp8_delayed"), num_layers=4, seed=1)

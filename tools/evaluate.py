@@ -30,6 +30,7 @@ from megatron_lowprec.training.arguments import REPOSITORY, find
 from megatron_lowprec.training.blend import check_split
 from megatron_lowprec.training.data_options import find_data
 from megatron_lowprec.training.paths import output_file
+from megatron_lowprec.training.saved import check_tokenizer
 from megatron_lowprec.training.shapes import sized
 from megatron_lowprec.training.tokenizer import tokenizer_of
 from megatron_lowprec.training.wikitext import SHIPPED, Page, read
@@ -130,6 +131,7 @@ class Scorer:
         if opened.config.position_embedding_type == "learned_absolute" and self._length > positions:
             raise UserError(f"--seq-length {self._length}: this model has {positions} positions; lower it")
         self._tokenizer = tokenizer_of(opened.config)
+        check_tokenizer(self._found, self._tokenizer)
         self._device = startup.initialize(opened.config, ranks)
 
         from megatron_lowprec.training import checkpoint

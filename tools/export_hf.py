@@ -25,6 +25,7 @@ from megatron_lowprec.training.convert.hf_tokenizer import write_tokenizer
 from megatron_lowprec.training.convert.hf_weights import to_hf_weights
 from megatron_lowprec.training.convert.store import read_weights
 from megatron_lowprec.training.paths import check_folder
+from megatron_lowprec.training.saved import check_tokenizer
 from megatron_lowprec.training.tokenizer import tokenizer_of
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -60,6 +61,7 @@ def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> li
     found = reopen.at_iteration(reopen.find(load), iteration)
     config = reopen.reopen(found, 1, gpus=False).config
     tokenizer = tokenizer_of(config)
+    check_tokenizer(found, tokenizer)
     name = dtype or ("bfloat16" if config.bf16 else "float32")
     about = to_hf_config(config, tokenizer.vocab_size, tokenizer.eod, name)
     weights = to_hf_weights(config, read_weights(found.folder), tokenizer.vocab_size)

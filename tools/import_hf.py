@@ -30,7 +30,7 @@ from megatron_lowprec.training.convert.hf_weights import from_hf_weights
 from megatron_lowprec.training.convert.store import write_checkpoint
 from megatron_lowprec.training.paths import check_folder
 from megatron_lowprec.training.resolve import resolve_model
-from megatron_lowprec.training.tokenizer import padded_vocab_size
+from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -65,7 +65,8 @@ def convert(args: argparse.Namespace) -> list[str]:
     if args.seq_length is not None:
         options["seq_length"] = args.seq_length
     # Without files of a tokenizer, ids are what they are: one of them ends a document.
-    named = tokenizer_options(folder) or {"tokenizer_type": "NullTokenizer", "vocab_size": about["vocab_size"] - 1}
+    files = tokenizer_options(folder)
+    named = files or {"tokenizer_type": "NullTokenizer", "vocab_size": about["vocab_size"] - 1}
     tensors = _tensors(folder)
     bf16 = args.bf16 or all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     divisor = args.make_vocab_size_divisible_by
@@ -73,7 +74,8 @@ def convert(args: argparse.Namespace) -> list[str]:
     config = resolve_model(Config(**options, **named, bf16=bf16, make_vocab_size_divisible_by=divisor))
     rows = padded_vocab_size(about["vocab_size"], divisor, 1)
     weights = from_hf_weights(config, {name: tensor.float() for name, tensor in tensors.items()}, rows)
-    final = write_checkpoint(Path(args.save), config, weights, f"{about['model_type']} model {folder.name}")
+    source, tokenizer = f"{about['model_type']} model {folder.name}", tokenizer_of(config) if files else None
+    final = write_checkpoint(Path(args.save), config, weights, source, tokenizer)
     return [
         f"{folder} -> {final}: {sum(w.numel() for w in weights.values()):,} weights in {'bf16' if bf16 else 'fp32'}",
         f"go on with: --config {args.save}/model.yaml --load {args.save} --finetune",

@@ -5,8 +5,8 @@
     python tools/evaluate.py --load runs/gpt --wikitext
 
 Both of its formats are read, torch_dist (any layout) and torch (one file a rank; tensor and pipeline parallel), with
-local layers as with TransformerEngine's. Weights alone are taken, no optimizer. Reading unpickles Megatron-LM's args,
-which can run code: read only checkpoints that you trust.
+local layers as with TransformerEngine's. Weights alone are taken, no optimizer. No code of the checkpoint's runs: a
+pickle that needs classes which Megatron-core does not declare safe is refused by name, unless --trust is given.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--merge-file", help="merges.txt of its GPT2BPETokenizer")
     parser.add_argument("--tokenizer-model", help="its tokenizer.json, or a folder that holds one")
     parser.add_argument("--vocab-size", type=int, help="entries of its NullTokenizer, which needs no files")
+    parser.add_argument(
+        "--trust", action="store_true", help="unpickle without restrictions, which can run code: know the origin"
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for what a user can mend."""
     args = parse_arguments(arguments)
+    startup.prepare_environment()  # before megatron is imported
     try:
         print(*convert(args), sep="\n")
     except UserError as error:
@@ -59,16 +63,17 @@ def convert(args: argparse.Namespace) -> list[str]:
         named = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": args.vocab_file, "merge_file": args.merge_file}
     else:
         raise UserError("which tokenizer? give --vocab-file and --merge-file, --tokenizer-model, or --vocab-size")
-    found = stock.read(args.load)
+    found = stock.read(args.load, args.trust)
     config = resolve_model(Config(**stock.options(found.args), **named))
-    rows, known = len(found.weights["embedding.word_embeddings.weight"]), tokenizer_of(config).vocab_size
+    tokenizer = tokenizer_of(config)
+    rows, known = len(found.weights["embedding.word_embeddings.weight"]), tokenizer.vocab_size
     if known > rows:
         raise UserError(f"the tokenizer has {known} ids, but the checkpoint's embedding {rows} rows: give its own")
     # What its padding was a multiple of, if that gives its rows again; else the rows themselves.
     multiple = getattr(found.args, "make_vocab_size_divisible_by", 1) * found.args.tensor_model_parallel_size
     divisor = multiple if padded_vocab_size(known, multiple, 1) == rows else rows
     config = replace(config, make_vocab_size_divisible_by=divisor)
-    final = write_checkpoint(Path(args.save), config, found.weights, f"Megatron-LM's {found.folder}")
+    final = write_checkpoint(Path(args.save), config, found.weights, f"Megatron-LM's {found.folder}", tokenizer)
     return [
         f"{found.folder} -> {final}: {sum(w.numel() for w in found.weights.values()):,} weights",
         f"go on with: --config {args.save}/model.yaml --load {args.save} --finetune",

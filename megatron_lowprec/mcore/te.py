@@ -5,7 +5,8 @@ marks the first microbatch of a step, after which a quantized weight is kept. Wh
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -18,6 +19,7 @@ from megatron_lowprec.recipe.schema import Recipe
 
 EXTRA_STATE = "_extra_state"
 """End of the state-dict keys under which its layers keep what is no weight: amax histories, as pickled bytes."""
+_ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 def check_support(fp8_recipe: str) -> None:
@@ -54,12 +56,20 @@ def accumulate_wgrad(model_chunks: Sequence[nn.Module]) -> None:
                 module.fuse_wgrad_accumulation = True
 
 
-def trust_extra_states() -> None:
-    """Let TransformerEngine read its states back, which it unpickles only where the environment allows that.
+@contextmanager
+def loading_extra_states() -> Iterator[None]:
+    """Lets TransformerEngine unpickle its extra states, which it otherwise refuses.
 
-    They are pickles inside of a checkpoint's objects, and can run code: what is checked there are the objects alone.
+    They are pickles inside of a checkpoint's objects: enter it with states that ``training.untrusted`` has checked.
     """
-    os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+    before = os.environ.get(_ALLOW_PICKLE)
+    os.environ[_ALLOW_PICKLE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_ALLOW_PICKLE]
+        if before is not None:
+            os.environ[_ALLOW_PICKLE] = before
 
 
 class TERuntime:
@@ -81,6 +91,10 @@ class TERuntime:
 
     def end_step(self, updated: bool = True) -> None:
         """Nothing to do: amax histories move on when the FP8 context ends, also in a step that is then skipped."""
+
+    def rescale_gradients(self, factor: float) -> bool:
+        """Nothing to do: TransformerEngine's histories follow as their windows move on."""
+        return False
 
     def gemms(self) -> dict[str, str]:
         """GEMM -> how it runs."""

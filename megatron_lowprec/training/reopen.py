@@ -7,15 +7,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.load import load_recipe, recipe_from_dict
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.folders import TRACKER, iteration_folder
 from megatron_lowprec.training.resolve import resolve_run
-from megatron_lowprec.training.saved import CONFIG, Saved, find_checkpoint
+from megatron_lowprec.training.saved import CONFIG, Saved, find_checkpoint, read
+from megatron_lowprec.training.untrusted import Damaged
 
 # What belongs to a run, not to its model: all of it is given anew or switched off.
 _PLAIN: Mapping[str, Any] = {
@@ -70,26 +69,19 @@ def find(path: str) -> Saved:
     """The checkpoint that a path names: a run's folder, its checkpoints' folder (the newest one), or one of iter_….
 
     Raises:
-        UserError: no checkpoint there.
+        UserError: no checkpoint there, a damaged one, or one that holds a pickle which does not belong there.
     """
     place = Path(path)
     if (place / CONFIG).is_file() and place.name.startswith("iter_"):
-        return Saved(place, _content(place / CONFIG))
+        try:
+            return read(place)
+        except Damaged as error:
+            raise UserError(f"--load {place}: cannot be loaded: {error}; name another checkpoint") from None
     if not (place / TRACKER).exists() and (place / "checkpoints" / TRACKER).exists():
         place = place / "checkpoints"
     found, _ = find_checkpoint(Config(load=str(place)))
     assert found is not None  # it raises where there is none, for this Config has no --save
     return found
-
-
-def _content(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--load {file.parent}: {file.name} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or not {"options", "recipe", "padded_vocab_size"} <= content.keys():
-        raise UserError(f"--load {file.parent}: {file.name} is not this driver's; name another checkpoint")
-    return content
 
 
 def at_iteration(found: Saved, iteration: int | None) -> Saved:

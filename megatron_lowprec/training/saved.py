@@ -15,6 +15,7 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import folders, untrusted
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.schedule import Schedule
+from megatron_lowprec.training.tokenizer import Tokenizer
 
 CONFIG = "config.yaml"
 
@@ -36,6 +37,10 @@ _SHAPE = (
     "num_experts",
     "moe_ffn_hidden_size",
 )
+# Options that the same tensors compute something else by. Older checkpoints may lack one: it is not checked then.
+_FUNCTION = ("squared_relu", "norm_epsilon")
+_FUNCTION_OF_ROPE = ("rotary_base", "rotary_percent")
+_FUNCTION_OF_EXPERTS = ("moe_router_topk",)
 # Options that the optimizer's tensors depend on beside the model's.
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 # Options that decide which samples stand at which position.
@@ -60,6 +65,12 @@ class Saved:
     @property
     def schedule(self) -> Schedule:
         return Schedule.from_dict(self.content["schedule"])
+
+    @property
+    def tokenizer(self) -> dict[str, str] | None:
+        """Its ``unique_identifiers``; None for an older checkpoint, and imported weights that came without one."""
+        known = self.content.get("tokenizer")
+        return None if known is None else {name: str(known[name]) for name in ("type", "vocab_size", "fingerprint")}
 
 
 def source(config: Config) -> tuple[Config, list[str]]:
@@ -104,7 +115,7 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
         if iteration > newest:
             continue
         try:
-            return _read(present.get(iteration, path)), notes
+            return read(present.get(iteration, path)), notes
         except untrusted.Damaged as error:
             if not own:
                 raise UserError(
@@ -121,49 +132,72 @@ def _without_tracker(load: str) -> str:
     return f"{load}: {folders.TRACKER} holds no iteration; write the number of one of the iter_ folders into it"
 
 
-def _read(folder: Path) -> Saved:
-    """A checkpoint whose files are in order; raises as ``untrusted.examine``."""
+def read(folder: Path) -> Saved:
+    """The checkpoint in an ``iter_…`` folder whose files are in order; raises as ``untrusted.examine``."""
     if not folder.is_dir():
         raise untrusted.Damaged("there is no such folder")
     try:
         content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         saved = Saved(folder, content)
-        _ = saved.progress, saved.layout, saved.schedule, content["options"], content["padded_vocab_size"]
+        _ = (
+            saved.progress,
+            saved.layout,
+            saved.schedule,
+            saved.tokenizer,
+            content["options"],
+            content["padded_vocab_size"],
+        )
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError):
         raise untrusted.Damaged(f"{CONFIG} is missing or not this driver's") from None
     untrusted.examine(folder)
     return saved
 
 
-def check_shape(saved: Saved, config: Config, padded_vocab_size: int) -> None:
-    """Refuse a checkpoint of another model, naming every size that differs; or of weights alone, to train on from."""
+def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
+    """Refuse a checkpoint of another model, naming every option that differs; or of weights alone, to train on from."""
     if saved.content.get("weights_only") and not config.finetune:
         raise UserError(
             f"--load {saved.folder} holds weights alone, from {saved.content['weights_only']}: add --finetune"
         )
     options = saved.content["options"]
-    differing = [
-        f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {options.get(name)})"
-        for name in _SHAPE
-        if options.get(name) != getattr(config, name)
-    ]
+    names = [*_FUNCTION]
+    names += _FUNCTION_OF_ROPE if config.position_embedding_type == "rope" else ()
+    names += _FUNCTION_OF_EXPERTS if config.num_experts else ()
+    differing = _differing(options, config, [*_SHAPE, *(name for name in names if name in options)])
     if saved.content["padded_vocab_size"] != padded_vocab_size:
         differing.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
     if differing:
         raise UserError(
             f"--load {saved.folder} holds another model: {', '.join(differing)}; "
-            "give the checkpoint's sizes or another --load"
+            "give the checkpoint's options or another --load"
         )
+
+
+def _differing(options: Mapping[str, Any], config: Config, names: Collection[str]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {options.get(name)})"
+        for name in names
+        if options.get(name) != getattr(config, name)
+    ]
+
+
+def check_tokenizer(saved: Saved, tokenizer: Tokenizer) -> None:
+    """Refuse a checkpoint of another tokenizer, where it is known: the embedding's rows stand for other text."""
+    before, now = saved.tokenizer, tokenizer.unique_identifiers
+    if before is not None and before != now:
+        raise UserError(
+            f"--load {saved.folder} was trained with {_tokenizer_words(before)}, and the tokenizer here is "
+            f"{_tokenizer_words(now)}: the same ids mean other text; give the checkpoint's tokenizer"
+        )
+
+
+def _tokenizer_words(identifiers: Mapping[str, str]) -> str:
+    return f"{identifiers['type']} of {identifiers['vocab_size']} ids, fingerprint {identifiers['fingerprint']}"
 
 
 def check_optimizer(saved: Saved, config: Config) -> None:
     """Refuse optimizer state of another kind than this run's, naming what differs."""
-    options = saved.content["options"]
-    differing = [
-        f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {options.get(name)})"
-        for name in _OPTIMIZER
-        if options.get(name) != getattr(config, name)
-    ]
+    differing = _differing(saved.content["options"], config, _OPTIMIZER)
     if differing:
         raise UserError(
             f"--load {saved.folder} holds another optimizer's state: {', '.join(differing)}; "
@@ -240,13 +274,20 @@ def implementation_note(saved: Saved, config: Config) -> list[str]:
 
 
 def content(
-    config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int, layout: Mapping[str, int]
+    config: Config,
+    recipe: Recipe,
+    schedule: Schedule,
+    padded_vocab_size: int,
+    layout: Mapping[str, int],
+    tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
     """What a run's config.yaml says, beside its progress; plain YAML."""
+    known = {} if tokenizer is None else {"tokenizer": dict(tokenizer.unique_identifiers)}
     return {
         "options": {name: value for name, value in asdict(config).items() if value is not None},
         "recipe": recipe_to_dict(recipe),
         "schedule": schedule.to_dict(),
         "padded_vocab_size": padded_vocab_size,
         "layout": dict(layout),
+        **known,
     }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HistoryUpdate, QuantSpec, Recipe
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.shapes import linear_sites, sized
 
@@ -78,7 +78,7 @@ class TERecipe:
             return "bf16"
         words = [f"--fp8-format {self.format} --fp8-recipe {self.kind}"]
         if self.kind == "delayed":
-            words.append(f"amax {self.history_rule} of {self.history}, margin {self.margin}")
+            words.append(f"amax {self.history_rule} of {self.history} microbatches, margin {self.margin}")
         else:
             words.append("power-of-two scales" if self.power_of_two else "fp32 scales")
         if self.first_layers or self.last_layers:
@@ -127,11 +127,15 @@ def _counterpart(recipe: Recipe) -> TERecipe | None:
         "tensorwise": False,
         "blockwise": found.format != "e4m3",
     }
-    return found if not impossible[str(found.kind)] and recipe.gemms == _gemms(found) else None
+    same = recipe.gemms == _gemms(found, operand.history_update)
+    return found if same and not impossible[str(found.kind)] else None
 
 
-def _gemms(found: TERecipe) -> dict[str, GemmSpec]:
-    """What TransformerEngine does under ``found``, as a recipe of ours says it."""
+def _gemms(found: TERecipe, history_update: HistoryUpdate) -> dict[str, GemmSpec]:
+    """What TransformerEngine does under ``found``, as a recipe of ours says it.
+
+    Its histories have an entry a microbatch; a recipe that has one a step is taken for its counterpart all the same.
+    """
 
     def varied(operand: str, spec: QuantSpec) -> QuantSpec:
         spec = replace(spec, scale_rule="amax_pow2" if found.power_of_two else "amax")
@@ -140,6 +144,7 @@ def _gemms(found: TERecipe) -> dict[str, GemmSpec]:
         if found.kind == "delayed":
             rule: Any = found.history_rule
             spec = replace(spec, history=found.history, history_rule=rule, margin=found.margin)
+            spec = replace(spec, history_update=history_update)
         return spec
 
     base, gemms = get_recipe(_COUNTERPARTS[str(found.kind)]).gemms, {}

@@ -1,9 +1,9 @@
-"""A checkpoint folder may come from anywhere: nothing in it may run code, and damage is noticed before it is used.
+"""Reading of checkpoint folders that may come from anywhere: nothing in one runs code, and damage is noticed early.
 
 Checkpoints are full of pickles. torch reads tensors by its restricted unpickler, but ``.metadata`` by the plain one and
-stored objects with ``weights_only=False``. So both are read here first, by unpicklers that know only what such files
-are made of; Megatron-core and torch get to see them afterwards. What this does not reach are the amax histories of
-TransformerEngine's layers: bytes for us, which it unpickles itself (``mcore.te.trust_extra_states``).
+stored objects with ``weights_only=False``; TransformerEngine and Megatron-core unpickle the bytes of extra states. All
+of these are read here first, by unpicklers that know only what such files are made of; Megatron-core, torch and
+TransformerEngine get to see them afterwards. No other module unpickles a file (tests/tools/test_no_code_runs.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_lowprec.errors import UserError
@@ -44,21 +46,117 @@ _ALLOWED: dict[str, frozenset[str]] = {
     "pathlib": frozenset(("Path", "PosixPath", "PurePosixPath")),
     "collections": frozenset(("OrderedDict",)),
 }
+# Everything that TransformerEngine 2 puts into an extra state: its recipe, amax histories and scales, and plain values.
+_RECIPES = frozenset(
+    (
+        "DelayedScaling",
+        "Float8CurrentScaling",
+        "Float8BlockScaling",
+        "MXFP8BlockScaling",
+        "NVFP4BlockScaling",
+        "Format",
+        "_FormatHelper",
+        "MMParams",
+        "QParams",
+    )
+)
+_IN_EXTRA_STATES: dict[str, frozenset[str]] = {
+    "transformer_engine.common.recipe": _RECIPES,
+    "megatron.core.extensions.transformer_engine": frozenset(("TEDelayedScaling",)),
+    "torch._utils": frozenset(("_rebuild_tensor_v2",)),
+    "collections": frozenset(("OrderedDict",)),
+}
 
 
 class Damaged(Exception):  # noqa: N818 - a finding about a folder, for callers that can choose another
     """A checkpoint that is not whole; the message says what is wrong with which file."""
 
 
-class _Foreign(pickle.UnpicklingError):
-    """A pickle that asks for something which no such file needs."""
+class ForeignError(UserError):
+    """A pickle that refers to a name which no such file needs."""
+
+    def __init__(self, place: Path | str, name: str) -> None:
+        self.place, self.name = place, name
+        super().__init__(
+            f"{place} asks for {name} when it is unpickled, which no checkpoint of this driver does: not loaded. "
+            "Load only checkpoints whose origin you know"
+        )
+
+
+class _ForeignName(pickle.UnpicklingError):
+    """The name alone, until the file is known and a ``ForeignError`` can be raised."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Makes objects of allowed classes; undoes and refuses what a pickle can do besides, set attributes of a class."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._classes: dict[type, dict[str, Any]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
-            raise _Foreign(f"{module}.{name}")
-        return super().find_class(module, name)
+            raise _ForeignName(f"{module}.{name}")
+        found = super().find_class(module, name)
+        if isinstance(found, type):
+            self._classes.setdefault(found, dict(vars(found)))
+        return found
+
+    def load(self) -> Any:
+        """The object."""
+        try:
+            return super().load()
+        finally:
+            changed = [cls for cls, before in self._classes.items() if _restore(cls, before)]
+            if changed:
+                raise pickle.UnpicklingError(f"it sets attributes of {changed[0].__qualname__}")
+
+
+def _restore(cls: type, before: Mapping[str, Any]) -> bool:
+    """Give a class its attributes back; whether any were others."""
+    now = dict(vars(cls))
+    for name in now.keys() - before.keys():
+        delattr(cls, name)
+    others = [name for name, value in before.items() if now.get(name) is not value]
+    for name in others:
+        setattr(cls, name, before[name])
+    return bool(others or now.keys() - before.keys())
+
+
+class _Sealed(type):
+    """A class whose attributes cannot be set, as a pickle could do (BUILD) to change what comes after it."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"{name} is set on a class")
+
+
+class _Inert(metaclass=_Sealed):
+    """Stands for every object of an extra state while that is checked: takes any arguments, does nothing."""
+
+    def __new__(cls, *_: object) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+
+class _InertStorage(_Inert):
+    """Stands for a tensor's storage, which pickles as the bytes of another pickle."""
+
+    def __new__(cls, content: bytes) -> Any:
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return super().__new__(cls)
+
+
+class _ExtraStateUnpickler(pickle.Unpickler):
+    """Follows a pickle with objects that do nothing; reads what it contains by torch's restricted unpickler."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _InertStorage
+        if name not in _IN_EXTRA_STATES.get(module, ()):
+            raise _ForeignName(f"{module}.{name}")
+        return _Inert
 
 
 def examine(folder: Path) -> Metadata:
@@ -83,23 +181,56 @@ def examine(folder: Path) -> Metadata:
         content = (folder / _COMMON).read_bytes()
     except OSError as error:
         raise Damaged(f"{_COMMON} cannot be read: {_in_a_line(error)}") from None
-    _check_pickle(folder / _COMMON, content)
+    unpickle(folder / _COMMON, io.BytesIO(content))
     return metadata
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """``.metadata``, by an unpickler that knows no more than torch writes into it; raises as ``examine``."""
+def read_metadata(folder: Path, trust: bool = False) -> Metadata:
+    """``.metadata``, by an unpickler that knows no more than torch writes into it; raises as ``examine``.
+
+    ``trust`` lifts the restriction.
+    """
     path = folder / _METADATA
     try:
         with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except _Foreign as error:
-        raise _refusal(path, str(error)) from None
+            metadata = (pickle.Unpickler if trust else _MetadataUnpickler)(file).load()
+        describes = _describes_checkpoint(metadata)
+    except _ForeignName as error:
+        raise ForeignError(path, str(error)) from None
     except Exception as error:  # noqa: BLE001 - whatever a damaged pickle makes an unpickler raise
         raise Damaged(f"{_METADATA} cannot be read: {_in_a_line(error)}") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not describes:
         raise Damaged(f"{_METADATA} does not describe a checkpoint")
-    return metadata
+    found: Metadata = metadata
+    return found
+
+
+def _describes_checkpoint(metadata: Any) -> bool:
+    """Whether what a checkpoint is read by is of the very classes: others, such as OrderedDict, can bring methods."""
+    if type(metadata) is not Metadata or {type(metadata.state_dict_metadata), type(metadata.storage_data)} != {dict}:
+        return False
+    return all(
+        [type(index), type(index.fqn), type(place)] == [MetadataIndex, str, _StorageInfo]
+        and [type(value) for value in (place.relative_path, place.offset, place.length)] == [str, int, int]
+        for index, place in metadata.storage_data.items()
+    )
+
+
+class Reader(FileSystemReader):
+    """torch's reader of a checkpoint with its ``.metadata`` as ``read_metadata`` has it: torch's own unpickles freely.
+
+    Raises:
+        UserError, Damaged: as ``examine``.
+    """
+
+    def __init__(self, folder: Path, trust: bool = False) -> None:
+        super().__init__(folder)
+        self._metadata = read_metadata(folder, trust)
+        _check_sizes(folder, self._metadata)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The checked one."""
+        return self._metadata
 
 
 def check_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> None:
@@ -109,7 +240,7 @@ def check_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> None
         UserError, Damaged: as ``examine``.
     """
     for key in keys:
-        place = metadata.storage_data.get(MetadataIndex(key)) if metadata.storage_data else None
+        place = metadata.storage_data.get(MetadataIndex(key))
         if place is None:
             raise Damaged(f"{_METADATA} knows no {key}")
         path = folder / place.relative_path
@@ -119,13 +250,53 @@ def check_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> None
                 content = file.read(place.length)
         except OSError as error:
             raise Damaged(f"{place.relative_path} cannot be read: {_in_a_line(error)}") from None
-        _check_pickle(path, content)
+        unpickle(path, io.BytesIO(content))
+
+
+def checked_extra_state(place: str, state: Any) -> torch.Tensor | None:
+    """An extra state's bytes (uint8) if TransformerEngine and Megatron-core can unpickle them without running code.
+
+    Args:
+        place: for messages.
+        state: what the checkpoint holds, its outer pickle checked by ``check_objects``.
+
+    Raises:
+        UserError, Damaged: as ``examine``.
+    """
+    if state is None:
+        return None
+    if type(state) is not torch.Tensor:
+        raise UserError(f"{place} is a {type(state).__name__}, as TransformerEngine 1 wrote it: not loaded")
+    content = state.detach().cpu().numpy().tobytes()
+    if not content:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        _ExtraStateUnpickler(io.BytesIO(content)).load()
+    except Exception as error:  # noqa: BLE001 - whatever a damaged pickle makes an unpickler raise
+        raise _finding(place, place, error) from None
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def unpickle(path: Path, stream: BinaryIO, trust: bool = False) -> Any:
+    """What ``torch.save`` has written, by torch's restricted unpickler; ``trust`` lifts the restriction.
+
+    Importing megatron.core adds to what that unpickler knows: classes of Megatron-LM's args, and plain ones.
+
+    Raises:
+        UserError, Damaged: as ``examine``, naming ``path``.
+    """
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=not trust)
+    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes torch raise
+        raise _finding(path, path.name, error) from None
 
 
 def _check_sizes(folder: Path, metadata: Metadata) -> None:
     ends: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        name = str(place.relative_path)
+    for place in metadata.storage_data.values():
+        name = place.relative_path
+        if place.transform_descriptors:
+            raise UserError(f"{folder}/{_METADATA} names {name!r} as compressed, which is not read: not loaded")
         if name != os.path.basename(name):
             raise UserError(f"{folder}/{_METADATA} names the file {name!r} outside of its folder: not loaded")
         ends[name] = max(ends.get(name, 0), place.offset + place.length)
@@ -138,22 +309,13 @@ def _check_sizes(folder: Path, metadata: Metadata) -> None:
             raise Damaged(f"{name} is cut short: {size} bytes of {end}")
 
 
-def _check_pickle(path: Path, content: bytes) -> None:
-    try:
-        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if named is None:
-            raise Damaged(f"{path.name} cannot be read: {_in_a_line(error)}") from None
-        raise _refusal(path, named[1]) from None
-    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes torch raise
-        raise Damaged(f"{path.name} cannot be read: {_in_a_line(error)}") from None
-
-
-def _refusal(path: Path, name: str) -> UserError:
-    return UserError(
-        f"{path} asks for {name} when it is unpickled, which no checkpoint of this driver does: not loaded. "
-        "Load only checkpoints whose origin you know"
+def _finding(place: Path | str, name: str, error: Exception) -> ForeignError | Damaged:
+    """An unpickler's error as a finding about a file."""
+    if isinstance(error, _ForeignName):
+        return ForeignError(place, str(error))
+    named = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return (
+        ForeignError(place, named[1]) if named is not None else Damaged(f"{name} cannot be read: {_in_a_line(error)}")
     )
 
 

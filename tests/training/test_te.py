@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training import foreign
 from tests.training.helpers import REPOSITORY, argv, losses, rows
+from tests.waiting import PATIENCE
 
 LLAMA: dict[str, Any] = {
     "swiglu": True,
@@ -36,16 +39,24 @@ def run(
     folder: Path, name: str, implementation: str, processes: int = 1, gpu: bool = False, **changes: Any
 ) -> subprocess.CompletedProcess[str]:
     """A run in ``folder/name``, in processes of its own: Megatron-core looks for TransformerEngine when imported."""
-    stand_in = implementation != "local" and not gpu
-    script = "tests/training/te_driver.py" if stand_in else "pretrain_gpt.py"
+    arguments = argv(save=name, transformer_impl=implementation, **changes)
+    if gpu or implementation == "local":
+        return start(folder, name, "pretrain_gpt.py", arguments, processes, gpu)
+    return start(folder, name, "tests/training/te_driver.py", arguments, processes)
+
+
+def start(
+    folder: Path, name: str, script: str, arguments: list[str], processes: int = 1, gpu: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """A script of the repository, with the stand-in where it is ``te_driver.py``."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    paths = [str(REPOSITORY), *([str(REPOSITORY / "tests/stand_ins")] if stand_in else [])]
+    paths = [str(REPOSITORY), *([str(REPOSITORY / "tests/stand_ins")] if script.endswith("te_driver.py") else [])]
     paths += os.environ["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in os.environ else []
     hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, str(REPOSITORY / script), *argv(save=name, transformer_impl=implementation, **changes)],
+        [*command, str(REPOSITORY / script), *arguments],
         cwd=folder,
         env={
             **os.environ,
@@ -56,7 +67,7 @@ def run(
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
 
@@ -154,6 +165,32 @@ def test_its_amax_histories_are_saved_with_the_recipe_and_begin_anew_without(tmp
         assert "histories filled by 3 passes over the next batch" in said
     # Two microbatches in each of three passes and in the last step.
     assert {call["seen"] for call in calls(tmp_path, "transformer_engine")} == set(range(1, 9))
+
+
+@pytest.mark.slow
+def test_no_code_of_an_extra_state_runs(tmp_path: Path) -> None:
+    """TransformerEngine unpickles its states freely: the driver and evaluate read them before it does."""
+    common = {"recipe": "fp8_delayed", "train_iters": 2, "lr_decay_iters": 10}
+    must_run(tmp_path, "whole", **common)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": " ".join(map(str, range(100)))}) + "\n")
+    scoring = ["--load", "whole", "--data-path", "text.jsonl", "--data-cache-path", "cache"]
+    changes = common | {"train_iters": 3, "load": "whole", "no_save": True}
+
+    def both() -> list[subprocess.CompletedProcess[str]]:
+        return [
+            run(tmp_path, "rest", "transformer_engine", **changes),
+            start(tmp_path, "evaluated", "tests/training/te_driver.py", ["evaluate", *scoring]),
+        ]
+
+    honest = both()
+    state = torch.frombuffer(bytearray(pickle.dumps(foreign.Foreign())), dtype=torch.uint8)
+    folder = tmp_path / "whole/iter_0000002"
+    foreign.replace_objects(folder, foreign.saved([state]), lambda key: "_extra_state" in key)
+    for crafted, as_written in zip(both(), honest, strict=True):
+        assert crafted.returncode == 2, crafted.stderr[-3000:]
+        assert "_extra_state asks for posix.mkdir when it is unpickled" in crafted.stderr
+        assert as_written.returncode == 0, as_written.stderr[-3000:]
+    assert not (tmp_path / foreign.MARKER).exists()
 
 
 @pytest.mark.slow

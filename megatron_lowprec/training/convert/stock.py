@@ -1,13 +1,11 @@
 """Checkpoints of stock Megatron-LM: options from their ``args``, weights of both formats and both layouts of layers.
 
 Formats: ``torch_dist`` (a distributed checkpoint) and ``torch`` (``mp_rank_XX[_YYY]/model_optim_rng.pt``, one file a
-tensor- and pipeline-parallel rank). Layouts: local layers, and TransformerEngine's, which hold their norm. Reading
-Megatron-LM's args unpickles them, which can run code: read only checkpoints that you trust.
+tensor- and pipeline-parallel rank). Layouts: local layers, and TransformerEngine's, which hold their norm.
 """
 
 from __future__ import annotations
 
-import pickle
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import untrusted
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
 from megatron_lowprec.training.convert.store import read_weights
 from megatron_lowprec.training.folders import TRACKER, iteration_folder
@@ -74,19 +73,34 @@ class Stock:
     weights: Weights
 
 
-def read(path: str) -> Stock:
+def read(path: str, trust: bool = False) -> Stock:
     """The newest checkpoint of a --save folder, or one of its iter_… or release folders.
 
+    Args:
+        trust: unpickle without restrictions, which can run code: of a folder whose origin is known.
+
     Raises:
-        UserError: none there, a damaged one, or a kind of model that these layers are not.
+        UserError: none there, a damaged one, a kind of model that these layers are not, or a pickle that needs
+            ``trust``.
     """
-    folder = _folder(Path(path))
+    try:
+        return _read(_folder(Path(path)), trust)
+    except untrusted.ForeignError as error:
+        raise UserError(
+            f"{error.place} asks for {error.name} when it is unpickled, which can run code: not loaded; add --trust "
+            "if you know the folder's origin"
+        ) from None
+
+
+def _read(folder: Path, trust: bool) -> Stock:
+    import megatron.core  # noqa: F401 - it tells torch's restricted unpickler which classes are in its checkpoints
+
     files = sorted(file for file in folder.glob("mp_rank_*/model_optim_rng.pt") if _RANK.match(file.parent.name))
     if files:
-        args, weights = _read_files(files)
+        args, weights = _read_files(files, trust)
     else:
-        args = _unpickled(folder / "common.pt").get("args")
-        weights = read_weights(folder)
+        args = _unpickled(folder / "common.pt", trust).get("args")
+        weights = read_weights(folder, trust)
     if args is None:
         raise UserError(f"{folder}: holds no args of Megatron-LM, which say what model it is")
     if not getattr(args, "untie_embeddings_and_output_weights", False):
@@ -134,13 +148,14 @@ def _folder(path: Path) -> Path:
     return iteration_folder(str(path), int(text))
 
 
-def _unpickled(file: Path) -> dict[str, Any]:
+def _unpickled(file: Path, trust: bool) -> dict[str, Any]:
     try:
-        content = torch.load(file, map_location="cpu", weights_only=False)
+        with file.open("rb") as stream:
+            content = untrusted.unpickle(file, stream, trust)
     except FileNotFoundError:
         raise UserError(f"{file.parent}: no checkpoint of Megatron-LM there (no {file.name})") from None
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ImportError, AttributeError) as error:
-        raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())[:300]}") from None
+    except (OSError, untrusted.Damaged) as error:
+        raise UserError(f"{file.parent}: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file}: holds a {type(content).__name__}, not a checkpoint")
     return content
@@ -153,7 +168,7 @@ def _is_norm(name: str) -> bool:
 # ---- one file a rank
 
 
-def _read_files(files: Sequence[Path]) -> tuple[Namespace | None, Weights]:
+def _read_files(files: Sequence[Path], trust: bool) -> tuple[Namespace | None, Weights]:
     """Args, and the weights of all ranks put together."""
     by_rank: dict[tuple[int, int], Path] = {}
     for file in files:
@@ -171,7 +186,7 @@ def _read_files(files: Sequence[Path]) -> tuple[Namespace | None, Weights]:
     args: Namespace | None = None
     chunks: dict[int, list[Weights]] = {}
     for stage in range(stages):
-        contents = [_unpickled(by_rank[stage, rank]) for rank in range(ranks)]
+        contents = [_unpickled(by_rank[stage, rank], trust) for rank in range(ranks)]
         args = args or contents[0].get("args")
         gated = bool(getattr(args, "swiglu", False))
         models = [key for key in contents[0] if re.fullmatch(r"model\d*", key)]

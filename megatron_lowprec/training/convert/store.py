@@ -12,26 +12,30 @@ import yaml
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.training import folders, saved, startup
+from megatron_lowprec.training import folders, saved, startup, untrusted
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
 from megatron_lowprec.training.reopen import plain
 from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.save_lock import SaveLock
 from megatron_lowprec.training.schedule import plan
+from megatron_lowprec.training.tokenizer import Tokenizer
 
 
-def read_weights(folder: Path) -> Weights:
+def read_weights(folder: Path, trust: bool = False) -> Weights:
     """All weights of a distributed checkpoint (torch_dist), this driver's or stock Megatron-LM's, on the CPU.
 
+    ``trust`` lets ``.metadata`` hold what such files do not need.
+
     Raises:
-        UserError: a damaged checkpoint or none.
+        UserError: a damaged checkpoint or none; a pickle that does not belong there.
     """
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        reader = FileSystemReader(str(folder))
+        reader = untrusted.Reader(folder, trust)
         entries = reader.read_metadata().state_dict_metadata
         found = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -41,7 +45,7 @@ def read_weights(folder: Path) -> Weights:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
             load(found, storage_reader=reader, no_dist=True)
-    except (OSError, EOFError, RuntimeError, KeyError, CheckpointException) as error:
+    except (OSError, EOFError, RuntimeError, KeyError, CheckpointException, untrusted.Damaged) as error:
         what = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"{folder}: not a distributed checkpoint that can be read: {what}") from None
     if not found:
@@ -49,7 +53,7 @@ def read_weights(folder: Path) -> Weights:
     return canonical(found)
 
 
-def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str) -> Path:
+def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str, tokenizer: Tokenizer | None) -> Path:
     """A checkpoint of weights alone at iteration 0, for --load with --finetune; one process, on its own.
 
     Args:
@@ -57,6 +61,7 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
         config: the model's options; ``bf16`` says what the weights are kept in.
         weights: by GPTModel's names.
         source: where they come from, for the record.
+        tokenizer: what they were trained with, where that is known.
 
     Raises:
         UserError: weights that are not this model's, or a folder that has checkpoints already.
@@ -67,7 +72,7 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
     rows = len(weights["embedding.word_embeddings.weight"])
     schedule, _ = plan(replace(config, lr_warmup_samples=0, lr_warmup_iters=0, lr_warmup_fraction=None), 1)
     layout = dict.fromkeys(("tensor", "pipeline", "context", "expert", "data"), 1)
-    content = saved.content(config, get_recipe("bf16"), schedule, rows, layout)
+    content = saved.content(config, get_recipe("bf16"), schedule, rows, layout, tokenizer)
     startup.initialize(config, startup.prepare_environment())
 
     from megatron.core import dist_checkpointing
@@ -81,12 +86,14 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
     gpt = unwrap_model(chunk)
     _fill(gpt, weights)
     metadata = {"singleton_local_shards": False, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    partial = folders.stage(str(folder), 0)
-    dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=metadata)}, str(partial))
-    content |= {"weights_only": source, "progress": asdict(Progress())}
-    (partial / saved.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    (folder / "model.yaml").write_text(_model_yaml(config, source), encoding="utf-8")
-    final = folders.publish(partial, str(folder), 0)
+    with SaveLock(folder) as lock:
+        lock.acquire()
+        partial = folders.stage(str(folder), 0)
+        dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=metadata)}, str(partial))
+        content |= {"weights_only": source, "progress": asdict(Progress())}
+        (partial / saved.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        (folder / "model.yaml").write_text(_model_yaml(config, source), encoding="utf-8")
+        final = folders.publish(partial, str(folder), 0)
     startup.finalize()
     return final
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 
@@ -35,14 +36,22 @@ class _Stateful(torch.nn.Module):
     """Keeps a counter of its forwards under FP8 the way TransformerEngine keeps amax histories."""
 
     seen = 0
+    recipe: Recipe | None = None
 
     def get_extra_state(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(pickle.dumps(self.seen)), dtype=torch.uint8) if self.seen else torch.empty(0)
+        if not self.seen:
+            return torch.empty(0, dtype=torch.uint8)
+        state = {
+            "recipe": self.recipe,
+            "amax_history_fwd": torch.tensor([float(self.seen)]),
+            "extra_fp8_variables": {"num_gemms": 1, "fp8_max_fwd": 448.0},
+        }
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         if state.numel():
             assert os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] == "1"
-            self.seen = pickle.loads(state.numpy().tobytes())
+            self.seen = int(pickle.loads(state.numpy().tobytes())["amax_history_fwd"])
 
 
 class Linear(_Stateful):
@@ -81,6 +90,7 @@ class Linear(_Stateful):
         recipe = FP8GlobalStateManager.recipe
         if recipe is not None and torch.is_grad_enabled():
             self.seen += 1
+            self.recipe = recipe
         _log(
             size=[self.out_features, self.in_features],
             first=is_first_microbatch,

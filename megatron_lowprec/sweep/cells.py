@@ -14,7 +14,6 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.load import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.resolve import check_sizes
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.sweep.files import write_whole
 from megatron_lowprec.sweep.spec import ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
 from megatron_lowprec.training.arguments import KINDS, REPOSITORY, find, flag, parse, rivals_of
 from megatron_lowprec.training.blend import all_paths
@@ -22,6 +21,7 @@ from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.folders import TRACKER
 from megatron_lowprec.training.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.shapes import linear_sites, sized
+from megatron_lowprec.training.whole_file import write_whole
 
 MANIFEST = "sweep.json"
 DRIVER = str(REPOSITORY / "pretrain_gpt.py")

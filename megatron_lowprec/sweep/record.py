@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.load import recipe_from_dict, recipe_to_dict
 from megatron_lowprec.sweep.cells import Cell
-from megatron_lowprec.sweep.files import write_whole
+from megatron_lowprec.training.whole_file import write_whole
 
 RECORD = "cell.json"
 State = Literal["running", "done", "failed", "interrupted"]

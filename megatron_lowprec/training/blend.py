@@ -12,7 +12,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import corpus
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.jsonl import is_text_file
-from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.rampup import nearest_end
 from megatron_lowprec.training.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
@@ -64,7 +64,7 @@ def all_paths(config: Config) -> list[str]:
 
 
 def resolve_phase(config: Config, total_samples: int) -> Config:
-    """Put the change of blend at a whole number of iterations, in samples.
+    """Put the change of blend at the end of an iteration, in samples.
 
     Raises:
         UserError: a share without a second blend or the other way round, or a share that is none.
@@ -81,10 +81,10 @@ def resolve_phase(config: Config, total_samples: int) -> Config:
         raise UserError("--data-phase-path has no meaning with --mock-data; leave one out")
     samples = config.data_phase_switch_samples
     if samples is None:
-        share, batch = config.data_phase_switch or 0.0, sized(config.global_batch_size)
+        share = config.data_phase_switch or 0.0
         if not 0 < share < 1:
             raise UserError(f"--data-phase-switch {share}: wants a share of the run between 0 and 1")
-        samples = round(share * total_samples / batch) * batch
+        samples = nearest_end(config, share * total_samples)
     if not 0 < samples < total_samples:
         raise UserError(
             f"the training data would change at sample {samples} of a run of {total_samples}: "

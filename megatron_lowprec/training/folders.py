@@ -3,6 +3,7 @@
 SAVE/iter_0000010/                      a whole checkpoint: it got this name when all of it was written
 SAVE/iter_0000020.partial.5a0c31d2/     one being written, or what a killed process has left of one
 SAVE/latest_checkpointed_iteration.txt  the iteration to continue from
+SAVE/run.lock                           names the process that writes there (``save_lock.py``)
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def whole(folder: str) -> dict[int, Path]:
 
 
 def stage(folder: str, iteration: int) -> Path:
-    """A new, empty place to write a checkpoint to; what killed processes have left is cleared away.
+    """A new, empty place to write a checkpoint to; what killed processes have left is cleared away: hold ``SaveLock``.
 
     Its name is new, too: the writer of a killed process may live on for a moment and write where it was told.
     """

@@ -21,6 +21,7 @@ import psutil
 
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.processes import SIGNALS
+from megatron_lowprec.training.whole_file import write_whole
 
 REQUEUE = "requeue"
 
@@ -149,11 +150,8 @@ def ask_requeue(save: str | None, iteration: int | None, reason: str) -> None:
     if save is None:
         return
     Path(save).mkdir(parents=True, exist_ok=True)
-    path = Path(save) / REQUEUE
-    partial = path.with_name(f".{REQUEUE}.{os.getpid()}")
     where = "before the first step" if iteration is None else f"at iteration {iteration}"
-    partial.write_text(f"{reason} {where}\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(Path(save) / REQUEUE, f"{reason} {where}\n")
 
 
 def clear_requeue(save: str | None) -> None:

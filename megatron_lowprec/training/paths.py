@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import save_lock
 from megatron_lowprec.training.config import Config
 
 
@@ -81,6 +82,8 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
     while any(_aside(path, number).exists() for path in old):
         number += 1
     aside = [path.rename(_aside(path, number)) for path in old]
+    if in_default_folder:
+        (aside[0] / "checkpoints" / save_lock.FILE).unlink(missing_ok=True)  # this start's own
     return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside[0]}"]
 
 

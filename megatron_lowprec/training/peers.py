@@ -18,10 +18,9 @@ import traceback
 import psutil
 import torch.distributed as dist
 
-# Seconds. A rank whose peer has died gets this long to find out by itself; with torchrun's own moments the rest of a
-# machine is down within a minute.
-_GRACE = 15.0
-_POLL = 2.0
+GRACE = 15.0
+"""Seconds that a rank whose peer has died has to notice it; the rest of a machine is down within a minute."""
+_POLL = 2.0  # seconds
 _LOST_CONNECTION = ("gloo", "nccl", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -51,7 +50,7 @@ class PeerWatch:
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL):
             dead = [rank for rank, peer in self._peers.items() if not _alive(*peer)]
-            if dead and not self._stopped.wait(_GRACE):
+            if dead and not self._stopped.wait(GRACE):
                 say(self._rank, f"rank {dead[0]} has ended, and this one was stuck waiting for it: leaving")
                 os._exit(1)
 
@@ -77,7 +76,7 @@ def report(error: Exception, rank: int, world_size: int) -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         say(rank, f"stopped, for a collective lost its connection; most likely another rank has ended ({first})")
-        time.sleep(_GRACE)
+        time.sleep(GRACE)
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     print("\n".join(f"[rank {rank}] {line}" if world_size > 1 else line for line in lines), file=sys.stderr, flush=True)
 

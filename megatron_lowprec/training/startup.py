@@ -44,6 +44,10 @@ _KNOWN_WARNINGS = (
 )
 
 
+HEAD_START = 20.0
+"""Seconds that rank 0 has to show an error before another rank does."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among all, and when it started (``time.monotonic``)."""
@@ -228,7 +232,7 @@ def fail(program: str, error: UserError, ranks: Ranks) -> int:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
     else:
         # torchrun ends the others at the first failure, which must not be before rank 0 has spoken.
-        time.sleep(20)
+        time.sleep(HEAD_START)
         print(f"{program}: error: rank {ranks.rank} alone: {error}", file=sys.stderr, flush=True)
     return 2
 

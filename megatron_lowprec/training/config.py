@@ -118,7 +118,7 @@ class TrainingOptions:
     micro_batch_size: int | None = arg(None, "samples of one forward pass on one rank; default: all of its share")
     global_batch_size: int | None = arg(None, "samples of one iteration; default micro-batch x data-parallel size")
     rampup_batch_size: list[int] | None = arg(
-        None, "START INCREMENT SAMPLES: grow the global batch over the first SAMPLES"
+        None, "START INCREMENT SAMPLES: grow the global batch over the first SAMPLES; needs --train-samples"
     )
     train_iters: int | None = arg(None, "iterations of the whole run")
     train_samples: int | None = arg(None, "samples of the whole run, instead of --train-iters")
@@ -166,7 +166,7 @@ class OptimizerOptions:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
         "linear", "shape of the decay"
     )
-    lr_decay_iters: int | None = arg(None, "horizon of the schedules; default --train-iters")
+    lr_decay_iters: int | None = arg(None, "horizon of the learning rate; default --train-iters")
     lr_decay_samples: int | None = arg(None, "the same in samples; default --train-samples")
     lr_warmup_fraction: float | None = arg(None, "warm-up as a share of the horizon")
     lr_warmup_iters: int = arg(0, "warm-up in iterations")
@@ -179,7 +179,9 @@ class OptimizerOptions:
     weight_decay: float = arg(0.01, "decoupled weight decay")
     start_weight_decay: float | None = arg(None, "weight decay at the start of --weight-decay-incr-style")
     end_weight_decay: float | None = arg(None, "weight decay at the end of it")
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg("constant", "how weight decay grows")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg(
+        "constant", "how weight decay grows over the run"
+    )
     clip_grad: float = arg(1.0, "largest gradient norm; 0 for no clipping")
     adam_beta1: float = arg(0.9, "decay of the first moment")
     adam_beta2: float = arg(0.999, "decay of the second moment")

@@ -12,6 +12,7 @@ from megatron_lowprec.training.arguments import flag, required
 from megatron_lowprec.training.blend import resolve_phase
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.data_options import resolve_data
+from megatron_lowprec.training.rampup import check_rampup, run_length
 from megatron_lowprec.training.shapes import check_divisible, sized
 from megatron_lowprec.training.te_recipe import INSTALL
 
@@ -101,10 +102,10 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
         if getattr(config, name) is not None:
             _positive(config, name)
     config = replace(config, global_batch_size=batch)
-    _check_rampup(config, step)
+    check_rampup(config, step)
     _check_interleaving(config, step)
     if config.train_iters is None:
-        config = replace(config, train_iters=iterations(config))
+        config = replace(config, train_iters=run_length(config)[0])
     _check_features(config, gpus)
     return resolve_phase(resolve_data(config), total_samples(config))
 
@@ -130,7 +131,7 @@ def virtual_stages(config: Config) -> int | None:
 
 
 def total_samples(config: Config) -> int:
-    """Samples of the whole run."""
+    """Samples of the whole run as asked for, the horizon of its schedules; ``rampup.run_length``: as consumed."""
     return config.train_samples or sized(config.train_iters) * sized(config.global_batch_size)
 
 
@@ -335,22 +336,6 @@ def _check_features(config: Config, gpus: bool) -> None:
         )
 
 
-def _check_rampup(config: Config, step: int) -> None:
-    ramp = config.rampup_batch_size
-    if ramp is None:
-        return
-    if len(ramp) != 3 or min(ramp) < 1:
-        raise UserError(f"--rampup-batch-size wants START INCREMENT SAMPLES, found {' '.join(map(str, ramp))}")
-    start, increment, _ = ramp
-    check_divisible("--rampup-batch-size's START", start, "micro-batch x data-parallel size", step)
-    check_divisible("--rampup-batch-size's INCREMENT", increment, "micro-batch x data-parallel size", step)
-    if sized(config.global_batch_size) <= start:
-        raise UserError(
-            f"--rampup-batch-size starts at {start}, not below --global-batch-size {config.global_batch_size}"
-        )
-    check_divisible("--global-batch-size less START", sized(config.global_batch_size) - start, "INCREMENT", increment)
-
-
 def _check_interleaving(config: Config, step: int) -> None:
     """Chunks take turns every so many microbatches as there are stages; Megatron-core checks it in a step alone."""
     if virtual_stages(config) is None:
@@ -362,28 +347,3 @@ def _check_interleaving(config: Config, step: int) -> None:
         sizes |= {"--rampup-batch-size's START": start, "--rampup-batch-size's INCREMENT": increment}
     for name, size in sizes.items():
         check_divisible(name, size, "micro-batch x data-parallel size x pipeline stages (interleaved)", turn)
-
-
-def iterations(config: Config, done: int = 0, consumed: int = 0) -> int:
-    """Whole iterations within --train-samples, the ramp's smaller ones first (Megatron's count).
-
-    Args:
-        done, consumed: iterations that a continued run has behind it, and their samples, whatever its batch was.
-
-    Raises:
-        UserError: not one.
-    """
-    samples, batch = sized(config.train_samples), sized(config.global_batch_size)
-    if config.rampup_batch_size is not None:
-        start, increment, ramp_samples = config.rampup_batch_size
-        per_increment = ramp_samples / ((batch - start) // increment)
-        while consumed <= min(ramp_samples, samples):
-            size = min(start + int(consumed / per_increment) * increment, batch)
-            if consumed + size > samples:
-                break
-            consumed += size
-            done += 1
-    done += max(0, samples - consumed) // batch
-    if done < 1:
-        raise UserError(f"--train-samples {samples} is less than one global batch of {batch}")
-    return done

@@ -13,7 +13,10 @@ from megatron_lowprec.training.shapes import sized
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that decides the learning rate and the weight decay at a number of consumed samples."""
+    """All that decides the learning rate and the weight decay at a number of consumed samples.
+
+    ``weight_decay_incr_samples``: Megatron's wd_incr_steps, over which weight decay grows; None where it is constant.
+    """
 
     max_lr: float
     min_lr: float
@@ -26,20 +29,24 @@ class Schedule:
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_incr_style: str
+    weight_decay_incr_samples: int | None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Schedule:
+        # Checkpoints without the field had weight decay grow over the learning rate's horizon.
+        growing = values["weight_decay_incr_style"] != "constant"
+        values = {"weight_decay_incr_samples": values["decay_samples"] if growing else None} | values
         return Schedule(**{f.name: values[f.name] for f in fields(Schedule)})
 
 
 def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
     """The schedule that the options ask for, and a line where the warm-up had to be shortened.
 
-    The horizon is --lr-decay-iters or --lr-decay-samples, by default the whole run; weight decay grows over the same
-    horizon. A warm-up that does not fit is cut to half of it.
+    The horizon is --lr-decay-iters or --lr-decay-samples, by default the whole run. Weight decay grows over the whole
+    run, as Megatron-LM's. A warm-up that does not fit is cut to half of the horizon.
     """
     assert config.lr is not None, "resolve() has not run"
     batch = sized(config.global_batch_size)
@@ -78,6 +85,7 @@ def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
         start_weight_decay=config.weight_decay if constant else config.start_weight_decay or 0.0,
         end_weight_decay=config.weight_decay if constant else config.end_weight_decay or 0.0,
         weight_decay_incr_style=config.weight_decay_incr_style,
+        weight_decay_incr_samples=None if constant else total_samples,
     )
     return schedule, notes
 
@@ -85,8 +93,9 @@ def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
 def continued(planned: Schedule, saved: Schedule, config: Config, given: Collection[str]) -> tuple[Schedule, list[str]]:
     """The schedule of a run that continues a checkpoint, and a line where the two differ.
 
-    Options win where they are given. A horizon that nobody gave, because it is only --train-iters by default, stays the
-    checkpoint's: a run continued with more iterations must not bend the schedule that it has already followed.
+    Options win where they are given. What follows from the run's length stays the checkpoint's: a horizon that was not
+    given, and the samples over which weight decay grows. A run continued with more iterations must not bend the
+    schedule that it has already followed.
     """
     if planned == saved or config.override_opt_param_scheduler:
         return planned, []
@@ -99,6 +108,9 @@ def continued(planned: Schedule, saved: Schedule, config: Config, given: Collect
         if planned.warmup_samples != saved.warmup_samples and not {"lr_warmup_iters", "lr_warmup_samples"} & set(given):
             chosen = replace(chosen, warmup_samples=saved.warmup_samples)
         chosen = replace(chosen, warmup_samples=min(chosen.warmup_samples, chosen.decay_samples - 1))
+    growth = planned.weight_decay_incr_samples, saved.weight_decay_incr_samples
+    if None not in growth:
+        chosen = replace(chosen, weight_decay_incr_samples=saved.weight_decay_incr_samples)
     changed = [
         f"{f.name} {getattr(chosen, f.name)} (checkpoint: {getattr(saved, f.name)})"
         for f in fields(Schedule)
@@ -106,10 +118,16 @@ def continued(planned: Schedule, saved: Schedule, config: Config, given: Collect
     ]
     notes = []
     if planned.decay_samples != saved.decay_samples:
-        whose = "these options'" if chosen is planned else "the checkpoint's (give --lr-decay-iters to change it)"
+        kept = chosen.decay_samples == saved.decay_samples
+        whose = "the checkpoint's (give --lr-decay-iters to change it)" if kept else "these options'"
         notes.append(
             f"schedule: the horizon is {chosen.decay_samples} samples, {whose}; "
             f"options {planned.decay_samples}, checkpoint {saved.decay_samples}"
+        )
+    if None not in growth and growth[0] != growth[1]:
+        notes.append(
+            f"schedule: weight decay grows over {growth[1]} samples, the checkpoint's "
+            f"(--override-opt-param-scheduler takes all from the options); options {growth[0]}"
         )
     if changed:
         notes.append("schedule: these options change " + ", ".join(changed))

@@ -54,6 +54,7 @@ INTERLEAVED: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "num_virtual_stages_per_pipeline_rank": 2,
 }
+SAMPLES: dict[str, Any] = {"train_iters": None, "train_samples": 100}
 CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"num_layers": None}, ["--num-layers"]),
     (1, {"lr": None}, ["--lr"]),
@@ -95,12 +96,17 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     ),
     (1, {"num_virtual_stages_per_pipeline_rank": 2}, ["--pipeline-model-parallel-size"]),
     (2, {**INTERLEAVED, "global_batch_size": 6}, ["--global-batch-size 6", "pipeline stages", "4"]),
-    (2, {**INTERLEAVED, "global_batch_size": 8, "rampup_batch_size": [4, 2, 8]}, ["INCREMENT 2", "4"]),
+    (2, {**INTERLEAVED, **SAMPLES, "global_batch_size": 8, "rampup_batch_size": [4, 2, 8]}, ["INCREMENT 2", "4"]),
     (1, {"overlap_param_gather": True}, ["--use-distributed-optimizer"]),
     (1, {"recompute_granularity": "full"}, ["--recompute-method"]),
     (1, {"distributed_backend": "nccl"}, ["nccl", "GPU"]),
     (1, {"rampup_batch_size": [2, 2]}, ["START INCREMENT SAMPLES"]),
     (1, {"rampup_batch_size": [3, 2, 8]}, ["START", "3"]),
+    # 2 2 2 2 | 4 4
+    (1, {"rampup_batch_size": [2, 2, 8], "train_iters": 6}, ["--train-iters 6", "--train-samples instead, 16"]),
+    (1, {"rampup_batch_size": [2, 2, 8], "train_iters": 3}, ["--train-iters 3", "--train-samples instead, 6"]),
+    (1, {**SAMPLES, "rampup_batch_size": [2, 2, 8], "lr_decay_iters": 6}, ["--lr-decay-samples instead, 16"]),
+    (1, {**SAMPLES, "rampup_batch_size": [2, 2, 8], "lr_warmup_iters": 1}, ["--lr-warmup-samples instead, 2"]),
     (1, {"min_lr": 1.0}, ["--min-lr"]),
     (1, {"lr_warmup_fraction": 2.0}, ["--lr-warmup-fraction 2.0", "between 0 and 1"]),
     (1, {"adam_beta2": 1.5}, ["--adam-beta2 1.5", "between 0 and 1"]),

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import model
 from megatron_lowprec.training.arguments import parse
 from megatron_lowprec.training.resolve import resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.schedule import Schedule, continued, plan
@@ -24,6 +26,8 @@ def test_horizon_defaults_to_the_run_and_is_counted_in_samples() -> None:
     assert planned(train_iters=10, lr_decay_iters=25)[0].decay_samples == 100
     assert planned(train_iters=10, lr_decay_samples=33)[0].decay_samples == 33
     assert planned(train_iters=None, train_samples=41)[0].decay_samples == 41
+    ramped = {"micro_batch_size": 1, "rampup_batch_size": [2, 2, 8]}
+    assert planned(train_iters=None, train_samples=20, **ramped)[0].decay_samples == 20
 
 
 @pytest.mark.parametrize(
@@ -87,3 +91,49 @@ def test_a_changed_learning_rate_is_taken_and_said() -> None:
 def test_survives_a_dump() -> None:
     schedule = planned(train_iters=10, lr_decay_style="WSD", lr_wsd_decay_iters=3)[0]
     assert Schedule.from_dict(schedule.to_dict()) == schedule
+
+
+GROWING: dict[str, Any] = {
+    "weight_decay_incr_style": "linear",
+    "start_weight_decay": 0.0,
+    "end_weight_decay": 0.1,
+    "train_iters": 10,
+    "lr_decay_iters": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "samples"), [({}, 40), ({"train_iters": None, "train_samples": 37}, 37)], ids=["iterations", "samples"]
+)
+def test_weight_decay_grows_over_the_run_and_not_over_the_learning_rate_s_horizon(
+    changes: dict[str, Any], samples: int
+) -> None:
+    schedule = planned(**GROWING | changes)[0]
+    assert schedule.decay_samples == 16
+    weight = torch.nn.Parameter(torch.zeros(1))
+    scheduler = model._scheduler(schedule, torch.optim.AdamW([weight], lr=1.0))  # type: ignore[arg-type]
+    scheduler.step(increment=20)
+    assert scheduler.get_wd() == pytest.approx(0.1 * 20 / samples)
+
+
+def test_weight_decay_goes_on_as_the_checkpoint_s_run_had_it() -> None:
+    """A checkpoint without the field grew over the learning rate's horizon."""
+    old = planned(**GROWING)[0].to_dict()
+    del old["weight_decay_incr_samples"]
+    saved = Schedule.from_dict(old)
+    config, given, _ = parse(argv(**GROWING))
+    schedule, notes = continued(planned(**GROWING)[0], saved, config, given)
+    assert schedule.weight_decay_incr_samples == 16
+    assert len(notes) == 1
+    assert "weight decay grows over 16 samples, the checkpoint's" in notes[0]
+    assert "options 40" in notes[0]
+    overridden = continued(planned(**GROWING)[0], saved, replace(config, override_opt_param_scheduler=True), given)
+    assert overridden == (planned(**GROWING)[0], [])
+
+
+def test_constant_weight_decay_of_an_older_checkpoint_is_not_mentioned() -> None:
+    options = {"train_iters": 10, "lr_decay_iters": 4}
+    old = planned(**options)[0].to_dict()
+    del old["weight_decay_incr_samples"]
+    config, given, _ = parse(argv(**options))
+    assert continued(planned(**options)[0], Schedule.from_dict(old), config, given) == (planned(**options)[0], [])

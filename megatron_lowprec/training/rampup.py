@@ -1,0 +1,101 @@
+"""Samples of single iterations and of a whole run, under --rampup-batch-size or at one batch size. No megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.arguments import flag
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.shapes import check_divisible, sized
+
+
+def check_rampup(config: Config, step: int) -> None:
+    """Refuse a ramp that does not fit the batch size or the run.
+
+    Args:
+        step: samples of one microbatch on every data-parallel rank.
+
+    Raises:
+        UserError: not START INCREMENT SAMPLES; sizes that do not divide; a length in iterations, which Megatron-LM
+            refuses as well.
+    """
+    ramp = config.rampup_batch_size
+    if ramp is None:
+        return
+    if len(ramp) != 3 or min(ramp) < 1:
+        raise UserError(f"--rampup-batch-size wants START INCREMENT SAMPLES, found {' '.join(map(str, ramp))}")
+    start, increment, _ = ramp
+    batch = sized(config.global_batch_size)
+    check_divisible("--rampup-batch-size's START", start, "micro-batch x data-parallel size", step)
+    check_divisible("--rampup-batch-size's INCREMENT", increment, "micro-batch x data-parallel size", step)
+    if batch <= start:
+        raise UserError(f"--rampup-batch-size starts at {start}, not below --global-batch-size {batch}")
+    check_divisible("--global-batch-size less START", batch - start, "INCREMENT", increment)
+    for name in ("train_iters", "lr_decay_iters", "lr_warmup_iters"):
+        count = getattr(config, name)
+        if count:
+            by_samples = name.replace("_iters", "_samples")
+            raise UserError(
+                f"--rampup-batch-size with {flag(name)} {count}: iterations of a ramp differ in size; give "
+                f"{flag(by_samples)} instead, {samples_of(config, count)} for {count} iterations"
+            )
+
+
+def batch_size_at(ramp: Sequence[int] | None, batch: int, consumed: int) -> int:
+    """Samples of the iteration that begins after ``consumed`` samples; Megatron-core's rule.
+
+    Args:
+        ramp: START, INCREMENT, SAMPLES of --rampup-batch-size.
+        batch: --global-batch-size.
+    """
+    if ramp is None or consumed > ramp[2]:
+        return batch
+    start, increment, samples = ramp
+    per_increment = samples / ((batch - start) // increment)
+    return start + int(consumed / per_increment) * increment
+
+
+def samples_of(config: Config, iterations: int) -> int:
+    """Samples of the first ``iterations`` iterations."""
+    ends = _ramp_ends(config)[:iterations]
+    return max(ends, default=0) + (iterations - len(ends)) * sized(config.global_batch_size)
+
+
+def nearest_end(config: Config, samples: float) -> int:
+    """The end of an iteration that is nearest to a number of samples, in samples; 0 is one."""
+    ends, batch = [0, *_ramp_ends(config)], sized(config.global_batch_size)
+    if samples < ends[-1]:
+        return min(ends, key=lambda end: abs(end - samples))
+    return ends[-1] + round((samples - ends[-1]) / batch) * batch
+
+
+def run_length(config: Config, done: int = 0, consumed: int = 0) -> tuple[int, int]:
+    """Iterations of the whole run and the samples that they consume; of --train-samples, what whole iterations take.
+
+    Args:
+        done, consumed: iterations that a continued run has behind it, and their samples, whatever its batch was.
+
+    Raises:
+        UserError: not one iteration.
+    """
+    batch = sized(config.global_batch_size)
+    if config.train_samples is None:
+        iterations = sized(config.train_iters)
+        return iterations, consumed + max(0, iterations - done) * batch
+    for end in _ramp_ends(config, consumed):
+        if end <= config.train_samples:
+            done, consumed = done + 1, end
+    whole = max(0, config.train_samples - consumed) // batch
+    if done + whole < 1:
+        raise UserError(f"--train-samples {config.train_samples} is less than one global batch of {batch}")
+    return done + whole, consumed + whole * batch
+
+
+def _ramp_ends(config: Config, consumed: int = 0) -> list[int]:
+    """Samples consumed after each iteration of the ramp, from ``consumed`` on; none without a ramp."""
+    ramp, ends = config.rampup_batch_size, list[int]()
+    while ramp is not None and consumed <= ramp[2]:
+        consumed += batch_size_at(ramp, sized(config.global_batch_size), consumed)
+        ends.append(consumed)
+    return ends

@@ -1,0 +1,126 @@
+"""A growing batch: Megatron-core's sizes, and all that counts a run's samples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+from megatron_lowprec.training import loop
+from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.rampup import batch_size_at, nearest_end, run_length, samples_of
+from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from tests.training.conftest import Drive
+from tests.training.helpers import argv, losses, rows
+
+# 2 2 | 4 | 6 6 ...: iterations end at 2, 4, 8, 14, 20, 26
+RAMP: dict[str, Any] = {
+    "micro_batch_size": 1,
+    "global_batch_size": 6,
+    "rampup_batch_size": [2, 2, 8],
+    "train_iters": None,
+    "train_samples": 28,
+}
+
+
+def resolved(**changes: Any) -> Config:
+    return resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=False)
+
+
+@pytest.mark.parametrize(("ramp", "batch"), [((2, 2, 8), 6), ((1, 1, 10), 8), ((32, 32, 977), 128), ((1, 3, 7), 22)])
+def test_sizes_are_megatron_core_s(ramp: tuple[int, int, int], batch: int) -> None:
+    calculator = RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 1, False, 1, *ramp)
+    for consumed in range(ramp[2] + 3):
+        calculator.update(consumed, consistency_check=True)
+        assert batch_size_at(ramp, batch, consumed) == calculator.get_current_global_batch_size()
+
+
+def test_lengths_and_ends_of_iterations() -> None:
+    config = resolved(**RAMP)
+    assert (config.train_iters, run_length(config)) == (6, (6, 26))
+    assert [samples_of(config, count) for count in range(1, 7)] == [2, 4, 8, 14, 20, 26]
+    assert [nearest_end(config, samples) for samples in (0.9, 3, 5, 7, 12, 16, 18, 24)] == [0, 2, 4, 8, 14, 14, 20, 26]
+    # continued after 4 samples without the ramp
+    assert run_length(replace(config, rampup_batch_size=None), done=2, consumed=4) == (6, 28)
+    assert run_length(resolved(train_iters=5), done=2, consumed=40) == (5, 52)
+
+
+def test_a_change_of_blend_is_at_the_end_of_an_iteration() -> None:
+    data = {"mock_data": None, "train_data_path": ["a.jsonl"], "data_phase_path": ["b.jsonl"]}
+    assert resolved(**RAMP, **data, data_phase_switch=0.5).data_phase_switch_samples == 14
+
+
+def test_the_run_says_how_many_tokens_it_takes(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(**RAMP, save="out", min_lr=1e-4))
+    assert "6 iterations, 832 tokens" in capsys.readouterr().out
+    assert json.loads(Path("out/run.json").read_text())["tokens"] == 26 * 32
+    assert [row["consumed samples"] for row in rows(Path("out"))] == [2, 4, 8, 14, 20, 26]
+    assert rows(Path("out"))[-1]["learning-rate"] == pytest.approx(1e-3 - 9e-4 * 26 / 28)
+
+
+Watched = list[tuple[int, list[float]]]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """(iterations before, amaxes in effect of gradients) at the beginning of each step."""
+    found: Watched = []
+    step = loop.train_step
+
+    def watching(trainer: Any, batches: Any, config: Any, iteration: int, device: Any) -> Any:
+        histories = [layer.histories["grad_output"] for layer in trainer.runtime.layers]
+        found.append((iteration, [history.in_effect[slot].item() for history, slot in histories]))
+        return step(trainer, batches, config, iteration, device)
+
+    monkeypatch.setattr(loop, "train_step", watching)
+    return found
+
+
+# 2 2 | 8 8
+STEEP = RAMP | {"recipe": "fp8_delayed", "global_batch_size": 8, "rampup_batch_size": [2, 6, 4], "train_samples": 20}
+
+
+def constant(batch: int, samples: int) -> dict[str, Any]:
+    return STEEP | {"global_batch_size": batch, "rampup_batch_size": None, "train_samples": samples}
+
+
+@pytest.mark.parametrize("stop", [None, 1, 2, 3], ids=["whole", "inside", "at the change", "after"])
+def test_histories_of_gradients_follow_the_ramp(drive: Drive, watched: Watched, stop: int | None) -> None:
+    """A mean over four times as many tokens is a quarter, resumed or not; a sum is not."""
+    for per_token, factor in ((None, 0.25), (True, 1)):
+        common = {"calculate_per_token_loss": per_token, "lr_decay_samples": 20, "save_interval": 100}
+        watched.clear()
+        drive(argv(**constant(2, samples=8) | common, no_save=True))
+        at_batch_2 = dict(watched)
+        assert min(at_batch_2[2]) > 0
+        watched.clear()
+        drive(argv(**STEEP | common, save=f"whole {factor}"))
+        whole = list(watched)
+        assert whole[1][1] == at_batch_2[1]
+        assert whole[2][1] == [amax * factor for amax in at_batch_2[2]]
+        # a step that has measured gradients of the new batch does not widen the window by much
+        assert whole[3][1] == pytest.approx(whole[2][1], rel=0.6)
+        if stop is not None:
+            watched.clear()
+            drive(argv(**STEEP | common, save=f"parts {factor}", exit_interval=stop))
+            drive(argv(**STEEP | common, save=f"parts {factor}"))
+            assert (losses(Path(f"parts {factor}")), watched) == (losses(Path(f"whole {factor}")), whole)
+
+
+@pytest.mark.parametrize(("batch", "factor"), [(2, 1), (8, 0.25)])
+def test_a_ramp_left_in_the_middle_counts_from_its_batch_of_then(
+    drive: Drive, watched: Watched, capsys: pytest.CaptureFixture[str], batch: int, factor: float
+) -> None:
+    """The last batch of its ramp, 8, says nothing about a checkpoint within."""
+    drive(argv(**STEEP, save="out", exit_interval=1))
+    drive(argv(**STEEP, save="resumed", load="out", exit_interval=1))
+    before = watched[-1]
+    drive(argv(**constant(batch, samples=20), save="left", load="out", exit_interval=1))
+    assert before[0] == watched[-1][0] == 1
+    assert watched[-1][1] == [amax * factor for amax in before[1]]
+    assert ("amax histories of gradients times 0.25" in capsys.readouterr().out) is (factor != 1)

@@ -29,7 +29,7 @@ from megatron_lowprec.quantization.tensor import tile_sizes
 from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.native import native_gemms
 from megatron_lowprec.recipe.resolve import weight_serves_microbatches
-from megatron_lowprec.recipe.schema import HistoryRule, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec, Recipe
 
 
 class LinearNumerics:
@@ -42,7 +42,7 @@ class LinearNumerics:
         recipe: what to do.
         place: which layer this is.
         seed: the run's seed.
-        history_of: (length, rule) -> the history that tensors of that kind share; asked once per delayed operand.
+        history_of: what is remembered -> the history that tensors of that kind share; asked once per delayed operand.
         reduce_amax: maximum over the ranks that share ``place.split``; None without such ranks.
         cache_weights: keep a quantized weight, where it is the same for all microbatches of a step, until
             ``forget_weights``; costs a copy of the weight for each such GEMM.
@@ -61,7 +61,7 @@ class LinearNumerics:
         recipe: Recipe,
         place: LinearPlace,
         seed: int,
-        history_of: Callable[[int, HistoryRule], AmaxHistory],
+        history_of: Callable[[HistorySpec], AmaxHistory],
         reduce_amax: Reduce | None = None,
         cache_weights: bool = False,
         stores_histories_of: Recipe | None = None,
@@ -80,8 +80,8 @@ class LinearNumerics:
         self._transforms = Transforms(hadamard, place.sign_streams(seed))
         self._reduce_amax = reduce_amax
         self.histories: dict[str, tuple[AmaxHistory, int]] = {}
-        for operand, (length, rule) in (stores_histories_of or recipe).delayed_operands().items():
-            history = history_of(length, rule)
+        for operand, remembered in (stores_histories_of or recipe).delayed_operands().items():
+            history = history_of(remembered)
             self.histories[operand] = (history, history.add_tensor())
 
     def help_wanted(self, tensor: str, matrix: torch.Tensor) -> Help:

@@ -2,14 +2,27 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import dropout, linear, pad
+from torch.utils.checkpoint import checkpoint
 
 import megatron_lowprec.numerics as numerics_module
-from megatron_lowprec import LowPrecLinear, QuantSpec, RandomStream, Recipe, UserError, get_recipe, quantize, recipes
+from megatron_lowprec import (
+    KeepBf16,
+    LowPrecLinear,
+    QuantSpec,
+    RandomStream,
+    Recipe,
+    UserError,
+    get_recipe,
+    quantize,
+    recipes,
+)
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.gemms import DIMS, LinearPlace
 from megatron_lowprec.kernels.contract.reference import Operand
@@ -19,7 +32,8 @@ from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scal
 from megatron_lowprec.linear import end_step
 from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment, stream_key
+from megatron_lowprec.quantization.random_stream import Moment, in_backward_pass, stream_key
+from megatron_lowprec.recipe.load import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from tests.kernels.exact import nearest
 
@@ -40,7 +54,8 @@ def test_lists_of_recipes_are_not_empty() -> None:
 
 def layer_of(name: str, dtype: torch.dtype = torch.float32, seed: int = SEED) -> LowPrecLinear:
     torch.manual_seed(0)
-    return LowPrecLinear(IN, OUT, bias=False, dtype=dtype, recipe=name, seed=seed, layer=LAYER, name=NAME)
+    options: dict[str, Any] = {"seed": seed, "layer": LAYER, "name": NAME, "num_layers": 2 * LAYER}
+    return LowPrecLinear(IN, OUT, bias=False, dtype=dtype, recipe=name, **options)
 
 
 def tensors(dtype: torch.dtype, generator: torch.Generator, tokens: int = T) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,8 +131,8 @@ def test_products_are_the_recomputed_ones(name: str, dtype: torch.dtype, generat
         for microbatch in range(2):
             x, dy = tensors(dtype, generator)
             x *= 2.0 ** (number + microbatch)
-            moment = Moment(number, microbatch)
             y, dx, dw = step(layer, x, dy)
+            moment = layer.moment
             assert y.dtype == dx.dtype == dw.dtype == dtype
             assert_is(y, recompute(recipe, "fprop", x, w, moment, amaxes), IN)
             assert_is(dx, recompute(recipe, "dgrad", dy, w.t(), moment, amaxes), OUT)
@@ -219,33 +234,30 @@ def test_no_tokens(name: str, dtype: torch.dtype, generator: torch.Generator) ->
 
 # ---- randomness
 @all_recipes
-def test_same_moment_same_bits_other_moment_other_bits(name: str, generator: torch.Generator) -> None:
+def test_same_state_of_the_generator_same_bits(name: str, generator: torch.Generator) -> None:
     x, dy = tensors(torch.float32, generator)
 
-    def gradients(moment: Moment, seed: int = SEED) -> tuple[torch.Tensor, ...]:
+    def gradients(draws: int, seed: int = SEED) -> tuple[torch.Tensor, ...]:
         layer = layer_of(name, seed=seed)
-        layer.moment = moment
+        torch.manual_seed(draws)
         return step(layer, x, dy)[1:]
 
-    first = gradients(Moment(4, 1))
-    assert all(map(torch.equal, first, gradients(Moment(4, 1))))
-    for other in (gradients(Moment(5, 1)), gradients(Moment(4, 2)), gradients(Moment(4, 1), seed=8)):
+    first = gradients(4)
+    assert all(map(torch.equal, first, gradients(4)))
+    for other in (gradients(5), gradients(4, seed=8)):
         same = [torch.equal(a, b) for a, b in zip(first, other, strict=True)]
         assert same == [name not in RANDOM] * 2
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_layer_moves_on_by_itself(name: str, generator: torch.Generator) -> None:
+@all_recipes
+def test_each_forward_pass_draws_anew_where_a_recipe_draws(name: str, generator: torch.Generator) -> None:
+    """In other steps, too, that nobody has announced; without draws the generator stays as it is."""
     x, dy = tensors(torch.float32, generator)
     layer = layer_of(name)
-    assert layer.moment == Moment(0, 0)
-    first, second = step(layer, x, dy)[2], step(layer, x, dy)[2]
-    assert layer.moment == Moment(0, 2)
-    end_step(torch.nn.Sequential(layer))
-    assert layer.moment == Moment(1, 0)
-    third = step(layer, x, dy)[2]
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, third)
+    before = torch.get_rng_state()
+    first, second = step(layer, x, dy), step(layer, x, dy)
+    assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True] + [name not in RANDOM] * 2
+    assert torch.equal(torch.get_rng_state(), before) == (name not in RANDOM)
 
 
 def test_two_forwards_before_their_backwards_keep_their_moments(generator: torch.Generator) -> None:
@@ -314,10 +326,9 @@ def test_evaluation_leaves_no_trace(name: str, generator: torch.Generator) -> No
     x, dy = tensors(torch.float32, generator)
     layer = layer_of(name)
     step(layer, x, dy)
-    moment, newest = layer.moment, [h.newest.clone() for h, _ in layer.numerics.histories.values()]
+    newest = [h.newest.clone() for h, _ in layer.numerics.histories.values()]
     with torch.no_grad():
         layer(x * 1000)
-    assert layer.moment == moment
     assert all(torch.equal(h.newest, n) for (h, _), n in zip(layer.numerics.histories.values(), newest, strict=True))
 
 
@@ -335,6 +346,129 @@ def test_delayed_scale_is_one_and_then_maximum_over_amax(generator: torch.Genera
     assert history.in_effect[slot].item() == 500.0
     history, slot = layer.numerics.histories["grad_output"]
     assert history.in_effect[slot].item() == dy.abs().max().item()
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": partial(torch.optim.AdamW, fused=True),
+    "AdamW, tensor by tensor": partial(torch.optim.AdamW, foreach=False),
+    "SGD": torch.optim.SGD,
+    "SGD with momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+def train(name: str, optimizer: Callable[..., torch.optim.Optimizer], told: bool, frozen: bool) -> list[torch.Tensor]:
+    """Losses, an amax and a state dict of steps of two microbatches, an evaluation between; ``told`` by end_step."""
+    layers = layer_of(name), LowPrecLinear(OUT, IN, recipe=name)
+    model = torch.nn.Sequential(*layers)
+    layers[1].weight.requires_grad_(not frozen)
+    update = optimizer([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+    found, generator = [], torch.Generator().manual_seed(5)
+    torch.manual_seed(6)
+    for number in range(4):
+        update.zero_grad()
+        for _ in range(2):
+            x = torch.randn(T, IN, generator=generator) * 2.0**number
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        update.step()
+        if told:
+            end_step(model)
+        if number == 2:
+            found += [state.clone() for state in model.state_dict().values()]
+        else:
+            with torch.no_grad():
+                found.append(model(x))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_mxfp4_rht_sr"])
+def test_scales_follow_an_optimizer_without_being_told(
+    name: str, frozen: bool, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    got, want = (train(name, optimizer, told, frozen) for told in (False, True))
+    assert all(map(torch.equal, got, want))
+
+
+def test_scales_stay_within_a_step_and_where_nothing_was_trained(generator: torch.Generator) -> None:
+    layer, (x, dy) = layer_of("fp8_delayed"), tensors(torch.float32, generator)
+    history, slot = layer.numerics.histories["input"]
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    for _ in range(3):
+        step(layer, x, dy)
+    assert history.in_effect[slot] == 0.0
+    other.step()  # of the layer's optimizer or not: an update ends what was observed
+    layer(x)
+    assert history.in_effect[slot] == x.abs().max()
+    for _ in range(3):
+        with torch.no_grad():
+            layer(8 * x)
+        other.step()
+    layer(x)
+    # what the training pass has seen came in once, and nothing of evaluations
+    assert history.window[:3, slot].tolist() == [float(x.abs().max())] * 2 + [0.0]
+
+
+# ---- activation recomputation by torch
+ALL_STOCHASTIC = load_recipe(
+    "mxfp8",
+    [f"{gemm}.{operand}.rounding=stochastic" for gemm, operands in GEMM_OPERANDS.items() for operand in operands],
+)
+
+
+class Watched(LowPrecLinear):
+    """Keeps what its forward passes return, and whether they were recomputations."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.outputs: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.outputs[in_backward_pass()].append(y.detach().clone())
+        return y
+
+
+def checkpointed(how: str, in_order: bool, recipe: Recipe | str) -> tuple[list[torch.Tensor], list[Watched]]:
+    """Gradients of three microbatches in flight, of a part that uses a layer twice and has dropout; its layers."""
+    torch.manual_seed(0)
+    layers = [Watched(IN, IN, recipe=recipe, name=name) for name in ("first", "second")]
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        for layer in (layers[0], layers[1], layers[0]):
+            x = dropout(layer(x).relu(), 0.2)
+        return x.square()
+
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(64, IN, generator=generator, requires_grad=True) * 1.0
+        y = part(x) if how == "plain" else checkpoint(part, x, use_reentrant=how == "reentrant")
+        losses.append(y.mean())
+    for loss in losses if in_order else losses[::-1]:
+        loss.backward()
+    return [weight.grad for layer in layers for weight in layer.parameters()], layers
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp4_rht_sr", "fp8_mxfp4_rht_sr", pytest.param(ALL_STOCHASTIC, id="every operand stochastic")]
+)
+def test_recomputation_draws_the_bits_of_its_first_pass(how: str, in_order: bool, recipe: Recipe | str) -> None:
+    want, _ = checkpointed("plain", in_order, recipe)
+    got, layers = checkpointed(how, in_order, recipe)
+    for layer, uses in zip(layers, (2, 1), strict=True):
+        first, again = layer.outputs[False], layer.outputs[True]
+        assert len(first) == len(again) == 3 * uses
+        parts = [again[at : at + uses] for at in range(0, len(again), uses)]
+        again = [y for part in (parts if in_order else parts[::-1]) for y in part]
+        assert all(map(torch.equal, again, first))
+    assert all(map(torch.equal, got, want))
 
 
 # ---- accumulation
@@ -461,6 +595,36 @@ def test_sizes_are_checked_when_built() -> None:
         LowPrecLinear(64, 64, recipe="mxpf8")
 
 
+def quantizes(layer: LowPrecLinear) -> bool:
+    x = torch.randn(4, layer.in_features, generator=torch.Generator().manual_seed(1))
+    return not torch.equal(layer(x), linear(x, layer.weight, layer.bias))
+
+
+def test_layers_that_a_recipe_keeps_in_bf16() -> None:
+    keep = KeepBf16(first_layers=1, last_layers=2, names=("*.proj", "layers.3.*"))
+    recipe = replace(get_recipe("fp8_delayed"), keep_bf16=keep)
+    quantized = {
+        (layer, name): quantizes(LowPrecLinear(IN, OUT, recipe=recipe, layer=layer, name=name, num_layers=6))
+        for layer in range(1, 7)
+        for name in ("up", "proj")
+    }
+    assert [place for place, is_so in quantized.items() if is_so] == [(2, "up"), (4, "up")]
+    # a layer that is left alone needs no sizes that blocks divide, and has no amax histories
+    assert "amax.input" not in LowPrecLinear(81, 64, recipe=recipe, layer=1, num_layers=6).state_dict()
+    LowPrecLinear(81, 64, recipe=replace(get_recipe("mxfp8"), keep_bf16=keep), layer=6, num_layers=6)
+
+
+def test_last_layers_need_the_number_of_layers() -> None:
+    with pytest.raises(
+        UserError, match=r"fp8_current_bf16_ends keeps the last 1 layers in bf16: pass num_layers=\.\.\."
+    ):
+        LowPrecLinear(64, 64, recipe="fp8_current_bf16_ends")
+    with pytest.raises(UserError, match="layer=5 of num_layers=4"):
+        LowPrecLinear(64, 64, recipe="fp8_current", layer=5, num_layers=4)
+    first = replace(get_recipe("fp8_current"), keep_bf16=KeepBf16(first_layers=1))
+    assert [quantizes(LowPrecLinear(IN, OUT, recipe=first, layer=layer)) for layer in (1, 2)] == [False, True]
+
+
 def test_layer_is_a_drop_in() -> None:
     torch.manual_seed(3)
     ours = LowPrecLinear(64, 96, recipe="mxfp8")
@@ -483,3 +647,19 @@ def test_frozen_weight_draws_anew_in_each_microbatch(generator: torch.Generator)
         layer(each).backward(dy)
         gradients.append(each.grad)
     assert not torch.equal(*gradients)
+
+
+def test_histories_that_move_each_microbatch_follow_the_forward_passes() -> None:
+    overrides = [
+        f"{gemm}.{operand}.history_update=microbatch" for gemm, pair in GEMM_OPERANDS.items() for operand in pair
+    ]
+    moving, held = (LowPrecLinear(64, 32, recipe=load_recipe("fp8_delayed", fields)) for fields in (overrides, []))
+    for layer in (moving, held):
+        for size in (1.0, 10.0, 1.0):
+            layer(torch.full((16, 64), size)).sum().backward()
+    amaxes = [
+        {operand: float(history.in_effect[slot]) for operand, (history, slot) in layer.numerics.histories.items()}
+        for layer in (moving, held)
+    ]
+    assert amaxes[0]["input"] == 10.0
+    assert set(amaxes[1].values()) == {0.0}

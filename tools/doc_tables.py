@@ -128,7 +128,8 @@ def _numerics(quant: QuantSpec | None) -> Row:
     if quant.amax_floor:
         scale += f", amax at least {quant.amax_floor:g}"
     if quant.scaling == "delayed":
-        scale += f", delayed: {quant.history_rule} of {quant.history}, margin {quant.margin}"
+        often = f" {quant.history_update}es" if quant.history_update == "microbatch" else ""
+        scale += f", delayed: {quant.history_rule} of {quant.history}{often}, margin {quant.margin}"
     rounding = f"`{quant.rounding}`"
     if quant.rounding == "stochastic":
         rounding += f", {quant.random_bits} bits"
@@ -146,6 +147,7 @@ def _state(page: Path, name: str) -> Iterator[Row]:
     recipe = _recipe(name)
     for part, form in recipe.optimizer.formats.items():
         yield _STATE[part], f"`optimizer.{part}`", form.upper()
+    yield "rounding of the state", "`optimizer.rounding`", recipe.optimizer.rounding
     yield "gradients between data-parallel ranks", "`gradients.format`", recipe.gradients.format.upper()
     yield "their partial sums", "`gradients.sum`", recipe.gradients.sum
 

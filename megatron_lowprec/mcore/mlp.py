@@ -159,6 +159,16 @@ class LowPrecMLP(MLP):
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, h] -> [s, b, h] and the bias that is still to be added to it."""
+        output, bias = self._forward(hidden_states, per_token_scale, **kwargs)
+        if bias is not None and not torch.is_grad_enabled():
+            # Megatron-core's checkpoint returns it from an autograd function. The parameter would become that
+            # function's output, and the recomputation's backward pass would start with the recomputation.
+            bias = bias.detach()
+        return output, bias
+
+    def _forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if per_token_scale is not None or not self.has_bias_and_gelu() or not fuses(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         fc1, fc2 = self.linear_fc1, self.linear_fc2

@@ -3,13 +3,17 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_lowprec.comm.maximum import max_over, maximum_over
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.gemms import LinearPlace
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.kernels.philox.reference import Span
@@ -20,13 +24,14 @@ from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, 
 from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_moment import enter_moment
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import Moment, in_backward_pass
 from megatron_lowprec.recipe.native import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.resolve import LinearSite, check_site, gemms_in_bf16, kept_in_bf16, without_gemms
-from megatron_lowprec.recipe.schema import HistoryRule, Recipe
+from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")
+_checks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # chunk -> its hook
 
 
 class RecipeRuntime:
@@ -40,16 +45,31 @@ class RecipeRuntime:
         self.recomputes_gelu: bool | None = None
         self.notes: list[str] = []
         self.layers: list[LinearNumerics] = []
-        self._histories: dict[tuple[int, HistoryRule, bool], AmaxHistory] = {}
+        self._histories: dict[tuple[HistorySpec, bool], AmaxHistory] = {}
+        self._unfinished: int | None = None  # the step that has begun
+        self._ran: set[tuple[nn.Module, Moment]] = set()  # chunks in training since then
 
     def begin_step(self, step: int) -> None:
-        """Before the first forward of a training step, gradients being zero; ``step`` counts iterations completed."""
+        """Before the first forward of a training step, gradients being zero; ``step`` counts iterations completed.
+
+        Raises:
+            RuntimeError: the step before has not been ended.
+        """
+        if self._unfinished is not None:
+            raise RuntimeError(
+                f"begin_step({step}) was called before step {self._unfinished} ended: call end_step() after each "
+                f"optimizer step, end_step(updated=False) where there was none"
+            )
+        self._unfinished = step
+        self._ran.clear()
         self._enter(Moment(step, 0))
         for numerics in self.layers:
             numerics.main_grad_is_zero = True
 
     def begin_microbatch(self, index: int) -> None:
         """Before a microbatch's forward; ``index`` from 0 within the step, for each model chunk."""
+        if index > 0:
+            self._update_histories("microbatch")
         self._enter(current_moment()._replace(microbatch=index))
 
     def _enter(self, moment: Moment) -> None:
@@ -60,19 +80,56 @@ class RecipeRuntime:
     def end_step(self, updated: bool = True) -> None:
         """After the optimizer's step: amax histories move on, reduced over the tensors' ranks.
 
-        A step that was skipped leaves no trace in them: an Inf would keep scales from moving for a whole window.
+        A step that was skipped leaves no trace in them: an Inf would keep scales from moving for a whole window. (Of
+        histories that move each microbatch, its last microbatch leaves none.)
         """
-        for (_, _, expert), history in self._histories.items():
-            if updated:
-                history.update(partial(_reduce_over_holders, expert=expert))
-            else:
+        self._unfinished = None
+        if updated:
+            self._update_histories("step", "microbatch")
+        else:
+            for history in self._histories.values():
                 history.newest.zero_()
         for numerics in self.layers:
             numerics.forget_weights()
 
-    def history(self, length: int, rule: HistoryRule, expert: bool = False) -> AmaxHistory:
+    def _update_histories(self, *kinds: HistoryUpdate) -> None:
+        for (remembered, expert), history in self._histories.items():
+            if remembered.update in kinds:
+                history.update(partial(_reduce_over_holders, expert=expert))
+
+    def check_forward(self, chunk: nn.Module, *_: Any) -> None:
+        """Before a chunk's forward pass: a training step or microbatch that was not begun would repeat another's draws.
+
+        Raises:
+            RuntimeError: the chunk has run in training since the last call of ``begin_microbatch`` or ``begin_step``.
+        """
+        if not torch.is_grad_enabled() or in_backward_pass():
+            return
+        ran = chunk, current_moment()
+        if ran in self._ran:
+            raise RuntimeError(
+                f"a second forward pass in training at step {ran[1].step}, microbatch {ran[1].microbatch}: call "
+                f"begin_step(step) before each step, begin_microbatch(index) before each microbatch's forward pass and "
+                f"end_step() after each optimizer step; an evaluation runs under torch.no_grad()"
+            )
+        self._ran.add(ran)
+
+    def rescale_gradients(self, factor: float) -> bool:
+        """Multiply amax histories of gradients, which are larger by ``factor`` from the next step on.
+
+        A backward pass carries the mean over an iteration's microbatches. Call it between two steps that differ in
+        their number. Returns whether there was anything to multiply.
+        """
+        delayed = [layer.histories["grad_output"] for layer in self.layers if "grad_output" in layer.histories]
+        if factor == 1 or not delayed:
+            return False
+        for history, slot in delayed:
+            history.rescale(slot, factor)
+        return True
+
+    def history(self, remembered: HistorySpec, expert: bool = False) -> AmaxHistory:
         """The history that all tensors of a kind share."""
-        return self._histories.setdefault((length, rule, expert), AmaxHistory(length, rule, self.device))
+        return self._histories.setdefault((remembered, expert), AmaxHistory(remembered, self.device))
 
     def gemms(self) -> dict[str, str]:
         """GEMM -> how it runs on this stage: not quantized, native, or emulated and why; single layers aside."""
@@ -152,7 +209,8 @@ def bind_recipe(
             scales its own part by that part's (histories of delayed scaling are always reduced).
 
     Raises:
-        UserError: a layer has sizes that the recipe's blocks do not divide.
+        UserError: a layer has sizes that the recipe's blocks do not divide; or scales that move each microbatch meet a
+            pipeline with activation recomputation.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     runtime = RecipeRuntime(recipe, device)
@@ -161,7 +219,13 @@ def bind_recipe(
     if same_noise_on_data_parallel:
         runtime.notes.append("--same-noise-on-data-parallel: rounding noise does not average out over these ranks")
     plain = get_recipe("bf16")
+    moves = any(remembered.update == "microbatch" for remembered in recipe.delayed_operands().values())
     for layer_number, name, expert, module in _linears(model_chunks):
+        if moves and module.config.recompute_granularity and module.config.pipeline_model_parallel_size > 1:
+            raise UserError(
+                f"recipe {recipe.name} has history_update microbatch: in a pipeline a recomputed forward pass would be "
+                "rounded by a later scale than its first one; set history_update=step, or leave recomputation out"
+            )
         kept = kept_in_bf16(recipe, layer_number, name, num_layers)
         if kept and recipe.quantized:
             runtime.kept.append(f"layers.{layer_number}.{name}")
@@ -177,7 +241,7 @@ def bind_recipe(
             spans={split: _span(module, split, name)},
             split=split if shared else "",
         )
-        history_of: Callable[[int, HistoryRule], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
+        history_of: Callable[[HistorySpec], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
         over_ranks = maximum_over(group) if shared and reduce_amax else None
         module.numerics = LinearNumerics(
             plain if kept else without_gemms(recipe, plain_gemms),
@@ -194,6 +258,11 @@ def bind_recipe(
             _note_emulated(runtime, module, name, layer_number, emulate)
         runtime.layers.append(module.numerics)
         module.accumulates_in_fp32 = accumulate_wgrad
+    for chunk in model_chunks:
+        if chunk in _checks:  # of a recipe that it had before
+            _checks.pop(chunk).remove()
+        if recipe.quantized:
+            _checks[chunk] = chunk.register_forward_pre_hook(runtime.check_forward)
     _introduce_norms(model_chunks)
     if recompute_gelu:
         mlps = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, LowPrecMLP)]

@@ -9,8 +9,8 @@ progress, from which the position in the data follows (``saved.py``).
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.primary_weight import compute_dtype_weights, settle
-from megatron_lowprec.mcore.runtime import RecipeRuntime
 from megatron_lowprec.mcore.scaled_adam import scaled_adams
-from megatron_lowprec.mcore.te import EXTRA_STATE, trust_extra_states
+from megatron_lowprec.mcore.te import EXTRA_STATE, loading_extra_states
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.load import recipe_to_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
@@ -37,8 +36,8 @@ from megatron_lowprec.training.agreement import together
 from megatron_lowprec.training.config import Config
 from megatron_lowprec.training.model import Model, Trainer
 from megatron_lowprec.training.peers import is_lost_connection
+from megatron_lowprec.training.rampup import batch_size_at
 from megatron_lowprec.training.saved import Saved
-from megatron_lowprec.training.shapes import sized
 
 # What Megatron-core and torch raise over a damaged or foreign checkpoint; torch's own derives from BaseException.
 _UNREADABLE = (
@@ -88,7 +87,7 @@ class Loaded:
 
 
 def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int]) -> Loaded:
-    """Fill ``trainer`` from a checkpoint that ``saved.check_shape`` has let pass; every rank calls it.
+    """Fill ``trainer`` from a checkpoint that ``saved.check_model`` has let pass; every rank calls it.
 
     Raises:
         UserError: it cannot be read, or holds a pickle that does not belong there.
@@ -103,7 +102,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         optimizer_state.prime_adam(trainer.optimizer)
     state = _state(trainer, loading=True, with_optimizer=with_optimizer, with_random_state=with_random_state)
     try:
-        metadata = untrusted.read_metadata(found.folder)
+        metadata = untrusted.examine(found.folder)
         uncalibrated, more = _fit_histories(state, metadata, same_gradients=_same_gradients(found, config))
         te_uncalibrated, te_more = _leave_out_extra_states(state, found, trainer, _same_gradients(found, config))
         uncalibrated |= te_uncalibrated
@@ -113,11 +112,11 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         if is_lost_connection(error):
             raise
         raise _unreadable(found.folder, error) from None
-    if trainer.config.transformer_impl == "transformer_engine":
-        trust_extra_states()
-    for name, chunk in _named_chunks(trainer.chunks):
-        _load_weights(unwrap_model(chunk), state[name])
-    notes += _resize_gradients(trainer, found, config, layout)
+    with loading_extra_states():
+        for name, chunk in _named_chunks(trainer.chunks):
+            _load_weights(unwrap_model(chunk), state[name])
+    progress = Progress() if config.finetune else Progress(**found.progress)
+    notes += _resize_gradients(trainer, found, config, layout, progress.consumed_samples)
     if with_optimizer:
         optimizer_state.load(trainer, state["optimizer"])
         trainer.scheduler.step(increment=int(state["scheduler"]["num_steps"]))
@@ -132,7 +131,6 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
     settle(trainer.optimizer, trainer.chunks)
     if with_random_state:
         random_state.restore(state["random_state"])
-    progress = Progress() if config.finetune else Progress(**found.progress)
     return Loaded(progress, notes, uncalibrated)
 
 
@@ -155,24 +153,37 @@ def load_weights(folder: Path, model: Model) -> list[str]:
         if is_lost_connection(error):
             raise
         raise _unreadable(folder, error) from None
-    for name, chunk in chunks:
-        unwrap_model(chunk).load_state_dict(state[name])
+    with loading_extra_states():
+        for name, chunk in chunks:
+            unwrap_model(chunk).load_state_dict(state[name])
     return notes
 
 
 def _read(state: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """The state as the checkpoint holds it; its objects are checked before torch unpickles them."""
+    """The state as the checkpoint holds it; objects and extra states are checked before others unpickle them."""
     objects = [item.unique_key for item in nested_values(state) if isinstance(item, ShardedObject)]
-    together(lambda: _check_objects(folder, metadata, objects))
+    _check_together(folder, lambda: untrusted.check_objects(folder, metadata, objects))
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    _check_together(folder, lambda: _check_extra_states(loaded, folder))
     return loaded
 
 
-def _check_objects(folder: Path, metadata: Metadata, keys: list[str]) -> None:
-    try:
-        untrusted.check_objects(folder, metadata, keys)
-    except untrusted.Damaged as error:
-        raise _unreadable(folder, error) from None
+def _check_extra_states(state: dict[str, Any], folder: Path) -> None:
+    """Put checked bytes in the place of every extra state; Megatron-core numbers those of grouped experts."""
+    for name, chunk in state.items():
+        if name.startswith("model"):
+            for key in [key for key in chunk if EXTRA_STATE in key]:
+                chunk[key] = untrusted.checked_extra_state(f"{folder}: {key}", chunk[key])
+
+
+def _check_together(folder: Path, check: Callable[[], None]) -> None:
+    def work() -> None:
+        try:
+            check()
+        except untrusted.Damaged as error:
+            raise _unreadable(folder, error) from None
+
+    together(work)
 
 
 def _unreadable(folder: Path, error: BaseException) -> UserError:
@@ -185,23 +196,31 @@ def _same_gradients(found: Saved, config: Config) -> bool:
     return bool(found.content["options"].get("calculate_per_token_loss")) == config.calculate_per_token_loss
 
 
-def _resize_gradients(trainer: Trainer, found: Saved, config: Config, layout: Mapping[str, int]) -> list[str]:
+def _resize_gradients(
+    trainer: Trainer, found: Saved, config: Config, layout: Mapping[str, int], consumed: int
+) -> list[str]:
     """Bring amax histories of gradients to the size that gradients have now; a line about it where it is another.
 
     A gradient travels as the mean over its own rank's tokens of an iteration: with half the batch on a rank it is twice
-    as large, whatever the sum over ranks.
+    as large, whatever the sum over ranks. In a ramp of the batch they are stored for the iteration that comes next.
+
+    Args:
+        consumed: samples that this run begins with.
     """
-    if config.calculate_per_token_loss or not isinstance(trainer.runtime, RecipeRuntime):
+    if config.calculate_per_token_loss or not _same_gradients(found, config):
         return []
     options = found.content["options"]
-    before = found.layout["data"] / (options["global_batch_size"] * options["seq_length"])
-    factor = layout["data"] / (sized(config.global_batch_size) * sized(config.seq_length)) / before
-    delayed = [layer.histories["grad_output"] for layer in trainer.runtime.layers if "grad_output" in layer.histories]
-    if factor == 1 or not delayed:
+    before = _tokens_of_a_rank(options, found.layout, found.progress["consumed_samples"])
+    factor = before / _tokens_of_a_rank(asdict(config), layout, consumed)
+    if not trainer.runtime.rescale_gradients(factor):
         return []
-    for history, slot in delayed:
-        history.rescale(slot, factor)
     return [f"checkpoint: amax histories of gradients times {factor:g}, for a rank's batch is another"]
+
+
+def _tokens_of_a_rank(options: Mapping[str, Any], layout: Mapping[str, int], consumed: int) -> float:
+    """Tokens of the iteration that follows ``consumed`` samples, on one data-parallel rank."""
+    batch = batch_size_at(options.get("rampup_batch_size"), options["global_batch_size"], consumed)
+    return batch * int(options["seq_length"]) / layout["data"]
 
 
 def _fit_histories(state: dict[str, Any], metadata: Metadata, same_gradients: bool = True) -> tuple[bool, list[str]]:

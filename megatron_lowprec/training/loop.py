@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron_lowprec.training import random_state
@@ -59,14 +63,13 @@ def train(run: Run) -> Stop | None:
     bad_steps = BadSteps(config, run.paths.run)
     batches = _train_batches(run) if progress.iteration < train_iters else []
     saved_at = progress.iteration
+    update_num_microbatches(progress.consumed_samples)
     if run.uncalibrated and batches:
-        update_num_microbatches(progress.consumed_samples)
         calibrate(run.trainer, lambda: _train_batches(run), config, progress.iteration, run.device)
         run.log.say(f"delayed scaling: histories filled by {PASSES} passes over the next batch, without an update")
     # An evaluation that the run before was interrupted in is made up for.
     stop = run.stops.interrupted() or _evaluate_if_due(run)
     while progress.iteration < train_iters and stop is None:
-        update_num_microbatches(progress.consumed_samples)
         profiler.before(progress.iteration)
         row = _train_iteration(run, batches, bad_steps)
         profiler.after(progress.iteration)
@@ -120,6 +123,7 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
         run.log.say(*bad_steps.skipped(progress.iteration + 1, result.loss, result.grad_norm, look))
     progress.iteration += 1
     progress.consumed_samples += batch_size
+    _enter_batch_size(run)
     if result.operands is not None:
         run.log.quantization(progress.iteration, result.operands)
     if math.isnan(result.loss):
@@ -140,6 +144,15 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
         skipped_iterations=progress.skipped_iterations,
         nan_iterations=progress.nan_iterations,
     )
+
+
+def _enter_batch_size(run: Run) -> None:
+    """Take the next iteration's batch size; a checkpoint of this one holds amax histories for it (``checkpoint``)."""
+    before = get_num_microbatches()
+    update_num_microbatches(run.progress.consumed_samples)
+    if not run.config.calculate_per_token_loss:
+        # Megatron-core divides the loss by the number of microbatches.
+        run.trainer.runtime.rescale_gradients(before / get_num_microbatches())
 
 
 def _evaluate_if_due(run: Run) -> Stop | None:

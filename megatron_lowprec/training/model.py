@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_te_version
 
-from megatron_lowprec.comm.gradients import AutomaticFactor
+from megatron_lowprec.comm.gradients import AutomaticFactor, rounded_sum_warnings
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.gradient_sum import sum_gradients_in
@@ -70,6 +70,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         model.runtime.notes.append(f"--fp8-param-gather: {count} weights on this stage are FP8, without a bf16 copy")
     if isinstance(model.runtime, RecipeRuntime):
         model.runtime.notes += describe_training_state(recipe)
+        model.runtime.notes += rounded_sum_warnings(recipe.gradients, mpu.get_data_parallel_world_size())
     chunks = _data_parallel(config, transformer, list(model.chunks))
     optimizer = _optimizer(config, recipe, transformer, chunks)
     settle(optimizer, chunks)
@@ -290,7 +291,7 @@ def _optimizer(
             for group in [inner.defaults, *inner.param_groups]:
                 group["fused"], group["foreach"] = True, False
     if recipe.optimizer.quantized:
-        use_scaled_adam(optimizer, recipe.optimizer)
+        use_scaled_adam(optimizer, recipe.optimizer, chunks, config.seed)
     else:
         copy_weights_at_once(optimizer)
     return optimizer
@@ -323,7 +324,7 @@ def _scheduler(schedule: Schedule, optimizer: MegatronOptimizer) -> OptimizerPar
         lr_decay_style=schedule.decay_style,
         start_wd=schedule.start_weight_decay,
         end_wd=schedule.end_weight_decay,
-        wd_incr_steps=schedule.decay_samples,
+        wd_incr_steps=schedule.weight_decay_incr_samples or 0,  # 0 where it is constant: without effect
         wd_incr_style=schedule.weight_decay_incr_style,
         wsd_decay_steps=schedule.wsd_decay_samples,
         lr_wsd_decay_style=schedule.wsd_decay_style,

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
+# Checkpoints of earlier versions hold a recipe's step and microbatch among Megatron-core's states.
+_FORMER_STATE = "megatron-lowprec-moment"
+
 
 def capture() -> dict[str, Any]:
     """All generators' states, as tensors, lists and numbers."""
@@ -44,6 +47,7 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     tracked, found = _tracked(), dict(state["tracker"])
+    found.pop(_FORMER_STATE, None)
     for name, own in tracked.items():
         if isinstance(own, torch.Generator) and name in found:
             own.set_state(found[name])

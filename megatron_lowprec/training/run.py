@@ -30,20 +30,22 @@ from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
 from megatron_lowprec.training.paths import RunPaths, keep_older_run, run_paths
+from megatron_lowprec.training.rampup import run_length
 from megatron_lowprec.training.resolve import (
     data_parallel_size,
-    iterations,
     resolve_model,
     resolve_recipe,
     resolve_run,
     total_samples,
 )
+from megatron_lowprec.training.save_lock import SaveLock
 from megatron_lowprec.training.shapes import linear_sites, num_parameters, sized
 from megatron_lowprec.training.startup import Ranks, finalize, initialize, versions
 
 if TYPE_CHECKING:
     import torch
 
+    from megatron_lowprec.training.data import Data
     from megatron_lowprec.training.saved import Saved
     from megatron_lowprec.training.tokenizer import Tokenizer
 
@@ -109,11 +111,12 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
         notes = notes + more
     config, paths = run_paths(config, recipe.name)
     signals = Signals()
-    with signals.listening(config.exit_signal_handler):
+    first = ranks.rank == 0
+    with signals.listening(config.exit_signal_handler), SaveLock(paths.checkpoints if first else None) as lock:
         try:
-            if ranks.rank == 0:
+            if first and lock.other() is None:
                 clear_requeue(config.save)
-            stop = _work(_plan(config, paths, given, notes, recipe, ranks), ranks, signals)
+            stop = _work(_plan(config, paths, given, notes, recipe, ranks), ranks, signals, lock)
         except BaseException as error:
             if signals.received is None:
                 raise
@@ -143,6 +146,8 @@ class _Plan:
     tokenizer: Tokenizer
     found: Saved | None
     content: dict[str, Any]
+    # Of the whole run, a continued run's past included.
+    samples: int
     # For the log, before and after the header.
     notes: list[str]
     later_notes: list[str]
@@ -167,21 +172,21 @@ def _plan(
     schedule, later_notes = schedules.plan(config, total_samples(config))
     found, more = saved_state.find_checkpoint(config)
     later_notes += more
+    _, samples = run_length(config)
     if found is not None:
+        saved_state.check_tokenizer(found, tokenizer)
         vocabulary = saved_state.same_padding(found, config, tokenizer.vocab_size, vocabulary)
-        saved_state.check_shape(found, config, vocabulary)
+        saved_state.check_model(found, config, vocabulary)
         later_notes += [*saved_state.recipe_note(found, recipe), *saved_state.implementation_note(found, config)]
         if not config.finetune:
             config, more = saved_state.continued(found, config, given)
             later_notes += more
             config, more = continued_phase(config, found.content["options"], given)
             later_notes += more
-            if config.train_samples is not None:
-                # The iterations behind may have been of another batch.
-                behind = found.progress
-                config = replace(
-                    config, train_iters=iterations(config, behind["iteration"], behind["consumed_samples"])
-                )
+            # The iterations behind may have been of another batch.
+            behind = found.progress
+            iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
+            config = replace(config, train_iters=iterations)
         if not (config.finetune or config.no_load_optim):
             saved_state.check_optimizer(found, config)
             schedule, more = schedules.continued(schedule, found.schedule, config, given)
@@ -193,23 +198,23 @@ def _plan(
         "expert": config.expert_model_parallel_size,
         "data": data_parallel_size(config, ranks.world_size),
     }
-    content = saved_state.content(config, recipe, schedule, vocabulary, layout) | {"versions": dict(versions())}
-    return _Plan(config, paths, recipe, schedule, tokenizer, found, content, notes, later_notes)
+    content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
+    content |= {"versions": dict(versions())}
+    return _Plan(config, paths, recipe, schedule, tokenizer, found, content, samples, notes, later_notes)
 
 
-def _work(plan: _Plan, ranks: Ranks, signals: Signals) -> Stop | None:
+def _work(plan: _Plan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
     """Process groups, and inside of them all that takes several ranks; why the training ended early, if it did."""
     device = initialize(plan.config, ranks)
     from megatron_lowprec.training.peers import PeerWatch
 
     with PeerWatch(ranks.rank):
-        stop = _train_on_ranks(plan, device, ranks, signals)
+        stop = _train_on_ranks(plan, device, ranks, signals, lock)
     finalize()
     return stop
 
 
-def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Signals) -> Stop | None:
-
+def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
     from megatron_lowprec.training import checkpoint, data, loop, model
     from megatron_lowprec.training.agreement import same_on_all_ranks, together
     from megatron_lowprec.training.checkpoint_writer import CheckpointWriter
@@ -217,6 +222,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     from megatron_lowprec.training.record import RunRecord
     from megatron_lowprec.training.self_test import self_test
 
+    together(lock.acquire)
     config, paths, content = plan.config, plan.paths, plan.content
     notes = list(plan.later_notes)
     vocabulary, layout = content["padded_vocab_size"], content["layout"]
@@ -235,11 +241,12 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
         notes += [f"continuing from {plan.found.folder} at iteration {progress.iteration}", *loaded.notes]
     if ranks.rank == 0:
         notes += keep_older_run(paths, config)
+    together(lock.acquire)  # an older run's folder has taken the file with it
     log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content, progress.evaluated)
     if ranks.rank == 0:
         paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     layers = model.implementation(config, trainer)
-    log.say(*plan.notes, *_header(config, plan.recipe, layers, vocabulary, layout, str(device), splits, paths))
+    log.say(*plan.notes, *_header(plan, layers, str(device), splits))
     about_data = [note for split in splits.values() if split is not None for note in split.notes]
     log.say(*trainer.runtime.header(), *about_data, *notes)
     facts = {
@@ -250,7 +257,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
         "processes": ranks.world_size,
         "versions": dict(versions()),
         "parameters": num_parameters(config, vocabulary),
-        "tokens": total_samples(config) * sized(config.seq_length),
+        "tokens": plan.samples * sized(config.seq_length),
     }
     record = RunRecord(paths.record, ranks.rank == 0, facts, continues=progress.iteration > 0)
     # From here on there is something to lose.
@@ -304,21 +311,12 @@ def _peak_memory(device: torch.device) -> int | None:
     return int(peak)
 
 
-def _header(
-    config: Config,
-    recipe: Recipe,
-    layers: str,
-    vocabulary: int,
-    layout: dict[str, int],
-    device: str,
-    splits: object,
-    paths: RunPaths,
-) -> list[str]:
+def _header(plan: _Plan, layers: str, device: str, splits: Data) -> list[str]:
     from megatron_lowprec.training.data import SplitData
 
-    assert isinstance(splits, dict)
+    config, vocabulary = plan.config, plan.content["padded_vocab_size"]
     tokens = {name: split.epoch_tokens for name, split in splits.items() if isinstance(split, SplitData)}
-    whole = total_samples(config) * sized(config.seq_length)
+    whole = plan.samples * sized(config.seq_length)
     model = (
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, sequence "
         f"{config.seq_length}, vocabulary {vocabulary} (padded), {num_parameters(config, vocabulary):,} parameters"
@@ -327,15 +325,15 @@ def _header(
     phase = [] if switch is None else [f"from sample {switch:,} on the second blend"]
     rows = [
         ("model", model),
-        ("parallelism", ", ".join(f"{name} {size}" for name, size in layout.items())),
-        ("recipe", recipe.name),
+        ("parallelism", ", ".join(f"{name} {size}" for name, size in plan.content["layout"].items())),
+        ("recipe", plan.recipe.name),
         ("layers", layers),
         ("device", ", ".join([_device_name(device), *(f"{name} {version}" for name, version in versions().items())])),
         ("data", ", ".join([*(f"{name} {count:,} tokens an epoch" for name, count in tokens.items()), *phase])),
         (
             "run",
             f"{config.train_iters:,} iterations, {whole:,} tokens = {whole / tokens['train']:.2f} epochs, "
-            f"in {paths.run}",
+            f"in {plan.paths.run}",
         ),
     ]
     return [f"{what + ':':<13}{text}" for what, text in rows]

@@ -17,7 +17,6 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.linear import LowPrecLinear, end_step
-from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
 
 _DRAWS = 16
@@ -84,7 +83,7 @@ def _without_saturation(spec: QuantSpec, size: int) -> torch.Tensor:
 
 def _times_identity(layer: LowPrecLinear, gemm: str, operand: str, matrix: torch.Tensor, draw: int) -> torch.Tensor:
     """fp32 ``matrix`` [rows, contracted] as it comes out of the GEMM."""
-    layer.moment = Moment(draw, 0)
+    torch.default_generator.manual_seed(draw)
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     # dgrad contracts output features, wgrad tokens: first dimensions of what a layer is given.
     turned = (gemm, operand) in (("dgrad", "weight"), ("wgrad", "grad_output"), ("wgrad", "input"))
@@ -147,7 +146,7 @@ def _on(device: torch.device, recipe: Recipe, operands: dict[str, torch.Tensor])
         # The step that delayed scaling learns its scales from.
         _products(layer, here)
         end_step(layer)
-    layer.moment = Moment(1, 0)
+    torch.default_generator.manual_seed(0)  # the same draws on every device
     return {gemm: product.cpu() for gemm, product in _products(layer, here).items()}
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.mcore.made_operands import Handover
+from tests.mcore.recomputation import bounded_recomputation
 
 HIDDEN, SEQUENCE, BATCH, VOCABULARY = 64, 16, 2, 192
 # normalization, activation, sequence parallel
@@ -30,6 +31,7 @@ SHAPES = {
     "llama-tp": ("RMSNorm", "silu", False),
 }
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 USERS = ("kernels.dispatch", "mcore.norm", "mcore.mlp", "mcore.gpt_model", "mcore.bias_dropout_add")
 
@@ -117,12 +119,13 @@ def run(
     return found | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, asked
 
 
-def same(shape: str) -> None:
+def same(shape: str, **more: Any) -> None:
     """The kernels are used, and give torch's results."""
-    want, _ = run(shape, False)
-    got, asked = run(shape, True)
+    want, _ = run(shape, False, **more)
+    got, asked = run(shape, True, **more)
     gelu, bias = SHAPES[shape][1] == "gelu", SHAPES[shape][0] == "LayerNorm"
-    calls = (2 * bias, 5, 2 * gelu, 1, 4)
+    norms = 9 if more.get("qk_layernorm") else 5
+    calls = (2 * bias, norms, 2 * gelu, 1, 4)
     assert asked == dict(zip(USERS, calls, strict=True)), asked
     assert got.keys() == want.keys()
     assert len(got) > 15
@@ -150,6 +153,20 @@ def recomputed_gelu(recipe: str) -> None:
     """Making GELU again in the backward pass changes no bit."""
     want, got = two_steps(recipe), two_steps(recipe, recompute_gelu=True)
     equal_but_for(("linear_fc1.bias",), got, want)  # not joined without the flag, under some recipes
+
+
+def recomputed_mlp() -> None:
+    """The bits of an MLP that runs once; its bias leaves the recomputed part with its output."""
+    p = 0.1 if DEVICE == "cuda" else 0.5
+    with bounded_recomputation():
+        want, _ = run("gpt", True, hidden_dropout=p)
+        for recompute_gelu in (False, True):
+            got, _ = run("gpt", True, hidden_dropout=p, recompute_gelu=recompute_gelu, **RECOMPUTED_MLP)
+            equal_but_for(("linear_fc1.bias",), got, want)
+        with native():
+            want = two_steps("fp8_delayed", hidden_dropout=p)
+            got = two_steps("fp8_delayed", hidden_dropout=p, **RECOMPUTED_MLP)
+    equal_but_for(("linear_proj.bias", "linear_fc1.bias", "linear_fc2.bias"), got, want)
 
 
 def late_weights() -> None:
@@ -399,6 +416,7 @@ def norm_marks_its_parameters() -> None:
 
 
 CHECKS = {f"same-{shape}": lambda shape=shape: same(shape) for shape in SHAPES}
+CHECKS |= {f"same-{shape}-qk-norms": lambda shape=shape: same(shape, qk_layernorm=True) for shape in ("gpt", "llama")}
 CHECKS |= {f"dropout-{shape}": lambda shape=shape: dropout(shape) for shape in ("gpt", "gpt-sp")}
 if DEVICE == "cuda":
     CHECKS |= {f"joined-{r}": lambda r=r: joined_casts(r) for r in ("fp8_delayed", "fp8_current")}
@@ -411,10 +429,12 @@ CHECKS["residuals-llama"] = lambda: residuals("llama", hidden_dropout=0.2)
 CHECKS["residuals-recomputed"] = lambda: residuals("gpt", **RECOMPUTED)
 # then gradients of what ranks gather are not handed over: two layers of three
 CHECKS["handed-over-sp"] = lambda: handed_over("fp8_delayed", 1 if dist.get_world_size() > 1 else 3, shape="gpt-sp")
+CHECKS["handed-over-qk-norms"] = lambda: handed_over("fp8_delayed", qk_layernorm=True)
 CHECKS["handed-over-recomputed"] = lambda: handed_over("fp8_delayed", **RECOMPUTED)
 CHECKS |= {
     check.__name__: check
     for check in (
+        recomputed_mlp,
         late_weights,
         norms_that_are_seen,
         gradients_that_are_seen,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.environment import python_path
 from tests.mcore import fused_worker
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +29,7 @@ def run(processes: int, out: Path, **environment: str) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     results = json.loads(out.read_text())

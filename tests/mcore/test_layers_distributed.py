@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.environment import python_path
 from tests.mcore import worker
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +23,7 @@ def test_all_checks_on_two_processes(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     results = json.loads(out.read_text())

@@ -18,9 +18,7 @@ from megatron_lowprec.recipe.resolve import without_gemms
 
 
 def numerics_of(recipe: str, *plain: str) -> LinearNumerics:
-    return LinearNumerics(
-        without_gemms(get_recipe(recipe), frozenset(plain)), LinearPlace(1, "x"), 0, lambda *kind: AmaxHistory(*kind)
-    )
+    return LinearNumerics(without_gemms(get_recipe(recipe), frozenset(plain)), LinearPlace(1, "x"), 0, AmaxHistory)
 
 
 def handover() -> Handover:

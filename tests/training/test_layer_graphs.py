@@ -33,9 +33,9 @@ from tests.training.conftest import Drive
 from tests.training.helpers import REPOSITORY, argv, rows
 from tests.training.rerun_recorder import RerunRecorder, rerun_on_a_cpu
 from tests.training.test_deterministic import as_before  # noqa: F401 - for the runs in deterministic mode here
+from tests.waiting import PATIENCE
 
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
-TIMEOUT = 900  # seconds
 
 
 # ---- what is refused
@@ -207,9 +207,9 @@ def launch(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpu
             stderr=complaints,
         )
         try:
-            ended = f"exit code {running.wait(TIMEOUT)}"
+            ended = f"exit code {running.wait(PATIENCE)}"
         except subprocess.TimeoutExpired:
-            ended = f"no end after {TIMEOUT} s"
+            ended = f"no end after {PATIENCE} s"
             running.terminate()  # torchrun takes its processes along
             running.wait()
     printed, complained = (path.read_text() for path in told)
@@ -268,7 +268,7 @@ def test_a_run_by_recordings_has_the_bits_of_a_plain_one(
 def test_each_kind_of_microbatch_has_run_before_it_is_captured(
     drive: Drive, digest: Digest, recorders: list[RerunRecorder]
 ) -> None:
-    ramp = SMALL | {"rampup_batch_size": [2, 2, 4], "train_iters": 6}
+    ramp = SMALL | {"rampup_batch_size": [2, 2, 4], "train_iters": None, "train_samples": 20}
     drive(argv(save="plain", **ramp))
     plain = digest()
     drive(argv(save="recorded", **GRAPHS | ramp))

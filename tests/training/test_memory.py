@@ -25,6 +25,7 @@ from tests.environment import python_path
 from tests.training.conftest import Drive
 from tests.training.helpers import REPOSITORY, argv
 from tests.training.memory_worker import SIZES, VOCABULARY, measure
+from tests.waiting import PATIENCE
 
 GPT2_VOCABULARY = 50304
 
@@ -143,7 +144,7 @@ def test_the_plan_is_what_two_processes_hold(name: str, tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

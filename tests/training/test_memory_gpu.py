@@ -12,6 +12,7 @@ import pytest
 
 from tests.environment import python_path
 from tests.training.helpers import REPOSITORY
+from tests.waiting import PATIENCE
 
 LLAMA = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"]
 LLAMA += ["--group-query-attention", "--num-query-groups", "4", "--untie-embeddings-and-output-weights"]
@@ -39,7 +40,7 @@ def test_the_plan_is_what_is_allocated(name: str, tmp_path: Path) -> None:
         env={**os.environ, **python_path()},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -36,6 +36,7 @@ from tests.training.conftest import Drive, driving
 from tests.training.helpers import REPOSITORY, argv, losses, rows, torchrun
 from tests.training.primary_worker import Digests, looking
 from tests.training.test_bad_numbers import at, spoiling
+from tests.waiting import PATIENCE
 from tools import evaluate, export_hf
 
 RECIPES = ("fp8_current", "fp8_delayed")
@@ -375,7 +376,7 @@ def test_native_runs_are_near_emulated_ones(tmp_path: Path, recipe: str) -> None
         env={**os.environ, "OMP_NUM_THREADS": "1", **python_path()},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]

@@ -17,7 +17,7 @@ from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.resolve import weight_serves_microbatches
-from megatron_lowprec.recipe.schema import HistoryRule
+from megatron_lowprec.recipe.schema import HistorySpec
 from tools.bench.measure import errors, one_line
 from tools.bench.shapes import LinearShape
 
@@ -71,10 +71,10 @@ class RecipeGemms:
     """
 
     def __init__(self, recipe: str, device: torch.device, seed: int = 1234, cached: bool = False) -> None:
-        histories: dict[tuple[int, HistoryRule], AmaxHistory] = {}
+        histories: dict[HistorySpec, AmaxHistory] = {}
 
-        def history_of(length: int, rule: HistoryRule) -> AmaxHistory:
-            return histories.setdefault((length, rule), AmaxHistory(length, rule, device))
+        def history_of(remembered: HistorySpec) -> AmaxHistory:
+            return histories.setdefault(remembered, AmaxHistory(remembered, device))
 
         place = LinearPlace(1, "bench")
         self.numerics = LinearNumerics(get_recipe(recipe), place, seed, history_of, cache_weights=True)

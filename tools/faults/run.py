@@ -25,7 +25,7 @@ _SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 _PARTIAL = "iter_*.partial.*"
 _TOKEN = "MEGATRON_LOWPREC_FAULTS"
 _STEP = re.compile(r"^ iteration +\d+/", re.MULTILINE)
-_PATIENCE = 600.0  # seconds, for machines that have other things to do
+_PATIENCE = 1800.0  # seconds, for machines that have other things to do
 
 
 class Fault(Exception):  # noqa: N818 - what a scenario has found

@@ -13,7 +13,7 @@ _COMMON = [
     *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)),
     *("--micro-batch-size", str(MICROBATCH), "--global-batch-size", str(BATCH)),
     *("--train-iters", "1000", "--lr", "1e-3", "--lr-decay-style", "constant", "--lr-warmup-iters", "0"),
-    *("--lr-warmup-fraction", "0", "--min-lr", "1e-4", "--distributed-timeout-minutes", "3"),
+    *("--lr-warmup-fraction", "0", "--min-lr", "1e-4", "--distributed-timeout-minutes", "30"),
 ]
 # Two chunks a stage of two stages; every size a multiple of 128 on two tensor-parallel ranks.
 _GPT = [

@@ -22,7 +22,7 @@ from megatron_lowprec.mcore.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.numerics import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 from tools.matrix.setup import Setup
 
 _TOKENS = 128
@@ -138,8 +138,8 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
         stored = setup.trainer.runtime.recipe
         device = setup.device
 
-        def history_of(length: int, rule: Any, device: torch.device = device) -> AmaxHistory:
-            return AmaxHistory(length, rule, device)
+        def history_of(remembered: HistorySpec, device: torch.device = device) -> AmaxHistory:
+            return AmaxHistory(remembered, device)
 
         twin = LinearNumerics(recipe, alone, seed, history_of, stores_histories_of=stored, emulate=config.emulate)
         name = f"{place.layer} {place.name} {place.expert}"

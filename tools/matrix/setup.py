@@ -117,7 +117,7 @@ class Setup:
         if config.load is not None:
             found, _ = saved.find_checkpoint(config)
             assert found is not None
-            saved.check_shape(found, config, vocabulary)
+            saved.check_model(found, config, vocabulary)
             if not config.no_load_optim:
                 saved.check_optimizer(found, config)
             progress = checkpoint.load(found, trainer, config, layout_of(config, ranks)).progress
@@ -160,7 +160,7 @@ class Setup:
         """A checkpoint of the driver's."""
         config = replace(self.config, save=str(folder))
         recipe = self.trainer.runtime.recipe
-        content = saved.content(config, recipe, self.schedule, self.vocabulary, layout_of(config, self.ranks))
+        content = saved.content(config, recipe, self.schedule, self.vocabulary, layout_of(config, self.ranks), None)
         CheckpointWriter(config, content, lambda line: None).save(self.trainer, progress)
 
     def load(self, folder: Path) -> Progress:

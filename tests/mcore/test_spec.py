@@ -1,0 +1,162 @@
+"""Layers by ``gpt_block_spec`` are those of Megatron-core's local spec, for each config that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec import UserError, get_recipe
+from tests.mcore.one_process import one_process
+
+SEQUENCE, BATCH, HIDDEN, LAYERS = 8, 2, 64, 4
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128, "add_bias_linear": False}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "llama": {"normalization": "RMSNorm", "gated_linear_unit": True, "num_query_groups": 2, "add_bias_linear": False},
+    "norms of queries and keys": {"qk_layernorm": True},
+    "RMS norms of queries and keys": {"qk_layernorm": True, "normalization": "RMSNorm", "num_query_groups": 2},
+    "L2 norms of queries and keys": {"qk_l2_norm": True},
+    "both": {"qk_layernorm": True, "qk_l2_norm": True},
+    "gated attention": {"attention_output_gate": True},
+    "experts": EXPERTS,
+    "shared experts": {"moe_shared_expert_intermediate_size": 64, **EXPERTS},
+    "experts in every second layer": {"moe_layer_freq": 2, **EXPERTS},
+    "experts by a list": {"moe_layer_freq": [0, 1, 1, 0], "qk_layernorm": True, **EXPERTS},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _world() -> Iterator[None]:
+    with one_process():
+        yield
+
+
+def config_of(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shared = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 192,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**{**shared, **options})
+
+
+def block_of(config: Any, spec: Any) -> Any:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    return TransformerBlock(config, spec)
+
+
+def results(block: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, requires_grad=True)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    y = block(hidden_states=x, attention_mask=mask)
+    y.backward(torch.randn(y.shape, generator=generator))
+    return {"y": y, "dx": x.grad, **{name: weight.grad for name, weight in block.named_parameters()}}
+
+
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+def test_the_layers_are_megatron_core_s(options: dict[str, Any]) -> None:
+    """The same weights, and of them the same bits; in the first layers too, where experts are only in some."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from megatron_lowprec.mcore.runtime import bind_recipe
+    from megatron_lowprec.mcore.spec import gpt_block_spec
+
+    config = config_of(**options)
+    stock = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+    )
+    theirs, ours = block_of(config, stock), block_of(config, gpt_block_spec(config, attention_backend="local"))
+    bind_recipe([ours], get_recipe("bf16"), num_layers=LAYERS, seed=1, accumulate_wgrad=False)
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    assert [layer.is_moe_layer for layer in ours.layers] == [layer.is_moe_layer for layer in theirs.layers]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            other += 0.1 * torch.randn(other.shape, generator=generator)  # norms begin as ones, biases as zeros
+            mine.copy_(other)
+    got, want = results(ours), results(theirs)
+    for name in want:
+        assert (got[name] is None) == (want[name] is None), name
+        assert want[name] is None or torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+def test_every_linear_layer_has_a_recipe(options: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from megatron_lowprec.mcore.runtime import bind_recipe
+    from megatron_lowprec.mcore.spec import gpt_block_spec
+
+    config = config_of(**options)
+    block = block_of(config, gpt_block_spec(config))
+    runtime = bind_recipe([block], get_recipe("mxfp4_rht_sr"), num_layers=LAYERS, seed=1)
+    linears = [module for module in block.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
+    assert len({id(module.numerics) for module in linears}) == len(linears) == len(runtime.layers)
+
+
+def test_a_pipeline_stage_has_its_own_part_of_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_lowprec.mcore.spec import gpt_block_spec
+
+    config = config_of(
+        moe_layer_freq=[0, 1, 1, 1], pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, **EXPERTS
+    )
+    found = []
+    for rank in range(2):
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 2)
+        specs = gpt_block_spec(config).layer_specs
+        found.append([getattr(spec.submodules.mlp, "module", None) is MoELayer for spec in specs])
+    assert found == [[False, True], [True, True]]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("multi_latent_attention", True, "multi-latent attention"),
+        ("experimental_attention_variant", "gated_delta_net", "experimental attention"),
+        ("heterogeneous_block_specs", True, "different architectures"),
+        ("mtp_num_layers", 1, "multi-token prediction"),
+        ("use_kitchen", True, "Kitchen"),
+        ("use_kitchen_attention", True, "Kitchen"),
+        ("quant_recipe", object(), "by Megatron-core"),
+        ("fp8", "hybrid", "TransformerEngine"),
+        ("fp4", "e2m1", "TransformerEngine"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(field: str, value: Any, what: str) -> None:
+    from megatron_lowprec.mcore.spec import gpt_block_spec
+
+    config = config_of()
+    setattr(config, field, value)
+    with pytest.raises(UserError, match=rf"TransformerConfig\.{field} is .*{what}.*leave it at its default"):
+        gpt_block_spec(config)
+
+
+def test_experts_in_one_product_are_refused() -> None:
+    from megatron_lowprec.mcore.spec import gpt_block_spec
+
+    config = config_of(**EXPERTS)
+    config.moe_grouped_gemm = True
+    with pytest.raises(UserError, match="--moe-grouped-gemm has no low-precision path"):
+        gpt_block_spec(config)

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 def pytest_configure() -> None:
     # several workers share few cores (make test); a test of seconds gains nothing from more threads
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and all that it would start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

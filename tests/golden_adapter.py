@@ -32,7 +32,7 @@ from megatron_lowprec.quantization.quantizer import (
     quantize,
 )
 from megatron_lowprec.recipe.registry import FP8_1X128, FP8_128X128, MXFP4, MXFP4_SR, MXFP8
-from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec
 
 Inputs = Mapping[str, torch.Tensor]
 Results = dict[str, torch.Tensor]
@@ -145,7 +145,7 @@ def _fp8_te_delayed(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Re
     element = next(row.name for row in FORMATS.values() if row.max == maximum)
     spec = QuantSpec(element, tile="tensor", scaling="delayed", history=length, history_rule=rule, margin=margin)  # type: ignore[arg-type]
     amax = inputs["amax"]
-    history = AmaxHistory(length, spec.history_rule)
+    history = AmaxHistory(HistorySpec(length, spec.history_rule))
     slots = [history.add_tensor() for _ in range(amax.shape[1])]
     used, after = [], []
     for step in amax:

@@ -11,6 +11,7 @@ import yaml
 
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.recipe.load import load_recipe, recipe_from_dict, recipe_to_dict
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_lowprec"
@@ -86,7 +87,7 @@ def test_the_order_covers_the_package() -> None:
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -233,7 +233,7 @@ def test_all_ranks_agree_on_where_bad_numbers_come_from(launch: Launch, layout: 
 )
 def test_a_user_s_error_is_one_line_from_one_process(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     (tmp_path / "short.jsonl").write_text('{"text": "1 2 3"}\n')
-    result = torchrun(2, argv(**changes), tmp_path)
+    result = torchrun(2, argv(**changes), tmp_path, script="tests/distributed/patient_driver.py")
     assert result.returncode != 0
     ours = [line for line in result.stderr.splitlines() if line.startswith("pretrain_gpt.py: error:")]
     assert len(ours) == 1

@@ -20,12 +20,22 @@ COMMON: dict[str, Any] = {
 }
 BF16: dict[str, Any] = {"bf16": True, "use_distributed_optimizer": True}
 INTERLEAVED: dict[str, Any] = {"num_layers": 8, "num_virtual_stages_per_pipeline_rank": 2}
+RECOMPUTED: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+RANDOM: dict[str, Any] = {"recipe": "mxfp4_rht_sr"} | BF16
 RUNS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp8_delayed": {"recipe": "fp8_delayed"} | BF16,
     "fp8_current, evaluated": {"recipe": "fp8_current", "eval_iters": 1, "eval_interval": 1} | BF16,
     "no dropout, rmsnorm": {"hidden_dropout": 0, "normalization": "RMSNorm", "swiglu": True} | BF16,
-    "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | BF16,
+    "recomputed": RECOMPUTED | BF16,
+    "random": RANDOM,
+    "random, recomputed": RANDOM | RECOMPUTED,
+    "random, interleaved": RANDOM | INTERLEAVED,
+    "random, interleaved, recomputed": RANDOM | INTERLEAVED | RECOMPUTED,
     "experts": {"num_experts": 2, "disable_bias_linear": True, "recipe": "mxfp8"} | BF16,
     "interleaved": INTERLEAVED | BF16,
     "interleaved, overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True} | INTERLEAVED | BF16,
@@ -72,3 +82,8 @@ def test_an_output_that_may_still_be_on_its_way_is_kept(launch: tuple[Path, str]
 def test_gathers_are_started_by_the_schedule_alone(launch: tuple[Path, str]) -> None:
     assert "already been dispatched" not in launch[1]
     assert losses(launch[0] / "interleaved, overlapped") == losses(launch[0] / "interleaved")
+
+
+@pytest.mark.parametrize("name", ["random", "random, interleaved"])
+def test_a_recomputation_finds_its_microbatch_among_those_in_flight(launch: tuple[Path, str], name: str) -> None:
+    assert losses(launch[0] / f"{name}, recomputed") == losses(launch[0] / name)

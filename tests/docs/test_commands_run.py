@@ -15,6 +15,7 @@ from megatron_lowprec import recipes
 from megatron_lowprec.training import run as driver
 from megatron_lowprec.training.startup import Ranks
 from tests.docs.markdown import ELLIPSES, PAGES, ROOT, Command, commands, refusals
+from tests.waiting import PATIENCE
 
 _PRINT_AND_STOP = {"--list-recipes", "--explain-recipe", "--memory-plan"}
 _REFUSED = {command for page in PAGES for command, _ in refusals(page)}
@@ -63,7 +64,7 @@ def processed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
 

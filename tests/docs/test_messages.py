@@ -129,7 +129,7 @@ def test_reasons_in_the_table_are_in_the_source() -> None:
         "there is no recipes 'mxfp9': did you mean mxfp8?",
         "nothing to train: the checkpoint stands at iteration 240 of --train-iters 240",
         "--load x holds another model: whatever the author of this page liked to think that it says; give the "
-        "checkpoint's sizes or another --load",
+        "checkpoint's options or another --load",
         "recipes:     mxfp8",
         "iteration 3 skipped: weights and moments stay as they were",
         "make: PYTHON='python3' is not Python 3.10; install one",

@@ -68,6 +68,7 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
         "scaling": "delayed",
         "history": 4,
         "history_rule": "most_recent",
+        "history_update": "microbatch",
         "margin": 2,
     }
     assert set(others) == names
@@ -78,7 +79,7 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
             before, changes = dataclasses.replace(plain, tile="1x32"), {name: value, "scale_rule": "floor"}
         if name == "random_bits":
             before = dataclasses.replace(plain, rounding="stochastic")
-        if name in ("history", "history_rule", "margin"):
+        if name in ("history", "history_rule", "history_update", "margin"):
             before = dataclasses.replace(plain, scaling="delayed")
         after = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
         assert doc_tables._numerics(before) != doc_tables._numerics(after), name

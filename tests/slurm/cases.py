@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
-from tests.slurm.loopback import GRACE_TIME, Slurm, wait
+from tests.slurm.loopback import Slurm
 from tests.sweep.conftest import SWEEP
 from tests.training.helpers import REPOSITORY, argv
+from tests.waiting import PATIENCE, wait_for
 
-PATIENCE = 600.0
-"""Seconds for whatever a case waits for; a start of the driver alone takes eight, and a minute where others compute."""
 SLOW_SAVE = 35
 """Seconds; torchrun kills ranks 30 after it was sent a signal that it handles."""
 # Dropout and stochastic rounding: a run that goes on must find its random state again.
@@ -35,6 +36,7 @@ RUN: dict[str, Any] = {
     "eval_iters": 2,
 }
 CELLS = ("gpt_tiny-bf16-s1", "gpt_tiny-mxfp4_sr-s1")
+wait = partial(wait_for, poll=0.2)
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -59,7 +61,7 @@ class Job:
 
     def wait(self, until: Callable[[], object], what: str) -> None:
         """Until something has come about while the job has not ended."""
-        wait(lambda: until() or self.state() in _ENDED, what, PATIENCE)
+        wait(lambda: until() or self.state() in _ENDED, what)
         assert until(), f"{what}: the job ended before, {self.state()}\n{self.log()[-4000:]}"
 
     def wait_for_requeue(self) -> None:
@@ -67,7 +69,7 @@ class Job:
 
     def ended(self) -> None:
         """Wait for the end, and keep what Slurm says."""
-        wait(lambda: self.state() in _ENDED, f"the end of job {self.number}", PATIENCE)
+        wait(lambda: self.state() in _ENDED, f"the end of job {self.number}")
         (self.folder / "job.json").write_text(json.dumps(self.slurm.job(self.number)))
 
 
@@ -133,7 +135,6 @@ def preempted(slurm: Slurm, folder: Path) -> None:
 
 def preempted_with_grace(slurm: Slurm, folder: Path) -> None:
     """With a time of grace, and a save that takes longer than torchrun waits: the job requeues itself."""
-    assert GRACE_TIME > 2 * SLOW_SAVE
     job = submit(slurm, folder, "--partition=grace", "--nodelist=n3", "--exclusive", hold=True)
     job.wait(lambda: job.iteration >= 2, "two iterations")
     (folder / "save_seconds").write_text(str(SLOW_SAVE))
@@ -145,23 +146,26 @@ def preempted_with_grace(slurm: Slurm, folder: Path) -> None:
 
 
 def out_of_time(slurm: Slurm, folder: Path) -> None:
-    """Slurm looks at limits every half a minute: half a minute at least is left for the save."""
-    job = submit(slurm, folder, "--nodelist=n4", "--time=10", "--signal=B:USR1@45", hold=True)
+    """Slurm looks at limits every half a minute; what is left then is for the save."""
+    job = submit(slurm, folder, "--nodelist=n4", "--time=60", "--signal=B:USR1@1500", hold=True)
     job.wait(lambda: job.iteration >= 2, "two iterations")
-    slurm.call("scontrol", "update", f"JobId={job.number}", "EndTime=now+60seconds")
+    (folder / "hold_save").touch()
+    slurm.call("scontrol", "update", f"JobId={job.number}", "EndTime=now+1500seconds")
+    job.wait(lambda: "asking for a checkpoint" in job.log(), "a signal")
+    # the limit that the job comes back with
+    slurm.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
+    (folder / "hold_save").unlink()
     job.wait_for_requeue()
-    slurm.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
     (folder / "hold").unlink()
     job.ended()
 
 
 def cancelled(slurm: Slurm, folder: Path) -> None:
-    """By its user; a cancelled job that came back would be back after eight seconds."""
+    """By its user. A job that was put back into the queue, when it could not be any more, would be in the queue."""
     job = submit(slurm, folder, "--nodelist=n5", hold=True)
     job.wait(lambda: job.iteration >= 2, "two iterations")
     slurm.call("scancel", job.number)
-    wait(lambda: not slurm.call("squeue", "--noheader", f"--job={job.number}").strip(), "the end", PATIENCE)
-    time.sleep(10)
+    wait(lambda: not slurm.call("squeue", "--noheader", f"--job={job.number}").strip(), "the end")
     job.ended()
 
 
@@ -191,24 +195,16 @@ def array(slurm: Slurm, folder: Path) -> None:
     printed = slurm.call(*program, "--slurm", *on, "--out", "array", cwd=folder, **environment())
     number = printed.split(":")[0].removeprefix("job ")
     tasks = [f"{number}_{index}" for index in range(len(CELLS))]
-    wait(lambda: last_iteration(folder / "array" / CELLS[1]) >= 5, "iterations of the second cell", PATIENCE)
-
-    def wanted(*cores: str) -> str:
-        more = ("--output=/dev/null", "--wrap=sleep 1")
-        return slurm.call(
-            "sbatch", "--parsable", "--partition=high", "--nodelist=n8", *cores, *more, cwd=folder
-        ).strip()
-
-    def requeued() -> bool:
-        return any(slurm.job(task)["Restarts"] != "0" for task in tasks)
+    drivers = [_pause(folder / "array", cell) for cell in CELLS]
 
     # It wants two of the node's four cores, so one task has to go.
-    other = wanted("--cpus-per-task=2")
-    wait(lambda: requeued() or slurm.job(other)["JobState"] in _ENDED, "a requeue, or two free cores", PATIENCE)
-    if not requeued():  # the first cell, the faster one, had ended on a busy machine
-        wanted("--exclusive")
-    wait(requeued, "a requeue", PATIENCE)
-    wait(lambda: all(slurm.job(task)["JobState"] in _ENDED for task in tasks), "the end of the array", PATIENCE)
+    more = ("--cpus-per-task=2", "--output=/dev/null", "--wrap=sleep 1")
+    slurm.call("sbatch", "--partition=high", "--nodelist=n8", *more, cwd=folder)
+    wait(lambda: any(_is_told(driver) for driver in drivers), "a signal")
+    for driver in drivers:
+        driver.resume()
+    wait(lambda: any(slurm.job(task)["Restarts"] != "0" for task in tasks), "a requeue")
+    wait(lambda: all(slurm.job(task)["JobState"] in _ENDED for task in tasks), "the end of the array")
     (folder / "job.json").write_text(json.dumps([slurm.job(task) for task in tasks]))
     local = subprocess.run(
         [*program, "--out", "local"],
@@ -223,6 +219,23 @@ def array(slurm: Slurm, folder: Path) -> None:
     (folder / "array.txt").write_text(
         slurm.call(*program, "--status", "--out", "array", cwd=folder, **environment()),
     )
+
+
+def _pause(out: Path, cell: str) -> psutil.Process:
+    """The driver of a sweep's cell, stopped after its first iteration."""
+    wait(lambda: last_iteration(out / cell) >= 1, f"an iteration of {cell}")
+    numbers = json.loads((out / "locks" / cell).read_text())["processes"]
+    processes = [psutil.Process(int(number)) for number in numbers]
+    (driver,) = [one for one in processes if any(word.endswith("pretrain_gpt.py") for word in one.cmdline())]
+    driver.suspend()
+    return driver
+
+
+def _is_told(driver: psutil.Process) -> bool:
+    """Whether a stopped process was sent SIGTERM, which it does not see yet, or SIGCONT before."""
+    status = Path(f"/proc/{driver.pid}/status").read_text()
+    waiting = int(status.split("ShdPnd:")[1].split()[0], 16)
+    return driver.status() != psutil.STATUS_STOPPED or bool(waiting >> (signal.SIGTERM - 1) & 1)
 
 
 CASES: dict[str, Callable[[Slurm, Path], None]] = {

@@ -15,24 +15,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tests.environment import ROOT
+from tests.waiting import PATIENCE, wait_for
+
 NODES = 8
 CPUS = 4
 """Of each node, as Slurm believes; jobs share the real ones."""
-GRACE_TIME = 90
-"""Seconds of the partition ``grace``."""
 _PACKAGES = ("slurm-wlm", "munge")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 
-# low, grace: jobs that high preempts. cred_expire makes a requeued job wait 6 seconds and not 120. KillWait is twice
-# Slurm's default, for machines that have other things to do. Debian's 22.05 has no pmix, hence MpiDefault=none.
+# low, grace: jobs that high preempts. cred_expire makes a requeued job wait 6 seconds and not 120. KillWait and the
+# timeouts are for machines that have other things to do. Debian's 22.05 has no pmix, hence MpiDefault=none.
 _CONF = """\
 ClusterName=loopback
 SlurmctldHost={host}(127.0.0.1)
@@ -59,11 +59,15 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=2,batch_sched_delay=0,requeue_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-KillWait=60
+KillWait={patience}
+MessageTimeout=100
+TCPTimeout=60
+SlurmdTimeout={patience}
+UnkillableStepTimeout={patience}
 ReturnToService=2
 MinJobAge=3600
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=0
-PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime={grace}
+PartitionName=grace Nodes=ALL PriorityTier=1 GraceTime={patience}
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 
@@ -93,9 +97,10 @@ def _installed() -> bool:
 def _quietly(command: Sequence[str]) -> bool:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     try:
-        return subprocess.run(command, capture_output=True, timeout=180, env=environment, check=False).returncode == 0
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, env=environment, check=False)
     except (subprocess.TimeoutExpired, FileNotFoundError):
         return False
+    return done.returncode == 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,9 @@ class Slurm:
     def call(self, *command: str, cwd: Path | None = None, **more: str) -> str:
         """What a command prints; CalledProcessError or TimeoutExpired where it fails. ``more`` is environment."""
         environment = {**self.environment, **more}
-        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
+        )
         return done.stdout
 
     def version(self) -> str:
@@ -129,15 +136,6 @@ class Slurm:
         """The end of what the daemons wrote, for a failure's message."""
         files = sorted((self.folder / "log").iterdir())
         return "\n".join(f"{file.name}: {file.read_text(errors='replace')[-1500:]}" for file in files)
-
-
-def wait(until: Callable[[], object], what: str, seconds: float, poll: float = 0.2) -> None:
-    """Until something has come about; TimeoutError, naming it, after so many seconds."""
-    end = time.monotonic() + seconds
-    while not until():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what} did not come about within {seconds:.0f} s")
-        time.sleep(poll)
 
 
 @contextmanager
@@ -158,20 +156,20 @@ def running(folder: Path) -> Iterator[Slurm]:
         f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory=1000\n"
         for name, port in zip(names, ports[1:], strict=True)
     ]
-    conf = _CONF.format(folder=folder, host=socket.gethostname().split(".")[0], port=ports[0], grace=GRACE_TIME)
+    conf = _CONF.format(folder=folder, host=socket.gethostname().split(".")[0], port=ports[0], patience=int(PATIENCE))
     (folder / "slurm.conf").write_text(conf + "".join(nodes))
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + f"\n127.0.0.1 {' '.join(names)}\n")
     with _keeper(slurm):
         munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={folder}/munge/{file}" for option, file in munge.items()]
         _daemon(slurm, "munged", "--foreground", "--force", *options)
-        wait((folder / "munge" / "socket").exists, f"munged, see {folder}/munge/log", 10, poll=0.05)
+        wait_for((folder / "munge" / "socket").exists, f"munged, see {folder}/munge/log")
         _daemon(slurm, "slurmctld", "-D")
         for name in names:
             become = f"hostname {name} && mount --bind {folder}/hosts /etc/hosts && exec slurmd -D -N {name}"
             _daemon(slurm, "unshare", "--uts", "--mount", "--", "sh", "-c", become)
         try:
-            wait(lambda: _idle(slurm) == NODES, "an idle node each", 60)
+            wait_for(lambda: _idle(slurm) == NODES, "an idle node each", poll=0.2)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{slurm.logs()}") from None
         yield slurm
@@ -180,12 +178,12 @@ def running(folder: Path) -> Iterator[Slurm]:
 @contextmanager
 def _keeper(slurm: Slurm) -> Iterator[None]:
     """In the end, or when this process has died, another one kills whatever belongs to this Slurm."""
-    command = [sys.executable, __file__, "--keeper", str(slurm.folder)]
-    keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    command = [sys.executable, "-m", "tests.slurm.loopback", "--keeper", str(slurm.folder)]
+    keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd=ROOT)
     try:
         yield
     finally:
-        keeper.communicate(timeout=60)
+        keeper.communicate(timeout=PATIENCE)
 
 
 def _daemon(slurm: Slurm, *command: str) -> None:
@@ -202,14 +200,15 @@ def _idle(slurm: Slurm) -> int:
 
 def _kill_all(slurm: Slurm) -> None:
     """Daemons, and what is left of jobs, wherever it was adopted."""
-    deadline = time.monotonic() + 20
-    while found := [process for process in psutil.process_iter() if _is_of(process, slurm)]:
+
+    def ended() -> bool:
+        found = [process for process in psutil.process_iter() if _is_of(process, slurm)]
         for process in found:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(found, timeout=2)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"processes of {slurm.folder} do not end: {found}")
+        return not found
+
+    wait_for(ended, f"the end of all processes of {slurm.folder}", poll=0.2)
 
 
 def _is_of(process: psutil.Process, slurm: Slurm) -> bool:

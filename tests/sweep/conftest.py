@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from megatron_lowprec.sweep import cells, cli, local
 from tests.environment import python_path
+from tests.waiting import Started, wait_for
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -56,6 +58,9 @@ class Fake:
     def __init__(self, folder: Path) -> None:
         self.out = folder / "out"
         self.driver = folder / "fake_driver.py"
+        # Of sweep.local, in processes.
+        self.constants = {"_ASK_AGAIN": 1.0}
+        self.started: list[Started] = []
         shutil.copy(HERE / "fake_driver.py", self.driver)
 
     def behave(self, **modes: str) -> None:
@@ -66,23 +71,33 @@ class Fake:
         """The command line in this process."""
         return cli.main([*argv, "--out", str(self.out)])
 
-    def start(self, *argv: str, **more: str) -> subprocess.Popen[str]:
+    def start(self, *argv: str) -> Started:
         """The command line in a process of its own, for signals."""
-        return subprocess.Popen(
-            [*self.program(), *argv, "--out", str(self.out)],
-            cwd=REPOSITORY,
-            env={**os.environ, **python_path(), **more},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return self.launch([*self.program(), *argv, "--out", str(self.out)])
+
+    def launch(self, command: list[str], **environment: str) -> Started:
+        """A command that ends with its test."""
+        output = self.driver.with_name(f"printed.{len(self.started)}")
+        env = {**os.environ, **python_path(), **environment}
+        self.started.append(Started(command, output, cwd=REPOSITORY, env=env))
+        return self.started[-1]
+
+    def end(self) -> None:
+        """Kill what still runs of a test that has failed."""
+        for one in self.started:
+            one.process.kill()
+            one.process.wait()
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if str(self.driver) in process.cmdline():
+                    process.kill()
 
     def program(self) -> list[str]:
         """scripts/sweep.py with the stand-in."""
         code = (
             "import sys; from megatron_lowprec.sweep import cells, cli, local; "
-            f"cells.DRIVER = {str(self.driver)!r}; local.visible_gpus = lambda: []; local._ASK_AGAIN = 1; "
-            "sys.exit(cli.main(sys.argv[1:]))"
+            f"cells.DRIVER = {str(self.driver)!r}; local.visible_gpus = lambda: []; "
+            f"vars(local).update({self.constants!r}); sys.exit(cli.main(sys.argv[1:]))"
         )
         return [sys.executable, "-c", code]
 
@@ -95,13 +110,23 @@ class Fake:
         path = self.out / cell_id / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def wait_until_held(self, cell_id: str, processes: int = 1) -> None:
+        """Until all processes of a cell wait in mode ``hold``."""
+        files = [self.out / cell_id / f"holding.{rank}" for rank in range(processes)]
+        wait_for(lambda: all(file.exists() for file in files), f"{cell_id} at iteration 2")
+
+    def release(self) -> None:
+        """Let cells in mode ``hold`` go on, now and from now on."""
+        self.driver.with_name("release").touch()
+
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     """The stand-in on a machine without GPUs."""
     made = Fake(tmp_path)
     monkeypatch.setattr(cells, "DRIVER", str(made.driver))
     monkeypatch.setattr(local, "visible_gpus", list)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    return made
+    yield made
+    made.end()

@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,23 +16,11 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep import cli, local
 from megatron_lowprec.sweep.lock import Lock
 from megatron_lowprec.sweep.spec import Resources
+from megatron_lowprec.sweep.view import View
 from tests.sweep.conftest import Fake, WriteSweep
+from tests.waiting import ended, wait_for
 
 BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"
-
-
-def wait_for(condition: Any, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 # ---- outcomes
@@ -218,23 +205,22 @@ def test_each_cell_sees_its_own_gpu(
 ) -> None:
     monkeypatch.setattr(local, "visible_gpus", lambda: ["0", "1", "3"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    fake.behave(bf16="slow", mxfp4="slow")
+    fake.behave(bf16="meet", mxfp4="meet")
     path = write_sweep(seeds=[1, 2], resources={"gpus_per_cell": 1})
-    assert fake.run(path, "--gpus", "1,3", "--set", "train-iters=20") == 0
+    assert fake.run(path, "--gpus", "1,3") == 0
     calls = [fake.calls(f"gpt_tiny-{recipe}-s{seed}")[0] for recipe in ("bf16", "mxfp4") for seed in (1, 2)]
     assert sorted(call["CUDA_VISIBLE_DEVICES"] for call in calls) == ["1", "1", "3", "3"]
     assert {call["OMP_NUM_THREADS"] for call in calls} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
-    starts = sorted(call["time"] for call in calls)
-    assert starts[2] - starts[0] >= 1.0, "two at a time, a second each"
+    assert max(call["at_once"] for call in calls) == 2
     capsys.readouterr()
     assert fake.run(path, "--gpus", "2") == 2
     assert "there is no GPU 2 here" in capsys.readouterr().err
 
 
 def test_cells_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep) -> None:
-    fake.behave(bf16="slow", mxfp4="slow")
-    assert fake.run(write_sweep(), "--cells-at-once", "2", "--set", "train-iters=40") == 0
-    assert abs(fake.calls(BF16)[0]["time"] - fake.calls(MXFP4)[0]["time"]) < 1.5
+    fake.behave(bf16="meet", mxfp4="meet")
+    assert fake.run(write_sweep(), "--cells-at-once", "2") == 0
+    assert max(call["at_once"] for call in (*fake.calls(BF16), *fake.calls(MXFP4))) == 2
 
 
 # ---- signals
@@ -244,53 +230,61 @@ def test_cells_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep) -> None:
 def test_a_signal_lets_cells_save_and_the_same_command_goes_on(
     fake: Fake, write_sweep: WriteSweep, number: signal.Signals
 ) -> None:
-    fake.behave(bf16="slow")
+    fake.behave(bf16="hold")
     path = write_sweep()
-    more = ("--set", "train-iters=200")
-    process = fake.start(path, *more)
-    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
-    process.send_signal(number)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == cli.TO_BE_CONTINUED == 75, printed
+    sweep = fake.start(path)
+    fake.wait_until_held(BF16)
+    sweep.process.send_signal(number)
+    code, printed = sweep.ended()
+    assert code == cli.TO_BE_CONTINUED == 75, printed
     assert f"{number.name}: waiting for {BF16} to save" in printed
     assert f"stopped by {number.name}; the same command goes on where it stopped" in printed
     record = fake.record(BF16)
-    assert record["state"] == "interrupted"
-    assert 0 < record["iteration"] < 200
+    assert (record["state"], record["iteration"]) == ("interrupted", 3)
     assert "saved" in (fake.out / BF16 / "log.txt").read_text()
     assert (fake.out / BF16 / "requeue").read_text().startswith(number.name)
     assert not fake.calls(MXFP4)
     fake.behave()
-    assert fake.run(path, *more) == 0
-    assert [call["begun"] for call in fake.calls(BF16)] == [0, record["iteration"]]
+    assert fake.run(path) == 0
+    assert [call["begun"] for call in fake.calls(BF16)] == [0, 3]
 
 
 def test_a_second_ctrl_c_kills(fake: Fake, write_sweep: WriteSweep) -> None:
-    fake.behave(bf16="slow")
-    process = fake.start(write_sweep(recipes=["bf16"]), "--set", "train-iters=2000")
-    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
+    fake.behave(bf16="hold")
+    fake.constants["_TWICE"] = 0.0
+    sweep = fake.start(write_sweep(recipes=["bf16"]))
+    fake.wait_until_held(BF16)
     pid = fake.calls(BF16)[0]["pid"]
     os.kill(pid, signal.SIGSTOP)  # it hears nothing
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)  # the same one, from a program between
-    time.sleep(1.5)
-    assert process.poll() is None, "it waits"
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == cli.TO_BE_CONTINUED
-    assert gone(pid)
+    sweep.process.send_signal(signal.SIGINT)
+    sweep.wait_for("to save")
+    sweep.process.send_signal(signal.SIGINT)
+    code, printed = sweep.ended()
+    assert code == cli.TO_BE_CONTINUED, printed
+    assert ended(pid)
+
+
+def test_a_ctrl_c_that_a_program_between_passes_on_is_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(local, "time", clock)
+    runner = local.Runner(tmp_path, [], View(tmp_path, []), rerun=False, max_failures=None)
+    kills = []
+    for clock.now in (100.0, 100.5, 101.0, 101.5):
+        runner._on_signal(signal.SIGINT, None)
+        kills.append(runner._kill_asked)
+    assert kills == [False, False, False, True]
 
 
 def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: WriteSweep) -> None:
     """torchrun kills its workers half a minute after a SIGTERM of its own, and exits with 1."""
-    fake.behave(bf16="slow")
-    path = write_sweep(recipes=["bf16"], resources={"processes_per_cell": 2})
-    process = fake.start(path, "--set", "train-iters=2000")
-    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, printed
+    fake.behave(bf16="hold")
+    sweep = fake.start(write_sweep(recipes=["bf16"], resources={"processes_per_cell": 2}))
+    fake.wait_until_held(BF16, processes=2)
+    sweep.process.send_signal(signal.SIGTERM)
+    code, printed = sweep.ended()
+    assert code == 75, printed
     assert fake.calls(BF16)[0]["WORLD_SIZE"] == "2"
     assert (fake.record(BF16)["state"], fake.record(BF16)["exit_code"]) == ("interrupted", 0)
     assert (fake.out / BF16 / "log.txt").read_text().count("saved") == 2
@@ -298,25 +292,28 @@ def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: Write
 
 def test_a_cell_that_does_not_listen_yet_is_asked_again(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="deaf")
-    process = fake.start(write_sweep(recipes=["bf16"]), "--set", "train-iters=2000")
-    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, printed
+    sweep = fake.start(write_sweep(recipes=["bf16"]))
+    fake.wait_until_held(BF16)
+    sweep.process.send_signal(signal.SIGTERM)
+    code, printed = sweep.ended()
+    assert code == 75, printed
     assert printed.count("to save") == 1, "it says so once"
-    assert 20 <= fake.record(BF16)["iteration"] < 200
+    assert (fake.record(BF16)["state"], fake.record(BF16)["iteration"]) == ("interrupted", 3)
 
 
 # ---- two sweeps
 
 
 def test_two_sweeps_run_each_cell_once(fake: Fake, write_sweep: WriteSweep) -> None:
-    fake.behave(bf16="slow", mxfp4="slow")
+    fake.behave(bf16="hold", mxfp4="hold")
     path = write_sweep(seeds=[1, 2, 3])
-    processes = [fake.start(path, "--set", "train-iters=10") for _ in range(2)]
-    printed = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    assert "left to process" in "".join(printed)
+    sweeps = [fake.start(path) for _ in range(2)]
+    # both begin with the first cell, so one has found it taken and begun the next
+    wait_for(lambda: len(list(fake.out.glob("*/holding.0"))) == 2, "a cell of each sweep")
+    fake.release()
+    ends = [sweep.ended() for sweep in sweeps]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert "left to process" in "".join(printed for _, printed in ends)
     ids = [f"gpt_tiny-{recipe}-s{seed}" for recipe in ("bf16", "mxfp4") for seed in (1, 2, 3)]
     assert [len(fake.calls(name)) for name in ids] == [1] * 6
     assert {fake.record(name)["state"] for name in ids} == {"done"}
@@ -325,21 +322,21 @@ def test_two_sweeps_run_each_cell_once(fake: Fake, write_sweep: WriteSweep) -> N
 def test_a_cell_outlives_a_killed_sweep_and_is_not_started_twice(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake.behave(bf16="slow")
+    fake.behave(bf16="hold")
     path = write_sweep(recipes=["bf16"])
-    process = fake.start(path, "--set", "train-iters=2000")
-    wait_for(lambda: (fake.out / BF16 / "metrics.jsonl").exists())
+    sweep = fake.start(path)
+    fake.wait_until_held(BF16)
     pid = fake.calls(BF16)[0]["pid"]
-    process.kill()
-    process.communicate(timeout=30)
-    assert not gone(pid)
-    assert fake.run(path, "--set", "train-iters=2000") == 0
+    sweep.process.kill()
+    sweep.ended()
+    assert not ended(pid)
+    assert fake.run(path) == 0
     assert f"{BF16}: left to process" in capsys.readouterr().out
     assert len(fake.calls(BF16)) == 1
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: gone(pid))
+    wait_for(lambda: ended(pid), "the end of the cell")
     fake.behave()
-    assert fake.run(path, "--set", "train-iters=2000") == 0
+    assert fake.run(path) == 0
     assert (fake.record(BF16)["state"], len(fake.calls(BF16))) == ("done", 2)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_lowprec.sweep import lock
 from megatron_lowprec.sweep.lock import Lock, holder
+from megatron_lowprec.training import process_lock
 
 CELL = "gpt_tiny-bf16-s1"
 
@@ -25,7 +25,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    lock._slurm_knows.cache_clear()
+    process_lock._slurm_knows.cache_clear()
 
 
 @pytest.fixture
@@ -144,5 +144,5 @@ def test_slurm_is_asked_for_the_job_of_another_host(
 
 
 def test_a_job_alone_has_its_number() -> None:
-    assert lock.slurm_job({"SLURM_JOB_ID": "7"}) == "7"
-    assert lock.slurm_job({}) is None
+    assert process_lock.slurm_job({"SLURM_JOB_ID": "7"}) == "7"
+    assert process_lock.slurm_job({}) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ import pytest
 from megatron_lowprec.sweep import slurm
 from megatron_lowprec.sweep.lock import Lock
 from megatron_lowprec.sweep.slurm import indices
-from tests.environment import python_path
 from tests.sweep.conftest import REPOSITORY, Fake, WriteSweep
+from tests.waiting import Started
 
 BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"
 
@@ -167,9 +166,9 @@ def test_without_sbatch_and_with_one_that_refuses(
 # ---- what the script does
 
 
-def task(fake: Fake, path: str, number: int, capsys: pytest.CaptureFixture[str], *flags: str) -> subprocess.Popen[str]:
-    """The script as Slurm runs it, with the stand-in in the place of scripts/sweep.py."""
-    assert fake.run(path, "--slurm-dry-run", *flags) == 0
+def prepare(fake: Fake, path: str, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The script, with the stand-in in the place of scripts/sweep.py."""
+    assert fake.run(path, "--slurm-dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     program, code = fake.program()[0], fake.driver.with_name("program.py")
     code.write_text(fake.program()[2])
@@ -179,22 +178,26 @@ def task(fake: Fake, path: str, number: int, capsys: pytest.CaptureFixture[str],
     lines[at] = f"{program} {code} {arguments[2]}"
     script = fake.driver.with_name("task.sh")
     script.write_text("\n".join(lines) + "\n")
+    return script
+
+
+def start(fake: Fake, script: Path, number: int) -> Started:
+    """The script as Slurm runs it."""
     job = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": str(number)}
-    return subprocess.Popen(
-        ["bash", str(script)],
-        env={**os.environ, **job, **python_path()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return fake.launch(["bash", str(script)], **job)
+
+
+def task(fake: Fake, path: str, number: int, capsys: pytest.CaptureFixture[str]) -> Started:
+    """A task of a sweep."""
+    return start(fake, prepare(fake, path, capsys), number)
 
 
 def test_a_task_runs_its_cell(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = task(fake, write_sweep(), 1, capsys)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, printed
+    started = task(fake, write_sweep(), 1, capsys)
+    code, printed = started.ended()
+    assert code == 0, printed
     assert f"{MXFP4}: done" in printed
     assert (len(fake.calls(MXFP4)), fake.calls(BF16)) == (1, [])
     assert calls(programs, "scontrol") == []
@@ -204,9 +207,9 @@ def test_a_failed_cell_is_a_failed_task(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.behave(bf16="fail")
-    process = task(fake, write_sweep(), 0, capsys)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, printed
+    started = task(fake, write_sweep(), 0, capsys)
+    code, printed = started.ended()
+    assert code == 1, printed
     assert "something is wrong" in printed
     assert calls(programs, "scontrol") == []
 
@@ -215,27 +218,23 @@ def test_a_failed_cell_is_a_failed_task(
 def test_an_interrupted_task_saves_requeues_itself_and_goes_on(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
-    fake.behave(bf16="slow")
-    flags = ("--set", "train-iters=200")
-    process = task(fake, write_sweep(), 0, capsys, *flags)
-    end = time.monotonic() + 60
-    while not (fake.out / BF16 / "metrics.jsonl").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    process.send_signal(number)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, printed
+    fake.behave(bf16="hold")
+    started = task(fake, write_sweep(), 0, capsys)
+    fake.wait_until_held(BF16)
+    started.process.send_signal(number)
+    code, printed = started.ended()
+    assert code == 0, printed
     assert f"{number.name}: asking for a checkpoint" in printed
     assert calls(programs, "scontrol") == ["requeue 70_0"]
     record = fake.record(BF16)
-    assert (record["state"], 0 < record["iteration"] < 200) == ("interrupted", True)
+    assert (record["state"], record["iteration"]) == ("interrupted", 3)
     # Slurm starts it again
     fake.behave()
-    process = task(fake, write_sweep(), 0, capsys, *flags)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, printed
+    started = task(fake, write_sweep(), 0, capsys)
+    code, printed = started.ended()
+    assert code == 0, printed
     assert fake.record(BF16)["state"] == "done"
-    assert fake.calls(BF16)[1]["begun"] == record["iteration"]
+    assert fake.calls(BF16)[1]["begun"] == 3
     assert calls(programs, "scontrol") == ["requeue 70_0"], "and not once more"
 
 
@@ -243,9 +242,9 @@ def test_a_cell_that_asks_by_its_file_is_requeued_whatever_the_exit_code(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.behave(mxfp4="requeue")
-    process = task(fake, write_sweep(), 1, capsys)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, printed
+    started = task(fake, write_sweep(), 1, capsys)
+    code, printed = started.ended()
+    assert code == 0, printed
     assert "interrupted (SIGUSR1 at iteration 2): back into the queue" in printed
     assert calls(programs, "scontrol") == ["requeue 70_1"]
 
@@ -258,10 +257,11 @@ def test_an_old_request_is_not_answered_by_a_task_that_cannot_start(
     fake.run(path)
     assert (fake.out / BF16 / "requeue").exists()
     capsys.readouterr()
-    process = task(fake, path, 0, capsys)
+    script = prepare(fake, path, capsys)
     write_sweep(recipes=["mxfp8", "mxfp4"])
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 2, printed
+    started = start(fake, script, 0)
+    code, printed = started.ended()
+    assert code == 2, printed
     assert "its file has changed" in printed
     assert calls(programs, "scontrol") == []
 
@@ -277,8 +277,8 @@ def test_a_cancelled_task_does_not_come_back(
 ) -> None:
     add(programs, "scontrol", f'case "$*" in *"show job 70_0") echo "JobId=77 JobState={state} Reason=None";; esac')
     fake.behave(bf16="requeue")
-    process = task(fake, write_sweep(), 0, capsys)
-    process.communicate(timeout=60)
+    started = task(fake, write_sweep(), 0, capsys)
+    started.ended()
     assert calls(programs, "scontrol") == ["requeue 70_0"] * requeued
 
 
@@ -287,9 +287,9 @@ def test_a_task_that_cannot_be_requeued_says_so(
 ) -> None:
     add(programs, "scontrol", "exit 1")
     fake.behave(bf16="requeue")
-    process = task(fake, write_sweep(), 0, capsys)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
+    started = task(fake, write_sweep(), 0, capsys)
+    code, printed = started.ended()
+    assert code == 1
     assert "submit it again to go on" in printed
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_lowprec.errors import UserError
+from tests.waiting import PATIENCE
 from tools.bench import around, layer, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import main
 from tools.bench.measure import Bench, Copy, Timing, combined, in_turn, rate
@@ -35,7 +36,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

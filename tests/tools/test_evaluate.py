@@ -20,6 +20,7 @@ from tests.tools.conftest import MODEL, RAW, TEXT, run
 from tests.training.conftest import Drive
 from tests.training.convert.reference import logits
 from tests.training.helpers import REPOSITORY, argv, rows
+from tests.waiting import PATIENCE
 from tools import evaluate, export_hf
 
 
@@ -106,7 +107,7 @@ def test_two_processes_find_the_same(layout: list[str], model: dict[str, Any], t
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -132,6 +133,19 @@ def test_a_finished_run_s_folder_is_enough(drive: Drive) -> None:
     Path("wiki.raw").write_text(RAW)
     assert run("--load", "runs/gpt-bf16", "--wikitext", "wiki.raw")["iteration"] == 4
     assert run("--load", "runs/gpt-bf16", "--iteration", "2", "--wikitext", "wiki.raw")["iteration"] == 2
+
+
+def test_another_tokenizer_s_files_are_refused(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By evaluate and by export, whether they are named anew or have changed where the run had them."""
+    ids = json.loads(Path(TEXT["vocab_file"]).read_text())
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    Path("other.json").write_text(json.dumps(ids))
+    assert evaluate.main(["--load", trained, "--wikitext", "wiki.raw", "--vocab-file", "other.json"]) == 2
+    assert "the same ids mean other text; give the checkpoint's tokenizer" in capsys.readouterr().err
+    path = Path(trained, "iter_0000006/config.yaml")
+    path.write_text(path.read_text().replace(str(TEXT["vocab_file"]), str(Path("other.json").resolve())))
+    assert export_hf.main(["--load", trained, "--out", "hf"]) == 2
+    assert "the same ids mean other text; give the checkpoint's tokenizer" in capsys.readouterr().err
 
 
 def test_errors_are_one_line(trained: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from tests.tools.conftest import MODEL, RAW, run
 from tests.training.conftest import PLACE_IN_LAUNCH, Drive
 from tests.training.convert.models import LLAMA
 from tests.training.helpers import REPOSITORY, argv
+from tests.waiting import PATIENCE
 from tools import export_hf
 from tools.harness import wikitext_shipped
 
@@ -135,7 +136,7 @@ def test_the_harness_finds_the_same(model: dict[str, Any], drive: Drive) -> None
         env={**alone, **offline, **python_path()},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE, ended, wait_for
 
 ROOT = Path(__file__).parents[2]
 # srun as one node would: it starts what follows with a node's number.
@@ -46,7 +47,7 @@ def submit(folder: Path, run: str, **more: str) -> tuple[int, list[str], str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE,
     )
     return done.returncode, (folder / "calls").read_text().splitlines(), done.stdout + done.stderr
 
@@ -92,7 +93,7 @@ def test_what_a_site_may_choose(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
 def test_torchrun_does_not_hear_and_the_ranks_are_told(tmp_path: Path, number: str) -> None:
     # torchrun, here a shell, is sent the signal, too, as by Slurm; the ranks answer to scancel's.
-    run = f"kill -{number} $$ $BATCH; for i in $(seq 200); do [ -e told ] && exit 0; sleep 0.1; done; exit 3"
+    run = f"kill -{number} $$ $BATCH; while [ ! -e told ]; do sleep 0.1; done"
     code, calls, printed = submit(tmp_path, run)
     assert code == 0, printed
     assert "scancel --signal=USR1 7" in calls
@@ -101,12 +102,14 @@ def test_torchrun_does_not_hear_and_the_ranks_are_told(tmp_path: Path, number: s
 
 def test_nothing_tells_the_job_any_more_once_it_is_back_in_the_queue(tmp_path: Path) -> None:
     # scancel tries for minutes where a job is ending, and would tell the next start, too
-    slow = 'touch told; sleep 2; touch "told again"'
-    run = "kill -TERM $BATCH; while [ ! -e told ]; do sleep 0.1; done; echo SIGTERM > out/requeue; exit 1"
+    tries = 'echo $$ > told; while [ ! -e requeued ]; do sleep 0.1; done; touch "told again"'
+    scontrol = COMMANDS["scontrol"] + '; [ "$1" != requeue ] || touch requeued'
+    run = "kill -TERM $BATCH; while [ ! -s told ]; do sleep 0.1; done; echo SIGTERM > out/requeue; exit 1"
     (tmp_path / "out").mkdir()
-    code, calls, printed = submit(tmp_path, run, scancel=slow)
+    code, calls, printed = submit(tmp_path, run, scancel=tries, scontrol=scontrol)
     assert (code, calls[-1]) == (0, "scontrol requeue 7"), printed
-    time.sleep(2.5)
+    scancel = int((tmp_path / "told").read_text())
+    wait_for(lambda: ended(scancel), "the end of scancel")
     assert not (tmp_path / "told again").exists()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.environment import python_path
+from tests.waiting import PATIENCE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,7 @@ TINY: dict[str, Any] = {
     "mock-data": True,
     "tokenizer-type": "NullTokenizer",
     "vocab-size": 255,
+    "distributed-timeout-minutes": 60,
 }
 
 
@@ -57,7 +59,7 @@ def torchrun(
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         check=False,
     )
 

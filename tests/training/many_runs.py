@@ -10,14 +10,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import startup
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+_PATIENCE = timedelta(seconds=PATIENCE)
 
 
 class Meetings:
@@ -29,7 +34,7 @@ class Meetings:
         import torch.distributed as dist
 
         self._rank, self._host = rank, os.environ["MASTER_ADDR"]
-        self._shared = dist.TCPStore(self._host, int(os.environ["MASTER_PORT"]), is_master=False)
+        self._shared = dist.TCPStore(self._host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=_PATIENCE)
         self._stores: list[dist.TCPStore] = []
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 

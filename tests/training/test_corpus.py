@@ -18,6 +18,7 @@ import zstandard
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import corpus, corpus_writer, encoding, jsonl
 from megatron_lowprec.training.tokenizer import Tokenizer, build_tokenizer
+from tests.waiting import PATIENCE
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 DOCUMENTS = [
@@ -206,7 +207,7 @@ def test_processes_that_prepare_at_once_write_once(tmp_path: Path, tiny: Tokeniz
     processes = [context.Process(target=prepare_in_process, args=arguments) for _ in range(4)]
     for process in processes:
         process.start()
-    answers = [results.get(timeout=100) for _ in processes]
+    answers = [results.get(timeout=PATIENCE) for _ in processes]
     for process in processes:
         process.join()
     assert len({prefix for prefix, _ in answers}) == 1

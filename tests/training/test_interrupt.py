@@ -14,6 +14,7 @@ import pytest
 from megatron_lowprec.training import data, evaluate, interrupt, loop, model, processes
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows, torchrun
+from tests.waiting import PATIENCE, PATIENT_TORCHRUN, ended, wait_for
 
 # Dropout is on: a resumed run must find its random state, too.
 COMMON: dict[str, Any] = {"train_iters": 6, "eval_interval": 2, "eval_iters": 3, "lr_decay_iters": 10}
@@ -124,15 +125,18 @@ def test_a_signal_ends_even_a_start_that_hides_it(drive: Drive, monkeypatch: pyt
 
 
 FAILING = """
-import os, sys, time
+import os, pathlib, sys
 import pretrain_gpt
 from megatron_lowprec.training import model, startup
+from tests.waiting import wait_for
 
 def build(*_):
+    listens = pathlib.Path("rank 0 listens")
     if os.environ["RANK"] == "1":
+        wait_for(listens.exists, "rank 0")
         raise RuntimeError("one rank alone is out of memory")
-    for _ in range(200):
-        time.sleep(0.1)
+    listens.touch()
+    wait_for(lambda: False, "a signal")
 
 model.build = build
 if __name__ == "__main__":
@@ -140,8 +144,11 @@ if __name__ == "__main__":
 """
 
 
-def test_a_rank_that_fails_before_the_first_step_asks_for_no_other_start(tmp_path: Path) -> None:
+def test_a_rank_that_fails_before_the_first_step_asks_for_no_other_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun then ends the others by the same signal that a preemption does."""
+    monkeypatch.setenv(*PATIENT_TORCHRUN)
     (tmp_path / "failing.py").write_text(FAILING)
     ended = torchrun(2, argv(save="out"), tmp_path, script=str(tmp_path / "failing.py"))
     assert ended.returncode == 1
@@ -202,10 +209,11 @@ def test_an_old_request_does_not_outlive_a_start_that_fails(drive: Drive) -> Non
 
 
 def test_helpers_sit_signals_out() -> None:
+    read, write = os.pipe()
     with processes.helpers():
         pid = os.fork()
         if not pid:
-            time.sleep(0.5)
+            os.read(read, 1)
             os._exit(7)
     shared = processes.manager()
     for child in (pid, shared._process.pid):  # type: ignore[attr-defined]
@@ -214,6 +222,7 @@ def test_helpers_sit_signals_out() -> None:
     queue = shared.Queue()
     queue.put("alive")
     assert queue.get() == "alive"
+    os.write(write, b".")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     shared.shutdown()
 
@@ -229,20 +238,10 @@ def test_helpers_end_with_their_process(kind: str) -> None:
             with processes.helpers():
                 helper = os.fork()
                 if not helper:
-                    time.sleep(60)
+                    time.sleep(PATIENCE)
                     os._exit(0)
         os.write(write, str(helper).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     started = int(os.read(read, 20))
-    end = time.monotonic() + 10
-    while time.monotonic() < end and Path(f"/proc/{started}").exists() and " Z " not in stat(started):
-        time.sleep(0.05)
-    assert not Path(f"/proc/{started}").exists() or " Z " in stat(started)
-
-
-def stat(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return " Z "
+    wait_for(lambda: ended(started), "the end of the helper")

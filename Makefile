@@ -53,11 +53,11 @@ test: setup lint types  ## lint, types and all tests; those marked gpu where the
 	$(call threads,$(TEST_WORKERS)); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) -m "$$gpu" $(TESTS)
 
-test-faults: setup  ## kill, interrupt and damage small runs, half an hour; FAULTS are flags of tools/faults
-	@$(BIN)/python -m tools.faults $(FAULTS)
+test-faults: setup  ## kill, interrupt and damage small runs, half an hour; FAULTS are flags of tools/fault_injection
+	@$(BIN)/python -m tools.fault_injection $(FAULTS)
 
-test-matrix: setup  ## every recipe on every layout against one process, half an hour on two cores; MATRIX are flags of tools/matrix
-	@$(BIN)/python -m tools.matrix $(MATRIX)
+test-matrix: setup  ## every recipe on every layout against one process, half an hour on two cores; MATRIX are flags of tools/layout_parity
+	@$(BIN)/python -m tools.layout_parity $(MATRIX)
 
 lint: setup  ## ruff: rules and layout
 	@$(BIN)/ruff check

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training import startup
-from megatron_lowprec.training.interrupt import Abandoned, Interrupted
+from megatron_lowprec.training.distributed import startup
+from megatron_lowprec.training.distributed.interrupt import Abandoned, Interrupted
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - shown in full there
-        from megatron_lowprec.training import peers
+        from megatron_lowprec.training.distributed import watchdog
 
-        peers.report(error, ranks.rank, ranks.world_size)
+        watchdog.report(error, ranks.rank, ranks.world_size)
         return 1
     return 0
 

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 _LATE = {  # what needs torch or Megatron is imported when it is asked for: --list-recipes stays instant
-    "LowPrecLinear": "megatron_lowprec.linear",
-    "LowPrecSpecProvider": "megatron_lowprec.mcore.spec",
+    "LowPrecLinear": "megatron_lowprec.linear.lowprec_linear",
+    "LowPrecSpecProvider": "megatron_lowprec.mcore.layers.gpt_spec",
     "QuantizedTensor": "megatron_lowprec.quantization.tensor",
     "RandomStream": "megatron_lowprec.quantization.random_stream",
     "quantize": "megatron_lowprec.quantization.quantizer",

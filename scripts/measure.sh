@@ -107,7 +107,7 @@ scaling() {
 }
 
 matrix() {
-    run python -m tools.matrix --gpus "$gpus" --launches-at-once $((3 * gpus)) --folder "$out/matrix" \
+    run python -m tools.layout_parity --gpus "$gpus" --launches-at-once $((3 * gpus)) --folder "$out/matrix" \
         --out "$out/matrix-gpu-$gpus.md"
 }
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.contract.reference import Operand, contract
+from megatron_lowprec.kernels.gemm.reference import Operand, contract
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import (
     decode,

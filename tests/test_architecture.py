@@ -1,8 +1,9 @@
-"""Imports flow one way, importing costs nothing, and what lies in configs/ loads."""
+"""The package's layout: imports go one way, folders and modules stay small, importing costs nothing, configs load."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import pytest
 import yaml
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.recipe.load import load_recipe, recipe_from_dict, recipe_to_dict
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict, recipe_to_dict
+from tests.environment import ROOT
 from tests.waiting import PATIENCE
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_lowprec"
+MAX_MODULES, MAX_LINES = 15, 400
 
-# Each part may import those before it in its line; "recipe" is pure data and sees no kernels, kernels see no recipe.
+# Which parts each part may import. "recipe" is pure data and sees no kernels; kernels see no recipe.
 MAY_IMPORT = {
+    "": {"errors", "recipe"},  # the public names
     "errors": set(),
     "formats": set(),
     "recipe": {"errors", "formats"},
@@ -26,21 +29,12 @@ MAY_IMPORT = {
     "quantization": {"errors", "formats", "kernels", "recipe"},
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
-    "operands": {"kernels"},
-    "kept_weights": {"kernels", "quantization", "operands"},
-    "gemms": {"kernels", "recipe", "quantization"},
-    "numerics": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "kept_weights", "gemms"},
-    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "operands", "gemms", "numerics"},
-    "mcore": {
-        *("errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm"),
-        *("operands", "gemms", "numerics"),
-    },
-    "training": {"errors", "formats", "kernels", "recipe", "quantization", "comm", "numerics", "linear", "mcore"},
-    # starts runs in processes of their own, and reads of training/ only what needs neither torch nor megatron
+    "linear": {"errors", "formats", "kernels", "recipe", "quantization"},
+    "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
+    "training": {"errors", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore"},
+    # reads only torch-free modules of training
     "sweep": {"errors", "recipe", "training"},
 }
-# "" is megatron_lowprec/__init__.py, which names things of the recipe for whoever imports the package
-MAY_IMPORT[""] = {"errors", "recipe"}
 SEES_MEGATRON = {"mcore", "training"}
 PURE = {"", "errors", "formats", "recipe", "report", "sweep"}  # no torch: --list-recipes is instant
 
@@ -50,12 +44,8 @@ def part_of(path: Path) -> str:
     return "" if parts == ("__init__",) else parts[0]
 
 
-def modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py"))
-
-
 def imported(path: Path) -> Iterator[str]:
-    """Full names of all modules that a file imports, inside functions, too."""
+    """Full names of all modules that a file imports, inside functions as well."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -66,24 +56,34 @@ def imported(path: Path) -> Iterator[str]:
                 yield from (f"megatron_lowprec.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_flow_one_way(path: Path) -> None:
-    part = part_of(path)
-    assert part in MAY_IMPORT, f"{part} has no place in the order of imports: give it one here and in the README"
+def wrong_imports(path: Path) -> Iterator[str]:
+    part, where = part_of(path), path.relative_to(PACKAGE)
     for name in imported(path):
-        if name.startswith("megatron_lowprec."):
-            other = name.split(".")[1]
-            if other in MAY_IMPORT or (PACKAGE / other).exists():
-                assert other == part or other in MAY_IMPORT[part], f"{path.name} imports {name}"
-        if name == "megatron" or name.startswith("megatron."):
-            assert part in SEES_MEGATRON, f"{path.name} imports {name}"
-        if name == "torch" or name.startswith("torch."):
-            assert part not in PURE, f"{path.name} imports {name}"
+        top, _, rest = name.partition(".")
+        other = rest.split(".")[0]
+        if top == "megatron_lowprec" and rest and other not in (part, *MAY_IMPORT[part]) and other in MAY_IMPORT:
+            yield f"{where} imports {name}"
+        if (top == "megatron" and part not in SEES_MEGATRON) or (top == "torch" and part in PURE):
+            yield f"{where} imports {name}"
 
 
-def test_the_order_covers_the_package() -> None:
-    assert {part_of(path) for path in modules()} <= set(MAY_IMPORT)
-    assert len(modules()) > 20
+def test_layout() -> None:
+    """Imports one way; at most 15 modules a folder and 400 lines a module; no module name twice."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    assert len(paths) > 20
+    assert {part_of(path) for path in paths} == set(MAY_IMPORT)
+    assert [line for path in paths for line in wrong_imports(path)] == []
+
+    modules = [path for path in paths if path.name != "__init__.py"]
+    folders = Counter(path.parent for path in modules)
+    assert {str(folder): number for folder, number in folders.items() if number > MAX_MODULES} == {}
+    lines = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert {path: number for path, number in lines.items() if number > MAX_LINES} == {}
+    names = defaultdict(list)
+    for path in modules:
+        if path.parent.parent not in (PACKAGE / "kernels", PACKAGE / "training" / "models"):
+            names[path.name].append(str(path.relative_to(PACKAGE)))
+    assert {name: where for name, where in names.items() if len(where) > 1} == {}
 
 
 def run_python(code: str) -> str:
@@ -116,12 +116,12 @@ except AttributeError as error:
 
 
 def test_importing_mcore_patches_nothing() -> None:
-    """Only cpu_stand_in.install() may change anything, when it is called."""
+    """Only cpu_compat.install() may change anything, when it is called."""
     code = """
 import torch
 import megatron.core.tensor_parallel.layers as layers
 before = (torch.Tensor.cuda, torch.Tensor.type, layers.torch, torch.get_default_dtype(), torch.nn.Linear.forward)
-import megatron_lowprec.mcore.spec, megatron_lowprec.mcore.runtime, megatron_lowprec.mcore.cpu_stand_in
+import megatron_lowprec.mcore.layers.gpt_spec, megatron_lowprec.mcore.runtime, megatron_lowprec.mcore.cpu_compat
 after = (torch.Tensor.cuda, torch.Tensor.type, layers.torch, torch.get_default_dtype(), torch.nn.Linear.forward)
 print(all(a is b for a, b in zip(before, after)))
 """

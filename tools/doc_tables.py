@@ -21,8 +21,8 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser
-from megatron_lowprec.recipe.load import load_recipe
-from megatron_lowprec.recipe.native import why_emulated
+from megatron_lowprec.recipe.native_support import why_emulated
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
 

@@ -25,19 +25,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training import corpus, corpus_writer, reopen, startup
-from megatron_lowprec.training.arguments import REPOSITORY, find
-from megatron_lowprec.training.blend import check_split
-from megatron_lowprec.training.data_options import find_data
-from megatron_lowprec.training.paths import output_file
-from megatron_lowprec.training.saved import check_tokenizer
-from megatron_lowprec.training.shapes import sized
-from megatron_lowprec.training.tokenizer import tokenizer_of
-from megatron_lowprec.training.wikitext import SHIPPED, Page, read
-from megatron_lowprec.training.windows import Text, check_stride
+from megatron_lowprec.training.checkpoint import loader
+from megatron_lowprec.training.checkpoint.resume import check_tokenizer
+from megatron_lowprec.training.config.arguments import REPOSITORY, find
+from megatron_lowprec.training.config.data_options import find_data
+from megatron_lowprec.training.config.paths import output_file
+from megatron_lowprec.training.data import corpus_writer, indexed_dataset
+from megatron_lowprec.training.data.blend import check_split
+from megatron_lowprec.training.data.tokenizer import tokenizer_of
+from megatron_lowprec.training.data.wikitext import SHIPPED, Page, read
+from megatron_lowprec.training.distributed import startup
+from megatron_lowprec.training.evaluation.windows import Text, check_stride
+from megatron_lowprec.training.models.sizes import sized
 
 if TYPE_CHECKING:
-    from megatron_lowprec.training.score import Score
+    from megatron_lowprec.training.evaluation.text_loss import Score
 
 PARTS = ("train", "valid", "test")
 
@@ -108,10 +110,10 @@ class Scorer:
         import torch
 
         self._args, self._ranks = args, ranks
-        self._found = reopen.at_iteration(reopen.find(args.load), args.iteration)
+        self._found = loader.at_iteration(loader.find(args.load), args.iteration)
         moved = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
         tensor = args.tensor_model_parallel_size
-        opened = reopen.reopen(
+        opened = loader.reopen(
             self._found,
             ranks.world_size,
             torch.cuda.is_available(),
@@ -134,7 +136,7 @@ class Scorer:
         check_tokenizer(self._found, self._tokenizer)
         self._device = startup.initialize(opened.config, ranks)
 
-        from megatron_lowprec.training import checkpoint
+        from megatron_lowprec.training.checkpoint import checkpoint
         from megatron_lowprec.training.model import build_model
 
         self._model = build_model(opened.config, opened.recipe, opened.padded_vocab_size)
@@ -159,7 +161,7 @@ class Scorer:
 
     def prepared(self) -> dict[str, str]:
         """--data-path's entries and the prefix of each; raw text is tokenized by the first process of each node."""
-        from megatron_lowprec.training.agreement import in_turn, patient_group
+        from megatron_lowprec.training.distributed.rank_sync import in_turn, patient_group
 
         args = self._args
         cache = args.data_cache_path or str(REPOSITORY / "data" / "cache")
@@ -173,7 +175,7 @@ class Scorer:
 
     def corpus(self, path: str, prefix: str) -> dict[str, Any]:
         """A corpus as one stream of tokens."""
-        ids = corpus.tokens_of(prefix, _share(self._args.split, self._args.part))[: self._args.max_tokens]
+        ids = indexed_dataset.tokens_of(prefix, _share(self._args.split, self._args.part))[: self._args.max_tokens]
         if len(ids) < 2:
             raise UserError(f"{path}: {len(ids)} tokens, too few to score one after another")
         found = self._score([Text(int(ids[0]), ids[1:])], path, None)
@@ -182,7 +184,7 @@ class Scorer:
 
     def wikitext(self, path: str, pages: Sequence[Page]) -> dict[str, Any]:
         """Each article by itself; loss over words and bytes of the text as it came."""
-        from megatron_lowprec.training.score import per
+        from megatron_lowprec.training.evaluation.text_loss import per
 
         ids = [np.asarray(self._tokenizer.tokenize(page.text), np.int64) for page in pages]
         texts = [Text(self._tokenizer.eod, article) for article in ids]
@@ -208,7 +210,7 @@ class Scorer:
         }
 
     def _score(self, texts: Sequence[Text], name: str, vocab_size: int | None) -> Score:
-        from megatron_lowprec.training.score import score
+        from megatron_lowprec.training.evaluation.text_loss import score
 
         return score(
             self._model,

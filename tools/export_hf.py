@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training import reopen
+from megatron_lowprec.training.checkpoint import loader
+from megatron_lowprec.training.checkpoint.resume import check_tokenizer
+from megatron_lowprec.training.config.paths import check_folder
 from megatron_lowprec.training.convert.hf_config import to_hf_config
 from megatron_lowprec.training.convert.hf_tokenizer import write_tokenizer
 from megatron_lowprec.training.convert.hf_weights import to_hf_weights
 from megatron_lowprec.training.convert.store import read_weights
-from megatron_lowprec.training.paths import check_folder
-from megatron_lowprec.training.saved import check_tokenizer
-from megatron_lowprec.training.tokenizer import tokenizer_of
+from megatron_lowprec.training.data.tokenizer import tokenizer_of
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -58,8 +58,8 @@ def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> li
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: exists already; name a new folder or an empty one")
     check_folder(out, "--out")
-    found = reopen.at_iteration(reopen.find(load), iteration)
-    config = reopen.reopen(found, 1, gpus=False).config
+    found = loader.at_iteration(loader.find(load), iteration)
+    config = loader.reopen(found, 1, gpus=False).config
     tokenizer = tokenizer_of(config)
     check_tokenizer(found, tokenizer)
     name = dtype or ("bfloat16" if config.bf16 else "float32")

@@ -22,15 +22,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training import startup
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.paths import check_folder
+from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.convert.hf_config import from_hf_config
 from megatron_lowprec.training.convert.hf_tokenizer import tokenizer_options
 from megatron_lowprec.training.convert.hf_weights import from_hf_weights
 from megatron_lowprec.training.convert.store import write_checkpoint
-from megatron_lowprec.training.paths import check_folder
-from megatron_lowprec.training.resolve import resolve_model
-from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
+from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
+from megatron_lowprec.training.distributed import startup
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training import startup
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.convert import stock
 from megatron_lowprec.training.convert.store import write_checkpoint
-from megatron_lowprec.training.resolve import resolve_model
-from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
+from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
+from megatron_lowprec.training.distributed import startup
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.recipe.explain import describe_operand
-from megatron_lowprec.recipe.load import recipe_from_dict
+from megatron_lowprec.recipe.parsing import recipe_from_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
-from megatron_lowprec.training import folders, untrusted
-from megatron_lowprec.training.saved import CONFIG, Saved
+from megatron_lowprec.training.checkpoint import safe_load, storage
+from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved
 
 
 def describe(folder: Path) -> Iterator[str]:
@@ -39,7 +39,7 @@ def describe(folder: Path) -> Iterator[str]:
         progress, layout, options = saved.progress, saved.layout, dict(content["options"])
         recipe = recipe_from_dict(content["recipe"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, UserError) as error:
-        raise untrusted.Damaged(f"{CONFIG} is missing or not this driver's: {error}") from None
+        raise safe_load.Damaged(f"{CONFIG} is missing or not this driver's: {error}") from None
     yield _row("checkpoint", str(folder))
     yield _row("step", f"{progress['iteration']:,}, {progress['consumed_samples']:,} samples consumed")
     if progress.get("skipped_iterations"):
@@ -55,7 +55,7 @@ def describe(folder: Path) -> Iterator[str]:
     yield _row("layout", ", ".join(f"{name} {size}" for name, size in layout.items()))
     if "versions" in content:
         yield _row("written by", ", ".join(f"{name} {version}" for name, version in content["versions"].items()))
-    metadata = untrusted.examine(folder)
+    metadata = safe_load.examine(folder)
     yield from _sizes(metadata)
     files = [path for path in folder.iterdir() if path.is_file()]
     yield _row("on disk", f"{len(files)} files, {_bytes(sum(path.stat().st_size for path in files))}; whole")
@@ -107,16 +107,16 @@ def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
     """The checkpoint that is meant, and lines about the others beside it."""
     if (folder / CONFIG).exists() and (folder / ".metadata").exists():
         return folder, []
-    if not folders.whole(str(folder)) and (folder / "checkpoints").is_dir():
+    if not storage.whole(str(folder)) and (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"  # of a run without --save
-    present, latest = folders.whole(str(folder)), folders.tracked(str(folder))
+    present, latest = storage.whole(str(folder)), storage.tracked(str(folder))
     if not present:
         raise UserError(
             f"{folder}: no checkpoint there; name a run's folder, a --save folder or one of its iter_ folders"
         )
     notes = []
     if latest not in present:
-        notes.append(_row("latest", f"{folders.TRACKER} names {latest}, of which there is no checkpoint"))
+        notes.append(_row("latest", f"{storage.TRACKER} names {latest}, of which there is no checkpoint"))
     chosen = iteration if iteration is not None else latest if latest in present else max(present)
     if chosen not in present:
         raise UserError(f"{folder}: no checkpoint of iteration {chosen}; there are {', '.join(map(str, present))}")
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, notes = _choose(arguments.folder, arguments.iteration)
         for line in (*notes, *describe(folder)):
             print(line)
-    except untrusted.Damaged as error:
+    except safe_load.Damaged as error:
         print(_row("damaged", str(error)))
         return 1
     except UserError as error:

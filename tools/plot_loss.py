@@ -17,10 +17,10 @@ import yaml
 
 from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.report.curve import LAST, Curve, read_curve, smooth
-from megatron_lowprec.training import corpus, corpus_writer
-from megatron_lowprec.training.jsonl import is_text_file
-from megatron_lowprec.training.paths import output_file
-from megatron_lowprec.training.tokenizer import build_tokenizer
+from megatron_lowprec.training.config.paths import output_file
+from megatron_lowprec.training.data import corpus_writer, indexed_dataset
+from megatron_lowprec.training.data.jsonl import is_text_file
+from megatron_lowprec.training.data.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def validation_entropy(config: dict[str, Any]) -> float:
     )
     path, cache = str(_found(paths[0])), config.get("data_cache_path") or str(REPOSITORY / "data" / "cache")
     prefix = corpus_writer.prepare(path, tokenizer, cache, workers=1) if is_text_file(path) else path
-    return corpus.unigram_entropy(prefix)
+    return indexed_dataset.unigram_entropy(prefix)
 
 
 def draw(path: Path, title: str, curve: Curve, reference: Curve | None, entropy: float | None) -> None:
@@ -187,7 +187,7 @@ def _config(run: Path) -> dict[str, Any]:
 
 def _entropy(config: dict[str, Any], prefix: str | None) -> float | None:
     if prefix is not None:
-        return corpus.unigram_entropy(prefix)
+        return indexed_dataset.unigram_entropy(prefix)
     if not config:
         return None
     try:

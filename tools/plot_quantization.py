@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.report.operands import KINDS, Kind, Row, by_snr, full_name, not_finite, read_rows
-from megatron_lowprec.training.paths import output_file
+from megatron_lowprec.training.config.paths import output_file
 
 
 class Quantity(NamedTuple):

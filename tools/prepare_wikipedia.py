@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training import shards
-from megatron_lowprec.training.arguments import find
-from megatron_lowprec.training.articles import Files, Hub, Source
-from megatron_lowprec.training.progress import progress_bar
-from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron_lowprec.training.config.arguments import find
+from megatron_lowprec.training.data import shards
+from megatron_lowprec.training.data.progress import progress_bar
+from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron_lowprec.training.data.wikipedia import Files, Hub, Source
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training import corpus_writer
-from megatron_lowprec.training.progress import progress_bar
-from megatron_lowprec.training.tokenizer import TOKENIZER_TYPES, tokenizer_of
+from megatron_lowprec.training.data import corpus_writer
+from megatron_lowprec.training.data.progress import progress_bar
+from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, tokenizer_of
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

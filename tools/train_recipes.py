@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_lowprec import recipes
 from megatron_lowprec.errors import Parser
-from megatron_lowprec.training.paths import output_file
+from megatron_lowprec.training.config.paths import output_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAST = 10  # steps that the final training loss is the mean of

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast_many.reference import DTYPES
 from megatron_lowprec.kernels.dispatch import cast_many_
+from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
 from megatron_lowprec.recipe.schema import GradientSpec
 

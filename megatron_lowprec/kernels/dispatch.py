@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import torch
 
 from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.amax_history import reference as history_reference
 from megatron_lowprec.kernels.bias import reference as bias_reference
-from megatron_lowprec.kernels.cast_many import reference as cast_many_reference
-from megatron_lowprec.kernels.history import reference as history_reference
+from megatron_lowprec.kernels.multi_tensor_cast import reference as cast_many_reference
 from megatron_lowprec.kernels.scaled_adam import reference as adam_reference
 from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
 
@@ -70,7 +70,7 @@ def add_bias_(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
     """``history.reference.update_history_``, on a GPU as one kernel."""
     if fuses(window):
-        from megatron_lowprec.kernels.history import triton
+        from megatron_lowprec.kernels.amax_history import triton
 
         return triton.update_history_(newest, window, in_effect, take_max)
     return history_reference.update_history_(newest, window, in_effect, take_max)
@@ -81,7 +81,7 @@ def cast_many_(
 ) -> None:
     """``cast_many.reference.cast_many_``, on a GPU as one kernel."""
     if encode_scale.is_cuda and have_triton():
-        from megatron_lowprec.kernels.cast_many import triton
+        from megatron_lowprec.kernels.multi_tensor_cast import triton
 
         return triton.cast_many_(values, encode_scale, fmt, codes)
     return cast_many_reference.cast_many_(values, encode_scale, fmt, codes)

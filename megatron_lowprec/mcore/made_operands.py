@@ -8,9 +8,9 @@ import math
 
 import torch
 
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.operands import GradOutput, Help, Input
 from megatron_lowprec.mcore.carried import carried, carry
-from megatron_lowprec.numerics import LinearNumerics
-from megatron_lowprec.operands import GradOutput, Help, Input
 from megatron_lowprec.quantization.random_stream import Moment
 
 

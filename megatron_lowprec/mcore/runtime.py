@@ -14,20 +14,20 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_lowprec.comm.maximum import max_over, maximum_over
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.gemms import LinearPlace
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.mcore.mlp import LowPrecMLP
-from megatron_lowprec.mcore.moment import current_moment, set_moment
-from megatron_lowprec.mcore.norm import LayerNorm, Reader, RMSNorm
-from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
-from megatron_lowprec.numerics import LinearNumerics
+from megatron_lowprec.linear.gemms import LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
+from megatron_lowprec.mcore.layers.norm import LayerNorm, Reader, RMSNorm
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
+from megatron_lowprec.mcore.rng_step import current_moment, set_moment
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.device_moment import enter_moment
+from megatron_lowprec.quantization.device_rng_step import enter_moment
 from megatron_lowprec.quantization.random_stream import Moment, in_backward_pass
-from megatron_lowprec.recipe.native import why_emulated
+from megatron_lowprec.recipe.coverage import LinearSite, check_site, gemms_in_bf16, kept_in_bf16, without_gemms
+from megatron_lowprec.recipe.native_support import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.resolve import LinearSite, check_site, gemms_in_bf16, kept_in_bf16, without_gemms
 from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
 
 _EXPERT = re.compile(r"\.local_experts\.(\d+)")

@@ -5,8 +5,8 @@ from functools import lru_cache
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast.rule import Fp8Rule
-from megatron_lowprec.kernels.cast.source import Fp8Cast, Source
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.cast_fp8.source import Fp8Cast, Source
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.recipe.schema import QuantSpec
 
@@ -40,7 +40,7 @@ def cast_for_gemms(
             the tensor, either, for tile "tensor".
         sums: also sum over M.
     """
-    from megatron_lowprec.kernels.cast.triton import amax_of, cast_fp8
+    from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8
 
     if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
         matrix = matrix.contiguous()
@@ -59,6 +59,6 @@ def cast_for_gemms(
 
 def amax_for_gemms(matrix: torch.Tensor) -> torch.Tensor:
     """fp32 [1], the amax of a matrix on a GPU."""
-    from megatron_lowprec.kernels.cast.triton import amax_of
+    from megatron_lowprec.kernels.cast_fp8.triton import amax_of
 
     return amax_of(matrix if matrix.stride(1) == 1 else matrix.contiguous(), vectors=False)

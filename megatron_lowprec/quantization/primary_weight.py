@@ -17,10 +17,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast_many.reference import DTYPES, fp8_codes
-from megatron_lowprec.kernels.contract.native import ScaledOperand
-from megatron_lowprec.kernels.contract.reference import Operand
 from megatron_lowprec.kernels.dispatch import cast_many_
+from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.reference import Operand
+from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES, fp8_codes
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
 from megatron_lowprec.recipe.schema import QuantSpec
 

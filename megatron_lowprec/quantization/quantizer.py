@@ -12,7 +12,7 @@ from megatron_lowprec.kernels.dispatch import fuses_mx
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import Uniform, decode, fp32_encode_scale, quantize_operand, tile_amax
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
-from megatron_lowprec.quantization.device_moment import device_moment, refuse_capture
+from megatron_lowprec.quantization.device_rng_step import device_moment, refuse_capture
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 from megatron_lowprec.quantization.transform import Transform, padded

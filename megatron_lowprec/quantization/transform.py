@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.quantization.device_moment import capturing, device_moment, refuse_capture
+from megatron_lowprec.quantization.device_rng_step import capturing, device_moment, refuse_capture
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.recipe.schema import HadamardSpec
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from megatron_lowprec.recipe.native import why_emulated
-from megatron_lowprec.recipe.resolve import LinearSite, gemms_in_bf16, kept_in_bf16, without_gemms
+from megatron_lowprec.recipe.coverage import LinearSite, gemms_in_bf16, kept_in_bf16, without_gemms
+from megatron_lowprec.recipe.native_support import why_emulated
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
 
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.load import load_recipe, recipe_to_dict
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.runs import Run, Status
 

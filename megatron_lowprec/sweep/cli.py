@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.sweep import local, lock, record, slurm, status
-from megatron_lowprec.sweep.cells import (
+from megatron_lowprec.sweep import job_record, local, lock, slurm, status
+from megatron_lowprec.sweep.jobs import (
     MANIFEST,
     Cell,
     check_data,
@@ -25,8 +25,8 @@ from megatron_lowprec.sweep.cells import (
 )
 from megatron_lowprec.sweep.spec import Options, Sweep, read, sbatch_options
 from megatron_lowprec.sweep.view import View
-from megatron_lowprec.training.arguments import REPOSITORY, find
-from megatron_lowprec.training.paths import check_folder
+from megatron_lowprec.training.config.arguments import REPOSITORY, find
+from megatron_lowprec.training.config.paths import check_folder
 
 PROGRAM = str(REPOSITORY / "scripts" / "sweep.py")
 TO_BE_CONTINUED = 75
@@ -160,7 +160,7 @@ def _numbered(cells: Sequence[Cell], number: int, out: Path) -> Cell:
 
 
 def _done(out: Path, cell: Cell) -> bool:
-    known = record.read(out / cell.id)
+    known = job_record.read(out / cell.id)
     return known is not None and known.state == "done"
 
 

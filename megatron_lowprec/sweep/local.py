@@ -18,10 +18,10 @@ from typing import IO, Any
 import psutil
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.sweep import record
-from megatron_lowprec.sweep.cells import Cell, command
+from megatron_lowprec.sweep import job_record as record
+from megatron_lowprec.sweep.job_record import Record, State
+from megatron_lowprec.sweep.jobs import Cell, command
 from megatron_lowprec.sweep.lock import Holder, Lock
-from megatron_lowprec.sweep.record import Record, State
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.status import read_progress
 from megatron_lowprec.sweep.view import View

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_lowprec.training import process_lock
-from megatron_lowprec.training.process_lock import Holder, ProcessLock
+from megatron_lowprec.training.distributed import process_lock
+from megatron_lowprec.training.distributed.process_lock import Holder, ProcessLock
 
 FOLDER = "locks"
 

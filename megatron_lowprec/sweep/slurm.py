@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.sweep.cells import Cell
+from megatron_lowprec.sweep.jobs import Cell
 from megatron_lowprec.sweep.spec import Sweep
-from megatron_lowprec.training.arguments import REPOSITORY
+from megatron_lowprec.training.config.arguments import REPOSITORY
 
 SCRIPT = "sweep.sbatch"
 LOGS = "logs"

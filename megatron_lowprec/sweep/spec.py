@@ -25,8 +25,8 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.yaml_text import read_yaml_text
-from megatron_lowprec.training.arguments import checked_options, find, nearest, without_rivals
-from megatron_lowprec.training.fp8_flags import FP8_FLAGS
+from megatron_lowprec.training.config.arguments import checked_options, find, nearest, without_rivals
+from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS
 
 Options = dict[str, Any]
 """Names of ``Config``'s fields -> values."""

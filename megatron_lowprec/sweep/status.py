@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_lowprec.sweep import lock, record
-from megatron_lowprec.sweep.cells import read_manifest
+from megatron_lowprec.sweep import job_record, lock
+from megatron_lowprec.sweep.jobs import read_manifest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,7 +88,7 @@ def rows(out: Path) -> list[Row]:
 def row(out: Path, cell_id: str) -> Row:
     """One cell."""
     run = out / cell_id
-    known, held = record.read(run), lock.holder(out, cell_id)
+    known, held = job_record.read(run), lock.holder(out, cell_id)
     if known is None:
         return Row(cell_id, "waiting", "", Progress(), None, None, 0.0, None)
     state: Shown = known.state

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_lowprec.mcore.primary_weight import settle
-from megatron_lowprec.training import random_state
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.data import Batches
+from megatron_lowprec.mcore.optim.fp8_param_gather import settle
+from megatron_lowprec.training.checkpoint import random_state
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.model import Trainer
 from megatron_lowprec.training.step import forward_backward
 

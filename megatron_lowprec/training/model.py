@@ -21,22 +21,22 @@ from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import AutomaticFactor, rounded_sum_warnings
 from megatron_lowprec.kernels.dispatch import have_triton
-from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
-from megatron_lowprec.mcore.gradient_sum import sum_gradients_in
-from megatron_lowprec.mcore.layer_graphs import LayerGraphs
-from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once
-from megatron_lowprec.mcore.primary_weight import settle, use_primary_weights
+from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
+from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
+from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
+from megatron_lowprec.mcore.optim.fp8_param_gather import settle, use_primary_weights
+from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
+from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once
+from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
-from megatron_lowprec.mcore.scaled_adam import keeps_main_weights, use_scaled_adam
-from megatron_lowprec.mcore.spec import gpt_block_spec
-from megatron_lowprec.mcore.te import TERuntime, accumulate_wgrad, check_support, te_block_spec
+from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, check_support, te_block_spec
 from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.resolve import virtual_stages
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import virtual_stages
+from megatron_lowprec.training.config.te_recipe import TERecipe, te_recipe
+from megatron_lowprec.training.models.sizes import sized
 from megatron_lowprec.training.schedule import Schedule
-from megatron_lowprec.training.shapes import sized
-from megatron_lowprec.training.te_recipe import TERecipe, te_recipe
 
 Runtime = RecipeRuntime | TERuntime
 

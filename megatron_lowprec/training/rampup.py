@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.arguments import flag
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.shapes import check_divisible, sized
+from megatron_lowprec.training.config.arguments import flag
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.sizes import check_divisible, sized
 
 
 def check_rampup(config: Config, step: int) -> None:

@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.load import load_recipe
-from megatron_lowprec.recipe.resolve import check_gemm_globs, check_primary_weights, check_sizes, keeps_all
+from megatron_lowprec.recipe.coverage import check_gemm_globs, check_primary_weights, check_sizes, keeps_all
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import schedule as schedules
-from megatron_lowprec.training import te_recipe
-from megatron_lowprec.training.arguments import find, parse
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.interrupt import (
+from megatron_lowprec.training.checkpoint.save_lock import SaveLock
+from megatron_lowprec.training.config import te_recipe
+from megatron_lowprec.training.config.arguments import find, parse
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.paths import RunPaths, keep_older_run, run_paths
+from megatron_lowprec.training.config.resolve import (
+    data_parallel_size,
+    resolve_model,
+    resolve_recipe,
+    resolve_run,
+    total_samples,
+)
+from megatron_lowprec.training.distributed.interrupt import (
     Abandoned,
     Interrupted,
     Signals,
@@ -26,28 +35,19 @@ from megatron_lowprec.training.interrupt import (
     clear_requeue,
     follows_a_failure,
 )
+from megatron_lowprec.training.distributed.startup import Ranks, finalize, initialize, versions
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
-from megatron_lowprec.training.paths import RunPaths, keep_older_run, run_paths
+from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, sized
 from megatron_lowprec.training.rampup import run_length
-from megatron_lowprec.training.resolve import (
-    data_parallel_size,
-    resolve_model,
-    resolve_recipe,
-    resolve_run,
-    total_samples,
-)
-from megatron_lowprec.training.save_lock import SaveLock
-from megatron_lowprec.training.shapes import linear_sites, num_parameters, sized
-from megatron_lowprec.training.startup import Ranks, finalize, initialize, versions
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_lowprec.training.data import Data
-    from megatron_lowprec.training.saved import Saved
-    from megatron_lowprec.training.tokenizer import Tokenizer
+    from megatron_lowprec.training.checkpoint.resume import Saved
+    from megatron_lowprec.training.data.batches import Data
+    from megatron_lowprec.training.data.tokenizer import Tokenizer
 
 
 def run(argv: Sequence[str], ranks: Ranks) -> None:
@@ -102,7 +102,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
 def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks) -> None:
     import torch
 
-    from megatron_lowprec.training.saved import source
+    from megatron_lowprec.training.checkpoint.resume import source
 
     config = resolve_run(config, ranks.world_size, gpus=torch.cuda.is_available())
     te_recipe.prepare(config, recipe)
@@ -126,7 +126,7 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
                     raise Abandoned(signals.received) from None
                 ask_requeue(config.save, None, signals.received)
                 raise Interrupted(signals.received) from None
-            from megatron_lowprec.training.peers import is_lost_connection
+            from megatron_lowprec.training.distributed.watchdog import is_lost_connection
 
             if is_lost_connection(error):
                 raise Abandoned(str(error)) from None
@@ -157,9 +157,9 @@ def _plan(
     config: Config, paths: RunPaths, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks
 ) -> _Plan:
     """Tokenizer, schedule, and the checkpoint to continue from, each checked against the others."""
-    from megatron_lowprec.training import saved as saved_state
-    from megatron_lowprec.training.blend import check_paths, continued_phase
-    from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
+    from megatron_lowprec.training.checkpoint import resume as saved_state
+    from megatron_lowprec.training.data.blend import check_paths, continued_phase
+    from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 
     tokenizer = tokenizer_of(config)
     check_paths(config, tokenizer)
@@ -206,7 +206,7 @@ def _plan(
 def _work(plan: _Plan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
     """Process groups, and inside of them all that takes several ranks; why the training ended early, if it did."""
     device = initialize(plan.config, ranks)
-    from megatron_lowprec.training.peers import PeerWatch
+    from megatron_lowprec.training.distributed.watchdog import PeerWatch
 
     with PeerWatch(ranks.rank):
         stop = _train_on_ranks(plan, device, ranks, signals, lock)
@@ -215,19 +215,21 @@ def _work(plan: _Plan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop |
 
 
 def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
-    from megatron_lowprec.training import checkpoint, data, loop, model
-    from megatron_lowprec.training.agreement import same_on_all_ranks, together
-    from megatron_lowprec.training.checkpoint_writer import CheckpointWriter
-    from megatron_lowprec.training.log import RunLog
-    from megatron_lowprec.training.record import RunRecord
-    from megatron_lowprec.training.self_test import self_test
+    from megatron_lowprec.training import loop, model
+    from megatron_lowprec.training.checkpoint import checkpoint
+    from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
+    from megatron_lowprec.training.data import batches
+    from megatron_lowprec.training.distributed.rank_sync import same_on_all_ranks, together
+    from megatron_lowprec.training.monitoring.log import RunLog
+    from megatron_lowprec.training.monitoring.run_metadata import RunRecord
+    from megatron_lowprec.training.monitoring.self_test import self_test
 
     together(lock.acquire)
     config, paths, content = plan.config, plan.paths, plan.content
     notes = list(plan.later_notes)
     vocabulary, layout = content["padded_vocab_size"], content["layout"]
     same_on_all_ranks("the checkpoint to continue from", str(plan.found.folder) if plan.found is not None else "none")
-    splits = data.build(config, plan.tokenizer, ranks.rank, ranks.local_rank)
+    splits = batches.build(config, plan.tokenizer, ranks.rank, ranks.local_rank)
     trainer = model.build(config, plan.recipe, plan.schedule, vocabulary)
     if not config.no_self_test and config.transformer_impl == "local":
         together(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
@@ -312,7 +314,7 @@ def _peak_memory(device: torch.device) -> int | None:
 
 
 def _header(plan: _Plan, layers: str, device: str, splits: Data) -> list[str]:
-    from megatron_lowprec.training.data import SplitData
+    from megatron_lowprec.training.data.batches import SplitData
 
     config, vocabulary = plan.config, plan.content["padded_vocab_size"]
     tokens = {name: split.epoch_tokens for name, split in splits.items() if isinstance(split, SplitData)}

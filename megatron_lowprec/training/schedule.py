@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.sizes import sized
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_lowprec.mcore.operand_probe import OperandPlace, OperandProbe
-from megatron_lowprec.mcore.optimizer_step import optimizer_step
-from megatron_lowprec.quantization.fidelity import Fidelity
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.data import Batches
+from megatron_lowprec.mcore.debug.operand_probe import OperandPlace, OperandProbe
+from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
+from megatron_lowprec.quantization.error_stats import Fidelity
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.model import Runtime, Trainer, gathered
 
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]

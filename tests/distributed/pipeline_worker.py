@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lowprec.training import startup
+from megatron_lowprec.training.distributed import startup
 from tests.training.many_runs import Meetings
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENCE, PATIENT_TORCHRUN
-from tools.faults.run import REPOSITORY, Run, newest, rows
-from tools.faults.scenarios import MODEL
+from tools.fault_injection.run import REPOSITORY, Run, newest, rows
+from tools.fault_injection.scenarios import MODEL
 
 # Nothing but what a test does ends it.
 ENDLESS = [*MODEL, "--train-iters", "1000000", "--distributed-timeout-minutes", "1440"]

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lowprec import recipes
 from megatron_lowprec.training import run as driver
-from megatron_lowprec.training.startup import Ranks
+from megatron_lowprec.training.distributed.startup import Ranks
 from tests.docs.markdown import ELLIPSES, PAGES, ROOT, Command, commands, refusals
 from tests.waiting import PATIENCE
 

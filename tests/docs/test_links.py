@@ -113,7 +113,7 @@ def test_a_missing_name_is_noticed() -> None:
     page = ROOT / "README.md"
     assert _exists(page, "configs/models/gpt_tiny.yaml")
     assert _exists(page, "configs/recipes/*.yaml")
-    assert _exists(page, "kernels/cast/triton.py")
+    assert _exists(page, "kernels/cast_fp8/triton.py")
     assert not _exists(page, "configs/models/gpt_none.yaml")
     assert not _exists(page, "tools/none.py")
     assert _named("python tools/none.py --recipe mxfp8") == ["tools/none.py", "tools/none.py"]

@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import run as driver
-from megatron_lowprec.training.startup import Ranks
+from megatron_lowprec.training.distributed.startup import Ranks
 from tests.docs.markdown import PAGES, ROOT, fences, refusals
 
 QUOTING = [ROOT / name for name in ("docs/faq.md", "docs/quickstart.md", "docs/bad_numbers.md")]

@@ -13,8 +13,8 @@ import yaml
 from megatron_lowprec import UserError, get_recipe
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe import registry
-from megatron_lowprec.recipe.load import load_recipe
-from megatron_lowprec.recipe.resolve import LinearSite, check_sizes
+from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GemmSpec, GradientSpec, HadamardSpec, KeepBf16, OptimizerSpec, QuantSpec
 from megatron_lowprec.sweep import spec as sweep
 from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, numbers, prose, spans

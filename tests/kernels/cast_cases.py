@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast.source import KINDS, Source
-from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.kernels.cast_fp8.source import KINDS, Source
+from megatron_lowprec.kernels.gemm.native import ScaledOperand
 from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand, tile_amax
 from tests.kernels.mx_cases import difference
 
@@ -131,8 +131,8 @@ def reference_of(case: Case, matrix: torch.Tensor, shared: torch.Tensor | None) 
 
 def differences(case: Case, device: str) -> list[str]:
     """What the kernels and the reference disagree about, a line each; empty where all bits agree."""
-    from megatron_lowprec.kernels.cast.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast.triton import amax_of, cast_fp8
+    from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+    from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8
 
     source = source_of(case, input_of(case, device))
     x = made_of(source)
@@ -186,8 +186,8 @@ def statistics_differences(case: Case, source: Source) -> list[str]:
 
 def scale_differences(fmt: str, device: str) -> list[str]:
     """As ``differences`` for 1x128 tiles whose amax is each of the 32768 bf16 numbers that are not negative."""
-    from megatron_lowprec.kernels.cast.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast.triton import cast_fp8
+    from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+    from megatron_lowprec.kernels.cast_fp8.triton import cast_fp8
 
     amax = torch.arange(1 << 15, dtype=torch.int16).view(torch.bfloat16).to(device)
     tiles = amax[:, None].expand(-1, 128).contiguous()

@@ -62,9 +62,9 @@ def every_tiling(name: str, tilings: Any, run: Any, device: torch.device) -> Any
 
 def casts(bf16: torch.dtype = torch.bfloat16) -> None:
     from megatron_lowprec.formats import FORMATS
-    from megatron_lowprec.kernels.cast.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast.source import KINDS, Source
-    from megatron_lowprec.kernels.cast.triton import amax_of, cast_fp8
+    from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+    from megatron_lowprec.kernels.cast_fp8.source import KINDS, Source
+    from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8
     from tests.kernels.cast_cases import Case, input_of, source_of
 
     def cast(source: Source | torch.Tensor, tile: str, fmt: str = "e4m3", ways: str = "rc", known: bool = True) -> None:
@@ -130,8 +130,8 @@ def around_linears() -> None:
 
 def updates() -> None:
     from megatron_lowprec.formats import FORMATS
-    from megatron_lowprec.kernels.cast_many import triton as cast_many
-    from megatron_lowprec.kernels.history.triton import update_history_
+    from megatron_lowprec.kernels.amax_history.triton import update_history_
+    from megatron_lowprec.kernels.multi_tensor_cast import triton as cast_many
     from megatron_lowprec.kernels.scaled_adam import triton as adam
     from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters
     from tests.kernels.scaled_adam_cases import SIZES, STATES, STREAMS, slots_of
@@ -151,7 +151,7 @@ def main(arch: int) -> None:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from megatron_lowprec.kernels.cast import rule
+    from megatron_lowprec.kernels.cast_fp8 import rule
 
     def code_constants(fmt: Format, device: torch.device) -> rule.CodeConstants:
         return plain(fmt, torch.device("cuda"))

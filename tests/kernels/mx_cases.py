@@ -169,8 +169,8 @@ def gpu_cases() -> list[Case]:
 
 def linear_differences() -> list[str]:
     """A layer's GEMMs with operands by the interpreted kernel and by the reference: the host's side of the path."""
-    from megatron_lowprec.gemms import LinearPlace
-    from megatron_lowprec.numerics import LinearNumerics
+    from megatron_lowprec.linear.gemms import LinearPlace
+    from megatron_lowprec.linear.linear_gemms import LinearNumerics
     from megatron_lowprec.quantization import quantizer
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.recipe.registry import get_recipe

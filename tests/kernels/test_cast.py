@@ -31,9 +31,9 @@ def test_a_cast_that_sums_has_one_tiling_on_every_machine(monkeypatch: pytest.Mo
     """Ranks that hold copies of a bias would else move them apart: a sum's order is the tiling's."""
     pytest.importorskip("triton", reason="triton is not installed")
     from megatron_lowprec.kernels import tuning
-    from megatron_lowprec.kernels.cast import triton
-    from megatron_lowprec.kernels.cast.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast.source import source_of
+    from megatron_lowprec.kernels.cast_fp8 import triton
+    from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+    from megatron_lowprec.kernels.cast_fp8.source import source_of
 
     monkeypatch.setattr(tuning, "LARGE_ENOUGH", 0)
     monkeypatch.setattr(triton, "sum_partials", lambda parts, dtype: parts)

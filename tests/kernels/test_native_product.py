@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.contract.native import ScaledOperand, scaled_product
+from megatron_lowprec.kernels.gemm.native import ScaledOperand, scaled_product
 from megatron_lowprec.kernels.quantize.reference import scale_tiles
 from megatron_lowprec.recipe.schema import HistorySpec
 
@@ -19,8 +19,8 @@ FULL, FAST = 4 * 2.0**-14, K / 32 * 2.0**-14
 
 def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> ScaledOperand:
     """[rows, columns] of random entries over six binades, contracted along the last dimension: x, or x.T for side 1."""
-    from megatron_lowprec.kernels.cast.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast.triton import cast_fp8
+    from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+    from megatron_lowprec.kernels.cast_fp8.triton import cast_fp8
 
     generator = torch.Generator("cuda").manual_seed(side)
     x = torch.randn(columns, rows, device="cuda", generator=generator)
@@ -75,9 +75,9 @@ def test_product_is_within_its_accumulators_bound(
 @pytest.mark.parametrize("tokens", [96, 333])
 def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, tokens: int) -> None:
     """Two steps of two microbatches, native against emulated: the same codes, so only the summation differs."""
-    from megatron_lowprec.gemms import LinearPlace
-    from megatron_lowprec.numerics import LinearNumerics
-    from megatron_lowprec.operands import Kept
+    from megatron_lowprec.linear.gemms import LinearPlace
+    from megatron_lowprec.linear.linear_gemms import LinearNumerics
+    from megatron_lowprec.linear.operands import Kept
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.quantization.random_stream import Moment
     from megatron_lowprec.recipe.registry import get_recipe

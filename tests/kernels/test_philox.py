@@ -218,6 +218,6 @@ def test_signs_are_pure() -> None:
 def test_the_recipe_layer_knows_how_many_values_a_call_serves() -> None:
     """``recipe`` may not import kernels, so it repeats the number."""
     from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
-    from megatron_lowprec.recipe.resolve import VALUES_PER_DRAW
+    from megatron_lowprec.recipe.coverage import VALUES_PER_DRAW
 
     assert VALUES_PER_DRAW == VALUES_PER_CALL

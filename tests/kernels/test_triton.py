@@ -38,10 +38,10 @@ def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> No
 @pytest.mark.gpu
 def test_a_captured_graph_draws_anew_in_each_replay() -> None:
     """Signs and draws of a replay are those of the moment entered before it, bit for bit."""
-    from megatron_lowprec.gemms import LinearPlace
-    from megatron_lowprec.numerics import LinearNumerics
+    from megatron_lowprec.linear.gemms import LinearPlace
+    from megatron_lowprec.linear.linear_gemms import LinearNumerics
     from megatron_lowprec.quantization.amax_history import AmaxHistory
-    from megatron_lowprec.quantization.device_moment import enter_moment
+    from megatron_lowprec.quantization.device_rng_step import enter_moment
     from megatron_lowprec.quantization.random_stream import Moment
     from megatron_lowprec.recipe.registry import get_recipe
 

@@ -48,9 +48,9 @@ def build(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_lowprec import get_recipe
-    from megatron_lowprec.mcore.gpt_model import LowPrecGPTModel
+    from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
+    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
     from megatron_lowprec.mcore.runtime import bind_recipe
-    from megatron_lowprec.mcore.spec import gpt_block_spec
 
     normalization, activation, sequence_parallel = SHAPES[shape]
     gated = activation == "silu"
@@ -138,8 +138,8 @@ def joined_casts(recipe: str) -> None:
 
     Biases' gradients are the exception: sums of other parts. What else helps casts helps in ``got`` alone, too.
     """
-    from megatron_lowprec.mcore.mlp import _MlpFunction
-    from megatron_lowprec.numerics import LinearNumerics
+    from megatron_lowprec.linear.linear_gemms import LinearNumerics
+    from megatron_lowprec.mcore.layers.mlp import _MlpFunction
 
     with patch.object(_MlpFunction, "apply", wraps=_MlpFunction.apply) as joined:
         got = two_steps(recipe)
@@ -212,8 +212,8 @@ def native() -> Iterator[None]:
     with (
         switched(True),
         patch.object(layernorm, "norm", norm),
-        patch("megatron_lowprec.numerics.arch_of", lambda _: "sm90"),
-        patch("megatron_lowprec.numerics.scaled_product", product),
+        patch("megatron_lowprec.linear.linear_gemms.arch_of", lambda _: "sm90"),
+        patch("megatron_lowprec.linear.linear_gemms.scaled_product", product),
     ):
         yield
 
@@ -224,7 +224,7 @@ def handed_over(recipe: str, layers: int = 3, **more: Any) -> None:
     On a CPU p is such that the interpreter, which cuts to bf16 what a GPU rounds, has nothing to cut. Biases are the
     exception: sums of other parts.
     """
-    from megatron_lowprec.numerics import LinearNumerics
+    from megatron_lowprec.linear.linear_gemms import LinearNumerics
 
     taken: list[bool] = []
 
@@ -251,8 +251,8 @@ def handed_over(recipe: str, layers: int = 3, **more: Any) -> None:
 
 def cast_by_norms(shape: str, recipe: str, **more: Any) -> None:
     """A norm's output that is never in memory gives the bits of one that is."""
-    from megatron_lowprec.mcore import parallel_linear
-    from megatron_lowprec.mcore.norm import Reader
+    from megatron_lowprec.mcore.layers import parallel_linear
+    from megatron_lowprec.mcore.layers.norm import Reader
 
     read: list[bool] = []
 
@@ -284,7 +284,7 @@ def residuals(shape: str, **more: Any) -> None:
 
     with (
         patch.object(layernorm, "norm_backward", wraps=layernorm.norm_backward) as joined,
-        patch("megatron_lowprec.mcore.norm.note_residual", noted),
+        patch("megatron_lowprec.mcore.layers.norm.note_residual", noted),
     ):
         got, _ = run(shape, True, **more)
     given = [call.args[5] is not None for call in joined.call_args_list]
@@ -293,15 +293,15 @@ def residuals(shape: str, **more: Any) -> None:
     assert len(inputs) >= 5
     gc.collect()  # the model's own circles; none that leads through autograd is ever found
     assert not any(storage() is not None for storage in inputs)
-    with patch("megatron_lowprec.mcore.norm.note_residual"):
+    with patch("megatron_lowprec.mcore.layers.norm.note_residual"):
         want, _ = run(shape, True, **more)
     equal_but_for((), got, want)
 
 
 def norms_that_are_seen() -> None:
     """A norm's output is a tensor to whoever hooks in there, in an evaluation, and while a bad number is looked for."""
-    from megatron_lowprec.mcore.finite_check import FiniteCheck
-    from megatron_lowprec.mcore.norm import LayerNorm
+    from megatron_lowprec.mcore.debug.finite_check import FiniteCheck
+    from megatron_lowprec.mcore.layers.norm import LayerNorm
 
     seen: list[bool] = []
     with native():
@@ -321,7 +321,7 @@ def norms_that_are_seen() -> None:
 
 def gradients_that_are_seen() -> None:
     """Nothing is offered without a backward pass to come, nor while a bad number is looked for."""
-    from megatron_lowprec.mcore.finite_check import FiniteCheck
+    from megatron_lowprec.mcore.debug.finite_check import FiniteCheck
 
     with native():
         model = build("gpt", True, "fp8_delayed", torch.bfloat16)
@@ -377,7 +377,7 @@ def dropout(shape: str) -> None:
 
 def dropped_entries() -> None:
     """A fresh mask each time, of the right size, and the same one backwards."""
-    from megatron_lowprec.mcore.bias_dropout_add import get_bias_dropout_add
+    from megatron_lowprec.mcore.layers.bias_dropout_add import get_bias_dropout_add
 
     x, bias, residual = (
         torch.full(shape, value, device=DEVICE, requires_grad=True)
@@ -398,7 +398,7 @@ def dropped_entries() -> None:
 
 def second_backward_fails() -> None:
     """The logits are gone after one: a second backward pass over them says so."""
-    from megatron_lowprec.mcore.gpt_model import vocab_parallel_cross_entropy
+    from megatron_lowprec.mcore.layers.gpt_model import vocab_parallel_cross_entropy
 
     logits = torch.randn(3, 8, device=DEVICE, requires_grad=True) * 1.0
     loss = vocab_parallel_cross_entropy(logits, torch.tensor([1, 3, 7], device=DEVICE), dist.group.WORLD).sum()
@@ -446,7 +446,7 @@ CHECKS |= {
 
 
 def main(out: str) -> None:
-    from megatron_lowprec.mcore.cpu_stand_in import install
+    from megatron_lowprec.mcore.cpu_compat import install
 
     install()
     from megatron.core import parallel_state

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from megatron_lowprec.mcore import cpu_stand_in
+from megatron_lowprec.mcore import cpu_compat
 
 
 @contextmanager
 def one_process() -> Iterator[None]:
     """Where Megatron-core's layers can be built, on a CPU."""
-    cpu_stand_in.install()
+    cpu_compat.install()
     from megatron.core import parallel_state
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -11,10 +11,10 @@ import torch
 
 from megatron_lowprec import get_recipe
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.load import load_recipe
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HistorySpec, Recipe
 from tests.mcore.one_process import one_process
-from tests.mcore.test_moment import build
+from tests.mcore.test_rng_step import build
 
 FIELDS = [f"{gemm}.{operand}.history_update" for gemm, operands in GEMM_OPERANDS.items() for operand in operands]
 

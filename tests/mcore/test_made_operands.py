@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_lowprec.numerics as numerics_module
+import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import get_recipe
-from megatron_lowprec.gemms import LinearPlace
-from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.linear.gemms import LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.operands import GradOutput, Input
 from megatron_lowprec.mcore.made_operands import Handover, made_input, note_input, stand_in
-from megatron_lowprec.numerics import LinearNumerics
-from megatron_lowprec.operands import GradOutput, Input
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
-from megatron_lowprec.recipe.resolve import without_gemms
+from megatron_lowprec.recipe.coverage import without_gemms
 
 
 def numerics_of(recipe: str, *plain: str) -> LinearNumerics:

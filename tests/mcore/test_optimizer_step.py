@@ -13,15 +13,16 @@ from megatron.core import fp8_utils, parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_lowprec.mcore.optimizer_step import copy_weights_at_once, grad_norm, optimizer_step
-from megatron_lowprec.mcore.primary_weight import quantize_main_weights
+from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
+from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, grad_norm, optimizer_step
 from megatron_lowprec.quantization import primary_weight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.training import model, schedule, startup
-from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training import model, schedule
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.model import Trainer
-from megatron_lowprec.training.resolve import resolve_model, resolve_run, total_samples
 from tests.training.helpers import argv
 
 Build = Callable[..., Trainer]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.layernorm import reference
-from megatron_lowprec.mcore.norm import _normalized
+from megatron_lowprec.mcore.layers.norm import _normalized
 from megatron_lowprec.mcore.residual import residual_of
 
 

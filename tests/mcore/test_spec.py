@@ -76,8 +76,8 @@ def test_the_layers_are_megatron_core_s(options: dict[str, Any]) -> None:
     """The same weights, and of them the same bits; in the first layers too, where experts are only in some."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
     from megatron_lowprec.mcore.runtime import bind_recipe
-    from megatron_lowprec.mcore.spec import gpt_block_spec
 
     config = config_of(**options)
     stock = get_gpt_decoder_block_spec(
@@ -102,8 +102,8 @@ def test_the_layers_are_megatron_core_s(options: dict[str, Any]) -> None:
 def test_every_linear_layer_has_a_recipe(options: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
     from megatron_lowprec.mcore.runtime import bind_recipe
-    from megatron_lowprec.mcore.spec import gpt_block_spec
 
     config = config_of(**options)
     block = block_of(config, gpt_block_spec(config))
@@ -116,7 +116,7 @@ def test_a_pipeline_stage_has_its_own_part_of_the_pattern(monkeypatch: pytest.Mo
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_lowprec.mcore.spec import gpt_block_spec
+    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
 
     config = config_of(
         moe_layer_freq=[0, 1, 1, 1], pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, **EXPERTS
@@ -145,7 +145,7 @@ def test_a_pipeline_stage_has_its_own_part_of_the_pattern(monkeypatch: pytest.Mo
     ],
 )
 def test_what_would_be_another_model_is_refused(field: str, value: Any, what: str) -> None:
-    from megatron_lowprec.mcore.spec import gpt_block_spec
+    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
 
     config = config_of()
     setattr(config, field, value)
@@ -154,7 +154,7 @@ def test_what_would_be_another_model_is_refused(field: str, value: Any, what: st
 
 
 def test_experts_in_one_product_are_refused() -> None:
-    from megatron_lowprec.mcore.spec import gpt_block_spec
+    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
 
     config = config_of(**EXPERTS)
     config.moe_grouped_gemm = True

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import megatron_lowprec.numerics as numerics_module
+import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.gemms import DIMS, LinearPlace
 from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.numerics import LinearNumerics
-from megatron_lowprec.operands import GradOutput
+from megatron_lowprec.linear.gemms import DIMS, LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.operands import GradOutput
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
@@ -82,7 +82,7 @@ def build_linear(kind: str, ours: bool, config: Any, skip_bias_add: bool) -> tor
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from megatron_lowprec.mcore.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
+    from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 
     model_parallel_cuda_manual_seed(5)
     options = {"config": config, "init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": skip_bias_add}
@@ -141,8 +141,8 @@ def block_of(recipe: Any, config: Any, seed: int = SEED, **options: Any) -> tupl
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlock
 
+    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
     from megatron_lowprec.mcore.runtime import bind_recipe
-    from megatron_lowprec.mcore.spec import gpt_block_spec
 
     model_parallel_cuda_manual_seed(6)
     block = TransformerBlock(config, gpt_block_spec(config)).to(config.params_dtype)
@@ -340,7 +340,7 @@ def recompute(name: str, sequence_parallel: bool) -> None:
         forwards = sum(gemm == "fprop" for _, gemm, *_ in recorder.calls)
         assert forwards == (2 * 8 if options else 0)  # it was really run again
         assert {moment for *_, moment, _ in recorder.calls} == {Moment(3, 0), Moment(3, 1)}
-        from megatron_lowprec.mcore.moment import current_moment
+        from megatron_lowprec.mcore.rng_step import current_moment
 
         assert current_moment() == Moment(3, 7)  # and what the loop had set is back
         found.append([*(y.detach() for y in outputs), *(p.grad for p in block.parameters())])
@@ -476,7 +476,7 @@ def unbound_layers_say_so() -> None:
 
 
 def main(out: str) -> None:
-    from megatron_lowprec.mcore.cpu_stand_in import install
+    from megatron_lowprec.mcore.cpu_compat import install
 
     install()
     from megatron.core import parallel_state

@@ -11,11 +11,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_lowprec import LowPrecLinear, QuantSpec, get_recipe
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.gemms import LinearPlace
-from megatron_lowprec.kernels.cast_many.reference import fp8_codes
-from megatron_lowprec.kernels.contract.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
 from megatron_lowprec.kernels.quantize.reference import decode, encode, quantize_operand
-from megatron_lowprec.numerics import LinearNumerics
+from megatron_lowprec.linear.gemms import LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
 from megatron_lowprec.quantization.quantizer import quantize_for_gemm

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_lowprec import QuantSpec, RandomStream, get_recipe, quantize
-from megatron_lowprec.gemms import LinearPlace
-from megatron_lowprec.numerics import LinearNumerics
+from megatron_lowprec.linear.gemms import LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8, MXFP8_OCP

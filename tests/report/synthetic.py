@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_lowprec.recipe.load import load_recipe, recipe_to_dict
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 
 OPTIONS: dict[str, Any] = {
     "config": "configs/models/gpt_25m.yaml",

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.load import load_recipe
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.report.claims import Claims, load_claims
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "claims.yaml"

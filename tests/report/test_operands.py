@@ -15,7 +15,7 @@ from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.figure import Figure
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.gemms import DIMS
+from megatron_lowprec.linear.gemms import DIMS
 from megatron_lowprec.report import operand_plots, operand_tables, plot_style
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.operands import KINDS, RecipeLooks, find_looks, read_rows

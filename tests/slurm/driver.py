@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt
-from megatron_lowprec.training import startup
+from megatron_lowprec.training.distributed import startup
 from tests.waiting import wait_for
 
 
@@ -20,8 +20,8 @@ def main(argv: list[str]) -> int:
     """``pretrain_gpt.main``, with patience."""
     startup.prepare_environment()
     from megatron_lowprec.training import loop
-    from megatron_lowprec.training.checkpoint_writer import CheckpointWriter
-    from megatron_lowprec.training.interrupt import Signals
+    from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
+    from megatron_lowprec.training.distributed.interrupt import Signals
 
     step, save, on_signal, told = loop.train_step, CheckpointWriter.save, Signals._on_signal, list[int]()
 

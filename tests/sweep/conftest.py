@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from megatron_lowprec.sweep import cells, cli, local
+from megatron_lowprec.sweep import cli, jobs, local
 from tests.environment import python_path
 from tests.waiting import Started, wait_for
 
@@ -124,7 +124,7 @@ class Fake:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     """The stand-in on a machine without GPUs."""
     made = Fake(tmp_path)
-    monkeypatch.setattr(cells, "DRIVER", str(made.driver))
+    monkeypatch.setattr(jobs, "DRIVER", str(made.driver))
     monkeypatch.setattr(local, "visible_gpus", list)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)

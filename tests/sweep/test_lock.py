@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megatron_lowprec.sweep.lock import Lock, holder
-from megatron_lowprec.training import process_lock
+from megatron_lowprec.training.distributed import process_lock
 
 CELL = "gpt_tiny-bf16-s1"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.sweep.cells import expand
+from megatron_lowprec.sweep.jobs import expand
 from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read
 from tests.sweep.conftest import REPOSITORY, WriteSweep
 

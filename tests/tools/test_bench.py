@@ -13,10 +13,10 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from tests.waiting import PATIENCE
-from tools.bench import around, layer, overhead, quantize, scaling, shapes
+from tools.bench import layer, ops, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import main
 from tools.bench.measure import Bench, Copy, Timing, combined, in_turn, rate
-from tools.bench.pieces import Piece
+from tools.bench.op_cases import Piece
 from tools.bench.table import Column, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -57,9 +57,9 @@ def test_shapes_of_the_published_models(model: str, sizes: dict[str, tuple[int, 
 
 
 def test_configs_of_the_table_have_the_same_sizes() -> None:
-    from megatron_lowprec.training.arguments import parse
-    from megatron_lowprec.training.resolve import resolve_model
-    from megatron_lowprec.training.shapes import linear_sites
+    from megatron_lowprec.training.config.arguments import parse
+    from megatron_lowprec.training.config.resolve import resolve_model
+    from megatron_lowprec.training.models.sizes import linear_sites
 
     for model in shapes.MODELS.values():
         if model.config is not None and model.name != "smoke":
@@ -278,7 +278,7 @@ def test_a_piece_with_another_result_has_no_number() -> None:
     right, wrong = torch.ones(4), torch.ones(4) * 1.1
     piece = Piece("x", "4", 16, 1, {"torch": lambda: None, "ours": lambda: None}, lambda: iter([(wrong, right)]))
     copy = Copy(16, 1.0)
-    (row,) = around._rows(shapes.MODELS["smoke"], piece, 1, Bench(CPU), copy, set())
+    (row,) = ops._rows(shapes.MODELS["smoke"], piece, 1, Bench(CPU), copy, set())
     assert row["failed"].startswith("results are 1.0e-01 apart")
     assert "ms" not in row
 
@@ -289,7 +289,7 @@ def test_a_piece_whose_first_way_fails_is_compared_with_nothing() -> None:
 
     piece = Piece("x", "4", 16, 1, {"torch": fails, "ours": lambda: None})
     copy = Copy(16, 1.0)
-    first, ours = around._rows(shapes.MODELS["smoke"], piece, 1, Bench(CPU), copy, set())
+    first, ours = ops._rows(shapes.MODELS["smoke"], piece, 1, Bench(CPU), copy, set())
     assert "no such kernel" in first["failed"]
     assert ours["over"] is None
     assert ours["ms"] >= 0

@@ -21,7 +21,7 @@ import torch
 from packaging.requirements import Requirement
 
 from megatron_lowprec import recipes
-from megatron_lowprec.training.te_recipe import TESTED_VERSION
+from megatron_lowprec.training.config.te_recipe import TESTED_VERSION
 from tools.bench import layer, shapes, step
 from tools.bench.__main__ import main
 from tools.bench.peers import download, install, layers, pieces, slim

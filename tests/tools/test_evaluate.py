@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.training import startup
-from megatron_lowprec.training.wikitext import detokenize
+from megatron_lowprec.training.data.wikitext import detokenize
+from megatron_lowprec.training.distributed import startup
 from tests.tools.conftest import MODEL, RAW, TEXT, run
 from tests.training.conftest import Drive
 from tests.training.convert.reference import logits
@@ -54,7 +54,7 @@ def reference_nats(folder: Path, ids: list[int], eod: int, length: int) -> float
 
 
 def test_word_perplexity_is_lm_evaluation_harness_s(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_lowprec.training.tokenizer import build_tokenizer
+    from megatron_lowprec.training.data.tokenizer import build_tokenizer
 
     found = run("--load", trained, "--wikitext", "wiki.raw", "--micro-batch-size", "3")["wikitext"]
     assert export_hf.main(["--load", trained, "--out", "hf"]) == 0

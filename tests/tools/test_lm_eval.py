@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_lowprec.training.wikitext import SHIPPED, detokenize, read
-from megatron_lowprec.training.windows import Text, Window, pack, windows
+from megatron_lowprec.training.data.wikitext import SHIPPED, detokenize, read
+from megatron_lowprec.training.evaluation.windows import Text, Window, pack, windows
 from tests.environment import python_path
 from tests.tools.conftest import MODEL, RAW, run
 from tests.training.conftest import PLACE_IN_LAUNCH, Drive

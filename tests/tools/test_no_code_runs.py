@@ -19,11 +19,11 @@ import torch
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training import untrusted
-from megatron_lowprec.training.arguments import KINDS, flag
-from megatron_lowprec.training.config import GROUPS
+from megatron_lowprec.training.checkpoint import safe_load
+from megatron_lowprec.training.config.arguments import KINDS, flag
+from megatron_lowprec.training.config.options import GROUPS
+from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, common, objects, saved
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
-from tests.training.foreign import CRAFTS, MARKER, Foreign, common, objects, saved
 from tests.training.helpers import REPOSITORY, argv
 from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint
 
@@ -183,7 +183,7 @@ def test_trust_reads_what_no_restricted_unpickler_does(
     command = ["--load", "out", "--save", "new", *TOKENS]
     assert import_megatron.main(command) == 2
     assert "common.pt asks for fractions.Fraction when it is unpickled" in capsys.readouterr().err
-    found = untrusted.read_metadata(out / LATEST)
+    found = safe_load.read_metadata(out / LATEST)
     found.planner_data = Fraction(1, 3)
     (out / LATEST / ".metadata").write_bytes(pickle.dumps(found))
     assert import_megatron.main([*command, "--trust"]) == 0
@@ -241,13 +241,13 @@ def test_every_tool_that_imports_a_reader_is_walked() -> None:
                 names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
                 if names & {f"megatron_lowprec.training.{name}" for name in READING}:
                     found.add(str(path.relative_to(REPOSITORY)))
-    # tools/matrix reads what it has written itself, by the driver's functions
-    assert found == {file for file, _ in {*READERS, *OTHERS}} - {"pretrain_gpt.py"} | {"tools/matrix/setup.py"}
+    # tools/layout_parity reads what it has written itself, by the driver's functions
+    assert found == {file for file, _ in {*READERS, *OTHERS}} - {"pretrain_gpt.py"} | {"tools/layout_parity/setup.py"}
 
 
 UNPICKLING = ("torch.load", "pickle.load", "pickle.loads", "dist_checkpointing.load", "np.load", "joblib.load")
 # Megatron-core's own reading of what untrusted.py has checked.
-ALLOWED = {("megatron_lowprec/training/checkpoint.py", "dist_checkpointing.load")}
+ALLOWED = {("megatron_lowprec/training/checkpoint/checkpoint.py", "dist_checkpointing.load")}
 
 
 def test_one_module_unpickles_files() -> None:
@@ -257,4 +257,4 @@ def test_one_module_unpickles_files() -> None:
             name = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
             if name in UNPICKLING or name.endswith(("FileSystemReader", "Unpickler")):
                 found.add((str(path.relative_to(REPOSITORY)), name))
-    assert {one for one in found if one[0] != "megatron_lowprec/training/untrusted.py"} == ALLOWED
+    assert {one for one in found if one[0] != "megatron_lowprec/training/checkpoint/safe_load.py"} == ALLOWED

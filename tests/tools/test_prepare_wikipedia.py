@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_lowprec.training import corpus, shards
-from megatron_lowprec.training.tokenizer import build_tokenizer
+from megatron_lowprec.training.data import indexed_dataset, shards
+from megatron_lowprec.training.data.tokenizer import build_tokenizer
 from tests.training.helpers import REPOSITORY
 from tools import prepare_wikipedia
 
@@ -111,10 +111,10 @@ def test_each_title_once_in_shards_with_a_manifest(source: list[str], capsys: py
         prefix = f"out/en-{number:05d}_text_document"
         assert shard["prefix"] == prefix
         assert manifest["data_path"][number] == Path(prefix).name
-        corpus.check_prefix(prefix, TOKENIZER)
+        indexed_dataset.check_prefix(prefix, TOKENIZER)
         found = documents(prefix)
         assert len(found) == shard["documents"]
-        assert corpus.read_index(prefix).tokens == shard["tokens"]
+        assert indexed_dataset.read_index(prefix).tokens == shard["tokens"]
         for suffix, checksum in shard["sha256"].items():
             assert hashlib.sha256(Path(prefix + suffix).read_bytes()).hexdigest() == checksum
         texts += found

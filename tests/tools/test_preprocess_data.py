@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_lowprec.training import corpus
-from megatron_lowprec.training.tokenizer import build_tokenizer
+from megatron_lowprec.training.data import indexed_dataset
+from megatron_lowprec.training.data.tokenizer import build_tokenizer
 from tools import preprocess_data
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def test_each_key_becomes_a_corpus_by_megatrons_name(
     arguments = ["--input", *inputs, "--json-keys", "text", "title", "--output-prefix", prefix, "--append-eod", *BPE]
     assert preprocess_data.main([*arguments, "--log-interval", "25"]) == 0
     for key in ("text", "title"):
-        corpus.check_prefix(f"{prefix}_{key}_document", tokenizer)
+        indexed_dataset.check_prefix(f"{prefix}_{key}_document", tokenizer)
         dataset = IndexedDataset(f"{prefix}_{key}_document")
         assert [tokenizer.detokenize(dataset[i]) for i in range(len(dataset))] == [
             f"{key} {i}<|endoftext|>" for i in range(30)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lowprec.training import startup
+from megatron_lowprec.training.distributed import startup
 from tests.training import many_runs
 
 _ENTRIES = 20_000

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
-from megatron_lowprec.training import startup
+from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.run import run
 from tests.training.helpers import argv
 

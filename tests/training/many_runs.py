@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training import startup
+from megatron_lowprec.training.distributed import startup
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand
-from megatron_lowprec.training import startup
+from megatron_lowprec.training.distributed import startup
 from tests.training.many_runs import Meetings
 
 Digests = list[dict[str, str]]
@@ -47,7 +47,7 @@ def look(optimizer: Any, chunks: Any, own_scales: bool) -> dict[str, str]:
     """The digest of every FP8 weight by name, after the check against the reference."""
     from megatron.core import parallel_state as mpu
 
-    from megatron_lowprec.mcore.primary_weight import sharded_weights
+    from megatron_lowprec.mcore.optim.fp8_param_gather import sharded_weights
 
     names = {weight: name for chunk in chunks for name, weight in chunk.named_parameters()}
     group, digests = mpu.get_tensor_model_parallel_group(), {}
@@ -86,7 +86,8 @@ def look(optimizer: Any, chunks: Any, own_scales: bool) -> dict[str, str]:
 @contextmanager
 def looking(own_scales: bool = False) -> Iterator[Digests]:
     """While it is entered, runs of the driver look after they settled and after each step."""
-    from megatron_lowprec.training import calibrate, checkpoint, loop, model
+    from megatron_lowprec.training import calibrate, loop, model
+    from megatron_lowprec.training.checkpoint import checkpoint
 
     found: Digests = []
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lowprec.training import startup
+from megatron_lowprec.training.distributed import startup
 
 
 def differing_copies(chunks: Any) -> tuple[list[str], int]:

@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from torch import nn
 
-from megatron_lowprec.mcore.layer_graphs import LayerGraphs
-from megatron_lowprec.numerics import LinearNumerics
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
 
 
 class RerunRecorder:
@@ -104,7 +104,8 @@ def rerun_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[RerunRecorder]:
     """Let --cuda-graph-impl local work with such recordings; the recorders that runs will have made."""
     from megatron.core import tensor_parallel
 
-    from megatron_lowprec.training import model, resolve
+    from megatron_lowprec.training import model
+    from megatron_lowprec.training.config import resolve
 
     found: list[RerunRecorder] = []
     seed = tensor_parallel.model_parallel_cuda_manual_seed

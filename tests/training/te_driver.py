@@ -5,7 +5,8 @@ transformer_engine``: for runs with the stand-in of it.
 import sys
 
 import pretrain_gpt
-from megatron_lowprec.training import resolve, startup
+from megatron_lowprec.training.config import resolve
+from megatron_lowprec.training.distributed import startup
 from tools import evaluate
 
 if __name__ == "__main__":

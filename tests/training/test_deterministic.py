@@ -12,8 +12,8 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import model
-from megatron_lowprec.training.arguments import parse
-from megatron_lowprec.training.resolve import resolve_model
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.resolve import resolve_model
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses
 

@@ -18,16 +18,18 @@ from megatron.core import tensor_parallel
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.quantization import device_moment
+from megatron_lowprec.quantization import device_rng_step
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.random_stream import RandomStream
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.training import loop, model, random_state, resolve
-from megatron_lowprec.training.arguments import parse
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.training import loop, model
+from megatron_lowprec.training.checkpoint import random_state
+from megatron_lowprec.training.config import resolve
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.model import Trainer
-from megatron_lowprec.training.resolve import resolve_model, resolve_run
 from tests.environment import python_path
 from tests.training.conftest import Drive
 from tests.training.helpers import REPOSITORY, argv, rows
@@ -81,7 +83,7 @@ def test_draws_that_a_graph_would_repeat_are_refused(monkeypatch: pytest.MonkeyP
     x, stream = torch.randn(32, 64), RandomStream((1, 2), row_span=Span())
     quantize(x, spec, random=stream)
     Transform(32, stream).signs(x.device)
-    monkeypatch.setattr(device_moment, "capturing", lambda: True)
+    monkeypatch.setattr(device_rng_step, "capturing", lambda: True)
     with pytest.raises(UserError, match="stochastic rounding runs on this device outside of the fused MX kernel"):
         quantize(x, spec, random=stream)
     with pytest.raises(UserError, match="a random Hadamard transform runs on this device"):

@@ -23,19 +23,19 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_lowprec import QuantSpec, UserError, get_recipe
-from megatron_lowprec.mcore.primary_weight import settle
+from megatron_lowprec.mcore.optim.fp8_param_gather import settle
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training import loop
-from megatron_lowprec.training.arguments import parse
-from megatron_lowprec.training.bad_numbers import weights_are_finite
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.convert.store import read_weights
 from megatron_lowprec.training.memory.plan import plan
-from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.monitoring.bad_numbers import weights_are_finite
 from tests.environment import python_path
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import REPOSITORY, argv, losses, rows, torchrun
+from tests.training.monitoring.test_bad_numbers import at, spoiling
 from tests.training.primary_worker import Digests, looking
-from tests.training.test_bad_numbers import at, spoiling
 from tests.waiting import PATIENCE
 from tools import evaluate, export_hf
 

@@ -11,10 +11,10 @@ import pytest
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
 from megatron_lowprec.training import loop
-from megatron_lowprec.training.arguments import parse
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.rampup import batch_size_at, nearest_end, run_length, samples_of
-from megatron_lowprec.training.resolve import resolve_model, resolve_run
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows
 

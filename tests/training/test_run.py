@@ -202,7 +202,7 @@ def test_finetune_takes_weights_alone(drive: Drive) -> None:
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_lowprec.mcore import optimizer_step
+    from megatron_lowprec.mcore.optim import optimizer_step
 
     norms = iter([1.0, math.nan, 1.0])
     monkeypatch.setattr(optimizer_step, "grad_norm", lambda optimizer: torch.tensor(next(norms)))

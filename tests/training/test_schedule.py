@@ -10,8 +10,8 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import model
-from megatron_lowprec.training.arguments import parse
-from megatron_lowprec.training.resolve import resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.schedule import Schedule, continued, plan
 from tests.training.helpers import argv
 

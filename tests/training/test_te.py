@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training import foreign
+from tests.training.checkpoint import foreign
 from tests.training.helpers import REPOSITORY, argv, losses, rows
 from tests.waiting import PATIENCE
 
@@ -52,7 +52,7 @@ def start(
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    paths = [str(REPOSITORY), *([str(REPOSITORY / "tests/stand_ins")] if script.endswith("te_driver.py") else [])]
+    paths = [str(REPOSITORY), *([str(REPOSITORY / "tests/stubs")] if script.endswith("te_driver.py") else [])]
     paths += os.environ["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in os.environ else []
     hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
@@ -231,8 +231,8 @@ def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
     code = """
 from megatron_lowprec import get_recipe
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.te_recipe import prepare
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.te_recipe import prepare
 prepare(Config(transformer_impl="transformer_engine", micro_batch_size=1, seq_length=32), get_recipe("bf16"))
 """
     done = subprocess.run(

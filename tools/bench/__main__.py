@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.training.paths import output_file
+from megatron_lowprec.training.config.paths import output_file
 
 WHAT = {
     "quantize": "fused MX quantizers against a plain copy",
@@ -125,7 +125,7 @@ def _check(args: argparse.Namespace) -> None:
         if name not in known_peers[args.what]:
             raise UserError(f"--peers {name}: {args.what} has {' and '.join(known_peers[args.what])}")
     if args.what == "around":
-        from tools.bench.pieces import PIECES
+        from tools.bench.op_cases import PIECES
 
         unknown = [name for name in args.pieces or () if name not in PIECES]
         if unknown:

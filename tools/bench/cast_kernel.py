@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast.rule import code_constants
-from megatron_lowprec.kernels.cast.triton_ops import to_fp8
+from megatron_lowprec.kernels.cast_fp8.rule import code_constants
+from megatron_lowprec.kernels.cast_fp8.triton_ops import to_fp8
 from megatron_lowprec.kernels.quantize.triton_ops import hadamard as group_hadamard
 
 E4M3_MAX = FORMATS["e4m3"].max

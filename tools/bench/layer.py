@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_lowprec.gemms import LinearPlace
-from megatron_lowprec.numerics import LinearNumerics
-from megatron_lowprec.operands import Kept
+from megatron_lowprec.linear.gemms import LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.operands import Kept
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.coverage import weight_serves_microbatches
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.resolve import weight_serves_microbatches
 from megatron_lowprec.recipe.schema import HistorySpec
 from tools.bench.measure import errors, one_line
 from tools.bench.shapes import LinearShape

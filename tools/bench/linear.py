@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from megatron_lowprec.quantization.device_moment import enter_moment
+from megatron_lowprec.quantization.device_rng_step import enter_moment
 from megatron_lowprec.quantization.random_stream import Moment
 from tools.bench.layer import (
     Gemms,

@@ -18,7 +18,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import quantize_operand
 from megatron_lowprec.kernels.quantize.rule import Direction
-from megatron_lowprec.quantization.device_moment import device_moment
+from megatron_lowprec.quantization.device_rng_step import device_moment
 from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8

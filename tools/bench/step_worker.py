@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from megatron_lowprec.training import startup
+from megatron_lowprec.training.distributed import startup
 
 PROFILED = 3
 
@@ -27,12 +27,12 @@ def main(asked: dict[str, Any]) -> None:
 
     import torch
 
-    from megatron_lowprec.recipe.load import load_recipe
+    from megatron_lowprec.recipe.parsing import load_recipe
     from megatron_lowprec.training import schedule as schedules
-    from megatron_lowprec.training import te_recipe
-    from megatron_lowprec.training.arguments import parse
-    from megatron_lowprec.training.resolve import resolve_model, resolve_recipe, resolve_run, total_samples
-    from megatron_lowprec.training.tokenizer import padded_vocab_size, tokenizer_of
+    from megatron_lowprec.training.config import te_recipe
+    from megatron_lowprec.training.config.arguments import parse
+    from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run, total_samples
+    from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 
     on_gpu = torch.cuda.is_available()
     per_rank, steps = asked["micro_batch"], asked["warm_up"] + asked["iterations"]
@@ -52,7 +52,8 @@ def main(asked: dict[str, Any]) -> None:
 
     from megatron.core.num_microbatches_calculator import update_num_microbatches
 
-    from megatron_lowprec.training import data, model
+    from megatron_lowprec.training import model
+    from megatron_lowprec.training.data import batches as data
     from megatron_lowprec.training.step import train_step
 
     split = data.build(config, tokenizer, ranks.rank, ranks.local_rank)["train"]
@@ -154,7 +155,7 @@ def _idle(events: Sequence[Any]) -> dict[str, Any]:
 
 def _updates(optimizer: Any, on_gpu: bool) -> tuple[float, float]:
     """Milliseconds of one optimizer step, the driver's and then Megatron-core's own."""
-    from megatron_lowprec.mcore.optimizer_step import optimizer_step
+    from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 
     ours = _milliseconds(lambda: optimizer_step(optimizer), on_gpu)
     for part in optimizer.chained_optimizers:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import larger, raise_to_amax
-from megatron_lowprec.kernels.column_sum.triton import sum_partials
+from megatron_lowprec.kernels.bias_grad.triton import sum_partials
 from megatron_lowprec.kernels.gelu import reference
 from megatron_lowprec.kernels.interpreted import INTERPRETED
 

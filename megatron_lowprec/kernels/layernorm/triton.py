@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import raise_to_amax
-from megatron_lowprec.kernels.column_sum.triton import sum_partials
+from megatron_lowprec.kernels.bias_grad.triton import sum_partials
 from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 

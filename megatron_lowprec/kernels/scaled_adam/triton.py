@@ -16,8 +16,8 @@ import triton.language as tl
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
-from megatron_lowprec.kernels.cast.rule import CodeConstants, code_constants
-from megatron_lowprec.kernels.cast.triton_ops import round_to_bf16, to_fp8
+from megatron_lowprec.kernels.cast_fp8.rule import CodeConstants, code_constants
+from megatron_lowprec.kernels.cast_fp8.triton_ops import round_to_bf16, to_fp8
 from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
 from megatron_lowprec.kernels.philox.triton import philox
 from megatron_lowprec.kernels.quantize.triton_ops import round_to_grid

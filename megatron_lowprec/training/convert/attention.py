@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.sizes import sized
 
 
 def split_qkv(config: Config, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.sizes import sized
 
 # What makes a model of each kind; the rest of a Config is sizes.
 _KINDS: Mapping[str, Mapping[str, Any]] = {

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.tokenizer import END_OF_TEXT
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data.tokenizer import END_OF_TEXT
 
 
 def write_tokenizer(config: Config, folder: Path) -> list[str]:

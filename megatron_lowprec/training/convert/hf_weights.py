@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.convert.attention import join_qkv, split_qkv
 from megatron_lowprec.training.convert.hf_config import kind_of
 from megatron_lowprec.training.convert.names import Weights
-from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.models.sizes import sized
 
 
 def to_hf_weights(config: Config, weights: Weights, vocab_size: int) -> Weights:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training import untrusted
+from megatron_lowprec.training.checkpoint import safe_load
+from megatron_lowprec.training.checkpoint.storage import TRACKER, iteration_folder
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
 from megatron_lowprec.training.convert.store import read_weights
-from megatron_lowprec.training.folders import TRACKER, iteration_folder
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(_\d{3})?$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -85,7 +85,7 @@ def read(path: str, trust: bool = False) -> Stock:
     """
     try:
         return _read(_folder(Path(path)), trust)
-    except untrusted.ForeignError as error:
+    except safe_load.ForeignError as error:
         raise UserError(
             f"{error.place} asks for {error.name} when it is unpickled, which can run code: not loaded; add --trust "
             "if you know the folder's origin"
@@ -151,10 +151,10 @@ def _folder(path: Path) -> Path:
 def _unpickled(file: Path, trust: bool) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
-            content = untrusted.unpickle(file, stream, trust)
+            content = safe_load.unpickle(file, stream, trust)
     except FileNotFoundError:
         raise UserError(f"{file.parent}: no checkpoint of Megatron-LM there (no {file.name})") from None
-    except (OSError, untrusted.Damaged) as error:
+    except (OSError, safe_load.Damaged) as error:
         raise UserError(f"{file.parent}: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file}: holds a {type(content).__name__}, not a checkpoint")

@@ -12,14 +12,15 @@ import yaml
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.training import folders, saved, startup, untrusted
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.checkpoint import resume, safe_load, storage
+from megatron_lowprec.training.checkpoint.loader import plain
+from megatron_lowprec.training.checkpoint.save_lock import SaveLock
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
-from megatron_lowprec.training.reopen import plain
-from megatron_lowprec.training.resolve import resolve_model, resolve_run
-from megatron_lowprec.training.save_lock import SaveLock
+from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.schedule import plan
-from megatron_lowprec.training.tokenizer import Tokenizer
 
 
 def read_weights(folder: Path, trust: bool = False) -> Weights:
@@ -35,7 +36,7 @@ def read_weights(folder: Path, trust: bool = False) -> Weights:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        reader = untrusted.Reader(folder, trust)
+        reader = safe_load.Reader(folder, trust)
         entries = reader.read_metadata().state_dict_metadata
         found = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -45,7 +46,7 @@ def read_weights(folder: Path, trust: bool = False) -> Weights:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
             load(found, storage_reader=reader, no_dist=True)
-    except (OSError, EOFError, RuntimeError, KeyError, CheckpointException, untrusted.Damaged) as error:
+    except (OSError, EOFError, RuntimeError, KeyError, CheckpointException, safe_load.Damaged) as error:
         what = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"{folder}: not a distributed checkpoint that can be read: {what}") from None
     if not found:
@@ -66,20 +67,20 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
     Raises:
         UserError: weights that are not this model's, or a folder that has checkpoints already.
     """
-    if (folder / folders.TRACKER).exists():
+    if (folder / storage.TRACKER).exists():
         raise UserError(f"--save {folder}: has checkpoints already; name another folder")
     config = resolve_run(resolve_model(plain(config)), 1, gpus=torch.cuda.is_available())
     rows = len(weights["embedding.word_embeddings.weight"])
     schedule, _ = plan(replace(config, lr_warmup_samples=0, lr_warmup_iters=0, lr_warmup_fraction=None), 1)
     layout = dict.fromkeys(("tensor", "pipeline", "context", "expert", "data"), 1)
-    content = saved.content(config, get_recipe("bf16"), schedule, rows, layout, tokenizer)
+    content = resume.content(config, get_recipe("bf16"), schedule, rows, layout, tokenizer)
     startup.initialize(config, startup.prepare_environment())
 
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as mpu
     from megatron.core.utils import unwrap_model
 
-    from megatron_lowprec.training.checkpoint import Progress
+    from megatron_lowprec.training.checkpoint.checkpoint import Progress
     from megatron_lowprec.training.model import build_model
 
     (chunk,) = build_model(config, get_recipe("bf16"), rows).chunks
@@ -88,12 +89,12 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
     metadata = {"singleton_local_shards": False, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     with SaveLock(folder) as lock:
         lock.acquire()
-        partial = folders.stage(str(folder), 0)
+        partial = storage.stage(str(folder), 0)
         dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=metadata)}, str(partial))
         content |= {"weights_only": source, "progress": asdict(Progress())}
-        (partial / saved.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        (partial / resume.CONFIG).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         (folder / "model.yaml").write_text(_model_yaml(config, source), encoding="utf-8")
-        final = folders.publish(partial, str(folder), 0)
+        final = storage.publish(partial, str(folder), 0)
     startup.finalize()
     return final
 

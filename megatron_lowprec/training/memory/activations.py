@@ -4,9 +4,9 @@ layers.
 
 from __future__ import annotations
 
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.memory.layout import Runs, expert_tensor_size, tokens_of, width_of
-from megatron_lowprec.training.shapes import sized
+from megatron_lowprec.training.models.sizes import sized
 
 _INPUTS = {
     "input of linear_qkv": "self_attention.linear_qkv",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lowprec.recipe.native import native_gemms
-from megatron_lowprec.recipe.resolve import LinearSite, primary_weight_spec
+from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec
+from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training.config import Config
-from megatron_lowprec.training.resolve import data_parallel_size, virtual_stages
-from megatron_lowprec.training.shapes import linear_sites, sized
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import data_parallel_size, virtual_stages
+from megatron_lowprec.training.models.sizes import linear_sites, sized
 
 
 @dataclass(frozen=True)

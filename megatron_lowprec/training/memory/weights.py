@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lowprec.recipe.resolve import LinearSite, kept_in_bf16, weight_serves_microbatches
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.recipe.coverage import LinearSite, kept_in_bf16, weight_serves_microbatches
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import data_parallel_size
 from megatron_lowprec.training.memory.layout import Runs, expert_tensor_size, is_expert, microbatches_of, width_of
-from megatron_lowprec.training.resolve import data_parallel_size
-from megatron_lowprec.training.shapes import linear_sites, sized
+from megatron_lowprec.training.models.sizes import linear_sites, sized
 
 _STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 

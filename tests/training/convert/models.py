@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.training import reopen, startup
+from megatron_lowprec.training.checkpoint import loader
+from megatron_lowprec.training.distributed import startup
 from tests.training.helpers import argv
 
 # Weights that are far from their start, and dropout that a forward pass must not have.
@@ -38,12 +39,12 @@ def arguments(model: dict[str, Any], **changes: Any) -> list[str]:
 
 def our_logits(folder: str | Path, ids: torch.Tensor = IDS) -> torch.Tensor:
     """[batch, sequence, padded vocabulary] of a checkpoint, in this process as a world of one."""
-    found = reopen.find(str(folder))
+    found = loader.find(str(folder))
     ranks = startup.prepare_environment()
-    opened = reopen.reopen(found, 1, gpus=False)
+    opened = loader.reopen(found, 1, gpus=False)
     startup.initialize(opened.config, ranks)
 
-    from megatron_lowprec.training import checkpoint
+    from megatron_lowprec.training.checkpoint import checkpoint
     from megatron_lowprec.training.model import build_model
 
     model = build_model(opened.config, opened.recipe, opened.padded_vocab_size)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config import Config
+from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.convert.attention import join_qkv, split_qkv
 from megatron_lowprec.training.convert.hf_config import from_hf_config, kind_of, to_hf_config
 from megatron_lowprec.training.convert.hf_weights import pad_rows
@@ -113,7 +113,7 @@ def test_the_tokenizer_comes_along(drive: Drive) -> None:
     export_hf.main(["--load", "out", "--out", "hf"])
     from tokenizers import Tokenizer
 
-    from megatron_lowprec.training.tokenizer import build_tokenizer
+    from megatron_lowprec.training.data.tokenizer import build_tokenizer
 
     ours = build_tokenizer("GPT2BPETokenizer", vocab_file=str(files["vocab_file"]), merge_file=str(files["merge_file"]))
     theirs = Tokenizer.from_file("hf/tokenizer.json")
@@ -166,7 +166,7 @@ def test_transformers_reads_the_tokenizer(drive: Drive) -> None:
     files = {"vocab_file": vocabulary / "vocab.json", "merge_file": vocabulary / "merges.txt"}
     drive(arguments(GPT, save="out", tokenizer_type="GPT2BPETokenizer", vocab_size=None, train_iters=1, **files))
     export_hf.main(["--load", "out", "--out", "hf"])
-    from megatron_lowprec.training.tokenizer import build_tokenizer
+    from megatron_lowprec.training.data.tokenizer import build_tokenizer
 
     ours = build_tokenizer("GPT2BPETokenizer", **{name: str(path) for name, path in files.items()})
     theirs = transformers.AutoTokenizer.from_pretrained("hf")

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training import startup
-from megatron_lowprec.training.arguments import parse
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.convert import stock
 from megatron_lowprec.training.convert.names import canonical
-from megatron_lowprec.training.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.distributed import startup
 from tests.training.conftest import Drive
 from tests.training.convert.models import GPT, IDS, LLAMA, arguments, our_logits
 from tools import import_megatron

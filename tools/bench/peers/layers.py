@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.training.te_recipe import TERecipe, te_recipe
+from megatron_lowprec.training.config.te_recipe import TERecipe, te_recipe
 from tools.bench.layer import Tensors, tensors
 from tools.bench.measure import errors, one_line
 from tools.bench.shapes import LinearShape

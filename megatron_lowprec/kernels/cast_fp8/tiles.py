@@ -1,0 +1,164 @@
+"""FP8 codes and scales of one tile of a matrix, inside of a Triton program."""
+
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
+from megatron_lowprec.kernels.cast_fp8.triton_ops import (
+    as_stored,
+    below,
+    both_scales,
+    four_to_fp8,
+    observe,
+    places,
+    read,
+    to_fp8,
+)
+
+
+@triton.jit
+def cast_rows(
+    source,
+    row_ptr,
+    row_scale_ptr,
+    amax_ptr,
+    observed_ptr,
+    sums_ptr,
+    tile_m,
+    tile_n,
+    M,
+    height,
+    N,
+    stride,
+    CAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Codes along rows with a scale a row, of the whole row or of its part in the tile.
+
+    The tile is held as [BN / 32, rows, 32]: four threads share a row, and each works out the scales of few.
+    """
+    CHUNK: tl.constexpr = 32
+    BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
+    CODES: tl.constexpr = CAST.CODES
+    OF_BF16: tl.constexpr = CODES.NATIVE and CAST.TILE == 2 and BF16
+    out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    total = tl.zeros([BN // CHUNK, 1, CHUNK], tl.float32)
+    for part in range(BM // ROWS):
+        rows = tile_m * BM + part * ROWS + tl.arange(0, ROWS)
+        row, col = places(rows, tile_n * BN, BN, CHUNK)
+        x = read(source, rows, tile_n * BN, M, N, stride, CAST, BN, CHUNK)
+        if CAST.SUMS and not CAST.ALONG_COLUMNS:
+            total += tl.sum(x, 1, keep_dims=True)
+        x = as_stored(x, BF16, CAST)
+        if CAST.OBSERVES and not CAST.ALONG_COLUMNS:
+            observe(observed_ptr, amax_along(amax_along(amax_along(tl.abs(x), 2), 0), 1))
+        if CAST.TILE == 1:
+            amax = tl.load(amax_ptr + row, mask=below(row, M, CAST), other=0.0)
+        else:
+            amax = amax_along(amax_along(tl.abs(x), 0), 2)
+        scale, decode = both_scales(amax, CAST, OF_BF16)
+        if CAST.TILE == 1:
+            tl.store(row_scale_ptr + row, decode, mask=below(row, M, CAST) & (tile_n == 0))
+        else:
+            tl.store(row_scale_ptr + tile_n * height + row, decode, mask=below(row, height, CAST))
+        codes = to_fp8(x * scale, CODES)
+        tl.store(out + row.to(tl.int64) * N + col, codes, mask=below(row, height, CAST) & below(col, N, CAST))
+    if CAST.SUMS and not CAST.ALONG_COLUMNS:
+        row, col = places(tl.arange(0, 1), tile_n * BN, BN, CHUNK)
+        tl.store(sums_ptr + tile_m * N + row + col, total, mask=below(col, N, CAST))
+
+
+@triton.jit
+def cast_words(
+    source,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    amax_ptr,
+    observed_ptr,
+    sums_ptr,
+    tile_m,
+    tile_n,
+    M,
+    height,
+    padded_M,
+    N,
+    stride,
+    CAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Codes along columns; with one scale for all of the tile those along rows, too.
+
+    A thread has four consecutive rows of its columns, one in each of four tiles of a layout: it packs their codes to
+    one word of the transposed operand, so that whole words cross shared memory, not single bytes.
+    """
+    BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
+    CODES: tl.constexpr = CAST.CODES
+    OF_BF16: tl.constexpr = CODES.NATIVE and CAST.TILE == 2 and BF16
+    ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3
+    row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    words = tl.arange(0, BM // 4)
+    rows = tile_m * BM + 4 * words
+    one = tl.zeros([1, 1], tl.int32)
+    largest = tl.zeros([BM // 4, COLUMNS], tl.float32)
+    # of a whole tensor's tile; of others nothing is given, and the compiler drops this
+    given = tl.load(amax_ptr + one) if CAST.TILE == 0 else tl.zeros([1, 1], tl.float32)
+    given_scale, given_decode = both_scales(given, CAST, OF_BF16)
+    for part in range(BN // COLUMNS):
+        first = tile_n * BN + part * COLUMNS
+        row, col = places(rows, first, COLUMNS, COLUMNS)
+        x0 = read(source, rows, first, M, N, stride, CAST, COLUMNS, COLUMNS)
+        x1 = read(source, rows + 1, first, M, N, stride, CAST, COLUMNS, COLUMNS)
+        x2 = read(source, rows + 2, first, M, N, stride, CAST, COLUMNS, COLUMNS)
+        x3 = read(source, rows + 3, first, M, N, stride, CAST, COLUMNS, COLUMNS)
+        if CAST.SUMS:
+            total = tl.sum((x0 + x1) + (x2 + x3), 0, keep_dims=True)
+            tl.store(sums_ptr + tile_m * N + col, total, mask=below(col, N, CAST))
+        x0, x1 = as_stored(x0, BF16, CAST), as_stored(x1, BF16, CAST)
+        x2, x3 = as_stored(x2, BF16, CAST), as_stored(x3, BF16, CAST)
+        found = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
+        if CAST.OBSERVES:
+            largest = larger(largest, found)
+        if CAST.TILE == 0:
+            scale, decode = given_scale, given_decode
+        else:
+            if CAST.TILE == 1:
+                amax = tl.load(amax_ptr + M + col, mask=below(col, N, CAST), other=0.0)
+            else:
+                amax = amax_along(found, 0) if CAST.TILE == 2 else amax_along(amax_along(found, 1), 0)
+            scale, decode = both_scales(amax, CAST, OF_BF16)
+        if CAST.TILE == 1:
+            tl.store(col_scale_ptr + col, decode, mask=below(col, N, CAST) & (tile_m == 0))
+        elif CAST.TILE == 2:
+            tl.store(col_scale_ptr + tile_m * N + col, decode, mask=below(col, N, CAST))
+        elif CAST.TILE == 3:
+            if CAST.ALONG_ROWS:
+                pitch = tl.cdiv(tl.cdiv(N, BN), 4) * 4
+                tl.store(row_scale_ptr + tile_m * pitch + tile_n + one, decode)
+            if CAST.ALONG_COLUMNS:
+                pitch = tl.cdiv(tl.cdiv(padded_M, BM), 4) * 4
+                tl.store(col_scale_ptr + tile_n * pitch + tile_m + one, decode)
+        if CAST.ALONG_ROWS and ONE:
+            for four in tl.static_range(4):
+                x = x0 if four == 0 else (x1 if four == 1 else (x2 if four == 2 else x3))
+                codes = to_fp8(x * scale, CODES)
+                inside = below(row + four, height, CAST) & below(col, N, CAST)
+                tl.store(row_out + (row + four).to(tl.int64) * N + col, codes, mask=inside)
+        if CAST.ALONG_COLUMNS:
+            packed = four_to_fp8(x0 * scale, x1 * scale, x2 * scale, x3 * scale, CODES)
+            to = col.to(tl.int64) * (padded_M // 4) + (tile_m * (BM // 4) + words[:, None])
+            tl.store(col_out + to, packed, mask=below(col, N, CAST) & below(row, padded_M, CAST))
+    if CAST.OBSERVES:
+        observe(observed_ptr, amax_along(amax_along(largest, 1), 0))
+    if CAST.TILE == 0:
+        leads = tile_m + tile_n + one == 0
+        if CAST.ALONG_ROWS:
+            tl.store(row_scale_ptr + one, given_decode, mask=leads)
+        if CAST.ALONG_COLUMNS:
+            tl.store(col_scale_ptr + one, given_decode, mask=leads)

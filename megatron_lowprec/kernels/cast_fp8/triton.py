@@ -1,0 +1,258 @@
+"""FP8 operands of a matrix and of its transpose from one read, and the amax they need; bits equal to ``reference.py``.
+
+The codes are those of ``kernels.quantize.reference.quantize_operand``. A matrix [M, N] gives codes along its rows,
+[M, N], and along its columns, [N, M padded]: both are contracted along their last dimension, as Hopper's FP8 products
+want it. bf16 in and both ways out are 4 bytes an entry. A ``Source`` computes the matrix on the way, so that the output
+of a norm or an activation never is in memory.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
+from megatron_lowprec.kernels.bias_grad.triton import sum_partials
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.cast_fp8.source import KINDS, Fp8Cast, Kind, Source, source_of
+from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
+from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, ScaledOperand
+from megatron_lowprec.kernels.launch import Specialized
+from megatron_lowprec.kernels.tuning import Tuned
+
+_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["M"])
+def _amax_kernel(x_ptr, amax_ptr, M, N, stride, VECTORS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """amax of [M, N], or of its M rows and N columns one behind the other; NaN stays the largest."""
+    tiles_n = tl.cdiv(N, BN)
+    tile = tl.program_id(0)
+    rows = (tile // tiles_n) * BM + tl.arange(0, BM)
+    cols = (tile % tiles_n) * BN + tl.arange(0, BN)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    magnitude = tl.abs(x.to(tl.float32))
+    cells = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    if VECTORS:
+        by_row = amax_along(magnitude, 1).to(tl.int32, bitcast=True)
+        by_column = amax_along(magnitude, 0).to(tl.int32, bitcast=True)
+        tl.atomic_max(cells + rows[:, None], by_row, mask=(rows < M)[:, None], sem="relaxed")
+        tl.atomic_max(cells + M + cols[None, :], by_column, mask=(cols < N)[None, :], sem="relaxed")
+    else:
+        raise_to_amax(amax_ptr, magnitude)
+
+
+@triton.jit(do_not_specialize=["threshold", "M", "height"])
+def _cast_kernel(
+    x_ptr,
+    second_ptr,
+    third_ptr,
+    fourth_ptr,
+    threshold,
+    keep_scale,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    amax_ptr,
+    observed_ptr,
+    sums_ptr,
+    M,
+    height,
+    padded_M,
+    N,
+    stride,
+    CAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    source = (x_ptr, second_ptr, third_ptr, fourth_ptr, threshold, keep_scale)
+    tiles_n = tl.cdiv(N, BN)
+    tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3  # one scale for all of the tile, whose codes serve both ways
+    if CAST.ALONG_ROWS and not ONE:
+        cast_rows(
+            source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
+            tile_m, tile_n, M, height, N, stride, CAST, BM, BN, ROWS
+        )  # fmt: skip
+    if CAST.ALONG_COLUMNS or ONE:
+        # after rows with scales of their own this reads the tile again, from the cache
+        cast_words(
+            source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
+            tile_m, tile_n, M, height, padded_M, N, stride, CAST, BM, BN, COLUMNS
+        )  # fmt: skip
+
+
+def amax_of(x: torch.Tensor | Source, vectors: bool) -> torch.Tensor:
+    """fp32 [1], or [M + N] of the rows and the columns of x [M, N], row-major; a NaN in reach gives NaN.
+
+    Args:
+        x: in memory, in one tensor or, for a single amax, in parts.
+    """
+    source = source_of(x)
+    parts = source.in_memory
+    assert len(parts) == 1 or (parts and not vectors), f"no amax of {source.kind} in one pass"
+    amax = torch.zeros(sum(source.shape) if vectors else 1, dtype=torch.float32, device=source.x.device)
+    kernel = _amax_specialized(vectors)
+    for part in parts:
+        M, N = part.shape
+        programs = -(-M // _AMAX_TILE[0]) * -(-N // _AMAX_TILE[1])
+        arguments = part, amax, M, N, part.stride(0)
+        kernel.launch(programs, part.device, arguments, Source.matrix(part).specialized_on())
+    return amax
+
+
+def cast_fp8(
+    x: torch.Tensor | Source,
+    rule: Fp8Rule,
+    *,
+    rows: bool,
+    columns: bool,
+    amax: torch.Tensor | None = None,
+    observed: torch.Tensor | None = None,
+    sums: bool = False,
+) -> Fp8Cast:
+    """FP8 operands of x [M, N] along its rows, its columns, or both.
+
+    Args:
+        x: bf16 or fp32, the last dimension contiguous; not empty. N a multiple of 16; of 128 along rows in blocks of
+            1x128 and for 128x128. M of any size: columns are padded with zeros to whole units of the product.
+        amax: of tiles "tensor" [1] and "row" [M + N], from ``amax_of`` or a history; made here where it is None.
+        observed: fp32 [1], raised to the amax of x on the way.
+        sums: also sum over M, for the gradient of a bias; of a computed source before its entries are rounded.
+    """
+    source = source_of(x)
+    if amax is None and rule.tile in ("tensor", "row"):
+        amax = amax_of(source, vectors=rule.tile == "row")
+    key = (rows, columns, observed is not None, sums, source.kind, source.widths)
+    kernel = rule.kernels.get(key)
+    if kernel is None:
+        kernel = rule.kernels[key] = _CastKernel(rule, source.x.device, *key)
+    return kernel.run(source, amax, observed)
+
+
+@lru_cache(maxsize=2)
+def _amax_specialized(vectors: bool) -> Specialized:
+    BM, BN = _AMAX_TILE
+    return Specialized(_amax_kernel, {"VECTORS": vectors, "BM": BM, "BN": BN}, num_warps=8)
+
+
+_AMAX_TILE = (32, 512)
+
+
+class _Tiling(NamedTuple):
+    rows: int
+    columns: int
+    warps: int
+    part_rows: int = 0  # at a time, where a row has a scale of its own; 0 for all
+    part_columns: int = 0  # at a time, where a column has one, or all of the matrix
+
+
+class _CastKernel:
+    """The kernel for one rule and set of outputs, in the tiling that is fastest for matrices of such a size (within a
+    factor of two).
+
+    With sums it is the first tiling, whatever the machine: the last bits of a sum follow from its order, which is the
+    tiling's, and tensor-parallel ranks that hold copies of a bias must move it alike.
+    """
+
+    def __init__(
+        self,
+        rule: Fp8Rule,
+        device: torch.device,
+        rows: bool,
+        columns: bool,
+        observes: bool,
+        sums: bool,
+        kind: Kind,
+        widths: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._rule, self._rows, self._columns, self._sums = rule, rows, columns, sums
+        self._constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths, device)
+        if rule.tile == "1x128":
+            B = _BLOCK
+            shapes = {
+                (True, True): (
+                    (B, B, 2, 32, 32),
+                    (B, B, 4, 64, 64),
+                    (B, B, 4, 64, 32),
+                    (B, B, 8, 64, 64),
+                ),
+                (True, False): ((64, B, 4), (32, B, 4), (B, B, 8)),
+                (False, True): ((B, 64, 4), (B, 32, 4), (B, 64, 8)),
+            }[rows, columns]
+        elif rule.tile == "128x128":
+            shapes = ((_BLOCK, _BLOCK, 8), (_BLOCK, _BLOCK, 4))
+        else:
+            shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
+            if rule.tile == "tensor":
+                # Parts one after the other share the scale, and the observed amax is found once: half the instructions
+                # of a cast from memory. Too few programs for a small matrix.
+                shapes += ((64, 256, 4, 0, 128), (64, 512, 4, 0, 128), (128, 256, 8, 0, 128))
+        self._tilings = tuple(_Tiling(*shape) for shape in shapes)
+        self._tuned = Tuned(f"{_cast_kernel.__name__} {self._constants._asdict()}", self._tilings)
+        self._specialized: dict[tuple[_Tiling, bool], Specialized] = {}
+
+    def run(self, source: Source, amax: torch.Tensor | None, observed: torch.Tensor | None) -> Fp8Cast:
+        """Allocate and launch; see ``cast_fp8``."""
+        x = source.x
+        (M, N), stride, device = source.shape, x.stride(0), x.device
+        multiple = _BLOCK if self._rule.tile in ("1x128", "128x128") else ROW_MULTIPLE
+        padded_M = -(-M // multiple) * multiple
+        # cuBLAS wants the scales of 1x128 tiles in columns of whole 16 bytes
+        height = padded_M if self._rule.tile == "1x128" else M
+        by_rows = self._operand(height, N, device, M) if self._rows else None
+        by_columns = self._operand(N, padded_M, device, N) if self._columns else None
+        parts = None
+        made_of, specialized_on = source.arguments(), (*source.specialized_on(), padded_M == 1)
+
+        def run(tiling: _Tiling) -> None:
+            nonlocal parts
+            tiles_m = -(-padded_M // tiling.rows)
+            if self._sums:
+                parts = torch.empty((1, tiles_m, N), dtype=torch.float32, device=device)
+            arguments = (
+                *made_of,
+                *((x, x) if by_rows is None else (by_rows.elements, by_rows.scale)),
+                *((x, x) if by_columns is None else (by_columns.elements, by_columns.scale)),
+                x if amax is None else amax,
+                x if observed is None else observed,
+                x if parts is None else parts,
+                M,
+                height,
+                padded_M,
+                N,
+                stride,
+            )
+            whole = padded_M == M and M % tiling.rows == 0 and N % tiling.columns == 0
+            kernel = self._specialized.get((tiling, whole)) or self._specialize(tiling, whole)
+            kernel.launch(tiles_m * -(-N // tiling.columns), device, arguments, specialized_on)
+
+        entries = M * N
+        run(self._tilings[0] if self._sums else self._tuned.choose(entries, run, device, below=entries.bit_length()))
+        return Fp8Cast(by_rows, by_columns, None if parts is None else sum_partials(parts, x.dtype)[0])
+
+    def _specialize(self, tiling: _Tiling, whole: bool) -> Specialized:
+        kernel = Specialized(
+            _cast_kernel,
+            {
+                "CAST": self._constants._replace(WHOLE=whole),
+                "BM": tiling.rows,
+                "BN": tiling.columns,
+                "ROWS": tiling.part_rows or tiling.rows,
+                "COLUMNS": tiling.part_columns or tiling.columns,
+            },
+            num_warps=tiling.warps,
+            # a contracted multiply-add rounds once where the reference rounds twice
+            enable_fp_fusion=False,
+        )
+        self._specialized[tiling, whole] = kernel
+        return kernel
+
+    def _operand(self, height: int, length: int, device: torch.device, rows: int) -> ScaledOperand:
+        return ScaledOperand.empty(height, length, self._rule.dtype, self._rule.tile, device, rows)

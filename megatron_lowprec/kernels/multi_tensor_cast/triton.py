@@ -1,0 +1,68 @@
+"""FP8 codes of many tensors in one launch, where torch takes four a tensor; 4 bytes are read and 1 written an entry.
+
+Where the tensors lie is a table in the device's memory, made once: an optimizer's main weights and the buffer of their
+codes stay where they are. Programs are (part, tensor); those of a tensor take its blocks in turn.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.cast_fp8.rule import code_constants
+from megatron_lowprec.kernels.cast_fp8.triton_ops import to_fp8
+
+_BLOCK, _MOST_PARTS = 4096, 256
+_ALIGNMENT = 16  # bytes of an address, and entries, for loads and stores of whole words
+
+
+@triton.jit
+def _cast_many_kernel(
+    table_ptr,
+    scale_ptr,
+    ALIGNED: tl.constexpr,
+    CODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tensor = tl.program_id(1)
+    values = tl.load(table_ptr + 3 * tensor).to(tl.pointer_type(tl.float32))
+    codes = tl.load(table_ptr + 3 * tensor + 1).to(tl.pointer_type(tl.uint8))
+    count = tl.load(table_ptr + 3 * tensor + 2)
+    if ALIGNED:
+        values, codes, count = tl.multiple_of(values, 16), tl.multiple_of(codes, 16), tl.multiple_of(count, 16)
+    scale = tl.load(scale_ptr + tensor)
+    for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = block + tl.arange(0, BLOCK)
+        value = tl.load(values + at, mask=at < count, other=0.0)
+        tl.store(codes + at, to_fp8(value * scale, CODES), mask=at < count)
+
+
+@lru_cache(maxsize=1024)  # more than a step has buckets of gradients: with fewer none would be found again
+def _table(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def cast_many_(
+    values: Sequence[torch.Tensor], encode_scale: torch.Tensor, fmt: Format, codes: Sequence[torch.Tensor]
+) -> None:
+    """As ``reference.cast_many_``, bit for bit, but that a NaN's code is positive."""
+    for value, code in zip(values, codes, strict=True):  # the kernel sees addresses alone
+        assert (value.dtype, code.dtype, value.numel()) == (torch.float32, torch.uint8, code.numel())
+        assert value.is_contiguous()
+        assert code.is_contiguous()
+    rows = tuple((value.data_ptr(), code.data_ptr(), value.numel()) for value, code in zip(values, codes, strict=True))
+    largest = max((count for *_, count in rows), default=0)
+    if largest == 0:
+        return
+    device = encode_scale.device
+    _cast_many_kernel[min(_MOST_PARTS, triton.cdiv(largest, _BLOCK)), len(rows)](
+        _table(rows, device),
+        encode_scale.contiguous(),
+        ALIGNED=all(number % _ALIGNMENT == 0 for row in rows for number in row),
+        CODES=code_constants(fmt, device),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )

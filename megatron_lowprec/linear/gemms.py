@@ -1,0 +1,95 @@
+"""The GEMMs of a linear layer: what each contracts, how it treats its operands, and which layer it belongs to."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, stream_key
+from megatron_lowprec.recipe.coverage import site_path
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
+
+DIMS = {
+    ("fprop", "input"): "TI",
+    ("fprop", "weight"): "OI",
+    ("dgrad", "grad_output"): "TO",
+    ("dgrad", "weight"): "IO",
+    ("wgrad", "grad_output"): "OT",
+    ("wgrad", "input"): "IT",
+}
+"""Dimensions of each GEMM's operands, contracted one last: T tokens, I input features, O output features."""
+
+SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+"""The GEMMs that contract a tensor's rows and its columns."""
+
+
+class Gemm(NamedTuple):
+    """What each call wants to know of a GEMM, looked up once; ``specs`` by operand."""
+
+    specs: Mapping[str, QuantSpec | None]
+    alpha: float
+    fast_accumulation: bool
+
+    @staticmethod
+    def of(name: str, gemm: GemmSpec) -> "Gemm":
+        """From a recipe; ``alpha`` takes the headroom of both operands out of the product."""
+        specs: dict[str, QuantSpec | None] = {operand: getattr(gemm, operand) for operand in GEMM_OPERANDS[name]}
+        alpha = 1.0 / math.prod(spec.headroom for spec in specs.values() if spec is not None)
+        return Gemm(specs, alpha, gemm.fast_accumulation)
+
+
+@dataclass(frozen=True)
+class LinearPlace:
+    """Where a linear layer, or a rank's shard of one, stands: what its random streams are keyed by.
+
+    ``spans`` says where the shard lies in the unsharded layer, for dimensions "I" and "O"; ``split`` names the
+    dimension that ranks share, if any.
+    """
+
+    layer: int
+    name: str
+    expert: int = -1
+    data_parallel_rank: int = 0
+    spans: Mapping[str, Span] = field(default_factory=dict)
+    split: str = ""
+
+    @property
+    def path(self) -> str:
+        """``layers.3.mlp.linear_fc1``, and which expert's."""
+        path = site_path(self.layer, self.name)
+        return path if self.expert < 0 else f"{path} of expert {self.expert}"
+
+    def rounding_streams(self, seed: int) -> dict[tuple[str, str], RandomStream]:
+        """Draws of stochastic rounding, for each operand of each GEMM."""
+        return {
+            (gemm, operand): RandomStream(
+                self._key(seed, "rounding", gemm, operand),
+                row_span=self.spans.get(dims[0], Span()),
+                column_span=self.spans.get(dims[1], Span()),
+            )
+            for (gemm, operand), dims in DIMS.items()
+        }
+
+    def sign_streams(self, seed: int) -> dict[str, RandomStream]:
+        """Signs of the random Hadamard transform of each GEMM, the same for both operands."""
+        return {gemm: RandomStream(self._key(seed, "sign", gemm)) for gemm in GEMM_OPERANDS}
+
+    def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
+        """Whether a tile of this operand reaches over the ranks that share ``split``."""
+        if not self.split:
+            return False
+        dims = DIMS[gemm, operand]
+        return self.split in {"tensor": dims, "row": dims[1]}.get(spec.tile, "")
+
+    def _key(self, seed: int, purpose: Purpose, gemm: str, operand: str = "") -> tuple[int, int]:
+        return stream_key(
+            seed,
+            purpose,
+            layer=self.layer,
+            linear=self.name,
+            gemm=gemm,
+            operand=operand,
+            expert=self.expert,
+            data_parallel_rank=self.data_parallel_rank,
+        )

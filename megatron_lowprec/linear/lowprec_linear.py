@@ -1,0 +1,186 @@
+"""A drop-in for ``torch.nn.Linear`` whose three GEMMs follow a recipe. No Megatron, no collectives."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.gemms import LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.operands import Kept
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import Moment, in_backward_pass
+from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.schema import HistorySpec, Recipe
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x, weight, bias, numerics: LinearNumerics, moment: Moment, observe: bool
+    ):
+        y, kept = numerics.forward(x, weight, moment, observe, bias, keep=ctx.needs_input_grad[1])
+        ctx.save_for_backward(weight, *kept.saved(x))
+        ctx.numerics, ctx.moment, ctx.tile = numerics, moment, kept.tile
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        weight, elements, scale, amax = ctx.saved_tensors
+        dy = ctx.numerics.grad_output(dy, ctx.moment, bias=ctx.needs_input_grad[2])
+        dx = ctx.numerics.dgrad(dy, weight, ctx.moment, amax) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = ctx.numerics.wgrad(dy, Kept.restored(elements, scale, ctx.tile), ctx.moment)
+        return dx, dw, dy.bias, None, None, None
+
+
+class LowPrecLinear(nn.Linear):
+    """``torch.nn.Linear`` whose three GEMMs follow a recipe, for use outside Megatron.
+
+    Random draws follow torch's CPU generator, as dropout does: ``torch.manual_seed`` repeats them, a saved generator
+    state continues them, and ``torch.utils.checkpoint``, reentrant or not, recomputes with the bits of the first pass
+    as long as it preserves random states, its default. A recipe without random draws leaves the generator alone.
+
+    Delayed scales move on at the first forward pass after a step of any ``torch.optim.Optimizer`` in the process, or
+    when ``end_step`` is called. Weights that are updated otherwise need the call. The ``state_dict`` is
+    ``torch.nn.Linear``'s, and the amax histories of delayed scaling.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
+        recipe: a Recipe or the name of one. A layer that its ``keep_bf16`` names is not quantized.
+        seed: of the random draws, beside torch's generator.
+        layer, name: the layer's place as ``keep_bf16`` counts and names it (``layers.<layer>.<name>``), and part of the
+            key of its draws: give each layer of a model another ``layer`` or ``name``.
+        num_layers: layers of the model; ``keep_bf16.last_layers`` counts from there.
+
+    Attributes:
+        moment: what the last forward pass has drawn, the counter of its random streams.
+
+    Raises:
+        UserError: unknown recipe, sizes that its blocks do not divide, or no ``num_layers`` for ``last_layers``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str = "bf16",
+        seed: int = 0,
+        layer: int = 1,
+        name: str = "linear",
+        num_layers: int | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+        kept = self.recipe.quantized and _is_kept(self.recipe, layer, name, num_layers)
+        if self.recipe.quantized and not kept:
+            check_site(self.recipe, LinearSite(layer, name, in_features, out_features, "column"), 1)
+        self._histories: dict[HistorySpec, AmaxHistory] = {}
+        self.numerics = LinearNumerics(
+            get_recipe("bf16") if kept else self.recipe, LinearPlace(layer, name), seed, self._history
+        )
+        self.moment = Moment(0, 0)
+        # optimizer steps before the last forward pass in training; None where its amaxes have entered the histories
+        self._observed_after: int | None = None
+        if self._histories:
+            _count_optimizer_steps()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x @ weight.T + bias``; x [..., in_features] in the dtype of the weight."""
+        training = torch.is_grad_enabled() and (self.weight.requires_grad or x.requires_grad)
+        # a recomputation has the scales of its first pass, also where optimizers step within the backward pass
+        if not in_backward_pass():
+            self._follow_optimizer()
+            if training and self._observed_after is not None:
+                self._end_microbatch()
+        if training and self._histories:
+            self._observed_after = _optimizer_steps
+        if self.numerics.recipe.random:
+            self.moment = Moment(*torch.randint(1 << 31, (2,), device="cpu").tolist())
+        flat = x.reshape(-1, x.shape[-1])
+        # Triton starts kernels on the current device; for the backward pass autograd itself makes it the tensors'
+        with torch.cuda.device_of(flat):
+            y = _LinearFunction.apply(flat, self.weight, self.bias, self.numerics, self.moment, training)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def end_step(self) -> None:
+        """Move the delayed scales on, after an optimizer's step."""
+        self._observed_after = None
+        with torch.cuda.device_of(self.weight):
+            for history in self._histories.values():
+                history.update()
+
+    def _follow_optimizer(self) -> None:
+        """``end_step``, where an optimizer has stepped since the last forward pass in training."""
+        if self._observed_after not in (None, _optimizer_steps):
+            self.end_step()
+
+    def _end_microbatch(self) -> None:
+        for remembered, history in self._histories.items():
+            if remembered.update == "microbatch":
+                history.update()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._follow_optimizer()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for operand, (history, slot) in self.numerics.histories.items():
+            destination[f"{prefix}amax.{operand}"] = history.state(slot)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.numerics.load_histories(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LowPrecLinear":
+        super()._apply(fn, recurse)
+        for history in self._histories.values():
+            history.to(self.weight.device)
+        return self
+
+    def _history(self, remembered: HistorySpec) -> AmaxHistory:
+        return self._histories.setdefault(remembered, AmaxHistory(remembered, self.weight.device))
+
+
+def end_step(model: nn.Module) -> None:
+    """``end_step`` of every ``LowPrecLinear`` in ``model``; for weights that no ``torch.optim.Optimizer`` updates."""
+    for module in model.modules():
+        if isinstance(module, LowPrecLinear):
+            module.end_step()
+
+
+def _is_kept(recipe: Recipe, layer: int, name: str, num_layers: int | None) -> bool:
+    """Whether ``keep_bf16`` names the layer.
+
+    Raises:
+        UserError: it counts from the last layer, and ``num_layers`` is not given or smaller than ``layer``.
+    """
+    if num_layers is None and recipe.keep_bf16.last_layers:
+        raise UserError(
+            f"recipe {recipe.name} keeps the last {recipe.keep_bf16.last_layers} layers in bf16: pass num_layers=..., "
+            f"the number of the model's layers, to LowPrecLinear"
+        )
+    if num_layers is not None and layer > num_layers:
+        raise UserError(f"LowPrecLinear has layer={layer} of num_layers={num_layers}; layers are numbered from 1")
+    return kept_in_bf16(recipe, layer, name, layer if num_layers is None else num_layers)
+
+
+_optimizer_steps = 0  # of this process, since the first layer with amax histories was built
+
+
+def _note_optimizer_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+@cache
+def _count_optimizer_steps() -> None:
+    register_optimizer_step_post_hook(_note_optimizer_step)

@@ -1,0 +1,82 @@
+"""What passes between whoever makes or keeps a linear layer's x and dy, and its three GEMMs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.reference import Operand
+
+AnyOperand = Operand | ScaledOperand
+"""One side of an emulated or of a native product."""
+
+Help = Literal["source", "amax", None]
+"""What a kernel that makes x or dy can do for the casts of it: leave it to them, or find its amax on the way."""
+
+
+class Input(NamedTuple):
+    """x_TI of a layer, of which there are operands alone.
+
+    Attributes:
+        like: a tensor of its shape and dtype.
+        rows, columns: operands of fprop and wgrad.
+    """
+
+    like: torch.Tensor
+    rows: ScaledOperand
+    columns: ScaledOperand
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, I]"""
+        return self.like.shape
+
+
+class Kept(NamedTuple):
+    """What ``LinearNumerics.forward`` leaves for the backward pass.
+
+    Attributes:
+        input: wgrad's operand of x, [I, T padded]; x itself is then not needed any more. None where x is.
+        weight_amax: fp32 [1], for ``dgrad``.
+    """
+
+    input: ScaledOperand | None
+    weight_amax: torch.Tensor | None
+
+    def saved(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Tensors for ``save_for_backward``: x or what takes its place, its scale, the weight's amax."""
+        if self.input is None:
+            return x, None, self.weight_amax
+        return self.input.elements, self.input.scale, self.weight_amax
+
+    @staticmethod
+    def restored(elements: torch.Tensor, scale: torch.Tensor | None, tile: str) -> torch.Tensor | ScaledOperand:
+        """x, or the operand of it."""
+        return elements if scale is None else ScaledOperand(elements, scale, tile, elements.shape[0])
+
+    @property
+    def tile(self) -> str:
+        """Of the kept operand."""
+        return "" if self.input is None else self.input.tile
+
+
+@dataclass(frozen=True)
+class GradOutput:
+    """dy_TO of a layer, the operands that were made of it already, by GEMM, and the gradient of a bias."""
+
+    matrix: torch.Tensor
+    operands: Mapping[str, AnyOperand]
+    bias: torch.Tensor | None = None
+
+
+def matrix_of(x: torch.Tensor | Source | Input, made: bool = False) -> torch.Tensor:
+    """x in memory; of a computed one, whose operands are all ``made``, what says its shape and dtype."""
+    if isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, Input):
+        return x.like
+    assert made or x.kind == "matrix", f"{x.kind} is no matrix in memory: ask help_wanted first"
+    return x.like

@@ -1,0 +1,359 @@
+"""Whole transformer layers, forward and backward pass, as CUDA graphs: the host starts two a layer, and no kernels.
+
+Capturing runs nothing, so that nothing has to be put back: weights, gradients, amax histories and random states stay as
+they are. What has to be there before it, compiled kernels and NCCL's connections, comes by a step without graphs. A
+replay gives the bits of the layer that it was captured from:
+
+- Two kinds of microbatch take different branches: the first of a step makes quantized weights and overwrites
+  ``main_grad``, later ones find the former and add to the latter. Each kind has graphs of its own.
+- All graphs share one memory pool and are replayed in the order of their capture: forwards in order, backwards in
+  reverse. A layer's output is the next one's input where it lies, and so are gradients; memory that a capture has given
+  back may serve the next, as without graphs. Quantized weights alone are held on to.
+- Numbers that change from step to step are read from memory: the moment of random draws (``device_moment``), amax
+  histories, and the states of torch's generators, which each graph must know.
+- Gradients of weights are added to ``main_grad`` inside of the graph. Autograd is given dummies for them, so that the
+  hooks of Megatron-core's DDP run as ever.
+
+torch.cuda.make_graphed_callables knows no generator but the default one, no second kind and no shared buffers;
+Megatron-core's own manager needs TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAME as _FORKED
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.operands import AnyOperand
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin, await_weights
+from megatron_lowprec.mcore.rng_step import current_moment
+
+
+class Recording(Protocol):
+    """Work that can be done again, on the same memory."""
+
+    def replay(self) -> None:
+        """Do it."""
+
+
+class Recorder(Protocol):
+    """What makes recordings."""
+
+    def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Recording, torch.Tensor]:
+        """``work`` and where its result will be; ``draws``: from torch's generators."""
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's memory, without holding on to it."""
+
+    def finish(self) -> int:
+        """After the last one: bytes that all recordings keep."""
+
+
+class CudaRecorder:
+    """Captures CUDA graphs into one memory pool."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        # a graph of an earlier run must not be destroyed during a capture
+        gc.collect()
+        # else the pool could not have what the step before has used
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Recording, torch.Tensor]:
+        """Capture; the device does nothing."""
+        graph = torch.cuda.CUDAGraph()
+        if draws:  # the default generator is known to every graph
+            graph.register_generator_state(get_cuda_rng_tracker().get_states()[_FORKED])
+        with torch.cuda.stream(self._stream):
+            # other threads (NCCL's watchdog) may go on asking the device
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph, result
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """By its address: the pool may then give the memory to captures that come later."""
+        assert tensor.is_contiguous()
+        place = _Place(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        return torch.as_tensor(place, device=tensor.device).view(tensor.dtype).view(tensor.shape)
+
+    def finish(self) -> int:
+        """Bytes of the pool."""
+        # a capture begins by writing to the generators' cells on its stream, as replays will on another
+        torch.cuda.synchronize()
+        return torch.cuda.memory_reserved() - self._before
+
+
+class _Place:
+    """Bytes on a GPU in numba's protocol, which torch reads without taking them over."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class _Call(NamedTuple):
+    """How a layer is called."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def same(self, other: _Call) -> bool:
+        """Whether what was captured of one serves the other, its hidden states aside."""
+        if self[:2] != other[:2] or len(self.args) != len(other.args) or self.kwargs.keys() != other.kwargs.keys():
+            return False
+        pairs = [*zip(self.args, other.args, strict=True), *((v, other.kwargs[k]) for k, v in self.kwargs.items())]
+        return all(mine is theirs for mine, theirs in pairs)
+
+
+class _Pass:
+    """A layer's forward and backward pass for one kind of microbatch."""
+
+    def __init__(self, layer: _Layer) -> None:
+        self._layer = layer
+
+    def capture_forward(self, x: torch.Tensor, recorder: Recorder) -> torch.Tensor:
+        """The output, where the next layer finds it; x [s, b, h] likewise."""
+        self.x = x
+        self.forward, y = self._recorded("forward", self._run_forward, recorder)
+        self.x, self.y = recorder.alias(x), recorder.alias(y)
+        return y.detach()
+
+    def capture_backward(self, dy: torch.Tensor, recorder: Recorder) -> torch.Tensor:
+        """The gradient of x, where the layer before finds it; ``dy`` likewise."""
+        self.dy = dy
+        self.backward, dx = self._recorded("backward", self._run_backward, recorder)
+        self.dy, self.dx = recorder.alias(dy), recorder.alias(dx)
+        return dx
+
+    def _recorded(
+        self, name: str, work: Callable[[], torch.Tensor], recorder: Recorder
+    ) -> tuple[Recording, torch.Tensor]:
+        try:
+            return recorder.record(work, draws=name == "forward")
+        except RuntimeError as error:
+            raise UserError(
+                f"--cuda-graph-impl local: the {name} pass of layer {self._layer.module.layer_number} cannot be "
+                f"captured: {str(error).splitlines()[0]}; leave the flag out"
+            ) from error
+
+    def _run_forward(self) -> torch.Tensor:
+        self._leaf = self.x.detach().requires_grad_()
+        call = self._layer.call
+        with self._layer.own_leaves() as self._weights:
+            self._y = self._layer.eager(self._leaf, *call.args, **call.kwargs)[0].contiguous()
+        return self._y
+
+    def _run_backward(self) -> torch.Tensor:
+        dx, *grads = torch.autograd.grad(self._y, (self._leaf, *self._weights), self.dy)
+        for weight, grad in zip(self._weights, grads, strict=True):
+            if not weight.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                weight.main_grad.add_(grad)  # type: ignore[attr-defined]
+        del self._leaf, self._y, self._weights
+        return dx.contiguous()
+
+
+class _Layer:
+    """A layer and its passes, by whether the microbatch is a later one of its step."""
+
+    def __init__(self, module: TransformerLayer) -> None:
+        self.module, self.eager = module, module.forward
+        self._places = [
+            (part, name)
+            for part in module.modules()
+            for name, weight in part._parameters.items()
+            if weight is not None and weight.requires_grad
+        ]
+        self.owners = list(dict.fromkeys(part for part, _ in self._places))
+        self.weights: list[Any] = [part._parameters[name] for part, name in self._places]
+        self.numerics = [part.bound_numerics for part in module.modules() if isinstance(part, LowPrecLinearMixin)]
+        self.call: _Call
+        self.passes: dict[bool, _Pass] = {}
+        self.dummies: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def own_leaves(self) -> Iterator[list[nn.Parameter]]:
+        """For the time being other parameters in the same memory.
+
+        DDP keeps the nodes alive by which autograd ends at its parameters. Autograd would run these on the stream that
+        they were made on, and a capture must not reach beyond its own.
+        """
+        leaves = []
+        for (part, name), weight in zip(self._places, self.weights, strict=True):
+            leaf = nn.Parameter(weight.detach())
+            leaf.__dict__.update(weight.__dict__)
+            leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            part._parameters[name] = leaf
+            leaves.append(leaf)
+        try:
+            yield leaves
+        finally:
+            for (part, name), weight in zip(self._places, self.weights, strict=True):
+                part._parameters[name] = weight
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, layer: _Layer, captured: _Pass, x: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer, ctx.captured = layer, captured
+        if x.data_ptr() != captured.x.data_ptr():
+            captured.x.copy_(x)
+        captured.forward.replay()
+        # autograd marks what it is given
+        return captured.y.detach()
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        layer, captured = ctx.layer, ctx.captured
+        if dy.data_ptr() != captured.dy.data_ptr():
+            captured.dy.copy_(dy)
+        captured.backward.replay()
+        for numerics in layer.numerics:
+            numerics.main_grad_is_zero = False
+        for weight in layer.weights:
+            weight.grad_added_to_main_grad = True
+        # autograd copies a gradient that somebody else has, too: each is a tensor of its own in the same memory
+        return None, None, captured.dx.detach(), *[dummy.detach() for dummy in layer.dummies]
+
+
+class LayerGraphs:
+    """The transformer layers of a model, replayed in training steps. All else of it runs as ever.
+
+    A step that is entered by ``step`` is the first to be run by replays once one before it has run, within ``step``
+    too, each kind of microbatch that there is. Without ``step``, or without gradients, layers run as they are.
+
+    Args:
+        model: under data parallelism, its recipe bound; all layers of one microbatch run before those of the next.
+        several: whether a step may have more than one microbatch.
+        recorder: makes the recorder, when it is time to capture.
+
+    Attributes:
+        say: told one line about what was captured.
+    """
+
+    def __init__(self, model: nn.Module, several: bool, recorder: Callable[[], Recorder] = CudaRecorder) -> None:
+        self.say: Callable[[str], object] = lambda line: None
+        self._layers = [_Layer(module) for module in model.modules() if isinstance(module, TransformerLayer)]
+        self._numerics = [numerics for layer in self._layers for numerics in layer.numerics]
+        self._several, self._make_recorder = several, recorder
+        self._inside = self._captured = self._later = False
+        self._microbatches = 0
+        self._kept: list[list[AnyOperand]] = []
+        for layer in self._layers:
+            layer.module.forward = partial(self._forward, layer)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the forward and backward passes of a training step, gradients not being set to zero yet.
+
+        Raises:
+            UserError: a layer cannot be captured.
+        """
+        if not self._captured and self._microbatches > self._several:
+            self._capture()
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def drop(self) -> None:
+        """Give the layers back and the graphs' memory free; before NCCL goes, whose collectives they may hold."""
+        for layer in self._layers:
+            del layer.module.forward
+            layer.passes.clear()
+        self._layers, self._captured = [], False
+        self._kept.clear()
+
+    def _forward(self, layer: _Layer, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``TransformerLayer.forward``."""
+        if not self._inside or not torch.is_grad_enabled():
+            return layer.eager(hidden_states, *args, **kwargs)
+        if layer is self._layers[0]:
+            microbatch = current_moment().microbatch
+            self._later = microbatch > 0
+            self._microbatches = max(self._microbatches, microbatch + 1)
+        call = _Call(hidden_states.shape, hidden_states.dtype, args, kwargs)
+        if not self._captured:
+            layer.call = call
+            return layer.eager(hidden_states, *args, **kwargs)
+        if not call.same(layer.call):
+            raise RuntimeError(f"layer {layer.module.layer_number} was captured for {layer.call}, not for {call}")
+        for part in layer.owners:
+            await_weights(part)
+        return _Replay.apply(layer, layer.passes[self._later], hidden_states, *layer.weights), None
+
+    def _capture(self) -> None:
+        started = time.perf_counter()
+        recorder, layers, call = self._make_recorder(), self._layers, self._layers[0].call
+        device = layers[0].weights[0].device
+        self._x, self._dy = (torch.zeros(call.shape, dtype=call.dtype, device=device) for _ in range(2))
+        for layer, dummies in zip(layers, _dummies([layer.weights for layer in layers]), strict=True):
+            layer.dummies = dummies
+        kinds = (False, True) if self._several else (False,)
+        with self._capturing():
+            for later in kinds:
+                for numerics in self._numerics:
+                    numerics.main_grad_is_zero = not later
+                x, dy = self._x, self._dy
+                for layer in layers:
+                    layer.passes[later] = _Pass(layer)
+                    x = layer.passes[later].capture_forward(x, recorder)
+                for layer in reversed(layers):
+                    dy = layer.passes[later].capture_backward(dy, recorder)
+                self._kept += [numerics.kept_weights.operands() for numerics in self._numerics]
+        kept = recorder.finish()
+        self._captured = True
+        self.say(
+            f"CUDA graphs: {len(layers)} layers captured, {2 * len(kinds) * len(layers)} graphs, in "
+            f"{time.perf_counter() - started:.1f} s; they keep {kept / 2**30:.2f} GiB"
+        )
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """What the layers find around them: Megatron-core's hooks silent, its generator, quantized weights kept."""
+        sequence_parallel = self._layers[0].module.config.sequence_parallel
+        # as TransformerBlock does around its layers
+        generator = get_cuda_rng_tracker().fork() if sequence_parallel else contextlib.nullcontext()
+        cuda_graphs._set_capture_start()
+        try:
+            for numerics in self._numerics:
+                numerics.forget_weights()
+                numerics.kept_weights.under_capture = True
+            with generator:
+                yield
+        finally:
+            cuda_graphs._set_capture_end()
+            for numerics in self._numerics:
+                numerics.forget_weights()
+                numerics.kept_weights.under_capture = numerics.main_grad_is_zero = False
+
+
+def _dummies(weights: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """What looks like gradients of the weights, all in one memory; nobody reads it."""
+    sizes: dict[torch.dtype, int] = {}
+    for weight in (weight for layer in weights for weight in layer):
+        sizes[weight.dtype] = max(sizes.get(weight.dtype, 0), weight.numel())
+    room = {dtype: torch.empty(size, dtype=dtype, device=weights[0][0].device) for dtype, size in sizes.items()}
+    return [[room[weight.dtype][: weight.numel()].view(weight.shape) for weight in layer] for layer in weights]

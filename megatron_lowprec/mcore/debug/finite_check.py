@@ -1,0 +1,177 @@
+"""Finds where the first number that is not finite appears, in a forward and backward that is run again for it.
+
+Every GEMM of every linear layer is looked at from both sides, operand by operand, and every other leaf module by its
+output and that output's gradient. A step that is run without this pays nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.operands import GradOutput, Kept
+from megatron_lowprec.mcore.debug.instrumented import WatchedNumerics, watched
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.mcore.rng_step import current_moment
+from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+
+_PRODUCT = "product of finite operands"
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A tensor that is not finite; the least of several is the one that the others may come from.
+
+    Microbatches do not depend on each other, a backward comes after its forward, and ``depth`` counts pipeline stages
+    in the order in which that pass goes through them. On one stage ``order`` counts what was looked at. ``gemm`` is
+    what ``--rerun-in-bf16`` would call it, empty elsewhere.
+    """
+
+    microbatch: int
+    backward: bool
+    depth: tuple[int, int]
+    order: int
+    rank: int
+    what: str
+    gemm: str
+    nans: int
+    infs: int
+    values: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: {self.nans:,} NaN and {self.infs:,} Inf among {self.values:,} values, "
+            f"on rank {self.rank} in microbatch {self.microbatch}"
+        )
+
+
+class FiniteCheck:
+    """While it is entered, looks at what the model's chunks on this rank compute.
+
+    Attributes:
+        first: the first finding of this rank, or None.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.first: Finding | None = None
+        self._chunks, self._order = chunks, 0
+        self._undo = ExitStack()
+
+    def __enter__(self) -> FiniteCheck:
+        for number, chunk in enumerate(self._chunks):
+            for name, module in _named_parts(chunk):
+                if isinstance(module, LowPrecLinearMixin):
+                    self._undo.enter_context(watched(module, _CheckedGemms(module.bound_numerics, number, self)))
+                else:
+                    self._undo.callback(module.register_forward_hook(self._hook(name, number)).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def look(self, what: str, tensor: Any, chunk: int, microbatch: int, backward: bool, gemm: str = "") -> None:
+        """Note the tensor if it is not finite and came before what was found so far."""
+        self._order += 1
+        if not torch.is_tensor(tensor) or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+            return
+        depth = (chunk, parallel_state.get_pipeline_model_parallel_rank())
+        finding = Finding(
+            microbatch,
+            backward,
+            (-depth[0], -depth[1]) if backward else depth,
+            self._order,
+            torch.distributed.get_rank(),
+            what,
+            gemm,
+            int(tensor.isnan().sum()),
+            int(tensor.isinf().sum()),
+            tensor.numel(),
+        )
+        if self.first is None or finding < self.first:
+            self.first = finding
+
+    def _hook(self, name: str, chunk: int) -> Any:
+        def look_at_output(module: nn.Module, inputs: Any, output: Any) -> None:
+            microbatch = current_moment().microbatch
+            for tensor in output if isinstance(output, tuple) else (output,):
+                self.look(f"{name}, output", tensor, chunk, microbatch, backward=False)
+                if torch.is_tensor(tensor) and tensor.requires_grad:
+                    what = f"{name}, gradient of its output"
+                    tensor.register_hook(
+                        lambda grad, what=what: self.look(what, grad, chunk, microbatch, backward=True)
+                    )
+
+        return look_at_output
+
+
+class _CheckedGemms(WatchedNumerics):
+    """Each GEMM of a layer looked at."""
+
+    def __init__(self, inner: LinearNumerics, chunk: int, check: FiniteCheck) -> None:
+        super().__init__(inner)
+        self._path, self._chunk, self._check = inner.place.path, chunk, check
+
+    def forward(
+        self,
+        x_TI: torch.Tensor,
+        w_OI: torch.Tensor,
+        moment: Moment,
+        observe: bool = True,
+        bias_O: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Kept]:
+        self._look_at_operands("fprop", x_TI, w_OI, moment)
+        self._look("fprop", "bias", bias_O, moment, gemm="")
+        y, kept = self._inner.forward(x_TI, w_OI, moment, observe, bias_O, **options)
+        self._look("fprop", _PRODUCT, y, moment)
+        return y, kept
+
+    def dgrad(self, dy: GradOutput, w_OI: torch.Tensor, moment: Moment, *rest: Any) -> torch.Tensor:
+        self._look_at_operands("dgrad", dy.matrix, w_OI, moment)
+        dx: torch.Tensor = self._inner.dgrad(dy, w_OI, moment, *rest)
+        self._look("dgrad", _PRODUCT, dx, moment)
+        return dx
+
+    def wgrad(self, dy: GradOutput, x: torch.Tensor | ScaledOperand, moment: Moment, **options: Any) -> torch.Tensor:
+        # The forward pass has looked at the x that an operand was made of.
+        self._look_at_operands("wgrad", dy.matrix, x.scale if isinstance(x, ScaledOperand) else x, moment)
+        dw: torch.Tensor = self._inner.wgrad(dy, x, moment, **options)
+        self._look("wgrad", _PRODUCT, dw, moment)
+        return dw
+
+    def _look_at_operands(self, name: str, first: torch.Tensor, second: torch.Tensor, moment: Moment) -> None:
+        for operand, tensor in zip(GEMM_OPERANDS[name], (first, second), strict=True):
+            self._look(name, f"operand {operand}", tensor, moment)
+
+    def _look(self, name: str, what: str, tensor: torch.Tensor | None, moment: Moment, gemm: str | None = None) -> None:
+        gemm = f"{self._path.split()[0]}.{name}" if gemm is None else gemm
+        told = f"{self._path}, {name}, {what}"
+        self._check.look(told, tensor, self._chunk, moment.microbatch, name != "fprop", gemm)
+
+
+def _named_parts(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Leaves of a chunk and its linear layers, layers by their global number."""
+    inside: set[nn.Module] = set()
+    for layer in chunk.modules():
+        if isinstance(layer, TransformerLayer):
+            for name, module in layer.named_modules():
+                inside.add(module)
+                if _is_part(module):
+                    yield f"layers.{layer.layer_number}.{name}", module
+    for name, module in chunk.named_modules():
+        if module not in inside and _is_part(module):
+            yield name.removeprefix("module.").removeprefix("module.").removeprefix("decoder."), module
+
+
+def _is_part(module: nn.Module) -> bool:
+    return isinstance(module, LowPrecLinearMixin) or next(module.children(), None) is None

@@ -1,0 +1,40 @@
+"""Layers whose operands somebody looks at for a while: all of them then pass through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+
+
+class WatchedNumerics:
+    """A layer's numerics; a subclass looks at what passes, everything else is the layer's own."""
+
+    def __init__(self, inner: LinearNumerics) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def help_wanted(self, tensor: str, matrix: torch.Tensor) -> None:
+        """None: what is looked at has to be in memory."""
+
+    def takes_parts(self, matrix: torch.Tensor) -> bool:
+        """No: in one tensor."""
+        return False
+
+
+@contextmanager
+def watched(layer: LowPrecLinearMixin, numerics: WatchedNumerics) -> Iterator[None]:
+    """The layer has these in the place of its own."""
+    own = layer.bound_numerics
+    layer.numerics = numerics  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        layer.numerics = own

@@ -1,0 +1,209 @@
+"""Megatron-core's MLP with bias and GELU in one kernel, and the bias gradient summed where it is made."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.dispatch import fuses
+from megatron_lowprec.linear.operands import GradOutput, Help
+from megatron_lowprec.mcore.amax_hint import known_amax
+from megatron_lowprec.mcore.layers.parallel_linear import (
+    LowPrecLinearMixin,
+    LowPrecRowParallelLinear,
+    Saved,
+    Shared,
+    await_weights,
+    gradients,
+    product,
+)
+from megatron_lowprec.mcore.made_operands import Handover
+from megatron_lowprec.mcore.rng_step import current_moment
+
+
+class _BiasGeluFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        from megatron_lowprec.kernels.gelu.triton import bias_gelu
+
+        rows = y.reshape(-1, y.shape[-1]).contiguous()
+        ctx.save_for_backward(rows, bias)
+        return bias_gelu(rows, bias).view(y.shape)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        from megatron_lowprec.kernels.gelu.triton import bias_gelu_backward
+
+        rows, bias = ctx.saved_tensors
+        dy, dbias = bias_gelu_backward(dout.reshape(rows.shape).contiguous(), rows, bias)
+        return dy.view(dout.shape), dbias
+
+
+class _MlpFunction(torch.autograd.Function):
+    """fc1, bias and GELU, fc2: what lies between the products goes straight into FP8 operands or is written with its
+    amax, where that helps the casts; and need not be kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        bias: torch.Tensor,
+        w2: torch.Tensor,
+        mlp: "LowPrecMLP",
+        observe: bool,
+        wanted: tuple[Help, Help],
+        handover: Handover | None,
+    ) -> torch.Tensor:
+        fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
+        ctx.mlp, ctx.moment, ctx.wanted, ctx.handover = mlp, current_moment(), wanted, handover
+        shared = _shared(fc1)
+        amax = None if shared.sequence_parallel else known_amax(x)
+        await_weights(fc1)
+        y, first = product(fc1, x, w1, None, ctx.moment, observe, shared, amax)
+        active, amax = _active(y, bias, wanted[0])
+        keeps = not mlp.recompute_gelu
+        await_weights(fc2)
+        out, second = product(fc2, active, w2, None, ctx.moment, observe, _alone(fc2), amax, keeps)
+        ctx.save_for_backward(y, bias, *first.tensors(), *(second if keeps else second._replace(x=None)).tensors())
+        ctx.plain = first[4:], second[4:]
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        from megatron_lowprec.kernels.gelu.triton import bias_gelu_backward
+
+        y, bias, *tensors = ctx.saved_tensors
+        first, second = Saved(*tensors[:4], *ctx.plain[0]), Saved(*tensors[4:], *ctx.plain[1])
+        fc1, fc2, moment = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.moment
+        input_wants, grad_output_wants = ctx.wanted
+
+        def dy2() -> GradOutput:
+            made = None if ctx.handover is None else ctx.handover.take(dout)
+            return made or fc2.bound_numerics.grad_output(dout, moment)
+
+        def dy1() -> GradOutput:
+            if grad_output_wants == "source":
+                computed = Source.bias_gelu_grad(dactive, y, bias)
+                return fc1.bound_numerics.grad_output(computed, moment, bias=True)
+            amax = _room_for_amax(y, grad_output_wants)
+            matrix, dbias = bias_gelu_backward(dactive, y, bias, amax=amax)
+            return replace(fc1.bound_numerics.grad_output(matrix, moment, amax=amax), bias=dbias)
+
+        again = partial(_active, y, bias, input_wants) if second.x is None else None
+        dactive, dw2, _ = gradients(fc2, dy2, second, moment, _alone(fc2), again)
+        dx, dw1, dbias = gradients(fc1, dy1, first, moment, _shared(fc1))
+        return dx, dw1, dbias, dw2, None, None, None, None
+
+
+def _active(y: torch.Tensor, bias: torch.Tensor, wanted: Help) -> tuple[torch.Tensor | Source, torch.Tensor | None]:
+    """fc2's input, and its amax, in the form that its casts want."""
+    from megatron_lowprec.kernels.gelu.triton import bias_gelu
+
+    if wanted == "source":
+        return Source.bias_gelu(y, bias), None
+    amax = _room_for_amax(y, wanted)
+    return bias_gelu(y, bias, amax), amax
+
+
+def _room_for_amax(y: torch.Tensor, wanted: Help) -> torch.Tensor | None:
+    return torch.zeros(1, dtype=torch.float32, device=y.device) if wanted == "amax" else None
+
+
+def _shared(layer: ColumnParallelLinear) -> Shared:
+    return Shared(layer.allreduce_dgrad, layer.sequence_parallel, layer.tp_group)
+
+
+def _alone(layer: LowPrecLinearMixin) -> Shared:
+    """Of a layer whose input is cut over the ranks, not shared by them."""
+    return Shared(allreduce_dgrad=False, sequence_parallel=False, tp_group=layer.tp_group)
+
+
+class LowPrecMLP(MLP):
+    """``MLP``; fused where Megatron-core's own bias and GELU would be compiled together and this is a GPU's tensor.
+
+    Attributes:
+        recompute_gelu: where fused, keep fc1's output alone and make fc2's input again in the backward pass.
+    """
+
+    recompute_gelu = False
+
+    @classmethod
+    def of(cls, submodules: MLPSubmodules) -> type["LowPrecMLP"]:
+        """The class that a layer builds its MLP from, with nothing but a config.
+
+        ``TransformerLayer`` knows by name the classes that it gives process groups to, and warns of any other in a
+        ModuleSpec; of a plain class it makes nothing more than an object.
+        """
+
+        class Built(cls):  # type: ignore[misc,valid-type]
+            def __init__(self, config: TransformerConfig) -> None:
+                group = parallel_state.get_tensor_model_parallel_group()
+                super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=group)
+
+        return Built
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias that is still to be added to it."""
+        output, bias = self._forward(hidden_states, per_token_scale, **kwargs)
+        if bias is not None and not torch.is_grad_enabled():
+            # Megatron-core's checkpoint returns it from an autograd function. The parameter would become that
+            # function's output, and the recomputation's backward pass would start with the recomputation.
+            bias = bias.detach()
+        return output, bias
+
+    def _forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if per_token_scale is not None or not self.has_bias_and_gelu() or not fuses(hidden_states):
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        if isinstance(fc1, LowPrecLinearMixin) and isinstance(fc2, LowPrecRowParallelLinear):
+            wanted = self._help_wanted(hidden_states)
+            if any(wanted) or self.recompute_gelu:
+                return self._joined(hidden_states, wanted)
+        y, bias = fc1(hidden_states)
+        return fc2(_BiasGeluFunction.apply(y, bias))
+
+    def _help_wanted(self, hidden_states: torch.Tensor) -> tuple[Help, Help]:
+        """How GELU's kernels may spare a pass over fc2's input, and over the gradient of fc1's output."""
+        for layer in (self.linear_fc1, self.linear_fc2):
+            layer.bound_numerics.choose_products(layer.weight)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        forward: Help = self.linear_fc2.bound_numerics.help_wanted("input", rows)
+        return forward, self.linear_fc1.bound_numerics.help_wanted("grad_output", rows)
+
+    def _joined(
+        self, hidden_states: torch.Tensor, wanted: tuple[Help, Help]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        training = torch.is_grad_enabled() and fc1.weight.requires_grad
+        handover = fc2.offer_handover(hidden_states)
+        y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, wanted, handover)
+        y = y.view(-1, *hidden_states.shape[1:-1], y.shape[-1])
+        if fc2.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(y, group=fc2.tp_group), fc2.bias
+        y = reduce_from_tensor_model_parallel_region(y, group=fc2.tp_group)
+        if handover is not None:
+            handover.note_on(y)
+        return y, fc2.bias
+
+    def has_bias_and_gelu(self) -> bool:
+        """Whether what lies between both linear layers is a bias and GELU that may be one kernel."""
+        config = self.config
+        gelu = self.activation_func is F.gelu and not config.gated_linear_unit
+        return gelu and config.bias_activation_fusion and config.add_bias_linear and not config.use_te_activation_func

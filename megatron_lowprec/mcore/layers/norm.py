@@ -1,0 +1,156 @@
+"""LayerNorm and RMSNorm as Megatron-core builds them: fused on a GPU, torch's elsewhere, usable under sequence
+parallelism.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.dispatch import fuses
+from megatron_lowprec.kernels.layernorm.reference import Normalized
+from megatron_lowprec.linear.operands import Help, Input
+from megatron_lowprec.mcore.amax_hint import note_amax
+from megatron_lowprec.mcore.made_operands import note_input, stand_in
+from megatron_lowprec.mcore.residual import note_residual
+
+if TYPE_CHECKING:
+    from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+
+
+class _NormFunction(torch.autograd.Function):
+    """x to (y, x as a residual): the gradients of both come back together, and leave as one."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        normalize: Callable[[torch.Tensor], Normalized],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, mean, rstd = normalize(rows)
+        ctx.save_for_backward(rows, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        return y.view(x.shape), x.detach()  # an output of its own, no view of x
+
+    @staticmethod
+    def backward(ctx, dy, dresidual):  # type: ignore[no-untyped-def]
+        from megatron_lowprec.kernels.layernorm.triton import norm_backward
+
+        if dy is None:
+            return dresidual, None, None, None
+        rows, weight, mean, rstd = ctx.saved_tensors
+        dy_rows = dy.reshape(rows.shape).contiguous()
+        dresidual_rows = None if dresidual is None else dresidual.reshape(rows.shape).contiguous()
+        dx, dw, db = norm_backward(dy_rows, rows, weight, mean, rstd, dresidual_rows)
+        return dx.view(dy.shape), dw, db, None
+
+
+def _normalized(
+    norm: "LayerNorm | RMSNorm",
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    normalize: Callable[[torch.Tensor], Normalized],
+) -> torch.Tensor:
+    """What ``normalize`` makes of the rows of x, with its gradient, which takes the residual's with it."""
+    y: torch.Tensor
+    y, residual = _NormFunction.apply(x, norm.weight, bias, normalize)
+    note_residual(x, y, residual)
+    return y
+
+
+class Reader:
+    """The linear layer behind a norm, the only one to read its output, as it is.
+
+    No module, so that the norm may have it as an attribute without having the layer's weights.
+    """
+
+    def __init__(self, layer: "LowPrecLinearMixin") -> None:
+        self.layer = layer
+
+    def help_wanted(self, x: torch.Tensor) -> Help:
+        """How the norm of x [..., H] spares the layer's casts a pass; operands only for a backward pass to come."""
+        numerics, weight = self.layer.bound_numerics, self.layer.weight
+        numerics.choose_products(weight)
+        wanted = numerics.help_wanted("input", x)
+        training = torch.is_grad_enabled() and weight.requires_grad
+        return None if wanted == "source" and not training else wanted
+
+
+def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The norm by one kernel, which also makes the operands or the amax that the layer behind it wants."""
+    from megatron_lowprec.kernels.layernorm import triton
+
+    weight, eps = norm.weight, norm.eps
+    assert eps is not None
+    # whoever hooks in here wants to see the output
+    reader = None if norm._forward_hooks else norm.reader
+    wanted = None if reader is None else reader.help_wanted(x)
+    if reader is not None and wanted == "source":
+        numerics, made = reader.layer.bound_numerics, list[Input]()
+
+        def cast(rows: torch.Tensor) -> Normalized:
+            rstd, *mean = statistics = triton.statistics(rows, eps, centered=bias is not None)
+            made.append(numerics.input(Source.norm(rows, weight, bias, statistics)))
+            return Normalized(stand_in(rows), mean[0] if mean else None, rstd)
+
+        y = _normalized(norm, x, bias, cast)
+        note_input(y, made[0], numerics)
+        return y
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device) if wanted == "amax" else None
+    y = _normalized(norm, x, bias, lambda rows: triton.norm(rows, weight, bias, eps, amax))
+    if amax is not None:
+        note_amax(y, amax)
+    return y
+
+
+class LayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` with a weight and a bias.
+
+    Attributes:
+        reader: the layer that alone reads the output, where there is one; on a GPU. In training under delayed scaling
+            the output is then NaN that carries the layer's operands, else it may carry its amax.
+    """
+
+    reader: Reader | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H] in the dtype of x."""
+        return _fused(self, x, self.bias) if fuses(x) else super().forward(x)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` with a weight; ``reader`` as ``LayerNorm``."""
+
+    reader: Reader | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H] in the dtype of x."""
+        return _fused(self, x, None) if fuses(x) else super().forward(x)
+
+
+class Norm:
+    """Builds a ``LayerNorm`` or an ``RMSNorm``, as ``config.normalization`` says.
+
+    Megatron-core's own wrapper of torch's refuses sequence parallelism: its gradients would not be summed over the
+    ranks. Marking the parameters ``sequence_parallel`` is all that ``finalize_model_grads`` needs to do so.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
+        if config.layernorm_zero_centered_gamma:
+            raise UserError(
+                "--apply-layernorm-1p needs TransformerEngine's norm, which this build does not use; leave it out"
+            )
+        kinds: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+        if config.normalization not in kinds:
+            raise UserError(f"--normalization {config.normalization} is not available; use LayerNorm or RMSNorm")
+        norm = kinds[config.normalization](hidden_size, eps=eps, dtype=torch.float32)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm.to(config.params_dtype)

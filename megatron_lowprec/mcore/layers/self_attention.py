@@ -1,0 +1,67 @@
+"""Megatron-core's self-attention, whose gradients of queries, keys and values are cast where attention leaves them.
+
+Their layer, linear_qkv, has one output; so autograd joins three gradients to one matrix (4 bytes an entry), which the
+layer then casts to FP8. The cast can as well read from three places.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+
+from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear
+from megatron_lowprec.mcore.made_operands import Handover
+
+
+class _Split(torch.autograd.Function):
+    """[..., groups, query + 2 * key] -> its three parts; backwards the operands that linear_qkv multiplies."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, mixed: torch.Tensor, widths: list[int], handover: Handover, bias: bool
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.widths, ctx.handover, ctx.bias = (widths[0], widths[1]), handover, bias
+        return mixed.split(widths, dim=-1)
+
+    @staticmethod
+    def backward(ctx, *parts):  # type: ignore[no-untyped-def]
+        handover, (*tokens, groups, _) = ctx.handover, parts[0].shape
+        dq, dk, dv = (part.flatten(-2).flatten(0, -2).contiguous() for part in parts)
+        source = Source.qkv_grad(dq, dk, dv, ctx.widths)
+        made = handover.numerics.grad_output(source, handover.moment, bias=ctx.bias)
+        return handover.give(made).view(*tokens, groups, -1), None, None, None
+
+
+class LowPrecSelfAttention(SelfAttention):
+    """``SelfAttention``; where linear_qkv multiplies FP8 operands of its gradient alone, nobody joins its parts."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """As Megatron-core's."""
+        layer, handover = self.linear_qkv, None
+        # with fewer groups than ranks the output is gathered, and its gradient cut
+        whole = self.config.num_query_groups >= self.world_size
+        if isinstance(layer, LowPrecColumnParallelLinear) and whole and split_qkv and not output_gate:
+            handover = layer.offer_handover(hidden_states)
+        if handover is None:
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+        layer.handover = handover
+        try:
+            mixed, widths = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
+        finally:
+            layer.handover = None
+        query, key, value = _Split.apply(mixed, widths, handover, layer.bias is not None)
+        query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        if self.config.test_mode:
+            self.run_realtime_tests()
+        return query, key, value

@@ -1,0 +1,195 @@
+"""``--fp8-param-gather``: linear layers' weights in FP8, made from the optimizer's fp32 main weights, gathered in FP8.
+
+Megatron-core has all of it for TransformerEngine's tensors: buffers of bytes, their gather, main weights beside them.
+It tells such a tensor by its class, and reaches its storage and its value by functions of one module: ``make_known``
+puts ours in their place, where the flag is given, and TransformerEngine's layers are refused beside it. The cast of an
+update is here, in ``quantize_main_weights``; ``optimizer_step`` calls it where Megatron-core would call
+TransformerEngine's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import fp8_utils
+from megatron.core.distributed import distributed_data_parallel
+from megatron.core.distributed.param_and_grad_buffer import partition_buckets as _partition_buckets
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import nn
+
+from megatron_lowprec.comm.maximum import max_over
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
+from megatron_lowprec.recipe.coverage import primary_weight_spec
+from megatron_lowprec.recipe.schema import QuantSpec
+
+
+class Scaled(NamedTuple):
+    """What a weight's scale follows beside its own amax: the attribute ``scaled`` of the parameter.
+
+    Attributes:
+        group: ranks that hold the other parts of the tensor and share the scale, None without any.
+        history: of delayed scaling, and the weight's slot in it.
+    """
+
+    group: dist.ProcessGroup | None
+    history: tuple[AmaxHistory, int] | None
+
+
+def make_known() -> None:
+    """Let Megatron-core take an ``Fp8Weight``, and no tensor of TransformerEngine's, for its FP8 tensor."""
+    patched: Any = fp8_utils
+    patched.HAVE_TE_FP8_TENSOR_CLASS, patched.FP8_TENSOR_CLASS = True, Fp8Weight
+    patched._modify_underlying_storage_impl = _move_codes
+    patched.te_post_all_gather_processing = None  # ours need nothing after a gather
+    for module in (patched, distrib_optimizer):
+        module.dequantize_fp8_tensor = Fp8Weight.value
+    if dist.get_backend() == "gloo":
+        distributed_data_parallel.partition_buckets = _partition_by_buffer
+
+
+def _partition_by_buffer(buffers: Sequence[Any], force_single_bucket_group: bool = False) -> list[Any]:
+    """Megatron-core's groups of buckets, but none with weights of two dtypes, as it has them beside FP8 ones.
+
+    It gathers a group by one coalesced call, for which gloo joins the tensors to one of the first one's dtype.
+    """
+    return [group for buffer in buffers for group in _partition_buckets([buffer], force_single_bucket_group)]
+
+
+def _move_codes(weight: Fp8Weight, storage: torch.Tensor) -> None:
+    """Into ``storage``, uint8 [O, I] within the buffer that is gathered."""
+    storage.copy_(weight.codes)
+    weight.codes = storage
+
+
+def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = True) -> int:
+    """Turn the weights of linear layers whose recipe allows it into FP8 ones; how many.
+
+    Call it after ``bind_recipe`` and before the chunks are wrapped for data parallelism. The codes are final once the
+    optimizer is there and ``settle`` was called.
+
+    Args:
+        reduce_amax: take a current scale over all tensor-parallel ranks; else of each one's part. (A delayed one
+            always spans them.)
+    """
+    make_known()
+    count = 0
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            if not isinstance(module, LowPrecLinearMixin):
+                continue
+            spec = primary_weight_spec(module.bound_numerics.recipe)
+            if spec is None:
+                continue
+            count += 1
+            plain = module.weight
+            module.weight = nn.Parameter(Fp8Weight.of(plain.data, spec))
+            module.weight.__dict__.update(plain.__dict__)  # what Megatron-core notes on a parameter
+            delayed = spec.scaling == "delayed"
+            shares = module.tp_group.size() > 1 and (reduce_amax or delayed)
+            history = module.bound_numerics.histories["weight"] if delayed else None
+            module.weight.scaled = Scaled(module.tp_group if shares else None, history)  # type: ignore[attr-defined]
+    return count
+
+
+def sharded_weights(part: Any) -> list[tuple[Fp8Weight, torch.Tensor | None, int]]:
+    """(weight, this rank's fp32 shard of its main weight or None, where that begins) of one inner optimizer.
+
+    In the same order on all ranks.
+    """
+    if not isinstance(part, DistributedOptimizer) or part.is_stub_optimizer:
+        return []
+    found = zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True)
+    return [(weight, master, start or 0) for weight, master, start in found if isinstance(weight, Fp8Weight)]
+
+
+@torch.no_grad()
+def quantize_main_weights(part: Any, ahead: bool) -> None:
+    """Codes of this rank's shards and scales of whole weights, from the main weights; codes are still to be gathered.
+
+    Args:
+        part: one of the optimizers inside Megatron-core's.
+        ahead: in a step, before the amax histories move on: take the scale that they are about to put in effect.
+    """
+    found = sharded_weights(part)
+    if not found:
+        return
+    held = [master for _, master, _ in found if master is not None]
+    own = iter(torch._foreach_norm(held, math.inf) if held else ())
+    zero = torch.zeros((), device=found[0][0].device)
+    amax = torch.stack([zero if master is None else next(own) for _, master, _ in found])
+    amax = max_over(amax, part.data_parallel_group)
+    parts = _max_over_sharers([w.scaled for w, _, _ in found], amax)  # type: ignore[attr-defined]
+    torch._foreach_copy_([w.main_amax for w, _, _ in found], parts)
+    encode_scales = _encode_scales([w for w, _, _ in found], ahead)
+    encode_scale = torch.cat(encode_scales)
+    decode_scales = (torch.ones_like(encode_scale) / encode_scale).split(1)
+    torch._foreach_copy_([w.decode_scale for w, _, _ in found], decode_scales)
+    set_codes(found, encode_scales)
+
+
+def _max_over_sharers(scaled: Sequence[Scaled], amax: torch.Tensor) -> list[torch.Tensor]:
+    """fp32 [1] of each weight, by one collective for each group of ranks."""
+    parts = list(amax.split(1))
+    for group in dict.fromkeys(s.group for s in scaled if s.group is not None):
+        members = [i for i, s in enumerate(scaled) if s.group is group]
+        reduced = max_over(torch.cat([parts[i] for i in members]), group)
+        for i, part in zip(members, reduced.split(1), strict=True):
+            parts[i] = part
+    return parts
+
+
+def _encode_scales(weights: Sequence[Fp8Weight], ahead: bool) -> list[torch.Tensor]:
+    """fp32 [1] of each weight."""
+    follows: list[torch.Tensor] = []
+    in_effect: dict[int, torch.Tensor] = {}
+    by_spec: dict[QuantSpec, list[int]] = {}
+    for i, weight in enumerate(weights):
+        by_spec.setdefault(weight.spec, []).append(i)
+        scaled: Scaled = weight.scaled  # type: ignore[attr-defined]
+        if scaled.history is None:
+            follows.append(weight.main_amax)
+            continue
+        history, slot = scaled.history
+        if id(history) not in in_effect:
+            in_effect[id(history)] = history.upcoming() if ahead else history.in_effect
+        follows.append(in_effect[id(history)][slot : slot + 1])
+    scales: dict[int, torch.Tensor] = {}
+    for spec, members in by_spec.items():
+        encoded = weight_encode_scale(torch.cat([follows[i] for i in members]), spec)
+        scales |= dict(zip(members, encoded.split(1), strict=True))
+    return [scales[i] for i in range(len(weights))]
+
+
+def settle(optimizer: Any, model_chunks: Sequence[Any]) -> None:
+    """Make codes of main weights that have not come by a step: of a new model, a checkpoint, or of other histories."""
+    if not any(sharded_weights(part) for part in optimizer.chained_optimizers):
+        return
+    for part in optimizer.chained_optimizers:
+        quantize_main_weights(part, ahead=False)
+    for chunk in model_chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+@torch.no_grad()
+def compute_dtype_weights(optimizer: Any) -> Iterator[tuple[Fp8Weight, torch.Tensor]]:
+    """Each FP8 weight and its main weight rounded to the compute dtype, as a model without the flag would hold it.
+
+    Every rank goes through all of it. [O, I] on the host of the first of the ranks that hold copies; zeros on others.
+    """
+    for part in optimizer.chained_optimizers:
+        for weight, master, start in sharded_weights(part):
+            whole = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
+            if master is not None:
+                whole[start : start + master.numel()].copy_(master)
+            # each byte is of one rank and zero on the others
+            dist.all_reduce(whole.view(torch.uint8), group=part.data_parallel_group)
+            if part.data_parallel_group.rank():
+                whole = torch.zeros(1, dtype=weight.dtype).expand(weight.numel())
+            yield weight, whole.cpu().view(weight.shape)

@@ -1,0 +1,113 @@
+"""One update by Megatron-core's optimizer in a few launches, with one wait for the device.
+
+Without TransformerEngine and apex Megatron-core goes through the gradients one by one: its norm waits for the device
+once a tensor, its clipping takes two launches a tensor, its copy of main weights one. The functions here are the steps
+of its ``ChainedOptimizer.step``, in its order, over all tensors at once (torch's foreach functions), whichever of the
+libraries is there. One thing has no handle but a method of the optimizer objects: ``copy_weights_at_once``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch.nn.utils import get_total_norm
+
+from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
+
+
+@torch.no_grad()
+def optimizer_step(
+    optimizer: MegatronOptimizer, loss: Callable[[], float] | None = None
+) -> tuple[bool, float | None, int | None]:
+    """One update, and (whether it happened, gradient norm before clipping, gradient values that are zero).
+
+    Megatron-core notices a gradient that is not finite by its loss scaler alone; bf16 has none, so norm and loss decide
+    here, and weights and moments stay as they are.
+
+    Args:
+        optimizer: the ``ChainedOptimizer`` that ``get_megatron_optimizer`` returns.
+        loss: gives the loss, alike on all ranks; read behind the norm, when the device has it ready.
+    """
+    if optimizer.prepare_grads():
+        return False, None, None
+    parts = optimizer.chained_optimizers
+    # Gathered while the device is still busy with the backward pass: after the wait it has nothing to do.
+    clipped = [(part.config.clip_grad, gradients(part)) for part in parts]
+    norm = float(grad_norm(optimizer))
+    if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss())):
+        return False, norm, None
+    for limit, grads in clipped:
+        factor = limit / (norm + 1.0e-6)
+        if limit > 0.0 and grads and factor < 1.0:
+            torch._foreach_mul_(grads, factor)
+    zeros = optimizer.count_zeros() if optimizer.config.log_num_zeros_in_grad else None
+    return optimizer.step_with_ready_grads(), norm, zeros
+
+
+def gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
+    """Gradients of all weights that this part updates, those that ranks share included: fp32, or as they were summed
+    where the optimizer keeps the main weights.
+    """
+    name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+    found = (getattr(weight, name, None) for weight in part.get_parameters())
+    return [grad for grad in found if grad is not None]
+
+
+@torch.no_grad()
+def grad_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
+    """L2 norm of all gradients of the model, each counted once, over all ranks: float64 scalar on the device.
+
+    Only the squares' sum over ranks is in float64; a rank's own is torch's, in fp32.
+    """
+    by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    for part in optimizer.chained_optimizers:
+        # Dense and expert weights lie on different ranks; most often both are reduced over the same ones.
+        grads = by_group.setdefault(part.get_grad_stats_parallel_group(), [])
+        grads += part.get_main_grads_for_grad_norm()
+    total = torch.zeros((), dtype=torch.float64, device=optimizer.get_loss_scale().device)
+    for group, grads in by_group.items():
+        # A rank without weights reduces with the others.
+        square = get_total_norm(grads).double().square() if grads else torch.zeros_like(total)
+        dist.all_reduce(square, group=group)
+        total += square
+    return total.sqrt()
+
+
+def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
+    """Let the optimizer round its fp32 main weights into the model's bf16 ones by one call instead of one a weight,
+    and make codes of FP8 ones (``primary_weight``).
+
+    Megatron-core reaches this through a method of its own, in the middle of ``step_with_ready_grads``; the method is
+    replaced on these objects alone. The result is the same. Main weights of fp32 models are the model's own.
+    """
+    for part in optimizer.chained_optimizers:
+        kinds = (Float16OptimizerWithFloat16Params, DistributedOptimizer)
+        if isinstance(part, kinds) and not part.is_stub_optimizer and not _has_foreign_fp8_weights(part):
+            part._copy_main_params_to_model_params = partial(_copy_weights, part)
+
+
+def _has_foreign_fp8_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer) -> bool:
+    """Whether there are FP8 weights of TransformerEngine's, which Megatron-core alone knows to update."""
+    weights = [weight for buffer in getattr(part, "buffers", ()) for weight in buffer.params]
+    return any(is_float8tensor(weight) and not isinstance(weight, Fp8Weight) for weight in weights)
+
+
+def _copy_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer) -> None:
+    quantize_main_weights(part, ahead=True)
+    if isinstance(part, DistributedOptimizer):
+        shards = zip(chain(*part.shard_float16_groups), chain(*part.shard_fp32_from_float16_groups), strict=True)
+        pairs = [pair for pair in shards if pair[0] is not None]  # no shard of an FP8 weight
+        model, main = ([pair[side].data for pair in pairs] for side in (0, 1))
+    else:
+        model, main = part._get_model_and_main_params_data_float16()
+    if model:
+        torch._foreach_copy_(model, main)

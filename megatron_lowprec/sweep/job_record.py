@@ -1,0 +1,144 @@
+"""What is known about a cell: cell.json in its folder, written whole at each change of state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
+from megatron_lowprec.sweep.jobs import Cell
+from megatron_lowprec.training.distributed.whole_file import write_whole
+
+RECORD = "cell.json"
+State = Literal["running", "done", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A cell's state and history.
+
+    Attributes:
+        state: "done" alone is never run again; "running" may also be the last word of a killed process (see ``lock``).
+        exit_code: of the last attempt's process.
+        seconds: of all finished attempts.
+        hash: of ``resolved``, which is ``Cell.resolved``.
+        command: of the last attempt.
+    """
+
+    id: str
+    state: State
+    exit_code: int | None
+    attempts: int
+    seconds: float
+    started: str
+    ended: str | None
+    iteration: int
+    train_iters: int
+    seq_length: int
+    hash: str
+    resolved: Mapping[str, Any]
+    command: list[str]
+
+
+def read(run: Path) -> Record | None:
+    """The record in a cell's folder, or None where it was never started; UserError for a file of another kind."""
+    try:
+        content = json.loads((run / RECORD).read_text(encoding="utf-8"))
+        return Record(**{field.name: content[field.name] for field in fields(Record)})
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run / RECORD} cannot be read ({error!r}); move the folder away to run it anew") from None
+
+
+def write(run: Path, record: Record) -> None:
+    """Put ``record`` into a cell's folder."""
+    write_whole(run / RECORD, json.dumps(asdict(record), indent=1) + "\n")
+
+
+def begin(cell: Cell, run: Path, command: list[str]) -> Record:
+    """The record of an attempt that starts now, written."""
+    before = read(run)
+    record = Record(
+        id=cell.id,
+        state="running",
+        exit_code=None,
+        attempts=before.attempts + 1 if before else 1,
+        seconds=before.seconds if before else 0.0,
+        started=now(),
+        ended=None,
+        iteration=before.iteration if before else 0,
+        train_iters=cell.train_iters,
+        seq_length=cell.seq_length,
+        hash=digest(cell.resolved),
+        resolved=cell.resolved,
+        command=command,
+    )
+    write(run, record)
+    return record
+
+
+def end(run: Path, record: Record, state: State, exit_code: int, seconds: float, iteration: int) -> Record:
+    """The record of an attempt that ended now, written."""
+    record = replace(
+        record,
+        state=state,
+        exit_code=exit_code,
+        seconds=round(record.seconds + seconds, 3),
+        ended=now(),
+        iteration=iteration,
+    )
+    write(run, record)
+    return record
+
+
+def now() -> str:
+    """This moment, with its offset."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def digest(resolved: Mapping[str, Any]) -> str:
+    """A short hash of what a run is."""
+    text = json.dumps(resolved, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def differences(record: Record, cell: Cell) -> list[str]:
+    """What the cell is now and was not when its folder was begun, field by field."""
+    if record.hash == digest(cell.resolved):
+        return []
+    before, after = dict(_flat(_today(record.resolved))), dict(_flat(cell.resolved))
+    return [
+        f"{name} {_shown(after.get(name))} (was {_shown(before.get(name))})"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _today(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields that recipes have got since then take their defaults."""
+    try:
+        recipe = recipe_to_dict(recipe_from_dict({"summary": "", **resolved["recipe"]}))
+    except UserError:
+        return resolved
+    return {**resolved, "recipe": {name: value for name, value in recipe.items() if name not in ("summary", "source")}}
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves by dotted names, without those that are null; options lose their prefix, and lists are leaves."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            inner = f"{name}.{key}" if name and name != "options" else str(key)
+            yield from _flat(item, inner)
+    elif value is not None:
+        yield name.replace("_", "-") if "." not in name else name, list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,236 @@
+"""A sweep -> its cells: one run of pretrain_gpt.py each, checked as far as that goes without torch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.coverage import check_sizes
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.sweep.spec import ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
+from megatron_lowprec.training.checkpoint.storage import TRACKER
+from megatron_lowprec.training.config.arguments import KINDS, REPOSITORY, find, flag, parse, rivals_of
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
+from megatron_lowprec.training.data.blend import all_paths
+from megatron_lowprec.training.distributed.whole_file import write_whole
+from megatron_lowprec.training.models.sizes import linear_sites, sized
+
+MANIFEST = "sweep.json"
+DRIVER = str(REPOSITORY / "pretrain_gpt.py")
+
+# Options that say where a run's files go, how often it speaks and when it pauses: changing them makes no other run.
+_NOT_THE_RUN = {
+    *("config", "save", "load", "tensorboard_dir", "data_cache_path", "num_workers"),
+    *("log_interval", "log_quantization_interval", "save_interval"),
+    *("exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
+    *("wandb_project", "wandb_exp_name", "wandb_save_dir", "distributed_timeout_minutes", "no_memory_check"),
+    *("profile", "profile_step_start", "profile_step_end"),
+    *("recipe", "recipe_set"),  # the recipe itself is kept
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        index: place in the sweep, which a Slurm array counts by.
+        id: its folder's name: MODEL-RECIPE[-VARIANT]-sSEED, by their labels.
+        arguments: pretrain_gpt.py's, but for --save and --load.
+        resolved: what the run is, by name: the options that are not the defaults (model file included), the recipe,
+            the number of processes. Two commands with equal ``resolved`` make the same run.
+        train_iters: iterations of the whole run, of ``seq_length`` tokens a sample.
+    """
+
+    index: int
+    id: str
+    label: str
+    recipe: str
+    model: str
+    variant: str | None
+    seed: int
+    processes: int
+    arguments: tuple[str, ...]
+    resolved: Mapping[str, Any]
+    train_iters: int
+    seq_length: int
+
+
+def expand(sweep: Sweep, settings: Options, processes: int) -> list[Cell]:
+    """All cells, the first seed's before the next one's, so that a whole table is there early.
+
+    Args:
+        settings: options that win over the file's, for all cells.
+        processes: of each cell.
+
+    Raises:
+        UserError: what the driver would refuse, an option that must be given and was not, two cells of one name.
+    """
+    for need in sweep.needs:
+        if not any(settings.get(name) for name in rivals_of(need)):
+            raise UserError(
+                f"{sweep.name} at size {sweep.size} needs {flag(need)}: give {flag(need)} or --set {need}=VALUE"
+            )
+    cells: list[Cell] = []
+    for seed in sweep.seeds:
+        for model in sweep.models:
+            for variant in sweep.variants:
+                for recipe in sweep.recipes:
+                    options = merge(merge(merge(sweep.options, model.options), variant.options), settings)
+                    cells.append(_cell(len(cells), recipe, model, variant, seed, options, processes))
+    ids = [cell.id for cell in cells]
+    twice = sorted({name for name in ids if ids.count(name) > 1})
+    if twice:
+        raise UserError(f"{sweep.name}: more than one cell would be {', '.join(twice)}; give them labels of their own")
+    return cells
+
+
+def check_data(cells: Sequence[Cell]) -> None:
+    """Refuse data that is not there, once, in the place of a failure of every cell."""
+    for cell in cells:
+        config = resolve_run(resolve_model(parse(cell.arguments)[0]), cell.processes, gpus=True)
+        for path in all_paths(config):
+            if not any(Path(name).is_file() for name in (path, f"{path}.idx")):
+                raise UserError(f"{cell.id}: data path {path}: no such file, nor {path}.idx; check the path")
+
+
+def settings_of(texts: Sequence[str]) -> Options:
+    """Options from ``--set key=value``, values as on pretrain_gpt.py's command line; null takes an option away."""
+    given: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set {text} has no value: write KEY=VALUE, such as lr=1e-3")
+        given[key.strip().lstrip("-")] = _value(text, key.strip().lstrip("-").replace("-", "_"), value.strip())
+    return options_of("--set", given)
+
+
+def _value(text: str, name: str, value: str) -> Any:
+    if name not in KINDS or value == "null":
+        return None
+    kind = KINDS[name]
+    if kind.element is bool:
+        if value not in ("true", "false"):
+            raise UserError(f"--set {text}: wants true or false")
+        return value == "true"
+    try:
+        return [kind.element(item) for item in shlex.split(value)] if kind.is_list else kind.element(value)
+    except ValueError:
+        raise UserError(f"--set {text}: wants {'a whole number' if kind.element is int else 'a number'}") from None
+
+
+def selected(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
+    """Cells whose id matches one of the patterns, globs or parts of a name; all without patterns.
+
+    Raises:
+        UserError: a pattern that matches none.
+    """
+    globs = [pattern if set(pattern) & set("*?[") else f"*{pattern}*" for pattern in patterns]
+    for pattern, glob in zip(patterns, globs, strict=True):
+        if not any(fnmatchcase(cell.id, glob) for cell in cells):
+            raise UserError(f"--only {pattern} matches no cell; --dry-run prints them all")
+    return [cell for cell in cells if not globs or any(fnmatchcase(cell.id, glob) for glob in globs)]
+
+
+def command(cell: Cell, run: Path) -> list[str]:
+    """The driver's arguments with its folder: it continues where that holds a checkpoint, and saves at SIGTERM."""
+    place = ["--save", str(run), "--exit-signal-handler"]
+    if (run / TRACKER).exists():
+        place += ["--load", str(run)]
+    return [DRIVER, *cell.arguments, *place]
+
+
+def write_manifest(out: Path, sweep: Sweep, cells: Sequence[Cell]) -> None:
+    """``sweep.json``, which tells other tools what the folders are; ``run`` is relative to it."""
+    rows = [
+        {
+            "id": cell.id,
+            "label": cell.label,
+            "recipe": cell.recipe,
+            "model": cell.model,
+            "variant": cell.variant,
+            "seed": cell.seed,
+            "run": cell.id,
+        }
+        for cell in cells
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"name": sweep.name, "size": sweep.size, "cells": rows}
+    write_whole(out / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(out: Path) -> dict[str, Any]:
+    """What ``write_manifest`` wrote; UserError where there is none."""
+    try:
+        content: dict[str, Any] = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{out} holds no {MANIFEST}: no sweep was started there; check --size and --out") from None
+    return content
+
+
+def _cell(
+    index: int, recipe: RecipeChoice, model: ModelChoice, variant: Variant, seed: int, options: Options, processes: int
+) -> Cell:
+    name = "-".join(part for part in (model.label, recipe.label, variant.label, f"s{seed}") if part)
+    chosen = ["--config", str(find(model.file)), "--recipe", _found(recipe.recipe)]
+    chosen += [word for override in recipe.recipe_set for word in ("--recipe-set", override)]
+    arguments = [*chosen, "--seed", str(seed), *flags(options)]
+    try:
+        config, _, _ = parse(arguments)
+        loaded = load_recipe(config.recipe, config.recipe_set)
+        sizes = resolve_model(config)
+        check_sizes(loaded, linear_sites(sizes), sized(sizes.num_layers), sizes.tensor_model_parallel_size)
+        run = resolve_run(resolve_recipe(sizes, loaded)[0], processes, gpus=True)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    return Cell(
+        index=index,
+        id=name,
+        label=recipe.label,
+        recipe=recipe.recipe,
+        model=model.label,
+        variant=variant.label,
+        seed=seed,
+        processes=processes,
+        arguments=tuple(arguments),
+        resolved=_resolved(config, loaded, processes),
+        train_iters=sized(run.train_iters),
+        seq_length=sized(run.seq_length),
+    )
+
+
+def flags(options: Options) -> list[str]:
+    """The command line that sets these options, over whatever a model's file says."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is False and name.startswith(("no_", "disable_")):
+            raise UserError(f"{name.replace('_', '-')}: false cannot be said on a command line; leave it out")
+        if isinstance(value, bool):
+            words.append(flag(name) if value else flag(f"no_{name}"))
+        elif isinstance(value, list):
+            words += [flag(name), *map(str, value)]
+        else:
+            words += [flag(name), str(value)]
+    return words
+
+
+def _found(recipe: str) -> str:
+    return str(find(recipe)) if recipe.endswith((".yaml", ".yml")) else recipe
+
+
+def _resolved(config: Config, recipe: Recipe, processes: int) -> dict[str, Any]:
+    defaults = asdict(Config())
+    options = {
+        name: value for name, value in asdict(config).items() if name not in _NOT_THE_RUN and value != defaults[name]
+    }
+    words = ("summary", "source")
+    content = {name: value for name, value in recipe_to_dict(recipe).items() if name not in words}
+    return {"options": options, "recipe": content, "processes": processes}

@@ -1,0 +1,293 @@
+"""Which checkpoint a run continues from, and what its config.yaml tells: of what model, how far. No megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.parsing import recipe_to_dict
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.checkpoint import safe_load, storage
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.schedule import Schedule
+
+CONFIG = "config.yaml"
+
+# Options that the tensors of a checkpoint depend on.
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "normalization",
+    "swiglu",
+    "disable_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "num_experts",
+    "moe_ffn_hidden_size",
+)
+# Options that the same tensors compute something else by. Older checkpoints may lack one: it is not checked then.
+_FUNCTION = ("squared_relu", "norm_epsilon")
+_FUNCTION_OF_ROPE = ("rotary_base", "rotary_percent")
+_FUNCTION_OF_EXPERTS = ("moe_router_topk",)
+# Options that the optimizer's tensors depend on beside the model's.
+_OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
+# Options that decide which samples stand at which position.
+_DATA = ("data_path", "train_data_path", "data_phase_path", "mock_data", "sft", "split", "seq_length")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk and what its config.yaml says."""
+
+    folder: Path
+    content: Mapping[str, Any]
+
+    @property
+    def progress(self) -> dict[str, int]:
+        return dict(self.content["progress"])
+
+    @property
+    def layout(self) -> dict[str, int]:
+        return dict(self.content["layout"])
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule.from_dict(self.content["schedule"])
+
+    @property
+    def tokenizer(self) -> dict[str, str] | None:
+        """Its ``unique_identifiers``; None for an older checkpoint, and imported weights that came without one."""
+        known = self.content.get("tokenizer")
+        return None if known is None else {name: str(known[name]) for name in ("type", "vocab_size", "fingerprint")}
+
+
+def source(config: Config) -> tuple[Config, list[str]]:
+    """--load as it is meant: where it is not given, --save's folder if a checkpoint is there, or
+    --pretrained-checkpoint, of which the weights alone are taken.
+    """
+    if config.load is not None:
+        return config, []
+    if config.save is not None and (storage.whole(config.save) or storage.tracked(config.save) is not None):
+        # --finetune and its like are meant for what a run begins with.
+        continued = replace(config, load=config.save, finetune=False, no_load_optim=False, no_load_rng=False)
+        return continued, [f"--save {config.save} holds a checkpoint: continuing from it"]
+    if config.pretrained_checkpoint is not None:
+        return replace(config, load=config.pretrained_checkpoint, finetune=True), []
+    return config, []
+
+
+def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
+    """The newest checkpoint of --load, and lines about those that had to be passed over; None where there is none.
+
+    A run that continues from its own folder goes back to the newest checkpoint that is whole, and says so; one that
+    starts from another folder's checkpoint wants that one.
+
+    Raises:
+        UserError: no checkpoint in --load's folder, and it is not --save's (where the first run starts with none); none
+            that is whole; a pickle that does not belong there.
+    """
+    if config.load is None:
+        return None, []
+    own = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    newest, present = storage.tracked(config.load), storage.whole(config.load)
+    if newest is None and not present and own:
+        return None, []
+    if newest is None and not own:
+        raise UserError(_without_tracker(config.load))
+    notes = []
+    if newest is None:
+        notes.append(f"{storage.TRACKER} is missing or damaged: looking at the checkpoints themselves")
+        newest = max(present)
+    candidates = {newest: storage.iteration_folder(config.load, newest), **present}
+    for iteration, path in candidates.items():
+        if iteration > newest:
+            continue
+        try:
+            return read(present.get(iteration, path)), notes
+        except safe_load.Damaged as error:
+            if not own:
+                raise UserError(
+                    f"--load {config.load}: {path.name} cannot be loaded: {error}; choose an older checkpoint by "
+                    f"writing its iteration into {storage.TRACKER}"
+                ) from None
+            notes.append(f"{path.name} cannot be loaded: {error}; going back to an older checkpoint")
+    raise UserError(f"--load {config.load}: no checkpoint there is whole: {'; '.join(notes)}; name another folder")
+
+
+def _without_tracker(load: str) -> str:
+    if not (Path(load) / storage.TRACKER).exists():
+        return f"{load}: no checkpoint there (no {storage.TRACKER}); name the folder that --save had"
+    return f"{load}: {storage.TRACKER} holds no iteration; write the number of one of the iter_ folders into it"
+
+
+def read(folder: Path) -> Saved:
+    """The checkpoint in an ``iter_…`` folder whose files are in order; raises as ``untrusted.examine``."""
+    if not folder.is_dir():
+        raise safe_load.Damaged("there is no such folder")
+    try:
+        content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        saved = Saved(folder, content)
+        _ = (
+            saved.progress,
+            saved.layout,
+            saved.schedule,
+            saved.tokenizer,
+            content["options"],
+            content["padded_vocab_size"],
+        )
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        raise safe_load.Damaged(f"{CONFIG} is missing or not this driver's") from None
+    safe_load.examine(folder)
+    return saved
+
+
+def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
+    """Refuse a checkpoint of another model, naming every option that differs; or of weights alone, to train on from."""
+    if saved.content.get("weights_only") and not config.finetune:
+        raise UserError(
+            f"--load {saved.folder} holds weights alone, from {saved.content['weights_only']}: add --finetune"
+        )
+    options = saved.content["options"]
+    names = [*_FUNCTION]
+    names += _FUNCTION_OF_ROPE if config.position_embedding_type == "rope" else ()
+    names += _FUNCTION_OF_EXPERTS if config.num_experts else ()
+    differing = _differing(options, config, [*_SHAPE, *(name for name in names if name in options)])
+    if saved.content["padded_vocab_size"] != padded_vocab_size:
+        differing.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
+    if differing:
+        raise UserError(
+            f"--load {saved.folder} holds another model: {', '.join(differing)}; "
+            "give the checkpoint's options or another --load"
+        )
+
+
+def _differing(options: Mapping[str, Any], config: Config, names: Collection[str]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {options.get(name)})"
+        for name in names
+        if options.get(name) != getattr(config, name)
+    ]
+
+
+def check_tokenizer(saved: Saved, tokenizer: Tokenizer) -> None:
+    """Refuse a checkpoint of another tokenizer, where it is known: the embedding's rows stand for other text."""
+    before, now = saved.tokenizer, tokenizer.unique_identifiers
+    if before is not None and before != now:
+        raise UserError(
+            f"--load {saved.folder} was trained with {_tokenizer_words(before)}, and the tokenizer here is "
+            f"{_tokenizer_words(now)}: the same ids mean other text; give the checkpoint's tokenizer"
+        )
+
+
+def _tokenizer_words(identifiers: Mapping[str, str]) -> str:
+    return f"{identifiers['type']} of {identifiers['vocab_size']} ids, fingerprint {identifiers['fingerprint']}"
+
+
+def check_optimizer(saved: Saved, config: Config) -> None:
+    """Refuse optimizer state of another kind than this run's, naming what differs."""
+    differing = _differing(saved.content["options"], config, _OPTIMIZER)
+    if differing:
+        raise UserError(
+            f"--load {saved.folder} holds another optimizer's state: {', '.join(differing)}; "
+            "give the checkpoint's options, or --no-load-optim to go on with the weights alone"
+        )
+    before, now = saved.layout.get("expert", 1), config.expert_model_parallel_size
+    if config.num_experts and (before > 1) != (now > 1):
+        sizes = "1" if before == 1 else f"{before}, or any from 2"
+        raise UserError(
+            f"--load {saved.folder} was written with --expert-model-parallel-size {before}, and this run has {now}: "
+            "from 2 on Megatron-core gives experts an optimizer of their own, and loads no state of one optimizer into "
+            f"two, or of two into one; give --expert-model-parallel-size {sizes}, or --no-load-optim to go on with the "
+            "weights alone"
+        )
+
+
+def same_padding(saved: Saved, config: Config, vocab_size: int, padded_vocab_size: int) -> int:
+    """The checkpoint's padded vocabulary where it serves this run: it was padded for its own tensor-parallel size."""
+    found = saved.content["padded_vocab_size"]
+    serves = isinstance(found, int) and found >= vocab_size and found % config.tensor_model_parallel_size == 0
+    return found if serves else padded_vocab_size
+
+
+def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Config, list[str]]:
+    """This run's options with the checkpoint's seed, unless another was asked for; lines where data or noise change."""
+    options = saved.content["options"]
+    notes = []
+    seed = options.get("seed")
+    if isinstance(seed, int) and seed != config.seed:
+        if "seed" in given:
+            notes.append(f"seed: {config.seed}, checkpoint {seed}: data order and every random draw change from here")
+        else:
+            config = replace(config, seed=seed)
+            notes.append(f"seed: the checkpoint's {seed}")
+    # An option that is off is not in older checkpoints.
+    changed = [name for name in _DATA if (options.get(name) or None) != (getattr(config, name) or None)]
+    if changed:
+        notes.append(
+            f"data: {', '.join('--' + name.replace('_', '-') for name in changed)} differ from the checkpoint's run, "
+            "so the samples from here on are not those it would have seen"
+        )
+    return config, notes
+
+
+def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
+    """A line where a run continues under another recipe than it was saved with."""
+    before = saved.content.get("recipe", {})
+    if before == recipe_to_dict(recipe):
+        return []
+    same = before.get("name") == recipe.name
+    return [
+        f"recipe: {recipe.name}{' with other fields' if same else ''}, "
+        f"where the checkpoint was trained with {before.get('name')}"
+    ]
+
+
+def implementation_note(saved: Saved, config: Config) -> list[str]:
+    """A line where a run continues with other layers (--transformer-impl) than it was saved with.
+
+    Megatron-core stores a dense model's weights, and so their optimizer state, under the same names for both.
+
+    Raises:
+        UserError: a model with experts, for which it does not.
+    """
+    before = saved.content["options"].get("transformer_impl", "local")
+    if before == config.transformer_impl:
+        return []
+    if config.num_experts:
+        raise UserError(
+            f"--load {saved.folder} was written with --transformer-impl {before}, under which a layer with experts has "
+            f"other names than under {config.transformer_impl}; continue with {before}"
+        )
+    return [f"layers: {config.transformer_impl}, where the checkpoint was written with {before}"]
+
+
+def content(
+    config: Config,
+    recipe: Recipe,
+    schedule: Schedule,
+    padded_vocab_size: int,
+    layout: Mapping[str, int],
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """What a run's config.yaml says, beside its progress; plain YAML."""
+    known = {} if tokenizer is None else {"tokenizer": dict(tokenizer.unique_identifiers)}
+    return {
+        "options": {name: value for name, value in asdict(config).items() if value is not None},
+        "recipe": recipe_to_dict(recipe),
+        "schedule": schedule.to_dict(),
+        "padded_vocab_size": padded_vocab_size,
+        "layout": dict(layout),
+        **known,
+    }

@@ -1,0 +1,128 @@
+"""Writes a run's checkpoints, beside the training where --async-save asks for it.
+
+A checkpoint is written to a place that no start looks at, and gets its name when it is whole (``folders.publish``). So
+whenever a process dies, the checkpoint before stays the one to continue from.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.checkpoint import storage
+from megatron_lowprec.training.checkpoint.checkpoint import Progress, state_to_save
+from megatron_lowprec.training.checkpoint.resume import CONFIG
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.distributed import subprocesses
+from megatron_lowprec.training.distributed.rank_sync import on_first_rank
+from megatron_lowprec.training.distributed.watchdog import is_lost_connection
+from megatron_lowprec.training.model import Trainer
+
+
+class CheckpointWriter:
+    """Every rank makes the same calls; each raises a UserError on every rank where a checkpoint cannot be written.
+
+    Args:
+        config: where to, whether asynchronously, how many to keep.
+        saved: what each ``config.yaml`` says beside the progress.
+        say: takes lines for the log.
+    """
+
+    def __init__(self, config: Config, saved: dict[str, Any], say: Callable[[str], None]) -> None:
+        self._config, self._saved, self._say = config, saved, say
+        self._queue = AsyncCallsQueue()
+        self._writing: Path | None = None
+
+    def save(self, trainer: Trainer, progress: Progress) -> None:
+        """Write a checkpoint. With --async-save it counts from when ``poll`` or ``finish`` has said so."""
+        assert self._config.save is not None
+        folder, iteration = self._config.save, progress.iteration
+        content = yaml.safe_dump({**self._saved, "progress": asdict(progress)}, sort_keys=False)
+        self.finish()
+        with self._failing_in_a_line(None):
+            partial = on_first_rank(lambda: storage.stage(folder, iteration))
+        with self._failing_in_a_line(partial), subprocesses.helpers():
+            _provide_results_queue()
+            request = dist_checkpointing.save(
+                state_to_save(trainer), str(partial), validate_access_integrity=True, async_sharded_save=True
+            )
+            request.add_finalize_fn(lambda: self._publish(partial, folder, iteration, content))
+            if not self._config.async_save:
+                request.execute_sync()
+                return
+            self._queue.schedule_async_request(request)
+            self._writing = partial
+
+    def poll(self) -> None:
+        """Between steps: publish a checkpoint that all ranks have written by now."""
+        self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        self._finalize(blocking=True)
+
+    def _finalize(self, blocking: bool) -> None:
+        if self._writing is None:
+            return
+        with self._failing_in_a_line(self._writing):
+            self._queue.maybe_finalize_async_calls(blocking)
+        if not self._queue.get_num_unfinalized_calls():
+            self._writing = None
+
+    def _publish(self, partial: Path, folder: str, iteration: int, content: str) -> None:
+        def publish() -> tuple[Path, int]:
+            (partial / CONFIG).write_text(content, encoding="utf-8")
+            final = storage.publish(partial, folder, iteration)
+            keep = self._config.keep_last
+            return final, len(storage.prune(folder, iteration, keep)) if keep is not None else 0
+
+        final, removed = on_first_rank(publish)
+        self._say(f"saved {final}" + (f", removed {removed} older" if removed else ""))
+
+    @contextmanager
+    def _failing_in_a_line(self, partial: Path | None) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointException, OSError, RuntimeError) as error:
+            if is_lost_connection(error):
+                raise
+            if dist.get_rank() == 0 and partial is not None:
+                # Room for the next attempt, and for whatever else needs the disk.
+                shutil.rmtree(partial, ignore_errors=True)
+            newest = storage.tracked(str(self._config.save))
+            stays = f"iteration {newest} stays the newest checkpoint" if newest is not None else "there is none yet"
+            raise UserError(
+                f"--save {self._config.save}: a checkpoint could not be written: {_cause(error)}; {stays}; "
+                "make room or mend the disk, and start the run again"
+            ) from None
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        failures = [failure[0] for failure in error.failures.values()]
+        if not failures:
+            return "another rank failed"
+        error = failures[0]
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _provide_results_queue() -> None:
+    """The queue that Megatron-core's writers report through, from a process that ends with this one.
+
+    Megatron-core would start a process of its own for it at the first save, which outlives a killed rank for ever and
+    does not outlive a signal that is meant for the rank.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = subprocesses.manager().Queue()

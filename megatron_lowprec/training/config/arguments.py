@@ -1,0 +1,255 @@
+"""Command line and YAML -> Config: defaults <- YAML <- command line, each value checked against its field's type."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.yaml_text import read_yaml_text
+from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, translate_fp8_flags
+from megatron_lowprec.training.config.options import GROUPS, Config
+
+DEFAULT_CONFIG = "configs/models/gpt_tiny.yaml"
+REPOSITORY = Path(__file__).resolve().parents[3]
+_HIDDEN = {"stock_linears"}
+_MODEL_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A field's type taken apart: element type, whether a list of it, allowed values."""
+
+    element: type
+    is_list: bool
+    choices: tuple[str, ...] | None
+
+
+def _kind(annotation: Any) -> _Kind:
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (a for a in get_args(annotation) if a is not type(None))
+    if get_origin(annotation) is Literal:
+        return _Kind(str, False, get_args(annotation))
+    if get_origin(annotation) is list:
+        return _Kind(get_args(annotation)[0], True, None)
+    return _Kind(annotation, False, None)
+
+
+KINDS: dict[str, _Kind] = {name: _kind(hint) for name, hint in get_type_hints(Config).items()}
+
+
+def flag(name: str) -> str:
+    """``num_layers`` -> ``--num-layers``"""
+    return "--" + name.replace("_", "-")
+
+
+def required(config: Config, *names: str) -> None:
+    """Refuse a configuration in which one of these options has no value."""
+    missing = [flag(name) for name in names if getattr(config, name) is None]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} missing: give {'it' if len(missing) == 1 else 'them'} or --config FILE.yaml"
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Megatron's flags; only what is given on the command line appears in the namespace."""
+    parser = _Parser(prog="pretrain_gpt.py", argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file with any of these options; the command line wins over it")
+    for options in GROUPS:
+        group = parser.add_argument_group((options.__doc__ or "").strip())
+        for option in fields(options):
+            _add_flag(group, option.name, option.metadata["help"])
+    fp8 = parser.add_argument_group(
+        "Megatron's FP8 flags: the layers kept in bf16 mean what they mean there; else use --recipe"
+    )
+    for name, is_switch in FP8_FLAGS.items():
+        if is_switch:
+            fp8.add_argument(flag(name), action="store_true", help=argparse.SUPPRESS)
+        else:
+            fp8.add_argument(flag(name), help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, help: str) -> None:
+    kind = KINDS[name]
+    text = argparse.SUPPRESS if name in _HIDDEN else help.replace("%", "%%")
+    if kind.element is bool:
+        group.add_argument(flag(name), action="store_true", help=text)
+        if not name.startswith(("no_", "disable_")):
+            # YAML may have switched it on.
+            group.add_argument(flag("no_" + name), dest=name, action="store_false", help=argparse.SUPPRESS)
+    elif name == "recipe_set":
+        group.add_argument(flag(name), action="append", metavar="KEY=VALUE", help=text)
+    elif kind.is_list:
+        group.add_argument(flag(name), nargs="+", type=kind.element, help=text)
+    else:
+        group.add_argument(flag(name), type=kind.element, choices=kind.choices, help=text)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of an error about an unknown name: the nearest known one, where there is one."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; the nearest one is {close[0]}" if close else ""
+
+
+def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
+    """The configuration, the names that YAML or command line set, and lines to tell the user.
+
+    Raises:
+        UserError: an unknown flag or key, a value of the wrong type, a flag of Megatron's that a recipe replaces.
+    """
+    parser = build_parser()
+    namespace, rest = parser.parse_known_args(argv)
+    if rest:
+        known = [s for action in parser._actions for s in action.option_strings]
+        unknown = next((r for r in rest if r.startswith("-")), "").split("=")[0]
+        if not unknown:
+            raise UserError(f"{rest[0]!r} is no flag, nor the value of one; flags begin with -- (see --help)")
+        raise UserError(f"unknown flag {unknown}{nearest(unknown, known)} (see --help)")
+    given: dict[str, Any] = vars(namespace)
+    notes: list[str] = []
+    if "config" not in given and not any(name in given for name in _MODEL_FIELDS) and not given.get("list_recipes"):
+        given["config"] = DEFAULT_CONFIG
+        notes.append(f"no --config and no model sizes were given: using {DEFAULT_CONFIG}")
+    from_yaml: dict[str, Any] = {}
+    if "config" in given:
+        given["config"] = str(find(given["config"]))
+        from_yaml = read_yaml(given["config"])
+        # Overrides add up; the command line's come last and so win.
+        given["recipe_set"] = [*from_yaml.get("recipe_set", []), *given.get("recipe_set", [])]
+    values = {**without_rivals(from_yaml, given), **given}
+    fp8 = {name: values.pop(name) for name in FP8_FLAGS if name in values}
+    overrides = translate_fp8_flags(fp8)
+    values["recipe_set"] = [*overrides, *values.get("recipe_set", [])]
+    return Config(**values), frozenset(values), notes
+
+
+# Ways to say the same thing: the command line's way replaces the file's, and two ways in one place are an error.
+_RIVALS: tuple[tuple[frozenset[str], ...], ...] = (
+    (frozenset({"train_iters"}), frozenset({"train_samples"})),
+    (frozenset({"lr_decay_iters"}), frozenset({"lr_decay_samples"})),
+    (frozenset({"lr_warmup_fraction"}), frozenset({"lr_warmup_iters"}), frozenset({"lr_warmup_samples"})),
+    (
+        frozenset({"data_path"}),
+        frozenset({"train_data_path", "valid_data_path", "test_data_path"}),
+        frozenset({"mock_data"}),
+    ),
+    (frozenset({"data_phase_switch"}), frozenset({"data_phase_switch_samples"})),
+    (frozenset({"num_layers_per_virtual_pipeline_stage"}), frozenset({"num_virtual_stages_per_pipeline_rank"})),
+)
+
+
+def without_rivals(
+    from_yaml: dict[str, Any],
+    given: dict[str, Any],
+    where: tuple[str, str] = ("the YAML file", "the command line"),
+) -> dict[str, Any]:
+    """``from_yaml`` without what ``given`` says in another way; ``where`` names the two in an error.
+
+    Raises:
+        UserError: one of the two says the same thing in two ways.
+    """
+    for ways in _RIVALS:
+        for place, values in ((where[1], given), (where[0], from_yaml)):
+            used = [way for way in ways if any(values.get(name) for name in way)]
+            if len(used) > 1:
+                names = " and ".join(flag(next(n for n in sorted(way) if values.get(n))) for way in used)
+                raise UserError(f"{place} has {names}, which exclude each other; leave one out")
+        if any(given.get(name) for way in ways for name in way):
+            from_yaml = {
+                n: v for n, v in from_yaml.items() if not any(n in way and not way & given.keys() for way in ways)
+            }
+    return from_yaml
+
+
+def rivals_of(name: str) -> frozenset[str]:
+    """``name`` and the options that say the same thing in another way."""
+    return frozenset({name}).union(*(way for ways in _RIVALS if any(name in way for way in ways) for way in ways))
+
+
+def find(path: str) -> Path:
+    """A path relative to the current folder or, failing that, to the repository's."""
+    here = Path(path)
+    return here if here.exists() or here.is_absolute() or not (REPOSITORY / path).exists() else REPOSITORY / path
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """Options from a YAML file, checked: names are flags without the dashes in front, values have the field's type."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        shipped = {file.stem: f"configs/models/{file.name}" for file in (REPOSITORY / "configs/models").glob("*.yaml")}
+        near = difflib.get_close_matches(Path(path).stem, shipped, n=1)
+        hint = f"did you mean {shipped[near[0]]}?" if near else "the shipped ones are in configs/models/"
+        raise UserError(f"--config {path}: no such file; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: cannot be read: {error}") from None
+    content = read_yaml_text(text, f"--config {path}")
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: expected keys and values at the top, found a {type(content).__name__}")
+    if {"base", "fprop", "dgrad", "wgrad"} & content.keys():
+        raise UserError(f"--config {path} is a recipe: give it as --recipe, and as --config a model's configuration")
+    return checked_options(f"--config {path}", content)
+
+
+def checked_options(where: str, content: Mapping[Any, Any]) -> dict[str, Any]:
+    """Field names and values from YAML's keys and values; ``where`` begins an error about one of them."""
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if (name not in KINDS and name not in FP8_FLAGS) or name == "config":
+            known = [n.replace("_", "-") for n in KINDS if n != "config"]
+            raise UserError(f"{where}: unknown key '{key}'{nearest(str(key).replace('_', '-'), known)}")
+        values[name] = value if name in FP8_FLAGS else _checked(f"{where}: {key}", KINDS[name], value)
+    return values
+
+
+def _checked(where: str, kind: _Kind, value: Any) -> Any:
+    """``value`` as the field's type, or a UserError that names the fix."""
+    if value is None:
+        return None
+    if kind.is_list:
+        items = value if isinstance(value, list) else [value]
+        return [_checked(where, _Kind(kind.element, False, None), item) for item in items]
+    if kind.element is str and isinstance(value, (int, float)) and not isinstance(value, bool) and kind.choices is None:
+        return str(value)
+    if kind.element is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind.element) or (kind.element is int and isinstance(value, bool)):
+        raise UserError(f"{where}: wants {_WANTS[kind.element]}, found {value!r}{_number_hint(kind.element, value)}")
+    if kind.choices is not None and value not in kind.choices:
+        raise UserError(f"{where}: {value!r} is not one of {', '.join(kind.choices)}")
+    return value
+
+
+_WANTS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _number_hint(element: type, value: Any) -> str:
+    if not isinstance(value, str) or element not in (int, float):
+        return ""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    if element is int:
+        return f", which is text; write {int(number)}" if number.is_integer() else ""
+    mantissa, _, exponent = value.lower().partition("e")
+    if not exponent:
+        return f", which is text; write {value} without quotes"
+    mantissa = mantissa if "." in mantissa else mantissa + ".0"
+    sign = exponent if exponent[0] in "+-" else "+" + exponent
+    return f", which YAML 1.1 reads as text; write {mantissa}e{sign}"

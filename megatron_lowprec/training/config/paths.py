@@ -1,0 +1,134 @@
+"""Where a run's files go, and what tools write; refused before the work that they are for."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.checkpoint import save_lock
+from megatron_lowprec.training.config.options import Config
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """One folder a run: metrics.jsonl, config.yaml, run.json, tensorboard/ and, without --save, checkpoints/.
+
+    And quantization.jsonl, where it was asked for.
+    """
+
+    run: Path
+    tensorboard: Path
+    checkpoints: Path | None
+
+    @property
+    def metrics(self) -> Path:
+        return self.run / "metrics.jsonl"
+
+    @property
+    def quantization(self) -> Path:
+        return self.run / "quantization.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.run / "config.yaml"
+
+    @property
+    def record(self) -> Path:
+        return self.run / "run.json"
+
+    def lines(self) -> list[str]:
+        """For the end of a run."""
+        rows = [("metrics", self.metrics), ("TensorBoard", self.tensorboard), ("configuration", self.config)]
+        if self.quantization.exists():
+            rows.insert(1, ("quantization", self.quantization))
+        if self.checkpoints is not None:
+            rows.insert(0, ("checkpoints", self.checkpoints))
+        return [f"{what + ':':<15}{path}" for what, path in rows]
+
+
+def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
+    """The run's folder: --save's, else the one that holds --tensorboard-dir, else runs/CONFIG-RECIPE right here."""
+    name = f"{Path(config.config).stem if config.config else 'gpt'}-{recipe_name}"
+    if config.save is not None:
+        run = Path(config.save)
+    elif config.tensorboard_dir is not None:
+        run = Path(config.tensorboard_dir).resolve().parent
+    else:
+        run = Path("runs") / _short(name.replace("/", "_").replace(" ", "_"))
+    check_folder(run, "--save")
+    save = None if config.no_save else config.save or str(run / "checkpoints")
+    tensorboard = Path(config.tensorboard_dir) if config.tensorboard_dir is not None else run / "tensorboard"
+    return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None)
+
+
+def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
+    """Move the files of an older run aside where a new one would write over them, and say so.
+
+    A run that continues (--load from its own checkpoints) goes on in the same files. Checkpoints in a --save folder are
+    never moved: a new run replaces those of the same iteration, as Megatron does.
+    """
+    continues = config.load is not None and not config.finetune and _same(config.load, paths.checkpoints)
+    old = [path for path in (paths.metrics, paths.quantization) if path.exists()]
+    if continues or not old:
+        return []
+    in_default_folder = paths.run.parent == Path("runs")
+    if in_default_folder:
+        old = [paths.run]
+    number = 1
+    while any(_aside(path, number).exists() for path in old):
+        number += 1
+    aside = [path.rename(_aside(path, number)) for path in old]
+    if in_default_folder:
+        (aside[0] / "checkpoints" / save_lock.FILE).unlink(missing_ok=True)  # this start's own
+    return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside[0]}"]
+
+
+def _aside(old: Path, number: int) -> Path:
+    return old.with_name(f"{old.stem}.{number}{old.suffix}" if old.is_file() else f"{old.name}.{number}")
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Refuse a folder that could not be made or written to.
+
+    Raises:
+        UserError: naming ``option`` and what is in the way.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise UserError(f"{option} {folder}: {there} is a file; name a folder, or move the file away")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{option} {folder}: {there} cannot be written to; name another folder, or change its rights")
+
+
+def output_file(text: str) -> Path:
+    """``type`` of a tool's option for a file that it writes in the end: the folder is made at once.
+
+    Raises:
+        argparse.ArgumentTypeError: the file cannot be written.
+    """
+    path = Path(text)
+    try:
+        check_folder(path.parent, "its folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (UserError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
+    return path
+
+
+def _short(name: str, longest: int = 120) -> str:
+    """A name that every file system takes: a recipe with many overrides ends in a digest of them all."""
+    return (
+        name
+        if len(name) <= longest
+        else f"{name[: longest - 9]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+    )
+
+
+def _same(load: str, checkpoints: Path | None) -> bool:
+    return checkpoints is not None and Path(load).resolve() == checkpoints.resolve()

@@ -1,0 +1,349 @@
+"""Fill what follows from other options, and refuse what cannot run before a process group, data or GPU is touched."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config.arguments import flag, required
+from megatron_lowprec.training.config.data_options import resolve_data
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.te_recipe import INSTALL
+from megatron_lowprec.training.data.blend import resolve_phase
+from megatron_lowprec.training.models.sizes import check_divisible, sized
+from megatron_lowprec.training.rampup import check_rampup, run_length
+
+
+def resolve_model(config: Config) -> Config:
+    """Megatron's defaults for sizes that follow from others; what one person could get wrong about them is refused."""
+    required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    hidden, heads = sized(config.hidden_size), sized(config.num_attention_heads)
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
+        _positive(config, name)
+    _in_bounds(config)
+    _no_idle_flags(config)
+    if config.kv_channels is None:
+        check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
+    if config.swiglu and config.squared_relu:
+        raise UserError("--swiglu and --squared-relu are two activations; leave one out")
+    ffn = config.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if config.swiglu else 4 * hidden)
+    if config.group_query_attention:
+        check_divisible("--num-attention-heads", heads, "--num-query-groups", config.num_query_groups)
+    elif config.num_query_groups not in (1, heads):
+        raise UserError(
+            f"--num-query-groups {config.num_query_groups} does nothing without --group-query-attention; add that, or "
+            "leave it out"
+        )
+    config = replace(
+        config,
+        ffn_hidden_size=ffn,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size or (ffn if config.num_experts else None),
+        kv_channels=config.kv_channels or hidden // heads,
+        num_query_groups=config.num_query_groups if config.group_query_attention else heads,
+        max_position_embeddings=config.max_position_embeddings or config.seq_length,
+    )
+    if sized(config.seq_length) > sized(config.max_position_embeddings):
+        raise UserError(
+            f"--seq-length {config.seq_length} is longer than --max-position-embeddings "
+            f"{config.max_position_embeddings}; raise the latter"
+        )
+    if config.stock_linears and config.recipe != "bf16":
+        raise UserError(
+            f"--stock-linears keeps Megatron-core's layers, which know no recipe {config.recipe}; use --recipe bf16"
+        )
+    return config
+
+
+def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
+    """What the recipe's optimizer and its exchange of gradients need, and lines about what was switched on for them."""
+    if not recipe.changes_training:
+        return config, []
+    if config.fp8_param_gather and recipe.optimizer.quantized:
+        raise UserError(
+            f"--fp8-param-gather makes FP8 weights from fp32 main weights, which recipe {recipe.name} has none of; "
+            "leave the flag out, or set --recipe-set optimizer.master=fp32 and the moments' formats to fp32"
+        )
+    if config.use_distributed_optimizer:
+        return config, []
+    note = f"recipe {recipe.name}: --use-distributed-optimizer is on, which its optimizer state and gradients go by"
+    return replace(config, use_distributed_optimizer=True), [note]
+
+
+def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
+    """The whole run on ``world_size`` processes, on top of ``resolve_model``."""
+    required(config, "lr")
+    _check_parallelism(config, world_size)
+    data_parallel = data_parallel_size(config, world_size)
+    if config.micro_batch_size is None:
+        required(config, "global_batch_size")
+        check_divisible("--global-batch-size", sized(config.global_batch_size), "the data-parallel size", data_parallel)
+        config = replace(config, micro_batch_size=sized(config.global_batch_size) // data_parallel)
+    _positive(config, "micro_batch_size")
+    step = sized(config.micro_batch_size) * data_parallel
+    batch = config.global_batch_size or step
+    if batch % step:
+        raise UserError(
+            f"--global-batch-size {batch} is not divisible by --micro-batch-size {config.micro_batch_size} x "
+            f"data-parallel size {data_parallel} = {step}; "
+            f"use {max(1, round(batch / step)) * step} or another micro-batch"
+        )
+    if config.lr is not None and config.min_lr > config.lr:
+        raise UserError(f"--min-lr {config.min_lr} is above --lr {config.lr}")
+    if (config.train_iters is None) == (config.train_samples is None):
+        raise UserError("the length of the run is missing: give --train-iters or --train-samples")
+    _positive(config, "train_iters" if config.train_iters is not None else "train_samples")
+    for name in (
+        *("eval_interval", "log_interval", "log_quantization_interval", "save_interval", "exit_interval"),
+        *("keep_last", "max_skipped_steps"),
+    ):
+        if getattr(config, name) is not None:
+            _positive(config, name)
+    config = replace(config, global_batch_size=batch)
+    check_rampup(config, step)
+    _check_interleaving(config, step)
+    if config.train_iters is None:
+        config = replace(config, train_iters=run_length(config)[0])
+    _check_features(config, gpus)
+    return resolve_phase(resolve_data(config), total_samples(config))
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Ranks that hold the same weights and see different samples."""
+    return world_size // (
+        config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
+    )
+
+
+def virtual_stages(config: Config) -> int | None:
+    """Chunks of a pipeline stage, or None without interleaving."""
+    if config.num_virtual_stages_per_pipeline_rank is not None:
+        return config.num_virtual_stages_per_pipeline_rank if config.num_virtual_stages_per_pipeline_rank > 1 else None
+    if config.num_layers_per_virtual_pipeline_stage is not None:
+        return (
+            sized(config.num_layers)
+            // config.pipeline_model_parallel_size
+            // config.num_layers_per_virtual_pipeline_stage
+        )
+    return None
+
+
+def total_samples(config: Config) -> int:
+    """Samples of the whole run as asked for, the horizon of its schedules; ``rampup.run_length``: as consumed."""
+    return config.train_samples or sized(config.train_iters) * sized(config.global_batch_size)
+
+
+def _positive(config: Config, name: str) -> None:
+    if getattr(config, name) < 1:
+        raise UserError(f"{flag(name)} {getattr(config, name)}: wants at least 1")
+
+
+_BOUNDS = {
+    "eval_iters": (0, None),
+    "seed": (0, None),
+    "num_workers": (0, None),
+    "lr": (0, None),
+    "min_lr": (0, None),
+    "weight_decay": (0, None),
+    "lr_warmup_fraction": (0, 1),
+    "lr_warmup_iters": (0, None),
+    "lr_warmup_samples": (0, None),
+    "lr_warmup_init": (0, None),
+    "clip_grad": (0, None),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_eps": (0, None),
+    "hidden_dropout": (0, 1),
+    "attention_dropout": (0, 1),
+    "init_method_std": (0, None),
+    "norm_epsilon": (0, None),
+    "rotary_percent": (0, 1),
+    "moe_router_topk": (1, None),
+    "num_query_groups": (1, None),
+    "memory_plan_gpus": (1, None),
+    "make_vocab_size_divisible_by": (1, None),
+    "global_batch_size": (1, None),
+}
+
+
+def _in_bounds(config: Config) -> None:
+    """Refuse numbers outside of what they can mean; NaN is outside."""
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(config, name)
+        if value is not None and not (least <= value and (most is None or value <= most)):
+            wanted = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise UserError(f"--{name.replace('_', '-')} {value}: wants {wanted}")
+    if config.num_experts and config.moe_router_topk > config.num_experts:
+        raise UserError(
+            f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {config.num_experts}; lower it"
+        )
+
+
+# Flags that say something of what another one asks for.
+_PART_OF = {
+    "memory_plan": ("memory_plan_gpus",),
+    "num_experts": (
+        *("moe_ffn_hidden_size", "moe_router_topk", "moe_router_load_balancing_type"),
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type"),
+    ),
+}
+
+
+def _no_idle_flags(config: Config) -> None:
+    """Refuse what was asked for and would be passed over without a word."""
+    for whole, parts in _PART_OF.items():
+        for part in parts:
+            value = getattr(config, part)
+            if not getattr(config, whole) and value != getattr(Config(), part):
+                raise UserError(f"{flag(part)} {value} does nothing without {flag(whole)}; add that, or leave it out")
+
+
+def _check_parallelism(config: Config, world_size: int) -> None:
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    context, expert = config.context_parallel_size, config.expert_model_parallel_size
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+    ):
+        _positive(config, name)
+    if context > 1:
+        if config.transformer_impl == "local":
+            raise UserError(
+                f"--context-parallel-size {context} needs TransformerEngine's attention; add --transformer-impl "
+                "transformer_engine, or leave the flag out"
+            )
+        check_divisible("--seq-length", sized(config.seq_length), "2 x --context-parallel-size", 2 * context)
+    model = tensor * pipeline * context
+    if world_size % model:
+        raise UserError(
+            f"{world_size} processes are not divisible by tensor {tensor} x pipeline {pipeline} x context {context} = "
+            f"{model}; change --nproc-per-node or the parallel sizes"
+        )
+    check_divisible("--num-attention-heads", sized(config.num_attention_heads), "--tensor-model-parallel-size", tensor)
+    check_divisible("--num-query-groups", config.num_query_groups, "--tensor-model-parallel-size", tensor)
+    check_divisible("--hidden-size", sized(config.hidden_size), "--tensor-model-parallel-size", tensor)
+    check_divisible("--ffn-hidden-size", sized(config.ffn_hidden_size), "--tensor-model-parallel-size", tensor)
+    check_divisible("--num-layers", sized(config.num_layers), "--pipeline-model-parallel-size", pipeline)
+    if config.sequence_parallel:
+        if tensor == 1:
+            raise UserError(
+                "--sequence-parallel does nothing at --tensor-model-parallel-size 1; leave it out or raise the size"
+            )
+        a_rank = "--seq-length" if context == 1 else "--seq-length of a context-parallel rank,"
+        check_divisible(a_rank, sized(config.seq_length) // context, "--tensor-model-parallel-size", tensor)
+    if config.num_experts:
+        check_divisible("--num-experts", config.num_experts, "--expert-model-parallel-size", expert)
+        check_divisible("the data-parallel size", world_size // model, "--expert-model-parallel-size", expert)
+        if tensor > 1 and not config.sequence_parallel:
+            raise UserError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
+        if tensor > 1 and not config.disable_bias_linear:
+            raise UserError(
+                "experts with --tensor-model-parallel-size above 1 have no biases; add --disable-bias-linear"
+            )
+        if expert > 1 and config.use_cpu_initialization:
+            raise UserError(
+                "--use-cpu-initialization would give every expert-parallel rank the same experts; leave it out"
+            )
+    elif expert > 1:
+        raise UserError(f"--expert-model-parallel-size {expert} needs --num-experts")
+    virtual = virtual_stages(config)
+    if virtual is not None:
+        if pipeline == 1:
+            raise UserError("interleaving needs --pipeline-model-parallel-size of at least 2")
+        check_divisible(
+            "layers of a pipeline stage,", sized(config.num_layers) // pipeline, "chunks of a stage,", virtual
+        )
+
+
+def _check_implementation(config: Config, gpus: bool) -> None:
+    if config.fp8_param_gather and not (config.use_distributed_optimizer and config.bf16):
+        raise UserError("--fp8-param-gather needs --use-distributed-optimizer and --bf16")
+    if config.transformer_impl == "local":
+        return
+    ours: dict[str, Any] = {"stock_linears": False, "attention_backend": "auto", "rerun_in_bf16": []}
+    for name, wanted in (ours | {"no_amax_reduce": False, "same_noise_on_data_parallel": False}).items():
+        if getattr(config, name) != wanted:
+            raise UserError(f"{flag(name)} is for --transformer-impl local; leave one of the two out")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            f"--transformer-impl transformer_engine needs TransformerEngine, which is not installed: {INSTALL}, or "
+            "use --transformer-impl local"
+        )
+    if not gpus:
+        raise UserError("--transformer-impl transformer_engine needs GPUs, and torch sees none; leave it out")
+
+
+def _check_cuda_graphs(config: Config, gpus: bool) -> None:
+    """Layers are captured whole, and replayed for one microbatch after the other."""
+    if config.cuda_graph_impl == "none":
+        return
+    asked = f"--cuda-graph-impl {config.cuda_graph_impl}"
+    if not gpus:
+        raise UserError(f"{asked} needs GPUs, and torch sees none; leave it out")
+    if config.transformer_impl != "local":
+        raise UserError(f"{asked} captures this project's layers, not --transformer-impl {config.transformer_impl}'s")
+    if config.num_experts:
+        raise UserError(
+            f"{asked} captures layers whose sizes never change, and those of --num-experts {config.num_experts} follow "
+            "the router; leave one of the two out"
+        )
+    if config.pipeline_model_parallel_size > 1:
+        raise UserError(
+            f"{asked} keeps the activations of one microbatch, and --pipeline-model-parallel-size "
+            f"{config.pipeline_model_parallel_size} has several on their way; leave one of the two out"
+        )
+    if config.recompute_granularity is not None:
+        raise UserError(
+            f"{asked} cannot capture a layer that --recompute-granularity {config.recompute_granularity} runs twice; "
+            "leave one of the two out (--recompute-gelu works)"
+        )
+    if config.log_quantization_interval == 1:
+        raise UserError(
+            f"{asked} replays layers that --log-quantization-interval 1 runs kernel by kernel in every iteration; give "
+            "2 or more"
+        )
+    if config.distributed_backend == "gloo" and config.tensor_model_parallel_size > 1:
+        raise UserError(
+            f"{asked} captures tensor-parallel collectives, which --distributed-backend gloo runs on the host; use nccl"
+        )
+
+
+def _check_features(config: Config, gpus: bool) -> None:
+    _check_implementation(config, gpus)
+    _check_cuda_graphs(config, gpus)
+    if config.log_quantization_interval is not None and config.transformer_impl != "local":
+        raise UserError(
+            "--log-quantization-interval looks at this project's layers, not at --transformer-impl "
+            f"{config.transformer_impl}'s; leave one of the two out"
+        )
+    if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
+        raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+    if config.recompute_granularity == "full" and (
+        config.recompute_method is None or config.recompute_num_layers is None
+    ):
+        raise UserError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    if config.finetune and not (config.load or config.pretrained_checkpoint):
+        raise UserError("--finetune takes weights and none are named: add --load FOLDER, or leave it out")
+    if config.distributed_backend == "nccl" and not gpus:
+        raise UserError("--distributed-backend nccl needs GPUs, and torch sees none; leave the flag out")
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "--wandb-project needs the package wandb: pip install 'megatron_lowprec[wandb]', or leave the flag out"
+        )
+
+
+def _check_interleaving(config: Config, step: int) -> None:
+    """Chunks take turns every so many microbatches as there are stages; Megatron-core checks it in a step alone."""
+    if virtual_stages(config) is None:
+        return
+    turn = step * config.pipeline_model_parallel_size
+    sizes = {"--global-batch-size": sized(config.global_batch_size)}
+    if config.rampup_batch_size is not None:
+        start, increment, _ = config.rampup_batch_size
+        sizes |= {"--rampup-batch-size's START": start, "--rampup-batch-size's INCREMENT": increment}
+    for name, size in sizes.items():
+        check_divisible(name, size, "micro-batch x data-parallel size x pipeline stages (interleaved)", turn)

@@ -1,0 +1,237 @@
+"""Data paths -> endless, resumable batches on this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.utils import Split
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.distributed.rank_sync import in_turn, patient_group
+from megatron_lowprec.training.data.blend import all_paths, data_paths, parse_blend
+from megatron_lowprec.training.data.chat_dataset import ChatSamples, prepare_chats
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data.corpus_writer import prepare
+from megatron_lowprec.training.data.sampler import Blend, Epochs, Phases, Positions, Samples
+from megatron_lowprec.training.distributed.subprocesses import helpers
+from megatron_lowprec.training.data.sample_index import DocumentSamples, DocumentsConfig
+from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.data.tokenizer import Tokenizer
+
+_FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
+_SPLITS = (Split.train, Split.valid, Split.test)
+_MOCK_SAMPLES = 4096
+
+
+@dataclass(frozen=True)
+class SplitData:
+    """One of train, validation and test: samples by position, how large one epoch of it is, and lines about it."""
+
+    samples: Blend | Phases
+    epoch_samples: int
+    epoch_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+Data = Mapping[str, SplitData | None]
+
+
+def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int) -> Data:
+    """The three splits; None where there is no data for one. Every rank calls it.
+
+    Raises:
+        UserError: on every rank, when it happens on one: paths, vocabularies, a split without a whole sample.
+    """
+    if config.mock_data:
+        mocks = {s.name: MockSamples(config, tokenizer.vocab_size, s.value) for s in _SPLITS}
+        return {name: _split_data([mock], [1.0], config) for name, mock in mocks.items()}
+    cached = DocumentsConfig(
+        random_seed=config.seed,
+        sequence_length=sized(config.seq_length),
+        # Datasets are built one by one below; Megatron-core's config wants a blend or it assumes mock data.
+        blend=([""], None),
+        split="1",
+        path_to_cache=config.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    with patient_group() as group:
+        prefixes = in_turn(local_rank == 0, lambda: _prepared_texts(config, tokenizer), group)
+        # The first rank writes the indices that the others read.
+        return in_turn(
+            world_rank == 0,
+            lambda: {s.name: _build_split(config, cached, prefixes, tokenizer, s) for s in _SPLITS},
+            group,
+        )
+
+
+def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
+    """Data path -> prefix of its .bin/.idx; text is tokenized once, by the first rank of each node."""
+    assert config.data_cache_path is not None
+    cache = config.data_cache_path
+    tokenized = prepare_chats if config.sft else prepare
+    workers = max(1, torch.get_num_threads())
+    return {path: tokenized(path, tokenizer, cache, workers=workers) for path in all_paths(config)}
+
+
+def _build_split(
+    config: Config, cached: DocumentsConfig, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split
+) -> SplitData | None:
+    paths = data_paths(config, split.name)
+    if not paths or (split.name != "train" and config.eval_iters == 0):
+        return None
+    share: tuple[float, float] | None = (0.0, 1.0)
+    if config.data_path is not None:
+        share = convert_split_vector_to_split_matrix(parse_and_normalize_split(config.split))[split.value]
+    if share is None:
+        return None
+    documents = share
+
+    def samples_of(path: str) -> Samples:
+        if config.sft:
+            return ChatSamples(prefixes[path], documents, cached.sequence_length, tokenizer.eod, split.name, path)
+        return _build_dataset(cached, prefixes[path], documents, split, path)
+
+    def blend_of(items: Sequence[str]) -> tuple[list[str], list[Samples], list[float]]:
+        blend = parse_blend(items)
+        datasets = [samples_of(path) for path, _ in blend]
+        weights = [float(len(d)) if weight is None else weight for d, (_, weight) in zip(datasets, blend, strict=True)]
+        return [path for path, _ in blend], datasets, weights
+
+    named, datasets, weights = blend_of(paths)
+    found = _split_data(datasets, weights, config)
+    if split.name != "train" or config.data_phase_path is None:
+        return found
+    switch, first = sized(config.data_phase_switch_samples), found.samples
+    assert isinstance(first, Blend)
+    # A path of both blends goes on where the first one left it: no sample twice before all were seen.
+    taken = dict(zip(named, first.taken(switch), strict=True))
+    named, datasets, weights = blend_of(config.data_phase_path)
+    second = Blend([Epochs(d, config.seed) for d in datasets], weights, [taken.get(path, 0) for path in named])
+    return replace(found, samples=Phases(first, second, switch), notes=found.notes + _notes(datasets))
+
+
+def _notes(datasets: Sequence[Samples]) -> tuple[str, ...]:
+    return tuple(dataset.summary for dataset in datasets if isinstance(dataset, ChatSamples))
+
+
+def _build_dataset(
+    cached: DocumentsConfig, prefix: str, share: tuple[float, float], split: Split, path: str
+) -> DocumentSamples:
+    """One epoch of the documents in ``share`` of one prefix."""
+    indexed = DocumentSamples.build_low_level_dataset(prefix, cached)
+    documents = len(indexed)
+    first, last = (round(documents * end) for end in share)
+    tokens = int(indexed.sequence_lengths[first:last].sum())
+    if tokens <= cached.sequence_length:
+        raise UserError(
+            f"{path}: its {split.name} part has {tokens} tokens in {last - first} documents, less than one sample of "
+            f"{cached.sequence_length} + 1; give more data, a shorter --seq-length or another --split"
+        )
+    config = replace(cached, documents=(first, last), tokens=tokens)
+    return DocumentSamples(indexed, prefix, np.arange(first, last, dtype=np.int32), None, split, config)
+
+
+def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: Config) -> SplitData:
+    samples = sum(len(d) for d in datasets)
+    return SplitData(
+        Blend([Epochs(d, config.seed) for d in datasets], weights),
+        samples,
+        samples * sized(config.seq_length),
+        _notes(datasets),
+    )
+
+
+class MockSamples:
+    """Samples that need no data and can be learned: arithmetic sequences modulo the vocabulary."""
+
+    def __init__(self, config: Config, vocab_size: int, stream: int) -> None:
+        self._length, self._vocab_size, self._seed = sized(config.seq_length), vocab_size, [config.seed, stream]
+
+    def __len__(self) -> int:
+        return _MOCK_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start, step = np.random.default_rng([*self._seed, index]).integers(1, self._vocab_size, size=2)
+        text = torch.from_numpy((start + (step % 7 + 1) * np.arange(self._length + 1)) % self._vocab_size)
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "position_ids": torch.arange(self._length),
+            "loss_mask": torch.ones(self._length),
+        }
+
+
+class Batches:
+    """Microbatches of this rank from position ``start`` on, as a dict of (micro-batch, sequence) tensors on ``device``.
+
+    A context-parallel rank gets its share of each sequence. Tensor-parallel rank 0 loads and broadcasts. A pipeline
+    stage between the first and the last gets no data.
+    """
+
+    def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
+        self._device = device
+        self._shape = (len(_FIELDS), sized(config.micro_batch_size), sized(config.seq_length))
+        self._needed = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        self._loader: Iterator[torch.Tensor] | None = None
+        self._ahead: dict[str, torch.Tensor | None] | None = None
+        if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
+            positions = Positions(
+                start, sized(config.micro_batch_size), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            )
+            loader: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
+                split.samples,  # type: ignore[arg-type]
+                batch_sampler=positions,
+                collate_fn=_pack,
+                num_workers=config.num_workers,
+                pin_memory=device.type == "cuda",
+                # It draws a seed whenever it starts, which must not come out of dropout's random state.
+                generator=torch.Generator(),
+            )
+            with helpers():
+                self._loader = iter(loader)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor | None]:
+        ready, self._ahead = self._ahead, None
+        return self._load() if ready is None else ready
+
+    def prefetch(self) -> None:
+        """Load the next microbatch now, behind what the device is busy with; all ranks call it at the same place."""
+        if self._ahead is None:
+            self._ahead = self._load()
+
+    def _load(self) -> dict[str, torch.Tensor | None]:
+        if not self._needed:
+            return dict.fromkeys(_FIELDS)
+        if self._loader is not None:
+            packed = next(self._loader).to(self._device, non_blocking=True)
+        else:
+            packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
+        if mpu.get_tensor_model_parallel_world_size() > 1:
+            # One broadcast a microbatch: a mask of ones and zeros is exact as integers.
+            dist.broadcast(packed, mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group())
+        fields: dict[str, torch.Tensor | None] = dict(zip(_FIELDS, packed.unbind(0), strict=True))
+        fields["loss_mask"] = packed[-1].float()
+        # A context-parallel rank takes two chunks of each sequence, from its beginning and its end.
+        return get_batch_on_this_cp_rank(fields)
+
+
+def _pack(samples: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """(field, sample, sequence) integers: one tensor to pin, copy and broadcast."""
+    return torch.stack([torch.stack([sample[name].to(torch.int64) for sample in samples]) for name in _FIELDS])

@@ -1,0 +1,118 @@
+"""Data paths with or without weights, checked before anything starts. No megatron."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.data import indexed_dataset
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data.jsonl import is_text_file
+from megatron_lowprec.training.rampup import nearest_end
+from megatron_lowprec.training.data.tokenizer import Tokenizer
+
+SPLITS = ("train", "valid", "test")
+
+
+def data_paths(config: Config, split: str) -> list[str]:
+    """What the options name for one of SPLITS, weights included; empty where they name nothing."""
+    if config.data_path is not None:
+        return config.data_path
+    separate = {"train": config.train_data_path, "valid": config.valid_data_path, "test": config.test_data_path}
+    return separate[split] or []
+
+
+def parse_blend(items: Sequence[str]) -> list[tuple[str, float | None]]:
+    """``["0.3", "A", "0.7", "B"]`` or ``["A", "B"]`` as (path, weight); no weights are None."""
+
+    def number(item: str) -> float | None:
+        try:
+            return float(item)
+        except ValueError:
+            return None
+
+    weights = [number(item) for item in items]
+    if all(w is None for w in weights):
+        return [(item, None) for item in items]
+    if len(items) % 2 or any(w is None for w in weights[::2]) or any(w is not None for w in weights[1::2]):
+        raise UserError(f"data paths {' '.join(items)}: give either no weights or one before every path")
+    if any(w is None or not w > 0 for w in weights[::2]):
+        raise UserError(f"data paths {' '.join(items)}: every weight must be above 0")
+    return list(zip(items[1::2], weights[::2], strict=True))
+
+
+def check_split(split: str) -> None:
+    """Refuse a --split that is no list of shares; Megatron-core takes whatever digits it finds."""
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= len(SPLITS) or not all(share >= 0 for share in shares) or not 0 < sum(shares) < math.inf:
+        raise UserError(
+            f"--split {split}: wants up to three shares, for train, validation and test, not all 0, such as 969,30,1"
+        )
+
+
+def all_paths(config: Config) -> list[str]:
+    """Every data path once, sorted, without weights."""
+    blends = [*(data_paths(config, split) for split in SPLITS), config.data_phase_path or []]
+    return sorted({path for blend in blends for path, _ in parse_blend(blend)})
+
+
+def resolve_phase(config: Config, total_samples: int) -> Config:
+    """Put the change of blend at the end of an iteration, in samples.
+
+    Raises:
+        UserError: a share without a second blend or the other way round, or a share that is none.
+    """
+    asked = config.data_phase_switch is not None or config.data_phase_switch_samples is not None
+    if asked != (config.data_phase_path is not None):
+        raise UserError(
+            "--data-phase-switch (or --data-phase-switch-samples) and --data-phase-path need each other: give when the "
+            "run changes its training data and to what, or leave both out"
+        )
+    if config.data_phase_path is None:
+        return config
+    if config.mock_data:
+        raise UserError("--data-phase-path has no meaning with --mock-data; leave one out")
+    samples = config.data_phase_switch_samples
+    if samples is None:
+        share = config.data_phase_switch or 0.0
+        if not 0 < share < 1:
+            raise UserError(f"--data-phase-switch {share}: wants a share of the run between 0 and 1")
+        samples = nearest_end(config, share * total_samples)
+    if not 0 < samples < total_samples:
+        raise UserError(
+            f"the training data would change at sample {samples} of a run of {total_samples}: "
+            "choose a --data-phase-switch inside of the run"
+        )
+    return replace(config, data_phase_switch_samples=samples)
+
+
+def continued_phase(config: Config, saved: Mapping[str, Any], given: Collection[str]) -> tuple[Config, list[str]]:
+    """The change of blend of a run that continues a checkpoint, and a line where options and checkpoint differ.
+
+    A share of a run that has become longer is another sample. The checkpoint's sample stays, for the data before it may
+    have been seen; --data-phase-switch-samples moves it.
+    """
+    before, now = saved.get("data_phase_switch_samples"), config.data_phase_switch_samples
+    if before is None or now is None or before == now or "data_phase_switch_samples" in given:
+        return config, []
+    note = (
+        f"data: the second blend begins at sample {before}, as the checkpoint's run had it, not at {now} "
+        "(--data-phase-switch-samples moves it)"
+    )
+    return replace(config, data_phase_switch_samples=before), [note]
+
+
+def check_paths(config: Config, tokenizer: Tokenizer) -> None:
+    """Refuse data that is not there, or that another vocabulary has written."""
+    for path in [] if config.mock_data else all_paths(config):
+        if not is_text_file(path):
+            indexed_dataset.check_prefix(path, tokenizer)
+        elif not Path(path).is_file():
+            raise UserError(f"data path {path}: no such file; check the path")

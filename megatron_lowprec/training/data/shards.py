@@ -1,0 +1,297 @@
+"""A large corpus as shards: tokenized, without repeated titles, taken up again where it was interrupted.
+
+Under PREFIX lie, for each shard, ``PREFIX-00000_text_document.{bin,idx,json}``, and at the end ``PREFIX.manifest.json``
+with counts and checksums. Until then ``PREFIX.partial.json`` says which shards are whole and where the source stands,
+and ``PREFIX.titles`` which titles were seen (8 bytes each). Both are written after a shard is: whatever happens, the
+same call goes on behind the last whole shard, and its bytes are those of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.data import jsonl
+from megatron_lowprec.training.data.wikipedia import Article, Source
+from megatron_lowprec.training.data.corpus_writer import Progress, write_batches
+from megatron_lowprec.training.distributed.file_lock import lock
+from megatron_lowprec.training.data.tokenizer import Tokenizer
+
+_KEY = "text"
+_BATCH_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One corpus of the preparation; ``sha256`` of its .bin and .idx."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    empty: int
+    duplicates: int
+    sha256: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the bytes of a preparation depend on."""
+
+    source: str
+    source_size: int
+    tokenizer: str
+    fingerprint: str
+    shard_documents: int
+    append_eod: bool
+
+
+def prepare(
+    source: Source,
+    prefix: str,
+    tokenizer: Tokenizer,
+    *,
+    shard_documents: int,
+    append_eod: bool = True,
+    workers: int = 1,
+    progress: Callable[[Progress], None] | None = None,
+    report: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Write all shards that are not there yet, and the manifest, which is returned.
+
+    Args:
+        shard_documents: articles of a shard, the last one's fewer.
+        workers: processes that tokenize.
+        progress: told of all shards, those of earlier calls included.
+        report: told what was found from earlier calls.
+
+    Raises:
+        UserError: what the source finds, or files under ``prefix`` of another preparation.
+        OSError: a folder that cannot be written.
+    """
+    settings = Settings(
+        source.name, source.total, tokenizer.type_name, tokenizer.fingerprint, shard_documents, append_eod
+    )
+    manifest = Path(f"{prefix}.manifest.json")
+    if manifest.exists():
+        found = _read(manifest, settings)
+        report(f"{manifest} is there already: {found['documents']} documents, {found['tokens']} tokens")
+        return found
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    with lock(f"{prefix}.lock"):  # another process with the same prefix waits
+        for leftover in Path(prefix).parent.glob(f".{Path(prefix).name}-*_{_KEY}_document.*"):
+            shutil.rmtree(leftover)  # a killed process's unfinished shard
+        work = _Work(prefix, settings)
+        if work.shards:
+            report(f"going on after {len(work.shards)} whole shards, {work.count('documents')} documents")
+        dropped = _write_shards(source, prefix, tokenizer, work, shard_documents, append_eod, workers, progress)
+        return work.finish(dropped)
+
+
+def _write_shards(
+    source: Source,
+    prefix: str,
+    tokenizer: Tokenizer,
+    work: _Work,
+    shard_documents: int,
+    append_eod: bool,
+    workers: int,
+    progress: Callable[[Progress], None] | None,
+) -> int:
+    """All that are missing; the repeated titles behind the last one."""
+    articles = source.articles(work.state)
+    while True:
+        unseen = _Unseen(articles, work.titles, shard_documents, source.name)
+        batches = iter(unseen)
+        first = next(batches, None)
+        if first is None:
+            return unseen.duplicates
+        place = f"{prefix}-{len(work.shards):05d}_{_KEY}_document"
+        (note,) = write_batches(
+            chain([first], batches),
+            {_KEY: place},
+            tokenizer,
+            sources=[source.name],
+            workers=workers,
+            append_eod=append_eod,
+            progress=_on_top(progress, work, source.total),
+        )
+        sums = {suffix: _sha256(place + suffix) for suffix in (".bin", ".idx")}
+        work.add(Shard(place, note.documents, note.tokens, note.empty, unseen.duplicates, sums), source.state())
+
+
+def verify(manifest: Path) -> list[str]:
+    """What of a manifest's shards is not as it says; nothing if all is."""
+    faults = []
+    for shard in _load(manifest)["shards"]:
+        for suffix, checksum in shard["sha256"].items():
+            path = _beside(manifest, shard["prefix"]) + suffix
+            if not os.path.isfile(path):
+                faults.append(f"{path}: missing")
+            elif _sha256(path) != checksum:
+                faults.append(f"{path}: other bytes than the manifest's")
+    return faults
+
+
+class _Unseen:
+    """The next articles of a source whose titles were not seen, up to a number, as batches of JSON lines."""
+
+    def __init__(self, articles: Iterator[Article], titles: _Titles, limit: int, source: str) -> None:
+        self._articles, self._titles, self._left, self._source = articles, titles, limit, source
+        self.duplicates = 0
+        self._lines_before = 0
+
+    def __iter__(self) -> Iterator[jsonl.Batch]:
+        lines: list[bytes] = []
+        size = done = 0
+        while self._left:
+            article = next(self._articles, None)
+            if article is None:
+                break
+            if not self._titles.add(article.title):
+                self.duplicates += 1
+                continue
+            self._left -= 1
+            lines.append(json.dumps({_KEY: article.text}).encode())
+            size, done = size + len(lines[-1]), article.done
+            if size >= _BATCH_BYTES:
+                yield self._batch(lines, done)
+                lines, size = [], 0
+        if lines:
+            yield self._batch(lines, done)
+
+    def _batch(self, lines: list[bytes], done: int) -> jsonl.Batch:
+        batch = jsonl.Batch(self._source, self._lines_before + 1, tuple(lines), done)
+        self._lines_before += len(lines)
+        return batch
+
+
+class _Titles:
+    """Titles that were seen, as 8 bytes each, and a file that they are appended to when a shard is whole."""
+
+    def __init__(self, path: Path, kept: int) -> None:
+        self._path, self.kept = path, kept
+        found = np.fromfile(path, np.uint64, kept) if kept and path.exists() else np.zeros(0, np.uint64)
+        if len(found) != kept:
+            raise UserError(f"{path} has {len(found)} titles of {kept}; begin under another --output-prefix")
+        self._seen: set[int] = set(found.tolist())
+        self._new: list[int] = []
+
+    def add(self, title: str) -> bool:
+        """Whether the title is new; space around it does not count."""
+        key = int.from_bytes(hashlib.blake2b(title.strip().encode(), digest_size=8).digest(), "little")
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        self._new.append(key)
+        return True
+
+    def keep(self) -> None:
+        """Put the new ones behind those that count; what an interrupted call has left there goes."""
+        self._path.touch()
+        with open(self._path, "r+b") as file:
+            file.truncate(8 * self.kept)
+            file.seek(0, os.SEEK_END)
+            file.write(np.asarray(self._new, np.uint64).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        self.kept, self._new = self.kept + len(self._new), []
+
+
+def _on_top(progress: Callable[[Progress], None] | None, work: _Work, total: int) -> Callable[[Progress], None] | None:
+    if progress is None:
+        return None
+    documents, tokens = work.count("documents"), work.count("tokens")
+    tell = progress
+    return lambda now: tell(Progress(now.bytes_read, total, documents + now.documents, tokens + now.tokens))
+
+
+class _Work:
+    """What earlier calls have left, and what this one adds."""
+
+    def __init__(self, prefix: str, settings: Settings) -> None:
+        self._prefix, self._settings = prefix, settings
+        self._partial, self._titles_file = Path(f"{prefix}.partial.json"), Path(f"{prefix}.titles")
+        self.shards: list[Shard] = []
+        self.state: dict[str, Any] | None = None
+        kept = 0
+        if self._partial.exists():
+            content = _read(self._partial, settings)
+            self.shards = [Shard(**shard) for shard in content["shards"]]
+            self.state, kept = content["state"], content["titles"]
+        self.titles = _Titles(self._titles_file, kept)
+
+    def count(self, what: str) -> int:
+        """Sum of a field over all shards."""
+        return sum(getattr(shard, what) for shard in self.shards)
+
+    def add(self, shard: Shard, state: dict[str, Any]) -> None:
+        """A shard is whole: note it, the titles up to its end, and where the source stands."""
+        self.shards.append(shard)
+        self.titles.keep()
+        content = {"state": state, "titles": self.titles.kept, **self._content()}
+        _replace(self._partial, (json.dumps(content, indent=1) + "\n").encode())
+
+    def finish(self, last_duplicates: int) -> dict[str, Any]:
+        """Write the manifest and remove what only an unfinished preparation needs."""
+        totals = {name: self.count(name) for name in ("documents", "tokens", "empty", "duplicates")}
+        totals["duplicates"] += last_duplicates
+        if not self.shards:
+            raise UserError(f"{self._settings.source}: no article in it; nothing was written")
+        prefixes = [os.path.basename(shard.prefix) for shard in self.shards]
+        content = {**totals, "data_path": prefixes, **self._content()}
+        _replace(Path(f"{self._prefix}.manifest.json"), (json.dumps(content, indent=1) + "\n").encode())
+        for path in (self._partial, self._titles_file, Path(f"{self._prefix}.lock")):
+            path.unlink(missing_ok=True)
+        return content
+
+    def _content(self) -> dict[str, Any]:
+        return {"settings": asdict(self._settings), "shards": [asdict(shard) for shard in self.shards]}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = content["settings"], content["shards"]
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error}); remove it to begin again") from None
+    return content
+
+
+def _read(path: Path, settings: Settings) -> dict[str, Any]:
+    content = _load(path)
+    differing = [
+        f"{name.replace('_', ' ')} {value!r} (there: {content['settings'].get(name)!r})"
+        for name, value in asdict(settings).items()
+        if content["settings"].get(name) != value
+    ]
+    if differing:
+        raise UserError(f"{path} is of another preparation: {', '.join(differing)}; choose another --output-prefix")
+    return content
+
+
+def _beside(manifest: Path, prefix: str) -> str:
+    """A shard's prefix in the manifest's folder, wherever both were moved together."""
+    return str(manifest.parent / os.path.basename(prefix))
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_name(path.name + ".new")
+    partial.write_bytes(content)
+    os.replace(partial, path)

@@ -1,0 +1,229 @@
+"""Tokenizers by Megatron's names, with what ``megatron.core`` datasets ask of one and no more.
+
+Text is only ever text here: a document that spells out ``<|endoftext|>`` is encoded as those thirteen characters, never
+as the end-of-document id, which only the corpus writer places.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_lowprec.errors import UserError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from tokenizers import Tokenizer as BackendTokenizer
+
+    from megatron_lowprec.training.config.options import Config
+
+TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+END_OF_TEXT = "<|endoftext|>"
+
+# Asked in this order when a tokenizer.json comes without a tokenizer_config.json that names its eos_token.
+_COMMON_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    ``vocab_size`` counts ids, ``eod`` included: every id lies in ``[0, vocab_size)``. ``fingerprint`` is 16 hex digits
+    that depend on the type and the vocabulary's content alone, not on where its files lie.
+    """
+
+    def __init__(self, type_name: str, vocab_size: int, eod: int, content: bytes) -> None:
+        self.type_name = type_name
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.fingerprint = hashlib.sha256(type_name.encode() + b"\0" + content).hexdigest()[:16]
+
+    @property
+    def unique_identifiers(self) -> "OrderedDict[str, str]":
+        """What ``megatron.core`` mixes into the key of a dataset's cached index."""
+        return OrderedDict(type=self.type_name, vocab_size=str(self.vocab_size), fingerprint=self.fingerprint)
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of ``text``, without any begin or end token."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``; ``eod`` is written as its name. Ids cut inside a character give U+FFFD there."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, on the calling thread.
+
+        Not the backend's own batch call: its thread pool gains nothing inside worker processes and makes every later
+        fork of this process print a warning.
+        """
+        return [self.tokenize(text) for text in texts]
+
+
+class _BackendTokenizer(Tokenizer):
+    """A tokenizer run by the ``tokenizers`` library; picklable."""
+
+    def __init__(self, type_name: str, backend: "BackendTokenizer", end_token: str, content: bytes) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        # Despite its name this makes special tokens ordinary text when they occur in a document.
+        backend.encode_special_tokens = True
+        # Ids may have gaps, so the count of entries is not enough to size an embedding.
+        ids = backend.get_vocab(with_added_tokens=True)
+        super().__init__(type_name, max(ids.values()) + 1, ids[end_token], end_token.encode() + b"\0" + content)
+        self._backend = backend
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+class NullTokenizer(Tokenizer):
+    """Token ids written as decimal numbers between spaces; ids ``0 .. size - 1`` and ``eod = size``, as in Megatron."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("NullTokenizer", vocab_size=size + 1, eod=size, content=str(size).encode())
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise UserError(f"NullTokenizer reads numbers between spaces, but found text: {error}") from None
+        wrong = next((i for i in ids if not 0 <= i < self.eod), None)
+        if wrong is not None:
+            raise UserError(f"NullTokenizer of --vocab-size {self.eod} cannot hold id {wrong}; raise --vocab-size")
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """The tokenizer that Megatron's flags describe.
+
+    ``GPT2BPETokenizer`` wants ``vocab_file`` and ``merge_file`` (byte-level BPE without a prefix space; the entry
+    ``<|endoftext|>`` is eod), ``HuggingFaceTokenizer`` a ``tokenizer_model`` that is a tokenizer.json or a folder that
+    holds one, ``NullTokenizer`` a ``vocab_size``. For the first two ``vocab_size`` only checks the files.
+
+    Raises:
+        UserError: unknown type, missing argument, missing or unreadable file, no end token, or another vocabulary size.
+    """
+    if tokenizer_type == "NullTokenizer":
+        if vocab_size is None or vocab_size < 1:
+            raise UserError(f"NullTokenizer needs --vocab-size of at least 1, got {vocab_size}; give the number of ids")
+        return NullTokenizer(vocab_size)
+    if tokenizer_type == "GPT2BPETokenizer":
+        tokenizer = _gpt2_bpe(
+            _existing(vocab_file, tokenizer_type, "--vocab-file"), _existing(merge_file, tokenizer_type, "--merge-file")
+        )
+    elif tokenizer_type == "HuggingFaceTokenizer":
+        tokenizer = _hugging_face(_existing(tokenizer_model, tokenizer_type, "--tokenizer-model"))
+    else:
+        raise UserError(f"unknown --tokenizer-type {tokenizer_type!r}; known: {', '.join(TOKENIZER_TYPES)}")
+    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
+        raise UserError(
+            f"--vocab-size {vocab_size} was asked, but the {tokenizer_type}'s files hold {tokenizer.vocab_size} ids; "
+            "drop --vocab-size or give the files that belong to it"
+        )
+    return tokenizer
+
+
+def tokenizer_of(options: "Config | Namespace") -> Tokenizer:
+    """``build_tokenizer`` from the five options that the driver and its tools name alike.
+
+    Raises:
+        UserError: as ``build_tokenizer``.
+    """
+    return build_tokenizer(
+        options.tokenizer_type,
+        vocab_file=options.vocab_file,
+        merge_file=options.merge_file,
+        tokenizer_model=options.tokenizer_model,
+        vocab_size=options.vocab_size,
+    )
+
+
+def padded_vocab_size(tokenizer_vocab_size: int, make_divisible_by: int, tensor_parallel: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up so that each tensor-parallel rank holds a multiple of
+    ``make_divisible_by``.
+    """
+    multiple = make_divisible_by * tensor_parallel
+    return -(-tokenizer_vocab_size // multiple) * multiple
+
+
+def _existing(path: str | None, tokenizer_type: str, flag: str) -> Path:
+    if path is None:
+        raise UserError(f"{tokenizer_type} needs {flag}, which was not given")
+    if not Path(path).exists():
+        raise UserError(f"{flag} {path}: no such file; check the path (relative ones start at the current folder)")
+    return Path(path)
+
+
+def _gpt2_bpe(vocab_file: Path, merge_file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    try:
+        backend = Backend(models.BPE.from_file(str(vocab_file), str(merge_file)))
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever its parser meets
+        raise UserError(
+            f"--vocab-file {vocab_file} and --merge-file {merge_file} are no byte-pair vocabulary: {_one_line(error)}; "
+            "give vocab.json and merges.txt of the same tokenizer"
+        ) from None
+    if backend.token_to_id(END_OF_TEXT) is None:
+        raise UserError(f"--vocab-file {vocab_file} has no {END_OF_TEXT} entry, which GPT2BPETokenizer needs as eod")
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    content = vocab_file.read_bytes() + b"\0" + merge_file.read_bytes()
+    return _BackendTokenizer("GPT2BPETokenizer", backend, END_OF_TEXT, content)
+
+
+def _hugging_face(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"--tokenizer-model {path}: the folder holds no tokenizer.json; save the tokenizer there first")
+    content = file.read_bytes()
+    try:
+        backend = Backend.from_buffer(content)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise UserError(f"--tokenizer-model {file} is not a tokenizer.json: {_one_line(error)}") from None
+    return _BackendTokenizer("HuggingFaceTokenizer", backend, _end_token(file, backend), content)
+
+
+def _end_token(file: Path, backend: "BackendTokenizer") -> str:
+    """The eos_token that tokenizer_config.json beside ``file`` names, else the first common one the vocabulary has."""
+    config_file = file.with_name("tokenizer_config.json")
+    if config_file.is_file():
+        try:
+            named = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{config_file} is not a tokenizer configuration: {_one_line(error)}") from None
+        token = named.get("content") if isinstance(named, dict) else named
+        if token is not None:
+            if backend.token_to_id(token) is None:
+                raise UserError(f"{config_file} names eos_token {token!r}, which {file.name} does not have")
+            return str(token)
+    for candidate in _COMMON_END_TOKENS:
+        if backend.token_to_id(candidate) is not None:
+            return candidate
+    raise UserError(f"{file} has no end-of-text token known here; name it as eos_token in {config_file.name} beside it")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,198 @@
+"""A lock file that names the processes which hold it, so that a holder which has died is recognised.
+
+On this host a process is known by its number and start. A process of another host cannot be looked at: its Slurm job
+is asked for, if it had one, and a holder that keeps a heartbeat counts as dead some minutes after the last one. Locks
+of the file system itself would free themselves, but not every network file system has them, or frees them when a host
+goes down.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from megatron_lowprec.training.distributed.whole_file import write_whole
+
+BEAT = 20.0
+"""Seconds between heartbeats."""
+DEAD_AFTER = 300.0
+"""Seconds without a heartbeat, long after a process that other code keeps busy would have found time for one."""
+_ASK_EVERY = 30  # seconds between questions to Slurm about a job; tables are drawn more often
+_GUARD = ".guard"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock.
+
+    Attributes:
+        host: its name.
+        processes: number and start (seconds since the epoch) of each; numbers alone are used again.
+        slurm_job: the job that they are of.
+        namespace: of the numbers, which a container has of its own.
+        beats: whether the file's time of change is a heartbeat.
+    """
+
+    host: str
+    processes: dict[str, float]
+    slurm_job: str | None
+    namespace: str | None = None
+    beats: bool = False
+
+    @property
+    def words(self) -> str:
+        """For a person."""
+        job = f", Slurm job {self.slurm_job}" if self.slurm_job else ""
+        return f"process {' and '.join(self.processes)} on {self.host}{job}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its processes can be looked at from this one."""
+        return self.host == socket.gethostname() and (not self.beats or self.namespace == _namespace())
+
+
+def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
+    """This job's name, the same after a requeue; None outside of Slurm."""
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}" if array else environment.get("SLURM_JOB_ID")
+
+
+class ProcessLock:
+    """A lock of this process, from ``acquire`` to ``release``.
+
+    Args:
+        path: the lock file; its folder is made.
+        beats: keep a heartbeat, by which other hosts can tell that this process has died.
+    """
+
+    def __init__(self, path: Path, beats: bool = False) -> None:
+        self._path, self._beats = path, beats
+        self._processes = {str(os.getpid()): _started(os.getpid())}
+        self._written: str | None = None
+        self._released = threading.Event()
+
+    def acquire(self) -> Holder | None:
+        """Take the lock, or say who has it. Where it is held already, but its file is gone, write the file again."""
+        with _guard(self._path.parent):
+            if self._is_mine():
+                return None
+            other = holder(self._path)
+            if other is not None:
+                return other
+            first = self._written is None
+            self._write()
+        if self._beats and first:
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        return None
+
+    def add(self, pid: int) -> None:
+        """Let another process of this host hold it as well."""
+        self._processes[str(pid)] = _started(pid)
+        self._write()
+
+    def release(self) -> None:
+        """Give the lock back, if it is still this one's."""
+        self._released.set()
+        if self._is_mine():
+            self._path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        mine = Holder(socket.gethostname(), self._processes, slurm_job(), _namespace(), self._beats)
+        self._written = json.dumps(asdict(mine))
+        write_whole(self._path, self._written)
+
+    def _is_mine(self) -> bool:
+        try:
+            return self._written is not None and self._path.read_text(encoding="utf-8") == self._written
+        except OSError:
+            return False
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT):
+            with suppress(OSError):  # a file system that is away for a moment
+                if self._is_mine():
+                    os.utime(self._path)
+
+
+def holder(path: Path) -> Holder | None:
+    """Who holds a lock; None where it is free, its holder has died, or was this Slurm job before it was requeued."""
+    try:
+        found = Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    if found.is_here:
+        lives = any(started and _started(int(pid)) == started for pid, started in found.processes.items())
+        return found if lives else None
+    if found.slurm_job is not None and (
+        found.slurm_job == slurm_job() or not _slurm_knows(found.slurm_job, int(time.monotonic()) // _ASK_EVERY)
+    ):
+        return None
+    return found if not found.beats or _age(path) < DEAD_AFTER else None
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written, by the clock of its file system: hosts may disagree about the time."""
+    guard = path.parent / _GUARD
+    guard.touch()
+    return guard.stat().st_mtime - path.stat().st_mtime
+
+
+def _namespace() -> str | None:
+    """The kernel's name for the numbering of this process; None where there is no such thing."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+def _started(pid: int) -> float:
+    """When a process started; 0 where there is none, or nothing but its exit code is left of it."""
+    try:
+        process = psutil.Process(pid)
+        return 0.0 if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+# States of a job that Slurm will not go on with.
+_ENDED = frozenset(
+    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"],
+)
+
+
+@cache
+def _slurm_knows(job: str, moment: int) -> bool:
+    """Whether squeue lists the job; taken for granted where there is no squeue, or no answer. Asked once a moment."""
+    if shutil.which("squeue") is None:
+        return True
+    asked = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return True
+    if answer.returncode:
+        return "Invalid job id" not in answer.stderr
+    return any(state not in _ENDED for state in answer.stdout.split())
+
+
+@contextmanager
+def _guard(folder: Path) -> Iterator[None]:
+    """Looking at a lock and taking it are one step for processes that see the same file system."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _GUARD).open("w") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

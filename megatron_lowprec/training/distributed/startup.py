@@ -1,0 +1,263 @@
+"""What a process does before it computes: environment, warnings, threads, process groups, seeds.
+
+``prepare_environment`` comes before torch and megatron are imported; some of what it sets is read at their import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_lowprec.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_lowprec.training.config.options import Config
+
+# Each message of an upstream library that says nothing about this run, by its beginning.
+_KNOWN_WARNINGS = (
+    r"Transformer Engine and Apex are not installed",
+    r"transformer_engine is not installed",
+    r"apex is not installed",
+    r"Apex is not installed",
+    r"Fused .* not available",
+    r"The fused .* kernel is not available",
+    r"Unable to import torch_memory_saver",
+    r"full scope is deprecated",
+    # Its distributed optimizer in fp32 looks at the gradients of views.
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    # Megatron-core's own use of torch's distributed checkpoint.
+    r"`load_state_dict` is deprecated and will be removed",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    # Deprecated names of torch 2.13 that Megatron-core 0.16.1 calls.
+    r".*reduce_scatter_tensor",
+    r".*all_gather_into_tensor",
+    r".*_all_gather_base",
+    r".*_reduce_scatter_base",
+)
+
+
+HEAD_START = 20.0
+"""Seconds that rank 0 has to show an error before another rank does."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all, and when it started (``time.monotonic``)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    started: float = field(default_factory=time.monotonic)
+
+
+def prepare_environment() -> Ranks:
+    """Environment and warning filters; under plain ``python`` this becomes a world of one process."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    # Megatron-core's overlap of communication relies on kernels of one queue running in order.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for message in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
+    # torchrun sets 1 where nobody chose a number of threads for several processes; else 1 was somebody's choice.
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ and ranks.local_world_size > 1):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+    return ranks
+
+
+def initialize(config: Config, ranks: Ranks) -> torch.device:
+    """Device, process groups, random seeds and microbatches; the same on CPU (gloo) and GPU (NCCL)."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_lowprec.mcore import cpu_compat
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if config.deterministic_mode:
+        _choose_deterministic_algorithms()
+    device = _device(ranks)
+    if device.type == "cpu":
+        import torch._dynamo
+
+        # Megatron-core compiles its small fusions, which takes minutes on a CPU and gains nothing.
+        torch._dynamo.config.disable = True
+    if device.type == "cuda":
+        # Backward in the thread that calls it: a process has one GPU, and Python in autograd's own thread takes twice
+        # the time, which a GPU waits for where layers are small.
+        torch.autograd.set_multithreading_enabled(False)
+    cpu_compat.install()
+    # One process has nobody to meet: a store of its own needs no port, which another run might take first.
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
+    dist.init_process_group(
+        config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
+        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        device_id=device if device.type == "cuda" else None,
+        **alone,
+    )
+    lay_out(config)
+    return device
+
+
+def lay_out(config: Config) -> None:
+    """Megatron-core's process groups, random seeds and microbatches, inside the process group of all ranks."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    from megatron_lowprec.training.config.resolve import virtual_stages
+
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages(config),
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=1 if config.expert_model_parallel_size > 1 else None,
+        distributed_timeout_minutes=config.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    seed(config)
+    init_num_microbatches_calculator(
+        # Any rank but 0 keeps it quiet; the header says the same.
+        1,
+        config.rampup_batch_size,
+        config.global_batch_size,
+        config.micro_batch_size,
+        mpu.get_data_parallel_world_size(),
+    )
+
+
+# Megatron-LM's list: with these NCCL sums in one order; "^NVLS" leaves out the one that does not.
+_DETERMINISTIC_NCCL = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
+
+
+def _choose_deterministic_algorithms() -> None:
+    """As Megatron's --deterministic-mode asks for, but chosen where Megatron only checks; before CUDA is set up."""
+    import torch
+
+    algorithm = os.environ.setdefault("NCCL_ALGO", "Ring")
+    if algorithm not in _DETERMINISTIC_NCCL:
+        raise UserError(
+            f"--deterministic-mode with NCCL_ALGO={algorithm}: unset it, or choose one of "
+            f"{', '.join(_DETERMINISTIC_NCCL)}"
+        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    torch.use_deterministic_algorithms(True)
+    # Of attention's kernels flash and plain math have a deterministic backward.
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _device(ranks: Ranks) -> torch.device:
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"{ranks.local_world_size} processes were started on a machine with {torch.cuda.device_count()} GPUs; "
+            f"use --nproc-per-node {torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
+
+
+def seed(config: Config) -> None:
+    """As Megatron-LM: pipeline stages differ, data-parallel ranks do not, tensor-parallel ones by their tracker."""
+    import random
+
+    import numpy as np
+    import torch
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+
+    base = config.seed + 100 * mpu.get_pipeline_model_parallel_rank()
+    random.seed(base)
+    np.random.seed(base)  # noqa: NPY002 - what Megatron-core draws from
+    torch.manual_seed(base)
+    # A fresh tracker, for an earlier run of this process may have had the other kind. Both kinds draw the same bits.
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        base, use_cudagraphable_rng=config.cuda_graph_impl == "local", force_reset_rng=True
+    )
+
+
+def finalize() -> None:
+    """Take down what ``initialize`` has set up."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        _forget_layout()
+        dist.destroy_process_group()  # of all ranks, and all others
+
+
+def take_down_layout() -> None:
+    """Take down what ``lay_out`` has set up, for another layout; the process group of all ranks stays.
+
+    Megatron-core only forgets its groups: NCCL keeps gigabytes for those of a few layouts.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    groups = [group for group in mpu._global_process_group_list or () if group is not None]
+    _forget_layout()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def _forget_layout() -> None:
+    from megatron.core import parallel_state as mpu
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+
+    destroy_num_microbatches_calculator()
+    mpu.destroy_model_parallel()
+
+
+def fail(program: str, error: UserError, ranks: Ranks) -> int:
+    """Say what a user can mend, on one process; the exit code."""
+    if ranks.rank == 0:
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends the others at the first failure, which must not be before rank 0 has spoken.
+        time.sleep(HEAD_START)
+        print(f"{program}: error: rank {ranks.rank} alone: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def leave(code: int) -> None:
+    """Exit with ``code``; at once after a failure."""
+    if code:
+        # An interpreter that shuts down under a process group which others still wait in may abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def versions() -> Mapping[str, str]:
+    """What runs here, for the header."""
+    import importlib.metadata
+
+    import torch
+
+    found = {
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        "megatron-core": importlib.metadata.version("megatron-core"),
+    }
+    # Where it is, Megatron-core takes some of its kernels under our layers, too.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["transformer-engine"] = importlib.metadata.version("transformer-engine")
+    return found

@@ -1,0 +1,67 @@
+"""Loss and perplexity of a split, without touching the recipe's training state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data.batches import Batches, SplitData
+from megatron_lowprec.training.model import Trainer, gathered
+from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.step import PendingLoss, run_microbatches
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss in nats a token."""
+
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        # Megatron's bound: e^20 already says that nothing was learned.
+        return math.exp(min(20.0, self.loss))
+
+
+def evaluate(
+    trainer: Trainer,
+    split: SplitData,
+    config: Config,
+    device: torch.device,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Over --eval-iters global batches, always the same ones; every rank calls it and gets the result.
+
+    ``interrupted`` is asked before each batch, by all ranks together; None where it says so.
+    """
+    batches = [Batches(split, 0, config, device) for _ in trainer.chunks]
+    per_iteration = sized(config.global_batch_size) // (
+        sized(config.micro_batch_size) * mpu.get_data_parallel_world_size()
+    )
+    losses: list[PendingLoss] = []
+    with _evaluating(trainer, config), torch.no_grad():
+        # One call an iteration bounds the activations that a pipeline keeps.
+        for _ in range(config.eval_iters):
+            if interrupted():
+                return None
+            losses.append(run_microbatches(trainer, batches, per_iteration, config, device))
+    nats, tokens = (sum(column) for column in zip(*(loss.sums() for loss in losses), strict=True))
+    return Evaluation(nats / tokens if tokens else math.nan)
+
+
+@contextmanager
+def _evaluating(trainer: Trainer, config: Config) -> Iterator[None]:
+    with gathered(trainer, config):
+        for chunk in trainer.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in trainer.chunks:
+                chunk.train()

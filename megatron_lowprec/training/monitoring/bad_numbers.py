@@ -1,0 +1,155 @@
+"""Steps whose loss or gradient is not finite: where the first bad number came from, and when to give up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lowprec.mcore.debug.finite_check import Finding, FiniteCheck
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.training.checkpoint import random_state
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.data.batches import Batches
+from megatron_lowprec.training.distributed.interrupt import Stop
+from megatron_lowprec.training.model import Trainer
+from megatron_lowprec.training.step import forward_backward
+
+REPORT = "bad_numbers.md"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was not finite first, in words, and as the name of a GEMM where it was one."""
+
+    text: str
+    gemm: str = ""
+
+
+def diagnose(
+    trainer: Trainer,
+    batches: list[Batches],
+    config: Config,
+    iteration: int,
+    device: torch.device,
+    before: dict[str, Any],
+) -> Diagnosis:
+    """Run a skipped step's forward and backward again and say what was not finite first; every rank calls it.
+
+    Args:
+        batches: from the step's position in the data.
+        iteration: those completed before the step.
+        before: this rank's random state at its start, so that dropout is the same.
+    """
+    after = random_state.capture()
+    random_state.restore(before)
+    with FiniteCheck(trainer.chunks) as check:
+        loss = forward_backward(trainer, batches, config, iteration, device)
+    found: list[Finding | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, check.first)
+    first = min((finding for finding in found if finding is not None), default=None)
+    found_here = Diagnosis(str(first), first.gemm) if first is not None else _reduced_gradients(trainer, loss.mean())
+    # As if it had not run: gradients are dropped, and what amax histories have seen.
+    trainer.runtime.end_step(updated=False)
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    random_state.restore(after)
+    return found_here
+
+
+def _reduced_gradients(trainer: Trainer, loss: float) -> Diagnosis:
+    """Where every rank's own numbers are finite: weights whose gradient is not once it has been reduced."""
+    names = sorted(
+        name.removeprefix("module.")
+        for chunk in trainer.chunks
+        for name, weight in chunk.named_parameters()
+        if getattr(weight, "main_grad", None) is not None and not bool(weight.main_grad.isfinite().all())
+    )
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, names)
+    for rank, bad in enumerate(everyone):
+        if bad:
+            return Diagnosis(f"gradient of {bad[0]}, on rank {rank}, once reduced: its parts are finite")
+    return Diagnosis(f"nothing, when the step was run again (loss {loss:.6g}): look at hardware and communication")
+
+
+@torch.no_grad()
+def weights_are_finite(trainer: Trainer) -> bool:
+    """Whether all weights of all ranks are; else an update spoiled them, and no checkpoint may replace a good one."""
+    bad = torch.zeros((), dtype=torch.int32, device=next(trainer.chunks[0].parameters()).device)
+    for chunk in trainer.chunks:
+        for weight in chunk.parameters():
+            # Inf saturates in FP8 codes; the main weights that they are made of have it in their amax.
+            values = weight.main_amax if isinstance(weight, Fp8Weight) else weight
+            bad |= (~values.isfinite()).any()
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return not bad
+
+
+@dataclass
+class BadSteps:
+    """Skipped steps in a row. ``look`` finds out where the first of a row comes from."""
+
+    config: Config
+    run_folder: Path
+    in_a_row: int = 0
+    _told: list[str] = field(default_factory=list)
+    _gemm: str = ""
+
+    def passed(self) -> None:
+        """A step was finite."""
+        self.in_a_row = 0
+        self._told.clear()
+
+    def skipped(self, iteration: int, loss: float, grad_norm: float | None, look: Callable[[], Diagnosis]) -> list[str]:
+        """Lines about the skipped step that ended as ``iteration``."""
+        self.in_a_row += 1
+        what = f"loss {loss:.6g}" + ("" if grad_norm is None else f", gradient norm {grad_norm:.6g}")
+        lines = [f"iteration {iteration} skipped ({what}): weights and moments stay as they were"]
+        if self.in_a_row == 1:
+            diagnosis = look()
+            lines.append(f"first of it that is not finite: {diagnosis.text}")
+            self._gemm = diagnosis.gemm
+        self._told += lines
+        return lines
+
+    def stop(self) -> Stop | None:
+        """A reason to give up: --max-skipped-steps in a row."""
+        if self.in_a_row < self.config.max_skipped_steps:
+            return None
+        reason = f"{self.in_a_row} iterations in a row were skipped, for loss or gradient were not finite"
+        error = f"{reason}; {self.run_folder / REPORT} says what was found"
+        return Stop(reason, requeue=False, at_once=True, error=error)
+
+    def report(self, content: dict[str, Any], iteration: int, finite_weights: bool) -> None:
+        """Write what is known into the run's folder; one rank calls it."""
+        found = "\n".join(f"- {line}" for line in self._told)
+        state = (
+            "The checkpoint of this iteration holds weights and moments as they were before the first of these."
+            if finite_weights
+            else "Weights are not finite themselves: an earlier update has spoiled them, so no checkpoint was written. "
+            "Continue from an older one."
+        )
+        layout = ", ".join(f"{name} {size}" for name, size in content["layout"].items())
+        text = f"""# Stopped at iteration {iteration}: {self.in_a_row} skipped iterations in a row
+
+Recipe {content["recipe"]["name"]}; {layout}; seed {content["options"]["seed"]}.
+
+{found}
+
+{state}
+
+A GEMM is named by layer (counted from 1 over all pipeline stages), linear layer and pass. To see whether its
+quantization is at fault, continue from the checkpoint with that GEMM alone unquantized:
+
+    --rerun-in-bf16 {self._gemm or "layers.N.mlp.linear_fc1.dgrad"}
+
+or with all of it, `--recipe bf16`. If neither helps the cause lies elsewhere: data, learning rate, or the hardware.
+"""
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        (self.run_folder / REPORT).write_text(text, encoding="utf-8")

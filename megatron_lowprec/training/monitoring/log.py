@@ -1,0 +1,261 @@
+"""What a run tells, from one rank: Megatron's log line, metrics.jsonl, TensorBoard, W&B, a bar on a terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.debug.operand_probe import OperandPlace
+from megatron_lowprec.quantization.error_stats import Fidelity
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.paths import RunPaths
+from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.monitoring.quantization_log import (
+    quantization_line,
+    quantization_row,
+    quantization_scalars,
+)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One iteration's values; times in seconds, losses in nats a token."""
+
+    iteration: int
+    consumed_samples: int
+    loss: float
+    learning_rate: float
+    batch_size: int
+    seconds: float
+    tflops_per_gpu: float
+    grad_norm: float | None
+    num_zeros: int | None
+    params_norm: float | None
+    skipped_iterations: int
+    nan_iterations: int
+
+    def metrics(self) -> dict[str, float]:
+        """By Megatron's keys; what was not measured is left out."""
+        values = {
+            "lm loss": self.loss,
+            "learning-rate": self.learning_rate,
+            "batch-size": self.batch_size,
+            "grad-norm": self.grad_norm,
+            "num-zeros": self.num_zeros,
+            "params-norm": self.params_norm,
+            "iteration-time": self.seconds,
+            "throughput": self.tflops_per_gpu,
+            "skipped iterations": self.skipped_iterations,
+            "nan iterations": self.nan_iterations,
+        }
+        return {key: value for key, value in values.items() if value is not None}
+
+
+def iteration_line(row: StepRow, train_iters: int, loss: float, seconds: float, tflops: float) -> str:
+    """Megatron's log line, in its order; ``loss``, ``seconds`` and ``tflops`` are means over the log interval."""
+    parts = [
+        f"iteration {row.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {row.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}",
+        f"learning rate: {row.learning_rate:.6E}",
+        f"global batch size: {row.batch_size:5d}",
+        f"lm loss: {loss:.6E}",
+        "loss scale: 1.0",
+    ]
+    if row.grad_norm is not None:
+        parts.append(f"grad norm: {row.grad_norm:.3f}")
+    if row.num_zeros is not None:
+        parts.append(f"num zeros: {int(row.num_zeros)}")
+    if row.params_norm is not None:
+        parts.append(f"params norm: {row.params_norm:.3f}")
+    parts.append(f"number of skipped iterations: {row.skipped_iterations:3d}")
+    parts.append(f"number of nan iterations: {row.nan_iterations:3d}")
+    return " " + " | ".join(parts) + " |"
+
+
+@dataclass
+class _Interval:
+    """Sums since the last log line."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    tflop_seconds: float = 0.0
+    iterations: int = 0
+
+
+class RunLog:
+    """Everything that a run prints and records; on ranks that do not write every call does nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        paths: RunPaths,
+        writes: bool,
+        resumed_at: int,
+        resolved: Mapping[str, Any],
+        evaluated_at: int | None = None,
+    ) -> None:
+        self._config, self._paths, self._writes = config, paths, writes
+        self._interval = _Interval()
+        self._bar: Any = None
+        if not writes:
+            return
+        paths.run.mkdir(parents=True, exist_ok=True)
+        _drop_rows_after(paths.metrics, resumed_at, resumed_at if evaluated_at is None else evaluated_at)
+        _drop_rows_after(paths.quantization, resumed_at, resumed_at)
+        self._metrics = paths.metrics.open("a", encoding="utf-8", buffering=1)
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(paths.tensorboard), purge_step=resumed_at + 1 if resumed_at else None)
+        self._wandb = _start_wandb(config, paths, resolved)
+        self._start_bar(resumed_at)
+
+    def say(self, *lines: str) -> None:
+        """Lines for a person, once."""
+        if not self._writes:
+            return
+        for line in lines:
+            if self._bar is not None:
+                self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(line, flush=True)
+
+    def step(self, row: StepRow) -> None:
+        """Record one iteration; a log line every --log-interval."""
+        if not self._writes:
+            return
+        self._record(row.iteration, row.consumed_samples, row.metrics(), ("lm loss",))
+        interval = self._interval
+        if math.isfinite(row.loss):
+            interval.losses.append(row.loss)
+        interval.seconds += row.seconds
+        interval.tflop_seconds += row.tflops_per_gpu * row.seconds
+        interval.iterations += 1
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row.iteration, loss=f"{row.loss:.4f}")
+        if row.iteration % self._config.log_interval == 0 or row.iteration == self._config.train_iters:
+            mean = sum(interval.losses) / len(interval.losses) if interval.losses else math.nan
+            seconds = interval.seconds / interval.iterations
+            self.say(
+                iteration_line(
+                    row, sized(self._config.train_iters), mean, seconds, interval.tflop_seconds / interval.seconds
+                )
+            )
+            self._interval = _Interval()
+
+    def quantization(self, iteration: int, operands: Sequence[tuple[OperandPlace, Fidelity]]) -> None:
+        """Record how well each operand was represented in that iteration; a line about the worst."""
+        if not self._writes:
+            return
+        self.say(quantization_line(iteration, operands))
+        rows = [quantization_row(iteration, place, fidelity) for place, fidelity in operands]
+        with self._failing_in_a_line(), self._paths.quantization.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._show(iteration, quantization_scalars(operands))
+
+    def evaluation(self, iteration: int, consumed: int, split: str, loss: float, perplexity: float) -> None:
+        """Print and record one validation or test."""
+        if not self._writes:
+            return
+        name = {"valid": "validation", "test": "test"}[split]
+        line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+        self.say("-" * len(line), line, "-" * len(line))
+        key = f"lm loss {name}"
+        self._record(iteration, consumed, {key: loss, f"{key} ppl": perplexity}, (key,))
+
+    def close(self) -> None:
+        """Flush and say where everything lies."""
+        if not self._writes:
+            return
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        with self._failing_in_a_line():
+            self._metrics.close()
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self.say(*self._paths.lines())
+
+    def _record(self, iteration: int, consumed: int, metrics: dict[str, float], losses: tuple[str, ...]) -> None:
+        exact = {f"{key} hex": metrics[key].hex() for key in losses}
+        row = {"iteration": iteration, "consumed samples": consumed, **metrics, **exact}
+        with self._failing_in_a_line():
+            self._metrics.write(json.dumps(row) + "\n")
+        self._show(iteration, metrics)
+
+    def _show(self, iteration: int, scalars: dict[str, float]) -> None:
+        """In TensorBoard and W&B."""
+        with self._failing_in_a_line():
+            for key, value in scalars.items():
+                self._board.add_scalar(key, value, iteration)
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=iteration)
+
+    @contextmanager
+    def _failing_in_a_line(self) -> Iterator[None]:
+        """On a disk that fills up this is often the first to fail, an asynchronous checkpoint being written."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self._paths.run}: metrics could not be written: {error.strerror or error}; checkpoints that were "
+                "saved stay; make room or mend the disk, and start the run again"
+            ) from None
+
+    def _start_bar(self, resumed_at: int) -> None:
+        if not sys.stdout.isatty():
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._bar.add_task("", total=self._config.train_iters, completed=resumed_at, loss="?")
+        self._bar.start()
+
+
+def _drop_rows_after(metrics: Path, iteration: int, evaluated: int) -> None:
+    """Rows that a continued run will write again, and a last line that a killed process left half.
+
+    Training rows after ``iteration``, evaluation rows after ``evaluated``: one may have been interrupted in between.
+    """
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["iteration"] <= (iteration if "lm loss" in row else evaluated):
+            kept.append(line + "\n")
+    partial = metrics.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, metrics)
+
+
+def _start_wandb(config: Config, paths: RunPaths, resolved: Mapping[str, Any]) -> Any:
+    if not config.wandb_project:
+        return None
+    import wandb
+
+    return wandb.init(
+        project=config.wandb_project,
+        name=config.wandb_exp_name or paths.run.name,
+        dir=config.wandb_save_dir or str(paths.run),
+        config=dict(resolved),
+    )

@@ -1,0 +1,63 @@
+"""What a run tells about its operands: a row each, numbers for TensorBoard, and a line about the worst."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import mean
+from typing import Any
+
+from megatron_lowprec.mcore.debug.operand_probe import OperandPlace
+from megatron_lowprec.quantization.error_stats import Fidelity
+
+Operands = Sequence[tuple[OperandPlace, Fidelity]]
+"""In the order of their places, as ``OperandProbe.found`` gives them."""
+
+
+def quantization_row(iteration: int, place: OperandPlace, fidelity: Fidelity) -> dict[str, Any]:
+    """A line of quantization.jsonl; ``Fidelity`` says what the numbers are, and an amax that is not finite is null."""
+    named = {"linear": place.linear, "gemm": place.gemm, "operand": place.operand, "format": place.format}
+    amax = fidelity.amax if math.isfinite(fidelity.amax) else None
+    return {"iteration": iteration, **named, **asdict(fidelity), "amax": amax}
+
+
+def quantization_scalars(operands: Operands) -> dict[str, float]:
+    """Over all layers, for each operand of each GEMM: the lowest and the mean SNR, the largest shares and bias."""
+    found: dict[str, float] = {"quantization/operands not finite": float(len(_not_finite(operands)))}
+    for kind in dict.fromkeys((place.order, place.gemm, place.operand) for place, _ in operands):
+        of_kind = [fidelity for place, fidelity in operands if (place.order, place.gemm, place.operand) == kind]
+        name = f"quantization/{kind[1]} {kind[2]}"
+        snrs = [fidelity.snr for fidelity in of_kind if fidelity.snr is not None]
+        if snrs:
+            found[f"{name} SNR lowest"], found[f"{name} SNR mean"] = min(snrs), mean(snrs)
+        found[f"{name} underflow"] = max(fidelity.underflow for fidelity in of_kind)
+        found[f"{name} saturation"] = max(fidelity.saturation for fidelity in of_kind)
+        biases = [abs(fidelity.bias) for fidelity in of_kind if fidelity.bias is not None]
+        if biases:
+            found[f"{name} bias"] = max(biases)
+    return found
+
+
+def quantization_line(iteration: int, operands: Operands) -> str:
+    """What is not finite, the lowest SNR, most underflow and most saturation, and whose they are."""
+    if not operands:
+        return f" quantization at iteration {iteration} | no operand is quantized |"
+    bad = _not_finite(operands)
+    parts = [f"not finite: {len(bad)} of {len(operands)} operands, first {_name(bad[0])}"] if bad else []
+    snrs = [(fidelity.snr, place) for place, fidelity in operands if fidelity.snr is not None]
+    if snrs:
+        snr, place = min(snrs)
+        parts.append(f"lowest SNR: {snr:.1f} dB, {_name(place)}")
+    for name in ("underflow", "saturation"):
+        less, place = min((-getattr(fidelity, name), place) for place, fidelity in operands)
+        parts.append(f"most {name}: {-less:.2%}, {_name(place)}" if less else f"no {name}")
+    return f" quantization at iteration {iteration} | {' | '.join(parts)} |"
+
+
+def _not_finite(operands: Operands) -> list[OperandPlace]:
+    return [place for place, fidelity in operands if not math.isfinite(fidelity.amax)]
+
+
+def _name(place: OperandPlace) -> str:
+    return f"{place.linear} {place.gemm} {place.operand}"

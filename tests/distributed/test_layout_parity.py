@@ -1,0 +1,118 @@
+"""Part of tools.layout_parity: each layout once, each family of recipes once; ``make test-matrix`` runs the rest.
+
+One process is this one; two launches, of two and of four, in which model-parallel groups are made anew from layout to
+layout.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.training.conftest import driving
+from tools.layout_parity import layouts, plan, worker
+from tools.layout_parity.judge import Verdict, judge
+from tools.layout_parity.launch import Runner
+from tools.layout_parity.layouts import Layout
+
+# Layout -> the recipe that runs on it.
+COVER = {
+    "gpt TP2": "fp8_current",
+    "gpt TP2+SP": "fp8_blockwise",
+    "gpt PP2": "fp8_delayed",
+    "gpt PP2 interleaved": "mxfp4_rht_sr",
+    "gpt DP2": "mxfp8",
+    "gpt DP2 distributed optimizer": "bf16",
+    "gpt TP2xDP2": "bf16",
+    "gpt TP2xPP2+SP": "fp8_mxfp4_rht_sr",
+    "moe_tiny EP2": "bf16",
+    "moe_tiny TP2+SP": "mxfp4",
+}
+STEPS = 2
+
+
+def named(layout: Layout) -> str:
+    return f"{layout.model} {layout.name}"
+
+
+def asked(recipes: Sequence[str], precision: str = "fp64") -> plan.Asked:
+    return plan.Asked(recipes, steps=STEPS, seeds=(), precisions=(precision,))
+
+
+def launches(folder: Path) -> list[plan.Launch]:
+    one, two, four = (plan.Launch(f"of {count}", count) for count in (1, 2, 4))
+    precisions = {layout: "fp32" if layout.distributed_optimizer else "fp64" for layout in layouts.LAYOUTS}
+    for reference in layouts.ONE:
+        for precision in ("fp64", "fp32"):
+            chosen = [
+                COVER[named(layout)]
+                for layout in layouts.LAYOUTS
+                if layout.model == reference.model and precisions[layout] == precision
+            ]
+            what = {"checks": ["losses"], "recipes": list(dict.fromkeys(chosen))}
+            one.groups += [plan.group(reference, precision, asked(()), folder, **what)] if chosen else []
+    for layout in layouts.LAYOUTS:
+        recipe = COVER[named(layout)]
+        what = {"checks": ["losses", "operands"], "recipes": [recipe]}
+        groups = [plan.group(layout, precisions[layout], asked(()), folder, **what)]
+        if named(layout) == "gpt TP2+SP":
+            groups += plan.checks_of(layout, plan.Asked([recipe], checks=("stock",), precisions=()), folder)
+            gated = Layout(layout.name, 2, layout.flags, "gated")
+            groups.append(plan.group(gated, "fp32", asked(()), None, checks=["operands"], recipes=["mxfp4_rht_sr"]))
+        if named(layout) == "gpt DP2":
+            noise = plan.checks_of(layout, plan.Asked(["mxfp4_rht_sr"], checks=("noise",)), folder)
+            groups += [{**group, "layers": 4} for group in noise]
+        (two if layout.processes == 2 else four).groups += groups
+    flags = [group["flags"] for launch in (one, two, four) for group in launch.groups]
+    loaded = {line[line.index("--load") + 1] for line in flags if "--load" in line}
+    bases = plan.base_launch(asked(()), folder).groups
+    one.groups = [group for group in bases if group["save"] in loaded] + one.groups
+    return [one, two, four]
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
+    """One for all workers of xdist: the first that comes makes them, the others wait."""
+    common = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+    folder = common / "matrix"
+    runner = Runner(folder)
+    with (common / "matrix.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            one, *several = launches(folder)
+            with driving(folder):
+                worker.main({"out": str(folder / "one.rows.jsonl"), "groups": one.groups})
+            for launch in several:
+                runner.run([launch])
+                assert runner.done[-1].code == 0, runner.done[-1].said
+    return judge(runner.rows())
+
+
+def test_the_cover_is_whole() -> None:
+    assert set(COVER) == {named(layout) for layout in layouts.LAYOUTS}
+    families = {"bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8"}
+    assert families | {"mxfp4_rht_sr"} <= set(COVER.values())
+
+
+@pytest.mark.parametrize("layout", COVER)
+@pytest.mark.parametrize("check", ["losses", "operands"])
+def test_a_layout_changes_no_recipe(verdicts: list[Verdict], layout: str, check: str) -> None:
+    found = [v for v in verdicts if v.check == check and f"{v.model} {v.layout}" == layout]
+    assert len(found) == 1
+    assert found[0].ok, found[0].says
+    if check == "losses" and not found[0].why:
+        assert max(found[0].first, found[0].later) < 1e-5
+
+
+@pytest.mark.parametrize(("check", "count"), [("stock", 1), ("noise", 2), ("operands", len(COVER) + 1)])
+def test_all_other_checks_hold(verdicts: list[Verdict], check: str, count: int) -> None:
+    found = [verdict for verdict in verdicts if verdict.check == check]
+    assert len(found) == count
+    assert [v.says for v in found if not v.ok] == []

@@ -1,0 +1,101 @@
+"""What is said of an operand is what float64 says of the values that its codes and scales stand for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_lowprec import get_recipe, recipes
+from megatron_lowprec.linear.gemms import DIMS, LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.error_stats import Fidelity, fidelity_sums
+from megatron_lowprec.quantization.quantizer import quantize
+from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.schema import QuantSpec
+
+
+def mxfp4(rounding: str = "nearest_even", headroom: float = 1.0) -> QuantSpec:
+    return QuantSpec(
+        format="e2m1", tile="1x32", scale_format="e8m0", scale_rule="floor", rounding=rounding, headroom=headroom
+    )
+
+
+def fidelity(x: torch.Tensor, spec: QuantSpec) -> Fidelity:
+    made = quantize(x, spec, random=torch.rand(x.shape, generator=torch.Generator().manual_seed(1)))
+    return Fidelity.of(fidelity_sums(x, made))
+
+
+def test_values_of_the_format_lose_nothing() -> None:
+    x = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).repeat(4, 4)
+    assert fidelity(x, mxfp4()) == Fidelity(128, 6.0, None, 0.0, 0.0, 0.0)
+
+
+def test_small_entries_of_a_block_vanish_and_large_ones_are_cut() -> None:
+    x = torch.zeros(2, 32)
+    x[0, :4] = torch.tensor([7.5, 0.2, -0.1, 1.0])  # scale 1: 7.5 becomes 6, two become 0
+    found = fidelity(x, mxfp4())
+    assert (found.entries, found.amax) == (64, 7.5)
+    assert (found.underflow, found.saturation) == (2 / 4, 1 / 64)
+    energy = 7.5**2 + 0.2**2 + 0.1**2 + 1.0
+    assert found.snr == pytest.approx(10 * math.log10(energy / (1.5**2 + 0.2**2 + 0.1**2)), rel=1e-6)
+    assert found.bias == pytest.approx((6 * 7.5 + 1.0) / energy - 1, rel=1e-6)
+
+
+def test_headroom_is_no_bias() -> None:
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(2))
+    nearest, stochastic = fidelity(x, mxfp4()), fidelity(x, mxfp4("stochastic", 0.75))
+    assert nearest.saturation > 0.0
+    assert stochastic.saturation == 0.0  # which headroom is for
+    assert abs(stochastic.bias or 1.0) < 1e-3 < abs(nearest.bias or 0.0)
+    assert (nearest.snr or 0.0) > (stochastic.snr or 0.0) + 1.0
+
+
+def test_what_is_not_finite_has_no_ratio() -> None:
+    x = torch.ones(1, 32)
+    x[0, 5] = torch.nan
+    found = fidelity(x, mxfp4())
+    assert (found.snr, found.bias) == (None, None)
+    assert math.isnan(found.amax)
+    huge = Fidelity.of(torch.tensor([64, 64, 0, 0, 1e40, 1e36, 1e40, 1e20], dtype=torch.float64))
+    assert huge.snr == pytest.approx(40.0)  # beyond fp32, but finite
+    zeros = fidelity(torch.zeros(3, 32), mxfp4())
+    assert zeros == Fidelity(96, 0.0, None, None, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 20_000])  # whole, and 78 rows at a time or a tile's 128, of 384
+@pytest.mark.parametrize("recipe", recipes())
+def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_lowprec.quantization.error_stats._CHUNK", chunk)
+    found = get_recipe(recipe)
+    numerics = LinearNumerics(found, LinearPlace(3, "mlp.linear_fc1"), 7, AmaxHistory)
+    moment = Moment(5, 2)
+    matrix = torch.randn(384, 256, generator=torch.Generator().manual_seed(3)) * 3
+    for history, slot in numerics.histories.values():
+        history.observe(slot, matrix.abs().amax())
+    for history, _ in numerics.histories.values():
+        history.update(lambda amax: amax)
+    before = {name: history.newest.clone() for name, (history, _) in numerics.histories.items()}
+    for gemm, operand in DIMS:
+        spec = getattr(getattr(found, gemm), operand)
+        if spec is None:
+            continue
+        sums = numerics.fidelity_sums(gemm, operand, matrix, moment)
+        made = numerics._quantized(gemm, operand, matrix, moment, observe=False)
+        q = made.elements.double()
+        if made.scale is not None:
+            rows, columns = made.tile
+            scale = made.scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            q = q * (scale if made.scale.numel() > 1 else made.scale.double())
+        q = q / spec.headroom
+        transform = numerics._transforms.at(gemm, moment)
+        x = (matrix if transform is None else transform.apply(matrix)).double()
+        want = (x.numel(), (x != 0).sum(), ((x != 0) & (q == 0)).sum(), (x**2).sum(), ((q - x) ** 2).sum())
+        got = (*sums[:3], *sums[4:6])
+        assert [float(n) for n in got] == pytest.approx([float(n) for n in want], rel=1e-6)
+        assert float(sums[6]) == pytest.approx(float((q * x).sum()), rel=1e-6)
+        assert float(sums[7]) == float(x.abs().max())
+        assert 10 < (Fidelity.of(sums).snr or 0.0) < 60
+    assert all(torch.equal(history.newest, before[name]) for name, (history, _) in numerics.histories.items())

@@ -1,0 +1,274 @@
+"""Which layers a recipe reaches, which sizes it refuses, and what is said about it."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron_lowprec import GemmSpec, KeepBf16, QuantSpec, Recipe, UserError, get_recipe, recipes
+from megatron_lowprec.recipe.coverage import (
+    LinearSite,
+    check_primary_weights,
+    check_sizes,
+    keeps_all,
+    kept_in_bf16,
+    primary_weight_spec,
+    unmatched_names,
+)
+from megatron_lowprec.recipe.explain import explain
+from megatron_lowprec.recipe.native_support import execution, native_gemms, why_emulated
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+
+
+def sites_of(layers: int, hidden: int = 512, ffn: int = 2048) -> list[LinearSite]:
+    return [
+        LinearSite(layer, name, inputs, outputs, split)  # type: ignore[arg-type]
+        for layer in range(1, layers + 1)
+        for name, inputs, outputs, split in (
+            ("self_attention.linear_qkv", hidden, 3 * hidden, "column"),
+            ("self_attention.linear_proj", hidden, hidden, "row"),
+            ("mlp.linear_fc1", hidden, ffn, "column"),
+            ("mlp.linear_fc2", ffn, hidden, "row"),
+        )
+    ]
+
+
+def kept(keep: KeepBf16, layers: int = 4) -> list[str]:
+    recipe = replace(get_recipe("mxfp8"), keep_bf16=keep)
+    return [s.path for s in sites_of(layers) if kept_in_bf16(recipe, s.layer_number, s.name, layers)]
+
+
+def test_nothing_is_kept_by_default() -> None:
+    assert kept(KeepBf16()) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "numbers"),
+    [(1, 0, {1}), (0, 1, {4}), (1, 1, {1, 4}), (2, 1, {1, 2, 4}), (4, 0, {1, 2, 3, 4}), (9, 9, {1, 2, 3, 4})],
+)
+def test_first_and_last_layers(first: int, last: int, numbers: set[int]) -> None:
+    assert kept(KeepBf16(first, last)) == [s.path for s in sites_of(4) if s.layer_number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("glob", "paths"),
+    [
+        ("layers.2.mlp.linear_fc1", ["layers.2.mlp.linear_fc1"]),
+        ("layers.2.mlp.*", ["layers.2.mlp.linear_fc1", "layers.2.mlp.linear_fc2"]),
+        ("*.linear_proj", [f"layers.{i}.self_attention.linear_proj" for i in (1, 2, 3, 4)]),
+        ("layers.[13].mlp.linear_fc2", ["layers.1.mlp.linear_fc2", "layers.3.mlp.linear_fc2"]),
+        ("layers.?.mlp.LINEAR_FC2", []),  # case counts
+        ("linear_proj", []),  # a glob is of the whole path
+    ],
+)
+def test_globs(glob: str, paths: list[str]) -> None:
+    assert kept(KeepBf16(names=(glob,))) == paths
+
+
+def test_a_glob_of_layer_1_is_not_one_of_layer_10() -> None:
+    assert {path.split(".")[1] for path in kept(KeepBf16(names=("layers.1.*",)), layers=12)} == {"1"}
+
+
+def test_a_glob_without_effect_is_refused() -> None:
+    recipe = replace(get_recipe("mxfp8"), keep_bf16=KeepBf16(names=("layers.1.*", "layers.9.*")))
+    assert unmatched_names(recipe, sites_of(4)) == ["layers.9.*"]
+    with pytest.raises(
+        UserError, match=r"'layers\.9\.\*', which matches no linear layer; layers are named like layers\.1"
+    ):
+        check_sizes(recipe, sites_of(4), 4, 1)
+
+
+@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def test_usual_sizes_pass(name: str, tensor_parallel: int) -> None:
+    check_sizes(get_recipe(name), sites_of(2), 2, tensor_parallel)
+
+
+def refusal(name: str, site: LinearSite, tensor_parallel: int = 1, recipe: Recipe | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        check_sizes(recipe or get_recipe(name), [site], 2, tensor_parallel)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["first_layers", "last_layers"])
+def test_more_layers_kept_than_there_are(name: str) -> None:
+    recipe = replace(get_recipe("mxfp8"), keep_bf16=KeepBf16(**{name: 3}))
+    site = LinearSite(1, "mlp.linear_fc1", 64, 64, "column")
+    assert f"keep_bf16.{name} is 3, but the model has 2 layers" in refusal("", site, recipe=recipe)
+
+
+def test_a_recipe_that_is_left_nothing_to_quantize() -> None:
+    ends, sites = get_recipe("fp8_current_bf16_ends"), sites_of(3)
+    assert not keeps_all(ends, sites, 3)
+    assert keeps_all(ends, sites_of(2), 2)
+    assert keeps_all(replace(ends, keep_bf16=KeepBf16(names=("layers.*",))), sites, 3)
+    assert not keeps_all(get_recipe("bf16"), sites, 3)  # which has nothing to leave out
+
+
+def test_refusal_names_layer_gemm_size_and_multiple() -> None:
+    message = refusal("mxfp8", LinearSite(1, "mlp.linear_fc1", 80, 96, "column"))
+    assert "recipe mxfp8: fprop of layers.1.mlp.linear_fc1 has" in message
+    assert "80 input features are no multiple of 32" in message
+    assert 'keep_bf16.names=["layers.1.mlp.linear_fc1"]' in message
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs", "split", "tensor_parallel", "told"),
+    [
+        ("mxfp4", 80, 96, "column", 1, None),  # forward is bf16, wgrad contracts tokens: input features are free
+        ("mxfp4", 96, 80, "column", 1, "dgrad of .* 80 output features are no multiple of 32"),
+        ("mxfp4_rht", 64, 96, "column", 1, "dgrad of .* hadamard block 64, but 96 output features"),
+        ("mxfp4_rht", 64, 192, "column", 3, None),
+        ("mxfp4_rht", 64, 192, "column", 2, "96 output features on each of 2 tensor-parallel ranks"),
+        ("mxfp4_rht", 64, 192, "row", 2, None),  # cuts the input features, which no backward GEMM blocks
+        ("mxfp8", 96, 64, "row", 2, "48 input features on each of 2 tensor-parallel ranks are no multiple of 32"),
+        ("fp8_blockwise", 128, 192, "column", 1, "128x128, but 192 output features are no multiple of 128"),
+        ("fp8_current", 33, 7, "column", 1, None),
+        ("fp8_rowwise", 33, 7, "column", 1, None),
+        ("bf16", 33, 7, "column", 1, None),
+    ],
+)
+def test_sizes(name: str, inputs: int, outputs: int, split: str, tensor_parallel: int, told: str | None) -> None:
+    site = LinearSite(1, "mlp.linear_fc1", inputs, outputs, split)  # type: ignore[arg-type]
+    if told is None:
+        check_sizes(get_recipe(name), [site], 2, tensor_parallel)
+    else:
+        assert re.search(told, refusal(name, site, tensor_parallel))
+
+
+def test_tensor_parallel_size_that_does_not_divide() -> None:
+    message = refusal("mxfp8", LinearSite(1, "mlp.linear_fc1", 64, 96, "column"), tensor_parallel=5)
+    assert "has 96 output features, which --tensor-model-parallel-size 5 does not divide" in message
+
+
+def test_kept_layers_may_have_any_size() -> None:
+    recipe = get_recipe("fp8_current_bf16_ends")
+    check_sizes(replace(recipe, fprop=get_recipe("mxfp8").fprop), [LinearSite(1, "x", 33, 7, "column")], 2, 1)
+
+
+def test_shards_that_the_random_stream_cannot_place_are_refused() -> None:
+    """A shard's draws begin at a multiple of 8 along the contracted dimension; 24 / 2 does not."""
+    row = QuantSpec("e4m3", tile="row", rounding="stochastic")
+    recipe = Recipe("r", "", dgrad=GemmSpec(weight=row))
+    message = refusal("", LinearSite(1, "mlp.linear_fc1", 24, 24, "column"), 2, recipe)
+    assert "12 output features on each of 2 tensor-parallel ranks" in message
+
+
+# ---- --explain-recipe
+@pytest.mark.parametrize("name", recipes())
+def test_explanation_has_every_layer_gemm_and_operand(name: str) -> None:
+    recipe, sites = get_recipe(name), sites_of(4)
+    lines = explain(recipe, sites, 4, "cpu").splitlines()
+    assert lines[0] == f"recipe {name}: {recipe.summary}"
+    covered: set[tuple[int, str]] = set()
+    for start, line in enumerate(lines):
+        if not line.startswith("layer"):
+            continue
+        which, _, rest = line.partition(": ")
+        numbers = [int(n) for n in which.split(" ")[1].split("-")]
+        linear, sizes = rest.split(" [")[0], rest.split("[")[1].split("]")[0]
+        here = [s for s in sites if s.name == linear and numbers[0] <= s.layer_number <= numbers[-1]]
+        assert {f"{s.in_features} -> {s.out_features}" for s in here} == {sizes}
+        covered |= {(s.layer_number, s.name) for s in here}
+        is_kept = {not recipe.quantized or kept_in_bf16(recipe, s.layer_number, s.name, 4) for s in here}
+        assert is_kept == {"kept in the compute dtype" in line}
+        if is_kept == {True}:
+            continue
+        body = []
+        for following in lines[start + 1 :]:
+            if not following.startswith("  "):
+                break
+            body.append(following)
+        text = "\n".join(body)
+        for gemm, operands in GEMM_OPERANDS.items():
+            spec: GemmSpec = getattr(recipe, gemm)
+            about = text[text.index(f"  {gemm}  ") :].split(
+                "\n  " + {"fprop": "dgrad", "dgrad": "wgrad"}.get(gemm, "?")
+            )[0]
+            assert execution(gemm, spec, "cpu") in about
+            for operand in operands if spec.quantized else ():
+                quant: QuantSpec | None = getattr(spec, operand)
+                row = next(entry for entry in about.splitlines() if entry.strip().startswith(operand))
+                wanted = ("compute dtype",) if quant is None else (quant.format.upper(), quant.tile, quant.scale_rule)
+                assert all(word in row for word in wanted)
+                if quant is not None:
+                    assert quant.rounding.replace("_", " ") in row
+            if spec.hadamard is not None:
+                assert "Hadamard 64 (random signs)" in about
+            if any((s := getattr(spec, o)) is not None and s.headroom != 1 for o in operands):
+                assert "accumulator x 1.77778" in about  # 16/9
+    assert covered == {(s.layer_number, s.name) for s in sites}
+
+
+def test_explanation_of_layers_that_are_not_consecutive() -> None:
+    """Experts in every other layer: a range would name layers that have none."""
+    sites = [LinearSite(n, "mlp.experts.linear_fc1", 64, 64, "column") for n in (2, 4)]
+    sites.append(LinearSite(3, "mlp.linear_fc1", 64, 64, "column"))
+    lines = [line for line in explain(get_recipe("mxfp8"), sites, 4, "cpu").splitlines() if "experts" in line]
+    assert not any(line.startswith("layers 2-4:") for line in lines)
+
+
+def test_execution() -> None:
+    assert execution("fprop", GemmSpec(), "cpu") == "native"
+    assert execution("fprop", get_recipe("mxfp8").fprop, "cpu") == "emulated"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch", "native"),
+    [
+        ("fp8_delayed", "cpu", ""),
+        ("fp8_delayed", "sm80", ""),
+        ("fp8_delayed", "sm89", "fprop dgrad wgrad"),
+        ("fp8_rowwise", "sm89", ""),
+        ("fp8_rowwise", "sm90", "fprop dgrad wgrad"),
+        ("fp8_rowwise_gw_hp", "sm90", "fprop dgrad"),
+        ("fp8_blockwise", "sm90", "fprop dgrad wgrad"),
+        ("fp8_blockwise", "sm100", ""),
+        ("mxfp8", "sm90", ""),
+        ("fp8_mxfp4_rht_sr", "sm90", "fprop"),
+        ("bf16", "sm90", ""),
+    ],
+)
+def test_native_gemms(recipe: str, arch: str, native: str) -> None:
+    assert native_gemms(get_recipe(recipe), arch, 256, 384) == set(native.split())
+
+
+def test_sizes_that_fp8_products_cannot_take() -> None:
+    recipe = get_recipe("fp8_blockwise")
+    assert native_gemms(recipe, "sm90", 256, 200) == set()  # dgrad contracts 200, and columns must be multiples of 16
+    assert native_gemms(recipe, "sm90", 256, 208) == {"fprop", "wgrad"}
+    assert native_gemms(recipe, "sm90", 208, 256) == {"dgrad", "wgrad"}
+    assert why_emulated("fprop", recipe.fprop, "sm90", 200, 256) == "in_features 200 is no multiple of 16"
+
+
+def test_recipes_with_primary_weights() -> None:
+    having = {name for name in recipes() if primary_weight_spec(get_recipe(name)) is not None}
+    # (fp8_lm's products would take them; its main weights, from which they are made, are no fp32 ones.)
+    assert having == {"fp8_delayed", "fp8_current", "fp8_current_bf16_ends", "fp8_lm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("bf16", "fprop unquantized, dgrad unquantized"),
+        ("fp8_blockwise", "fprop e4m3 by 128x128, dgrad e4m3 by 128x128"),
+        ("fp8_rowwise_gw_hp", "fprop e4m3 by row, dgrad e4m3 by tensor"),
+        ("fp8_mxfp4_rht_sr", "fprop e4m3 by tensor, dgrad e2m1 by 1x32"),
+    ],
+)
+def test_recipes_without_primary_weights_are_refused(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        check_primary_weights(get_recipe(name))
+    assert "use fp8_delayed or fp8_current" in str(error.value)
+
+
+def test_primary_weights_are_rounded_plainly_and_alike() -> None:
+    spec = get_recipe("fp8_current").fprop.weight
+    assert spec is not None
+    for change in ({"rounding": "stochastic"}, {"headroom": 0.75}, {"format": "e2m1"}, {"tile": "row"}):
+        other = replace(spec, **change)  # type: ignore[arg-type]
+        recipe = replace(get_recipe("fp8_current"), fprop=GemmSpec(weight=other), dgrad=GemmSpec(weight=other))
+        assert primary_weight_spec(recipe) is None
+        recipe = replace(get_recipe("fp8_current"), fprop=GemmSpec(weight=other))
+        assert primary_weight_spec(recipe) is None

@@ -1,0 +1,187 @@
+"""Names, files and overrides to recipes and back; every way to get it wrong has one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_lowprec import HadamardSpec, UserError, get_recipe, recipes
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict, recipe_to_dict
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "recipes"
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_dump_and_load(name: str) -> None:
+    recipe = get_recipe(name)
+    data = recipe_to_dict(recipe)
+    assert recipe_from_dict(data) == recipe
+    assert recipe_from_dict(json.loads(json.dumps(data))) == recipe
+    assert recipe_from_dict(yaml.safe_load(yaml.safe_dump(data))) == recipe
+    assert load_recipe(name) == recipe
+
+
+def test_dump_is_complete_and_not_shared() -> None:
+    data = recipe_to_dict(get_recipe("mxfp4_rht_sr"))
+    assert data["dgrad"]["hadamard"] == {"block": 64, "signs": "random"}
+    assert data["dgrad"]["weight"]["amax_floor"] == 0.0
+    assert data["keep_bf16"]["names"] == []
+    data["dgrad"]["hadamard"]["block"] = 32
+    assert get_recipe("mxfp4_rht_sr").dgrad.hadamard == HadamardSpec(64)
+
+
+def test_overrides_in_order() -> None:
+    overrides = [
+        "dgrad.hadamard.block=128",
+        "wgrad.hadamard=null",
+        "dgrad.hadamard.block=256",
+        "keep_bf16.first_layers=2",
+        'keep_bf16.names=["layers.3.*"]',
+        "wgrad.input.headroom=1",
+    ]
+    recipe = load_recipe("mxfp4_rht_sr", overrides)
+    assert recipe.dgrad.hadamard == HadamardSpec(256)
+    assert recipe.wgrad.hadamard is None
+    assert recipe.keep_bf16.first_layers == 2
+    assert recipe.keep_bf16.names == ("layers.3.*",)
+    assert recipe.wgrad.input is not None
+    assert isinstance(recipe.wgrad.input.headroom, float)
+    assert recipe.dgrad.weight == get_recipe("mxfp4_rht_sr").dgrad.weight
+    assert recipe.name == "+".join(["mxfp4_rht_sr", *overrides])  # no log shows the published name for this
+    assert get_recipe("mxfp4_rht_sr").dgrad.hadamard == HadamardSpec(64)
+
+
+def test_an_operand_can_be_added_and_removed() -> None:
+    recipe = load_recipe("bf16", ["dgrad.weight={format: e4m3, tile: row}", "name=mine"])
+    assert recipe.name == "mine"
+    assert recipe.dgrad.weight is not None
+    assert recipe.dgrad.weight.tile == "row"
+    assert load_recipe("mxfp4", ["dgrad.weight=null"]).dgrad.weight is None
+    assert load_recipe("mxfp4", ["wgrad.hadamard.block=32"]).wgrad.hadamard == HadamardSpec(32)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("dgrad.hadamard.block", "--recipe-set 'dgrad.hadamard.block' has no value: write FIELD=VALUE"),
+        ("dgrd.weight=null", "a recipe has no field 'dgrd': did you mean dgrad"),
+        ("dgrad.wieght=null", "dgrad has no field 'wieght': did you mean weight"),
+        ("dgrad.weight.zzz=1", "dgrad.weight has no field 'zzz': it has format, tile"),
+        ("=3", "a recipe has no field ''"),
+        ("dgrad=4", "dgrad is 4, but must be a mapping of fields"),
+        ("dgrad=null", "dgrad is None, but must be a mapping of fields"),
+        ("name=3", "name is 3 (int), but must be str"),
+        ("dgrad.hadamard.block=48", "dgrad.hadamard: HadamardSpec.block is 48, but must be one of 32, 64, 128, 256"),
+        ("dgrad.hadamard.block=big", "dgrad.hadamard.block is 'big' (str), but must be int"),
+        ("dgrad.hadamard.block=true", "dgrad.hadamard.block is True (bool), but must be int"),
+        ("dgrad.hadamard.block=", "dgrad.hadamard.block is None (NoneType), but must be int"),
+        ("dgrad.hadamard.block.x=1", "dgrad.hadamard.block is {'x': 1} (dict), but must be int"),
+        ("dgrad.weight.headroom=3e-1", "YAML reads a number without a point, such as 3e-4, as text: write 3.0e-4"),
+        ("dgrad.weight.headroom=2.0", "headroom is 2.0, but must lie above 0"),
+        ("dgrad.weight.rounding=[1]", "dgrad.weight.rounding is [1] (list), but must be str"),
+        ("keep_bf16.names=layers.1.*", "keep_bf16.names is 'layers.1.*', but must be a list such as ['layers.1.*']"),
+        ("keep_bf16.names=[3]", "keep_bf16.names is 3 (int), but must be str"),
+        ("dgrad.weight=[", "--recipe-set dgrad.weight=[ is no valid YAML"),
+        ("dgrad.input={format: e4m3}", "dgrad.input lacks tile: give them a value"),
+        ("dgrad.input={format: e4m3, tile: row}", "dgrad.input must be left out"),
+        ("dgrad.weight.scaling=delayed", "scaling delayed was asked with tile 1x32"),
+    ],
+)
+def test_bad_override_is_one_line(override: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe("mxfp4_rht_sr", [override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_override_below_a_value_that_is_no_mapping_is_one_line() -> None:
+    with pytest.raises(UserError, match="hadamard"):
+        load_recipe("mxfp4_rht_sr", ["dgrad.hadamard=64", "dgrad.hadamard.block=32"])
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_file_is_a_base_and_what_differs(tmp_path: Path) -> None:
+    path = write(tmp_path, "base: mxfp4_rht_sr\ndgrad: {hadamard: {block: 128}}\nsummary: wide\n")
+    recipe = load_recipe(path)
+    assert (recipe.name, recipe.summary) == ("mine", "wide")
+    assert recipe.dgrad.hadamard == HadamardSpec(128)
+    assert recipe.wgrad == get_recipe("mxfp4_rht_sr").wgrad
+    assert load_recipe(path, ["wgrad.hadamard=null"]).name == "mine+wgrad.hadamard=null"
+
+
+def test_file_without_a_base(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "fprop: {weight: {format: e3m2, tile: 1x32}}\n"))
+    assert recipe.name == "mine"
+    assert recipe.fprop.weight is not None
+    assert recipe.fprop.weight.format == "e3m2"
+    assert not recipe.dgrad.quantized
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds nothing, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'"),
+        ("- base\n", "holds a list, but a recipe file is a mapping"),
+        ("base: [\n", "mine.yaml is no valid YAML"),
+        ("base: mxpf4\n", "there is no recipe 'mxpf4': did you mean mxfp4"),
+        ("base: mxfp4\nfprob: {}\n", "mine.yaml: a recipe has no field 'fprob': did you mean fprop"),
+        ("base: mxfp4\nbase: mxfp8\n", "line 2, column 1: 'base' is there twice"),
+        ("base: mxfp4\ndgrad: {weight: {format: e9m9}}\n", "mine.yaml: dgrad.weight: QuantSpec.format is 'e9m9'"),
+        ("num-layers: 2\nhidden-size: 64\n", "mine.yaml is the configuration of a model: give it as --config"),
+        ("base: mxfp4\ndgrad: 3\n", "dgrad is 3, but must be a mapping of fields"),
+        ("base: mxfp4\nname: 3\n", "name is 3 (int), but must be str"),
+        # keys and bases that YAML does not read as text: 1, and "on", which is true
+        ("base: 3\n", "3"),
+        ("base: mxfp4\n1: 2\n", "1"),
+        ("base: mxfp4\non: 2\n", "True"),
+        ("base: mxfp4\ndgrad: {1: 2}\n", "1"),
+    ],
+)
+def test_bad_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe(write(tmp_path, text))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_file_in_another_encoding_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes('base: mxfp4\nsummary: "größer"\n'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"mine\.yaml"):
+        load_recipe(str(tmp_path / "mine.yaml"))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yml does not exist"):
+        load_recipe(str(tmp_path / "none.yml"))
+    with pytest.raises(UserError, match="recipe file configs/recipes/none does not exist"):
+        load_recipe("configs/recipes/none")
+
+
+def test_unsafe_yaml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no valid YAML"):
+        load_recipe(write(tmp_path, "base: !!python/object/apply:os.getcwd []\n"))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_file(path: Path) -> None:
+    recipe = load_recipe(str(path))
+    assert recipe_from_dict(recipe_to_dict(recipe)) == recipe
+    assert "base" in yaml.safe_load(path.read_text())  # overrides of a named recipe, never a copy of one
+    assert recipe.name not in recipes()  # no published name for something else
+
+
+@pytest.mark.parametrize("data", [3, None, [], "mxfp4"])
+def test_dict_of_another_type(data: object) -> None:
+    with pytest.raises(UserError, match="must be a mapping of fields"):
+        recipe_from_dict(data)  # type: ignore[arg-type]
+
+
+def test_dict_that_lacks_fields() -> None:
+    with pytest.raises(UserError, match="the recipe lacks name and summary"):
+        recipe_from_dict({})

@@ -1,0 +1,257 @@
+"""Nothing in a checkpoint folder runs code, and what is damaged is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.checkpoint import safe_load
+from tests.training.checkpoint import foreign
+from tests.training.checkpoint.foreign import MARKER, Foreign
+from tests.training.conftest import Drive
+from tests.training.helpers import argv
+
+
+@pytest.fixture
+def folder(checkpoints: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoints / "iter_0000004", tmp_path / "out" / "iter_0000004"))
+
+
+def outside(folder: Path) -> None:
+    metadata = safe_load.read_metadata(folder)
+    index, place = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[index] = replace(place, relative_path="../../secret")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def outside_by_a_method(folder: Path) -> None:
+    """An OrderedDict can have attributes, and so a method ``values`` that tells of no files."""
+    outside(folder)
+    metadata = safe_load.read_metadata(folder)
+    metadata.storage_data = OrderedDict(metadata.storage_data)
+    metadata.storage_data.values = OrderedDict  # type: ignore[method-assign,assignment]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def compressed(folder: Path) -> None:
+    """What is checked would not be what is read."""
+    metadata = safe_load.read_metadata(folder)
+    index, place = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[index] = replace(place, transform_descriptors=["stream.zstd"])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def other_format(folder: Path) -> None:
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "common_backend": "torch"}))
+
+
+def yaml_that_builds_objects(folder: Path) -> None:
+    (folder / "config.yaml").write_text("options: !!python/object/apply:os.mkdir ['it_ran']\n")
+
+
+REFUSED: dict[Callable[[Path], None], str] = {
+    foreign.common: r"common\.pt asks for posix\.mkdir",
+    foreign.metadata: r"\.metadata asks for posix\.mkdir",
+    foreign.inside_metadata: r"\.metadata asks for posix\.mkdir",
+    foreign.objects: r"__9_0\.distcp asks for posix\.mkdir",
+    outside: r"'\.\./\.\./secret' outside of its folder",
+    outside_by_a_method: r"\.metadata does not describe a checkpoint",
+    compressed: r"\.metadata names '.*' as compressed",
+    other_format: "format 'zarr'",
+    yaml_that_builds_objects: r"config\.yaml is missing or not this driver's",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_a_run_refuses_a_foreign_pickle_by_name(drive: Drive, folder: Path, change: Callable[[Path], None]) -> None:
+    change(folder)
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("4\n")
+    with pytest.raises(UserError, match=REFUSED[change]) as error:
+        drive(argv(save="new", load="out", train_iters=5, recipe="fp8_delayed"))
+    assert "\n" not in str(error.value)
+    assert not MARKER.exists()
+
+
+def test_what_was_checked_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's own load asks its reader for the metadata, which torch would unpickle freely."""
+    monkeypatch.chdir(tmp_path)
+    name = "embedding.word_embeddings.weight"
+    reader = safe_load.Reader(folder)
+    weight = torch.empty(reader.read_metadata().state_dict_metadata[name].size)
+    foreign.inside_metadata(folder)
+    load({name: weight}, storage_reader=reader, no_dist=True)
+    assert weight.std() > 0
+    assert not MARKER.exists()
+
+
+def test_metadata_changes_no_class(folder: Path) -> None:
+    """BUILD with a state of two parts sets attributes of what is on the stack, and that may be a class."""
+    setting = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}Vrelative_path\nV__0_0.distcp\nstb."
+    (folder / ".metadata").write_bytes(setting)
+    with pytest.raises(safe_load.Damaged, match="it sets attributes of Metadata"):
+        safe_load.read_metadata(folder)
+    assert not hasattr(Metadata, "relative_path")
+
+
+def test_a_reader_stays_in_its_folder(folder: Path) -> None:
+    outside(folder)
+    with pytest.raises(UserError, match=r"secret' outside of its folder"):
+        safe_load.Reader(folder)
+
+
+def test_a_whole_checkpoint_passes(folder: Path) -> None:
+    metadata = safe_load.examine(folder)
+    objects = [key for key in metadata.state_dict_metadata if "random_state" in key]
+    safe_load.check_objects(folder, metadata, objects)
+    assert len(objects) == 1
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "cut short": lambda content: content[: len(content) // 2],
+    "one byte short": lambda content: content[:-1],
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+FILES = (".metadata", "common.pt", "metadata.json", "__0_0.distcp", "__0_1.distcp")
+# A shard of zeros has the right size: that is found when it is loaded.
+DAMAGED = [
+    (name, damage) for name in FILES for damage in DAMAGES if not (name.endswith("distcp") and damage == "zeros")
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGED)
+def test_damage_is_found_without_reading_tensors(folder: Path, name: str, damage: str) -> None:
+    content = DAMAGES[damage]((folder / name).read_bytes())
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    with pytest.raises(safe_load.Damaged, match=name.replace(".", r"\.")):
+        safe_load.examine(folder)
+
+
+def test_an_object_that_is_not_there_is_damage(folder: Path) -> None:
+    with pytest.raises(safe_load.Damaged, match="knows no random_state/shard_7_8"):
+        safe_load.check_objects(folder, safe_load.examine(folder), ["random_state/shard_7_8"])
+
+
+# ---- extra states of TransformerEngine: bytes in the checkpoint, a pickle for TransformerEngine
+
+
+RECIPES = "transformer_engine.common.recipe"
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An object that pickles as one of TransformerEngine's recipes, with an enumeration and a callable in it."""
+
+    class Format(Enum):
+        HYBRID = (448, 57344)
+
+    class DelayedScaling:
+        pass
+
+    module = types.ModuleType(RECIPES)
+    for one in (Format, DelayedScaling):
+        one.__module__, one.__qualname__ = RECIPES, one.__name__
+        setattr(module, one.__name__, one)
+    monkeypatch.setitem(sys.modules, RECIPES, module)
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    made = DelayedScaling()
+    made.__dict__ |= {"margin": 0, "fp8_format": Format.HYBRID, "amax_compute_algo": "max"}
+    return made
+
+
+def of_bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def extra_state(recipe: Any, **more: Any) -> torch.Tensor:
+    """Bytes as TransformerEngine 2 makes them."""
+    state = {
+        "recipe": recipe,
+        "scale_fwd": torch.ones(3),
+        "amax_history_fwd": torch.arange(6.0).view(2, 3),
+        "extra_fp8_variables": {"num_gemms": 1, "fp8_checkpoint": True, "fp8_max_fwd": 448.0},
+    }
+    return of_bytes(pickle.dumps(state | more))
+
+
+def test_an_extra_state_of_transformer_engine_passes_as_it_is(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = extra_state(recipe)
+    monkeypatch.delitem(sys.modules, RECIPES)  # nothing of TransformerEngine's is called
+    checked = safe_load.checked_extra_state("layer", state)
+    assert checked is not None
+    assert torch.equal(checked, state)
+    for empty in (torch.empty(0), torch.empty(0, dtype=torch.uint8)):
+        assert safe_load.checked_extra_state("layer", empty).numel() == 0  # type: ignore[union-attr]
+    assert safe_load.checked_extra_state("layer", None) is None
+
+
+class NestedForeign:
+    """A tensor's storage as it pickles: bytes that are unpickled once more."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return torch.storage._load_from_bytes, (foreign.saved(Foreign()),)
+
+
+def test_an_extra_state_that_would_run_code_is_refused(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dotted = b"\x80\x04\x8c" + bytes([len(RECIPES)]) + RECIPES.encode() + b"\x8c\x09os.system\x93."
+    for content, name in (
+        (pickle.dumps(Foreign()), r"posix\.mkdir"),
+        (extra_state(recipe, scale_bwd=Foreign()).numpy().tobytes(), r"posix\.mkdir"),
+        (extra_state(recipe, scale_bwd=NestedForeign()).numpy().tobytes(), r"posix\.mkdir"),
+        (dotted, r"transformer_engine\.common\.recipe\.os\.system"),
+    ):
+        with pytest.raises(UserError, match=f"layer asks for {name} when it is unpickled"):
+            safe_load.checked_extra_state("layer", of_bytes(content))
+    assert not MARKER.exists()
+    pickle.loads(extra_state(recipe, scale_bwd=NestedForeign()).numpy().tobytes())
+    assert MARKER.exists(), "what is guarded against is real"
+
+
+def test_an_extra_state_cannot_change_the_classes_that_it_is_checked_by() -> None:
+    """BUILD with a state of two parts sets attributes of what is on the stack, and that may be a class."""
+    setting = (
+        f"c{RECIPES}\nFormat\n".encode(),  # the class
+        b"(N}",  # a state without a dict, and attributes:
+        b"V__setstate__\nctorch.storage\n_load_from_bytes\n",
+        b"stb.",  # {name: value}, (None, attributes), BUILD
+    )
+    with pytest.raises(safe_load.Damaged, match="__setstate__ is set on a class"):
+        safe_load.checked_extra_state("layer", of_bytes(b"".join(setting)))
+
+
+@pytest.mark.parametrize("damage", ["cut short", "zeros"])
+def test_a_damaged_extra_state_is_named(recipe: Any, damage: str) -> None:
+    content = DAMAGES[damage](extra_state(recipe).numpy().tobytes())
+    assert content is not None
+    with pytest.raises(safe_load.Damaged, match="layer cannot be read"):
+        safe_load.checked_extra_state("layer", of_bytes(content))
+
+
+def test_an_extra_state_of_transformer_engine_1_is_refused() -> None:
+    with pytest.raises(UserError, match="layer is a BytesIO, as TransformerEngine 1 wrote it: not loaded"):
+        safe_load.checked_extra_state("layer", io.BytesIO(foreign.saved({"scale_fwd": torch.ones(3)})))

@@ -1,0 +1,221 @@
+"""Two starts on one --save: the second is refused while the first lives, and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training import loop
+from megatron_lowprec.training.checkpoint import storage
+from megatron_lowprec.training.checkpoint.save_lock import FILE, SaveLock
+from megatron_lowprec.training.distributed import process_lock
+from tests.environment import python_path
+from tests.training.conftest import Drive
+from tests.training.helpers import REPOSITORY, argv, losses, torchrun
+from tools import export_hf, import_hf
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Path]:
+    """A --save folder whose lock this process has."""
+    with SaveLock(tmp_path / "out") as lock:
+        lock.acquire()
+        yield tmp_path / "out"
+
+
+def of_another_host(folder: Path, seconds: float, job: str | None = None, beats: bool = True) -> None:
+    """A lock whose holder is not on this host, its last heartbeat so many seconds ago."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"host": "elsewhere", "processes": {"1": 1.0}, "slurm_job": job, "beats": beats}
+    (folder / FILE).write_text(json.dumps(content))
+    moment = time.time() - seconds
+    os.utime(folder / FILE, (moment, moment))
+
+
+def start(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
+    """The driver in a process of its own."""
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *argv(**changes)],
+        cwd=folder,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **python_path()},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_a_second_start_leaves_the_first_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    step, seen = loop.train_step, list[Path]()
+
+    def watched(*arguments: Any) -> Any:
+        if not seen:
+            # What a save of this run is writing to.
+            seen.append(storage.stage("out", 7))
+            second = start(tmp_path, save="out", save_interval=1)
+            assert second.returncode == 2
+            (line,) = [line for line in second.stderr.splitlines() if "error:" in line]
+            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            assert line == (
+                f"pretrain_gpt.py: error: --save out is held by {holder}: wait for its end, or name another --save"
+            )
+            assert seen[0].exists()
+            for others in ({"save": "other"}, {"save": "out", "no_save": True, "tensorboard_dir": "there/tb"}):
+                assert start(tmp_path, **others).returncode == 0
+            assert seen[0].exists()
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    drive(argv(save="out"))
+    assert len(losses(Path("out"))) == 2
+    assert not list(tmp_path.rglob(FILE)), "a run that has ended holds nothing"
+
+
+def test_all_ranks_are_refused_in_one_line(held: Path, tmp_path: Path) -> None:
+    (held / "requeue").write_text("SIGTERM at iteration 2\n")
+    done = torchrun(2, argv(save="out"), tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count(f"--save out is held by process {os.getpid()} on ") == 1
+    assert (held / "requeue").exists(), "it is the holder's"
+
+
+def test_ranks_share_the_lock_of_the_first(tmp_path: Path) -> None:
+    for iterations in (1, 2):
+        done = torchrun(2, argv(save="out", train_iters=iterations), tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_run_that_fails_or_is_interrupted_gives_the_lock_back(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            drive(argv(save="out"))
+    assert not Path("out", FILE).exists()
+    drive(argv(save="out"))
+
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from megatron_lowprec.training.checkpoint.save_lock import SaveLock
+lock = SaveLock(Path(sys.argv[1]))
+lock.acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_holder_blocks_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **python_path()}) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=f"is held by process {process.pid} on"):
+            SaveLock(tmp_path).acquire()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with SaveLock(tmp_path) as lock:
+            lock.acquire()
+
+
+@pytest.mark.parametrize("job", [None, "812"])
+def test_a_holder_elsewhere_lives_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # no squeue to ask
+    process_lock._slurm_knows.cache_clear()
+    of_another_host(tmp_path, 60, job)
+    words = r"process 1 on elsewhere.*: wait for its end \(it counts as dead 300 s after its last heartbeat\), or name"
+    with pytest.raises(UserError, match=words):
+        SaveLock(tmp_path).acquire()
+    of_another_host(tmp_path, 2 * process_lock.DEAD_AFTER, job)
+    SaveLock(tmp_path).acquire()
+
+
+def test_a_requeued_job_is_not_locked_out_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_another_host(tmp_path, 0, "812")
+    monkeypatch.setenv("SLURM_JOB_ID", "812")
+    SaveLock(tmp_path).acquire()
+
+
+def test_another_container_of_this_host_lives_by_its_heartbeat(tmp_path: Path) -> None:
+    """Its processes have numbers of their own, which say nothing here."""
+    of_another_host(tmp_path, 0)
+    content = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**content, "host": socket.gethostname(), "namespace": "pid:[1]"}))
+    with pytest.raises(UserError, match="is held by process 1 on"):
+        SaveLock(tmp_path).acquire()
+
+
+def wait_for(path: Path, moment: float) -> None:
+    """Until a file has been touched since."""
+    end = time.monotonic() + 60
+    while path.stat().st_mtime <= moment:
+        assert time.monotonic() < end, "no heartbeat came"
+        time.sleep(0.01)
+
+
+def test_a_holder_keeps_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_lock, "BEAT", 0.01)
+    with SaveLock(tmp_path) as lock:
+        lock.acquire()
+        for _ in range(2):
+            os.utime(tmp_path / FILE, (1, 1))
+            wait_for(tmp_path / FILE, 1)
+
+
+def test_a_holder_that_was_given_up_leaves_its_follower_alone(tmp_path: Path) -> None:
+    with SaveLock(tmp_path) as lock:
+        lock.acquire()
+        of_another_host(tmp_path, 0)
+    assert (tmp_path / FILE).exists()
+
+
+def test_the_lock_goes_where_a_new_run_of_the_default_folder_goes(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = loop.train_step, list[list[str]]()
+
+    def watched(*arguments: Any) -> Any:
+        seen.append([str(path.parent) for path in Path("runs").rglob(FILE)])
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    for _ in range(2):
+        drive(argv(train_iters=1))
+    assert Path("runs/gpt-bf16.1").is_dir()
+    assert seen == [["runs/gpt-bf16/checkpoints"]] * 2
+
+
+def test_an_import_takes_the_lock_as_well(drive: Drive, held: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="run", train_iters=1))
+    assert export_hf.main(["--load", "run", "--out", "hf"]) == 0
+    staged = storage.stage(str(held), 7)
+    assert import_hf.main(["--load", "hf", "--save", str(held)]) == 2
+    assert f"is held by process {os.getpid()} on" in capsys.readouterr().err
+    assert staged.exists()
+
+
+def test_a_lock_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    for ask in (SaveLock(tmp_path).acquire, SaveLock(tmp_path).other):
+        with pytest.raises(UserError, match=r"its run\.lock cannot be read or written: Is a directory; name another"):
+            ask()

@@ -1,0 +1,173 @@
+"""What cannot run is refused in one line, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, virtual_stages
+from tests.training.helpers import argv
+
+
+def resolved(world_size: int = 1, **changes: Any) -> Config:
+    return resolve_run(resolve_model(parse(argv(**changes))[0]), world_size, gpus=False)
+
+
+def test_sizes_that_follow_from_others() -> None:
+    config = resolved(hidden_size=96, num_attention_heads=3)
+    assert (config.ffn_hidden_size, config.kv_channels, config.num_query_groups) == (384, 32, 3)
+    assert config.max_position_embeddings == config.seq_length
+    assert resolved(swiglu=True, hidden_size=192).ffn_hidden_size == 512
+
+
+def test_global_batch_defaults_to_one_microbatch_a_rank() -> None:
+    assert resolved(world_size=4, global_batch_size=None).global_batch_size == 8
+
+
+def test_micro_batch_defaults_to_a_rank_s_share() -> None:
+    assert resolved(world_size=2, micro_batch_size=None, global_batch_size=12).micro_batch_size == 6
+
+
+def test_train_samples_count_whole_iterations() -> None:
+    assert resolved(train_iters=None, train_samples=19).train_iters == 4
+    # 2 samples, then 3 more a ramp's end at 8: 2 2 2 2 (8 samples), then 4s.
+    ramped = resolved(train_iters=None, train_samples=20, micro_batch_size=1, rampup_batch_size=[2, 2, 8])
+    assert ramped.train_iters == 4 + 3
+
+
+def test_virtual_stages_by_either_flag() -> None:
+    by_layers = resolved(2, num_layers=8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
+    by_chunks = resolved(2, num_layers=8, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    assert virtual_stages(by_layers) == virtual_stages(by_chunks) == 2
+
+
+TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+TP4: dict[str, Any] = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+INTERLEAVED: dict[str, Any] = {
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+}
+SAMPLES: dict[str, Any] = {"train_iters": None, "train_samples": 100}
+CASES: list[tuple[int, dict[str, Any], list[str]]] = [
+    (1, {"num_layers": None}, ["--num-layers"]),
+    (1, {"lr": None}, ["--lr"]),
+    (1, {"micro_batch_size": None, "global_batch_size": None}, ["--global-batch-size"]),
+    (2, {"micro_batch_size": None, "global_batch_size": 3}, ["--global-batch-size 3", "data-parallel size 2"]),
+    (1, {"train_iters": None}, ["--train-iters"]),
+    (1, {"train_iters": 0}, ["--train-iters 0"]),
+    (1, {"hidden_size": 65}, ["--hidden-size 65", "--num-attention-heads 2"]),
+    (1, {"group_query_attention": True, "num_query_groups": 3}, ["--num-query-groups 3"]),
+    (1, {"swiglu": True, "squared_relu": True}, ["--swiglu", "--squared-relu"]),
+    (1, {"max_position_embeddings": 16}, ["--max-position-embeddings 16"]),
+    (1, {"stock_linears": True, "recipe": "mxfp8"}, ["--stock-linears", "mxfp8"]),
+    (3, {"tensor_model_parallel_size": 2}, ["3 processes", "tensor 2"]),
+    (4, {"tensor_model_parallel_size": 4}, ["--num-attention-heads 2", "--tensor-model-parallel-size 4"]),
+    (2, {"pipeline_model_parallel_size": 2, "num_layers": 3}, ["--num-layers 3"]),
+    (1, {"global_batch_size": 3}, ["--global-batch-size 3", "= 2"]),
+    (2, {"global_batch_size": 6}, ["--global-batch-size 6", "data-parallel size 2", "= 4"]),
+    (2, {"context_parallel_size": 2}, ["--context-parallel-size 2", "--transformer-impl transformer_engine"]),
+    (2, {**TE, "context_parallel_size": 2, "seq_length": 30}, ["--seq-length 30", "2 x --context-parallel-size 4"]),
+    (
+        8,
+        {**TE, "context_parallel_size": 2, "seq_length": 36, "num_attention_heads": 4, **TP4},
+        ["--seq-length of a context-parallel rank, 18"],
+    ),
+    (1, {"fp8_param_gather": True}, ["--fp8-param-gather", "--use-distributed-optimizer"]),
+    (1, {"fp8_param_gather": True, "use_distributed_optimizer": True}, ["--fp8-param-gather", "--bf16"]),
+    (1, {**TE, "fp8_param_gather": True}, ["--fp8-param-gather", "--use-distributed-optimizer"]),
+    (1, {**TE, "stock_linears": True}, ["--stock-linears", "--transformer-impl local"]),
+    (1, {**TE, "attention_backend": "local"}, ["--attention-backend", "--transformer-impl local"]),
+    (1, {"sequence_parallel": True}, ["--sequence-parallel"]),
+    (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33}, ["--seq-length 33"]),
+    (1, {"expert_model_parallel_size": 2}, ["--num-experts"]),
+    (2, {"num_experts": 3, "expert_model_parallel_size": 2}, ["--num-experts 3"]),
+    (2, {"tensor_model_parallel_size": 2, "num_experts": 2}, ["--sequence-parallel"]),
+    (
+        2,
+        {"num_experts": 2, "expert_model_parallel_size": 2, "use_cpu_initialization": True},
+        ["--use-cpu-initialization"],
+    ),
+    (1, {"num_virtual_stages_per_pipeline_rank": 2}, ["--pipeline-model-parallel-size"]),
+    (2, {**INTERLEAVED, "global_batch_size": 6}, ["--global-batch-size 6", "pipeline stages", "4"]),
+    (2, {**INTERLEAVED, **SAMPLES, "global_batch_size": 8, "rampup_batch_size": [4, 2, 8]}, ["INCREMENT 2", "4"]),
+    (1, {"overlap_param_gather": True}, ["--use-distributed-optimizer"]),
+    (1, {"recompute_granularity": "full"}, ["--recompute-method"]),
+    (1, {"distributed_backend": "nccl"}, ["nccl", "GPU"]),
+    (1, {"rampup_batch_size": [2, 2]}, ["START INCREMENT SAMPLES"]),
+    (1, {"rampup_batch_size": [3, 2, 8]}, ["START", "3"]),
+    # 2 2 2 2 | 4 4
+    (1, {"rampup_batch_size": [2, 2, 8], "train_iters": 6}, ["--train-iters 6", "--train-samples instead, 16"]),
+    (1, {"rampup_batch_size": [2, 2, 8], "train_iters": 3}, ["--train-iters 3", "--train-samples instead, 6"]),
+    (1, {**SAMPLES, "rampup_batch_size": [2, 2, 8], "lr_decay_iters": 6}, ["--lr-decay-samples instead, 16"]),
+    (1, {**SAMPLES, "rampup_batch_size": [2, 2, 8], "lr_warmup_iters": 1}, ["--lr-warmup-samples instead, 2"]),
+    (1, {"min_lr": 1.0}, ["--min-lr"]),
+    (1, {"lr_warmup_fraction": 2.0}, ["--lr-warmup-fraction 2.0", "between 0 and 1"]),
+    (1, {"adam_beta2": 1.5}, ["--adam-beta2 1.5", "between 0 and 1"]),
+    (1, {"clip_grad": -1.0}, ["--clip-grad -1.0", "at least 0"]),
+    (1, {"num_query_groups": 3}, ["--num-query-groups 3", "--group-query-attention"]),
+    (1, {"moe_router_topk": 1}, ["--moe-router-topk 1", "--num-experts"]),
+    (1, {"memory_plan_gpus": 8}, ["--memory-plan-gpus 8", "--memory-plan"]),
+    (1, {"memory_plan": True, "memory_plan_gpus": 0}, ["--memory-plan-gpus 0", "at least 1"]),
+    (1, {"finetune": True}, ["--finetune", "--load"]),
+    (1, {"split": "a,b,c"}, ["--split a,b,c", "969,30,1"]),
+    (1, {"split": "0,0,0"}, ["--split 0,0,0", "not all 0"]),
+    (1, {"split": "90,-10"}, ["--split 90,-10"]),
+    (1, {"split": "1,1,1,1"}, ["--split 1,1,1,1", "up to three"]),
+    (1, {"split": "nan,1"}, ["--split nan,1"]),
+    (1, {"log_interval": 0}, ["--log-interval 0"]),
+    (1, {"mock_data": None}, ["--data-path"]),
+    (1, {"vocab_size": None}, ["--vocab-size"]),
+    (1, {"tokenizer_type": "GPT2BPETokenizer"}, ["--vocab-file"]),
+    (1, {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "none.json", "merge_file": "m"}, ["none.json", "no such"]),
+]
+
+
+@pytest.mark.parametrize(("world_size", "changes", "words"), CASES)
+def test_refusals(world_size: int, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        resolved(world_size, **changes)
+    message = str(error.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+def test_as_many_query_groups_as_heads_are_plain_attention() -> None:
+    assert resolved(num_query_groups=2).num_query_groups == 2  # as converted models say it
+
+
+def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"megatron_lowprec\[wandb\]"):
+        resolved(wandb_project="p")
+
+
+def test_paths_are_found_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse(["--recipe", "bf16"])[0]
+    config = resolve_run(resolve_model(replace(config, train_iters=1)), 1, gpus=False)
+    assert config.vocab_file is not None
+    assert Path(config.vocab_file).exists()
+    assert config.train_data_path is not None
+    assert Path(config.train_data_path[0]).exists()
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "words"),
+    [(False, True, "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2'"), (True, False, "GPUs")],
+)
+def test_transformer_engine_that_is_not_there_is_never_replaced(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, gpus: bool, words: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    config = resolve_model(parse(argv(**TE))[0])
+    with pytest.raises(UserError) as error:
+        resolve_run(config, 1, gpus=gpus)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,271 @@
+"""The memory plan: against GPUs, against what a model really keeps, and as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.optimizer.adamw import DTYPES
+from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.distributed import startup
+from megatron_lowprec.training.memory import report
+from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
+from megatron_lowprec.training.memory.weights import stage_weights
+from tests.environment import python_path
+from tests.training.conftest import Drive
+from tests.training.helpers import REPOSITORY, argv
+from tests.training.memory.memory_worker import SIZES, VOCABULARY, measure
+from tests.waiting import PATIENCE
+
+GPT2_VOCABULARY = 50304
+
+
+def shipped(name: str, gpus: int = 1, **changes: Any) -> MemoryPlan:
+    flags = [word for flag, value in changes.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
+    config, _, _ = parse(["--config", str(REPOSITORY / f"configs/models/{name}.yaml"), "--mock-data", *flags])
+    config = resolve_run(resolve_model(config), gpus, gpus=True)
+    return plan(config, load_recipe(config.recipe), GPT2_VOCABULARY, gpus)
+
+
+def small(gpus: int = 1, **changes: Any) -> Config:
+    return resolve_run(resolve_model(parse(argv(**{**SIZES, **changes}))[0]), gpus, gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "recipe", "gib"),
+    [
+        # Peak allocated, one H200: docs/results/2026-11-20-h200-step-{345m,1.3b}.json.
+        ("gpt_345m", 16, "bf16", 33.4),
+        ("gpt_345m", 16, "fp8_delayed", 29.7),
+        ("gpt_345m", 16, "fp8_blockwise", 29.9),
+        ("gpt_1.3b", 8, "mxfp4_rht_sr", 48.1),
+        ("gpt_1.3b", 8, "fp8_delayed", 44.3),
+    ],
+)
+def test_the_plan_is_what_a_gpu_held(name: str, batch: int, recipe: str, gib: float) -> None:
+    found = shipped(name, micro_batch_size=batch, global_batch_size=batch, recipe=recipe)
+    assert found.peak / GIB == pytest.approx(gib, rel=0.02)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "fp32": {"bf16": None},
+    "recipe": {"recipe": "mxfp8"},
+    "unfused attention": {"attention_backend": "local"},
+    "grouped queries": {"group_query_attention": True, "num_query_groups": 2},
+    "llama": {
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "swiglu": True,
+        "ffn_hidden_size": 256,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "nemotron": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "squared_relu": True,
+        "kv_channels": 64,
+        "disable_bias_linear": True,
+    },
+    "experts": {"num_experts": 4, "squared_relu": True, "disable_bias_linear": True, "moe_ffn_hidden_size": 192},
+    "gated experts": {"num_experts": 4, "swiglu": True, "disable_bias_linear": True, "moe_ffn_hidden_size": 192},
+    "selective recompute": {"recompute_granularity": "selective", "attention_backend": "local"},
+    "full recompute": {
+        "num_layers": 4,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    },
+    "full recompute of some": {
+        "num_layers": 4,
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 3,
+    },
+}
+
+
+def expected_saved(config: Config, gpus: int = 1) -> float:
+    """What the plan says is kept, and the softmax of the logits in fp32, which is what cross-entropy saves."""
+    found = plan(config, load_recipe(config.recipe), VOCABULARY, gpus, arch="cpu")
+    logits = config.micro_batch_size * config.seq_length * VOCABULARY / config.tensor_model_parallel_size
+    return sum(found.kept.values()) + 4 * logits
+
+
+@pytest.fixture
+def ranks(drive: Drive) -> startup.Ranks:
+    """This process as a world of one; ``drive`` takes the process groups down."""
+    return startup.prepare_environment()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_plan_is_what_a_model_holds(name: str, ranks: startup.Ranks) -> None:
+    changes = VARIANTS[name]
+    held, config = measure(changes, ranks), small(**changes)
+    weights = stage_weights(config, VOCABULARY, 0)
+    assert weights.dense + weights.expert == held.weights
+    assert expected_saved(config) == pytest.approx(held.saved, rel=0.01)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    "experts": {
+        "expert_model_parallel_size": 2,
+        "num_experts": 4,
+        "squared_relu": True,
+        "disable_bias_linear": True,
+        "moe_ffn_hidden_size": 192,
+        "global_batch_size": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_plan_is_what_two_processes_hold(name: str, tmp_path: Path) -> None:
+    changes = LAYOUTS[name]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*command, "tests.training.memory.memory_worker", str(tmp_path), json.dumps(changes)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    config = small(gpus=2, **changes)
+    for rank in range(2):
+        weights = stage_weights(config, VOCABULARY, rank if name == "pipeline" else 0)
+        assert weights.dense + weights.expert == held[rank]["weights"]
+    if name != "pipeline":
+        # The router sends each rank more or less than its share of the tokens; together they have it all.
+        saved = sum(rank["saved"] for rank in held) / 2
+        assert expected_saved(config, gpus=2) == pytest.approx(saved, rel=0.01)
+
+
+def test_a_pipeline_holds_microbatches_for_the_stages_behind() -> None:
+    layout = {"pipeline_model_parallel_size": 2, "num_layers": 4, "global_batch_size": 32}
+    one_by_one, alone = small(2, **layout), small(1, num_layers=4)
+    found = plan(one_by_one, load_recipe("bf16"), VOCABULARY, 2)
+    assert (found.stage, found.in_flight) == (0, 2)
+    of_all_layers = plan(alone, load_recipe("bf16"), VOCABULARY, 1).kept["layers"]
+    assert found.kept["layers"] == of_all_layers  # half of the layers, twice
+    # arXiv 2205.05198, section 4.2.3: interleaving multiplies by 1 + (stages - 1) / (stages x chunks).
+    interleaved = small(2, **layout, num_virtual_stages_per_pipeline_rank=2)
+    more = plan(interleaved, load_recipe("bf16"), VOCABULARY, 2).kept["layers"]
+    assert more / of_all_layers == 1 + 1 / 4
+    few = small(2, **{**layout, "global_batch_size": 8})
+    assert plan(few, load_recipe("bf16"), VOCABULARY, 2).in_flight == 1
+
+
+def test_the_distributed_optimizer_shares_main_weights_and_moments() -> None:
+    plain, shared = (
+        shipped("gpt_125m", gpus=8).resident,
+        shipped("gpt_125m", gpus=1, micro_batch_size=4).resident,
+    )
+    for name in ("weights", "gradients"):
+        assert plain[name] == shared[name]
+    for name in ("main weights", "moments"):
+        assert plain[name] == shared[name] / 8
+    weights = stage_weights(small(), VOCABULARY, 0).dense
+    resident = plan(small(), load_recipe("bf16"), VOCABULARY, 1).resident
+    assert sum(resident.values()) == weights * (2 + 4 + 8 + 4)
+    resident = plan(small(bf16=None), load_recipe("bf16"), VOCABULARY, 1).resident
+    assert sum(resident.values()) == weights * (4 + 8 + 4)
+
+
+def test_gradients_in_bf16_are_copied_for_the_update() -> None:
+    found = plan(small(grad_reduce_in_bf16=True), load_recipe("bf16"), VOCABULARY, 1)
+    weights = stage_weights(small(), VOCABULARY, 0).dense
+    assert (found.resident["gradients"], found.transient["update"]) == (2 * weights, 4 * weights)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "copies"),
+    [("bf16", 0), ("mxfp8", 2), ("mxfp4", 1), ("mxfp4_rht_sr", 0), ("fp8_mxfp4_rht_sr", 1)],
+)
+def test_quantized_weights_are_kept_for_several_microbatches(recipe: str, copies: int) -> None:
+    linears = 2 * 12 * 128**2  # two layers
+    config = small(global_batch_size=16, recipe=recipe)
+    several = plan(config, load_recipe(recipe), VOCABULARY, 1, arch="cpu")
+    assert several.resident["kept quantized weights"] == copies * linears * 2
+    native = plan(config, load_recipe(recipe), VOCABULARY, 1, arch="sm90")
+    assert native.resident["kept quantized weights"] == copies * linears * (1 if recipe.startswith("fp8") else 2)
+    one = plan(small(recipe=recipe), load_recipe(recipe), VOCABULARY, 1)
+    assert one.resident["kept quantized weights"] == 0
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_narrow_optimizer_state_is_counted_by_its_formats(gpus: int) -> None:
+    recipe = load_recipe("fp8_lm")
+    config = small(gpus=gpus, recipe="fp8_lm", use_distributed_optimizer=True, micro_batch_size=4)
+    found = plan(config, recipe, VOCABULARY, gpus)
+    weights = stage_weights(config, VOCABULARY, 0).dense
+    widths = [DTYPES[form].itemsize for form in recipe.optimizer.formats.values()]
+    assert found.resident["moments"] == sum(widths[:2]) * weights / gpus == 3 * weights / gpus
+    assert found.resident["main weights"] == widths[2] * weights / gpus == 2 * weights / gpus
+    assert found.resident["gradients"] == 4 * weights
+    assert found.transient["update"] == (2 * weights if gpus > 1 else 0)  # codes, sent and received
+
+
+def test_a_layer_s_parts_are_named(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(REPOSITORY / "configs/models/gpt_345m.yaml")
+    drive(["--config", config, "--memory-plan", "--micro-batch-size", "16", "--global-batch-size", "16"])
+    printed = capsys.readouterr().out
+    assert "one of 1 GPUs" in printed
+    assert "33.2" in next(line for line in printed.splitlines() if "peak" in line)
+    assert "input of linear_fc2" in printed
+    assert not Path("runs").exists()
+
+
+def test_a_layout_is_planned_without_its_gpus_or_data(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data-path", "nowhere_text_document", "--memory-plan"]
+    drive(["--config", str(REPOSITORY / "configs/models/gpt_6.7b_released.yaml"), *flags])
+    assert "one of 8 GPUs" in capsys.readouterr().out
+    drive(["--config", str(REPOSITORY / "configs/models/gpt_125m.yaml"), *flags, "--memory-plan-gpus", "16"])
+    assert "one of 16 GPUs" in capsys.readouterr().out
+    with pytest.raises(UserError, match="10 processes are not divisible"):
+        drive(["--config", str(REPOSITORY / "configs/models/gpt_6.7b.yaml"), *flags, "--memory-plan-gpus", "10"])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    found = shipped("gpt_345m", micro_batch_size=16, global_batch_size=16)
+    with pytest.raises(UserError) as error:
+        report.check(found, report.Device("a GPU of 32 GiB", 32 * 2**30))
+    message = str(error.value)
+    for words in ("33.3 GiB", "activations 24.", "logits 3.1", "--micro-batch-size", "--no-memory-check"):
+        assert words in message
+    (line,) = report.check(found, report.Device("H200", 140 * 2**30))
+    assert line == "memory: 33.3 GiB planned of 140.0 on a GPU"
+    (line,) = report.check(found, report.Device("small", 34 * 2**30))
+    assert "close" in line
+
+
+def test_the_driver_refuses_before_anything_starts(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatron_lowprec.training import run
+
+    monkeypatch.setattr(run, "_gpu", lambda ranks: report.Device("a tiny GPU", 2**20))
+    with pytest.raises(UserError, match="but a tiny GPU has"):
+        drive(argv(save="out"))
+    assert not torch.distributed.is_initialized()
+    assert not Path("out").exists()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
+    drive(argv(save="out", no_memory_check=True, no_save=True))

@@ -1,0 +1,50 @@
+"""Counts that follow from sizes are those of the model that Megatron-core builds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.resolve import resolve_model
+from megatron_lowprec.training.models.sizes import flops_per_sample, linear_sites, num_parameters
+from tests.training.helpers import argv
+from tests.training.test_run import LLAMA, Drive
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, LLAMA, {"num_experts": 4, "disable_bias_linear": True}, {"disable_bias_linear": True, "add_qkv_bias": True}],
+    ids=["gpt", "llama", "experts", "extras"],
+)
+def test_parameters_and_linear_layers(drive: Drive, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    from megatron_lowprec.training import loop
+
+    seen: list[Any] = []
+    monkeypatch.setattr(loop, "train", lambda run: seen.append(run))
+    drive(argv(save="out", **changes))
+    (run,) = seen
+    model = run.trainer.chunks[0]
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(run.config, 256)
+    sites = {(s.layer_number, s.name): (s.in_features, s.out_features) for s in linear_sites(run.config)}
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and ".layers." in name:
+            layer, inner = name.split(".layers.")[1].split(".", 1)
+            inner = inner.replace("local_experts.0.", "")
+            if "local_experts" not in inner:
+                found[int(layer) + 1, inner] = (module.weight.shape[1], module.weight.shape[0])
+    assert sites == found
+
+
+def test_flops_of_a_known_model() -> None:
+    path = Path(__file__).resolve().parents[3] / "configs/models/gpt_345m.yaml"
+    config = resolve_model(parse(["--config", str(path)])[0])
+    # A token costs 6 x (12 hidden^2 a layer and the logits), and causal attention 6 x layers x hidden x sequence.
+    tokens, hidden, layers = 2048, 1024, 24
+    expected = tokens * (6 * (12 * hidden**2 * layers + hidden * 50304) + 6 * layers * hidden * tokens)
+    assert flops_per_sample(config, 50304) == expected

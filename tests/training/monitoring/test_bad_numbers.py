@@ -1,0 +1,215 @@
+"""Steps whose loss or gradient is not finite: skipped without a trace, traced to their source, and then given up."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.lowprec_linear import LinearNumerics
+from megatron_lowprec.mcore.layers.norm import Norm
+from megatron_lowprec.training import loop
+from megatron_lowprec.training.monitoring import bad_numbers
+from tests.training.conftest import Drive
+from tests.training.helpers import argv, losses, rows
+
+# Two microbatches a step; dropout is on.
+COMMON: dict[str, Any] = {"save": "out", "recipe": "fp8_delayed", "num_layers": 3, "train_iters": 5}
+
+
+def spoiling(
+    monkeypatch: pytest.MonkeyPatch,
+    gemm: str,
+    where: Callable[[Any, Any], bool],
+    value: float = math.nan,
+    operand: int | None = None,
+) -> None:
+    """Make one entry of a GEMM's product, or of one of its operands, not finite, where ``where(place, moment)``."""
+    method = "forward" if gemm == "fprop" else gemm
+    compute = getattr(LinearNumerics, method)
+
+    def spoiled(self: LinearNumerics, first: Any, second: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        made = where(self.place, rest[0]) and getattr(self.recipe, gemm).quantized
+        if made and operand is not None:
+            (first if operand == 0 else second).detach().view(-1)[7] = value
+        product = compute(self, first, second, *rest, **options)
+        if made and operand is None:
+            (product[0] if gemm == "fprop" else product).view(-1)[7] = value
+        return product
+
+    monkeypatch.setattr(LinearNumerics, method, spoiled)
+
+
+def at(layer: int, name: str, step: int, microbatch: int) -> Callable[[Any, Any], bool]:
+    return lambda place, moment: (place.layer, place.name) == (layer, name) and tuple(moment) == (step, microbatch)
+
+
+def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiling(monkeypatch, "fprop", at(2, "mlp.linear_fc1", step=1, microbatch=1))
+    iterate, factors = loop._train_iteration, list[float]()
+
+    def watched(run: Any, *rest: Any) -> Any:
+        factor = run.trainer.gradient_factor
+        factors.append(float(factor.mu))
+        row = iterate(run, *rest)
+        factors.append(float(factor.mu))
+        return row
+
+    monkeypatch.setattr(loop, "_train_iteration", watched)
+    changes = {"recipe": "fp8_lm", "recipe_set": "gradients.sum=format", "train_iters": 3, "fill_amax_histories": True}
+    drive(argv(**COMMON | changes))
+    (first, after), (second, skipped), (third, last) = zip(factors[::2], factors[1::2], strict=True)
+    assert first == 1.0  # passes that fill histories are no steps
+    assert first < after == second == skipped == third < last  # nor is one that looks for a bad number
+
+
+@pytest.mark.parametrize(("gemm", "value"), [("fprop", math.inf), ("dgrad", math.nan), ("wgrad", -math.inf)])
+def test_the_gemm_that_a_bad_number_comes_from_is_named(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gemm: str, value: float
+) -> None:
+    spoiling(monkeypatch, gemm, at(2, "mlp.linear_fc1", step=2, microbatch=1), value)
+    drive(argv(**COMMON))
+    printed = capsys.readouterr().out
+    assert "iteration 3 skipped" in printed
+    kind = "1 NaN and 0 Inf" if math.isnan(value) else "0 NaN and 1 Inf"
+    what = f"layers.2.mlp.linear_fc1, {gemm}, product of finite operands: {kind}"
+    assert f"first of it that is not finite: {what}" in printed
+    assert "on rank 0 in microbatch 1" in printed
+    row = rows(Path("out"))
+    assert [r["skipped iterations"] for r in row] == [0, 0, 1, 1, 1]
+    # Weights, moments, histories and random state are what they were: one batch is missing, and nothing else.
+    assert all(math.isfinite(r["grad-norm"]) for r in row[3:])
+
+
+def test_what_comes_from_no_gemm_is_named_by_its_module(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    norm = Norm.__new__
+
+    def inf_behind_the_norm(*args: Any, **options: Any) -> Any:
+        made = norm(*args, **options)
+        made.register_forward_hook(lambda module, inputs, output: output * math.inf if armed else None)
+        return made
+
+    armed: list[int] = []
+    step = loop.train_step
+
+    def arm(*args: Any) -> Any:
+        armed[:] = [1] if args[3] == 2 else []
+        return step(*args)
+
+    monkeypatch.setattr(Norm, "__new__", staticmethod(inf_behind_the_norm))
+    monkeypatch.setattr(loop, "train_step", arm)
+    drive(argv(**COMMON))
+    assert "first of it that is not finite: layers.1.input_layernorm, output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "size"),
+    [("mlp.linear_fc2.weight", "operand weight", "16,384"), ("self_attention.linear_qkv.bias", "bias", "192")],
+)
+def test_a_bad_weight_is_named(
+    drive: Drive,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    what: str,
+    size: str,
+) -> None:
+    step = loop.train_step
+
+    def spoil(trainer: Any, *args: Any) -> Any:
+        if args[2] == 1:
+            layer = [module for module in trainer.chunks[0].modules() if isinstance(module, TransformerLayer)][2]
+            layer.get_parameter(name).data.view(-1)[5] = math.nan
+        return step(trainer, *args)
+
+    monkeypatch.setattr(loop, "train_step", spoil)
+    with pytest.raises(UserError, match="2 iterations in a row were skipped"):
+        drive(argv(**COMMON, max_skipped_steps=2))
+    printed = capsys.readouterr().out
+    found = f"layers.3.{name.rpartition('.')[0]}, fprop, {what}: 1 NaN and 0 Inf among {size} values"
+    assert f"{found}, on rank 0 in microbatch 0" in printed
+    assert "iteration 2 skipped (loss nan, gradient norm nan)" in printed
+
+
+def test_a_skipped_step_leaves_no_trace(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit the run that was resumed after it, and the histories are those of a run that knows no such step."""
+    spoiling(monkeypatch, "dgrad", at(2, "mlp.linear_fc1", step=2, microbatch=0))
+    common = COMMON | {"save_interval": 3, "lr_decay_iters": 10}
+    drive(argv(**common))
+    shutil.copytree("out/iter_0000003", "half/iter_0000003")
+    Path("half/latest_checkpointed_iteration.txt").write_text("3\n")
+    drive(argv(**common | {"save": "half"}))
+    assert losses(Path("half")) == losses(Path("out"))[3:]
+    # Looking for the source draws the same dropout and puts the random state back.
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "diagnose", lambda *args: bad_numbers.Diagnosis("nobody looked"))
+        drive(argv(**common | {"save": "blind"}))
+    assert losses(Path("blind")) == losses(Path("out"))
+
+
+def test_too_many_in_a_row_stop_with_a_checkpoint_and_a_report(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        spoiling(patch, "wgrad", lambda place, moment: place.name == "mlp.linear_fc2" and moment.step in (1, 3, 4))
+        with pytest.raises(UserError, match=r"2 iterations in a row were skipped.*out/bad_numbers\.md") as error:
+            drive(argv(**COMMON | {"train_iters": 9}, max_skipped_steps=2))
+    assert "\n" not in str(error.value)
+    report = Path("out/bad_numbers.md").read_text()
+    assert "Stopped at iteration 5: 2 skipped iterations in a row" in report
+    assert "iteration 4 skipped" in report
+    assert "iteration 2 skipped" not in report
+    # Backward comes from behind: layer 3 is the first of the three.
+    assert "layers.3.mlp.linear_fc2, wgrad" in report
+    assert "holds weights and moments as they were before the first of these" in report
+    assert "--rerun-in-bf16 layers.3.mlp.linear_fc2.wgrad" in report
+    assert Path("out/latest_checkpointed_iteration.txt").read_text() == "5\n"
+    assert not Path("out/requeue").exists()
+    # The weights are the last good ones: the run goes on once the cause is gone.
+    drive(argv(**COMMON | {"train_iters": 6}))
+    assert math.isfinite(rows(Path("out"))[-1]["grad-norm"])
+
+
+def test_a_gemm_rerun_in_bf16_isolates_the_cause(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The fault is in the quantized product of one GEMM of one layer.
+    spoiling(monkeypatch, "dgrad", lambda place, moment: (place.layer, place.name) == (2, "mlp.linear_fc1"))
+    for rerun, skipped in (("layers.2.mlp.linear_fc1.dgrad", 0), ("layers.3.*.dgrad", 2), ("*.linear_fc1.?grad", 0)):
+        drive(argv(**COMMON | {"train_iters": 2, "rerun_in_bf16": rerun, "no_save": True}))
+        assert rows(Path("out"))[-1]["skipped iterations"] == skipped
+    assert "--rerun-in-bf16, on this stage: layers.1.mlp.linear_fc1.dgrad, layers.1" in capsys.readouterr().out
+    drive(argv(**COMMON | {"rerun_in_bf16": "layers.2.mlp.linear_fc1.dgrad", "explain_recipe": True}))
+    explained = capsys.readouterr().out
+    assert "layer 2: mlp.linear_fc1 [64 -> 256]\n  fprop  emulated" in explained
+    assert "dgrad  native, compute dtype" in explained
+
+
+@pytest.mark.parametrize(
+    ("recipe", "glob", "words"),
+    [
+        ("fp8_delayed", "layers.2.mlp.linear_fc3.dgrad", "did you mean layers.2.mlp.linear_fc2.dgrad"),
+        ("fp8_delayed", "layers.2.mlp.linear_fc1", "did you mean layers.2.mlp.linear_fc1."),
+        ("fp8_rowwise_gw_hp", "layers.2.mlp.linear_fc1.wgrad", "fp8_rowwise_gw_hp quantizes no GEMM of that name"),
+        ("fp8_current_bf16_ends", "layers.1.*", "fp8_current_bf16_ends quantizes no GEMM"),
+        ("bf16", "*", "bf16 quantizes no GEMM"),
+    ],
+)
+def test_a_gemm_that_is_not_quantized_cannot_be_rerun(drive: Drive, recipe: str, glob: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        drive(argv(**COMMON | {"recipe": recipe, "rerun_in_bf16": glob}))
+
+
+def test_the_checkpoint_of_a_rerun_is_the_recipe_s(drive: Drive) -> None:
+    common = COMMON | {"lr_decay_iters": 10}
+    drive(argv(**common | {"train_iters": 2}))
+    drive(argv(**common | {"train_iters": 4}, rerun_in_bf16="layers.2.*"))
+    drive(argv(**common))
+    assert len(losses(Path("out"))) == 5

@@ -1,0 +1,91 @@
+"""run.json tells how a run ran, from its first iteration on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.training import loop
+from megatron_lowprec.training.monitoring import run_metadata
+from tests.training.helpers import argv
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_a_record_is_there_from_the_start_and_whole_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    written = run_metadata.RunRecord(path, True, {"device": "some GPU"}, continues=False)
+    started = read(path)
+    assert started["device"] == "some GPU"
+    assert (started["ended"], started["iteration"], started["peak_memory_bytes"]) == (None, None, None)
+    written.end(40, 2**30)
+    ended = read(path)
+    assert (ended["iteration"], ended["peak_memory_bytes"]) == (40, 2**30)
+    assert ended["ended"] >= ended["started"]
+
+
+def test_a_run_that_continues_keeps_the_larger_peak(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for peak, continues, expected in ((5, False, 5), (3, True, 5), (None, True, 5), (7, True, 7), (2, False, 2)):
+        run_metadata.RunRecord(path, True, {}, continues=continues).end(1, peak)
+        assert read(path)["peak_memory_bytes"] == expected
+
+
+def test_another_rank_writes_nothing(tmp_path: Path) -> None:
+    run_metadata.RunRecord(tmp_path / "run.json", False, {}, continues=False).end(1, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_commit_says_whether_the_package_has_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(run_metadata, "REPOSITORY", tmp_path)
+    assert run_metadata.commit() is None
+    git("init", "-q")
+    (tmp_path / "megatron_lowprec").mkdir()
+    (tmp_path / "megatron_lowprec/a.py").write_text("1")
+    (tmp_path / "pretrain_gpt.py").write_text("1")
+    git("add", ".")
+    git("commit", "-q", "-m", "m")
+    head = git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / "notes.txt").write_text("beside the package")
+    assert run_metadata.commit() == head
+    (tmp_path / "megatron_lowprec/a.py").write_text("2")
+    assert run_metadata.commit() == f"{head} with changes"
+
+
+def test_a_run_records_itself(drive: Callable[[list[str]], None]) -> None:
+    drive(argv(save="out", recipe="mxfp4", bf16=True, no_save=True, micro_batch_size=4))
+    found = read(Path("out/run.json"))
+    assert found["recipe"] == "mxfp4"
+    reason = "emulated: no product of e2m1 on cpu"
+    assert found["gemms"] == {"fprop": "not quantized", "dgrad": reason, "wgrad": reason}
+    assert found["tokens"] == 2 * 4 * 32
+    assert found["parameters"] > 64 * 256
+    assert (found["iteration"], found["processes"], found["peak_memory_bytes"]) == (2, 1, None)
+    assert found["ended"] is not None
+    assert set(found["versions"]) >= {"python", "torch", "megatron-core"}
+
+
+def test_a_run_that_dies_leaves_its_beginning(
+    drive: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(run: object) -> None:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr(loop, "train", die)
+    with pytest.raises(RuntimeError):
+        drive(argv(save="out", no_save=True))
+    found = read(Path("out/run.json"))
+    assert (found["recipe"], found["ended"]) == ("bf16", None)

@@ -1,0 +1,181 @@
+"""A run of the driver on two processes that can be watched and hit from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_lowprec.training.checkpoint import storage
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# As docs/cluster.md asks for.
+_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+_PARTIAL = "iter_*.partial.*"
+_TOKEN = "MEGATRON_LOWPREC_FAULTS"
+_STEP = re.compile(r"^ iteration +\d+/", re.MULTILINE)
+_PATIENCE = 1800.0  # seconds, for machines that have other things to do
+
+
+class Fault(Exception):  # noqa: N818 - what a scenario has found
+    """A run that did not do what it should; the message says what, and where its output is."""
+
+
+class Run:
+    """One start of a run; more of them may follow in the same folder.
+
+    Args:
+        save: its --save folder; output goes to a file beside it.
+        options: of pretrain_gpt.py.
+        script: what torchrun starts.
+        launcher: more options of torchrun.
+    """
+
+    def __init__(
+        self, save: Path, options: list[str], script: Path | None = None, launcher: tuple[str, ...] = ()
+    ) -> None:
+        self.save = save
+        number = len(list(save.parent.glob(f"{save.name}.*.log")))
+        self.log = save.with_name(f"{save.name}.{number}.log")
+        self._token = f"{save}.{number}"
+        # What a start before this one has left.
+        self._remains = set(save.glob(_PARTIAL))
+        command = [sys.executable, *_LAUNCHER, *_SIGNALS, *launcher, str(script or REPOSITORY / "pretrain_gpt.py")]
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+        save.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("w") as output:
+            self.torchrun = subprocess.Popen(
+                [*command, *options, "--save", str(save)],
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environment, _TOKEN: self._token},
+            )
+
+    @property
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def iteration(self) -> int:
+        """The last iteration that was logged, in this start or before it."""
+        return max((row["iteration"] for row in rows(self.save) if "lm loss" in row), default=0)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The two processes, by rank."""
+        children = psutil.Process(self.torchrun.pid).children()
+        return sorted((child for child in children if "RANK" in child.environ()), key=lambda p: p.environ()["RANK"])
+
+    def listen(self, number: signal.Signals) -> bool:
+        """Whether both ranks answer to a signal by now; before that it ends them, as it ends any program."""
+        try:
+            caught = [_caught(rank.pid) >> (number - 1) & 1 for rank in self.ranks()]
+        except (psutil.Error, OSError):  # one that is just being started
+            return False
+        return caught == [1, 1]
+
+    def wait(self, until: Callable[[], Any], what: str, poll: float = 0.002) -> None:
+        """Until something has come about while the run is running."""
+        end = time.monotonic() + _PATIENCE
+        while not until():
+            if self.torchrun.poll() is not None:
+                raise Fault(f"ended before {what}: {self.log}")
+            if time.monotonic() > end:
+                self.kill_all()
+                raise Fault(f"{what} did not come about within {_PATIENCE:.0f} s: {self.log}")
+            time.sleep(poll)
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        """Until this start has logged it; one before it may have come further than its last checkpoint."""
+        self.wait(lambda: _STEP.search(self.printed), "a step", poll=0.05)
+        self.wait(lambda: self.iteration >= iteration, f"iteration {iteration}")
+
+    def wait_for_save(self) -> None:
+        """Until a checkpoint begins to be written."""
+        self.wait(self.partial, "a save", poll=0.0005)
+
+    def partial(self) -> list[Path]:
+        """Checkpoints of this start that are not whole."""
+        return [path for path in self.save.glob(_PARTIAL) if path not in self._remains]
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to torchrun."""
+        self.torchrun.send_signal(number)
+
+    def kill_rank(self, rank: int) -> None:
+        """``kill -9`` of one rank's process."""
+        self.ranks()[rank].kill()
+
+    def kill_all(self) -> None:
+        """``kill -9`` of torchrun and all that it has started: a machine that goes down."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            torchrun = psutil.Process(self.torchrun.pid)
+            for process in (torchrun, *torchrun.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def ended(self) -> tuple[int, float]:
+        """Wait for the end: torchrun's exit code, and the seconds that it took."""
+        started = time.monotonic()
+        try:
+            code = self.torchrun.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise Fault(f"did not end within {_PATIENCE:.0f} s: {self.log}") from None
+        return code, time.monotonic() - started
+
+    def finish(self) -> None:
+        """Wait for the end of a run that nobody disturbs."""
+        code, _ = self.ended()
+        if code:
+            raise Fault(f"exit code {code} of an undisturbed start: {self.log}")
+
+    def left_over(self, patience: float = 10.0) -> int:
+        """Processes of this start that are still there some seconds after its end."""
+        end = time.monotonic() + patience
+        while found := [process for process in psutil.process_iter() if self._is_mine(process)]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        return len(found)
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_TOKEN) == self._token
+        except psutil.Error:
+            return False
+
+
+def _caught(pid: int) -> int:
+    """Signals that a process has handlers for, as Linux tells: bit N - 1 for signal N."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(status.split("SigCgt:")[1].split()[0], 16)
+
+
+def rows(save: Path) -> list[dict[str, Any]]:
+    """A run's metrics; a line that is being written is left out."""
+    try:
+        lines = (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def exact(save: Path) -> list[tuple[int, str, str]]:
+    """(iteration, which loss, its bits) of all training, validation and test losses."""
+    return [(row["iteration"], key, value) for row in rows(save) for key, value in row.items() if key.endswith(" hex")]
+
+
+def newest(save: Path) -> int:
+    """The iteration that a start would continue from; 0 without a checkpoint."""
+    return storage.tracked(str(save)) or 0

@@ -1,0 +1,275 @@
+"""The faults, each done to a run that then has to go on to the losses of an undisturbed one, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_lowprec.training.checkpoint import storage
+from tools.fault_injection.run import REPOSITORY, Fault, Run, exact, newest
+
+# Two layers, dropout on; delayed scaling, Hadamard transforms and stochastic rounding in one recipe.
+SAVE_INTERVAL, EVAL_INTERVAL = 10, 25
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --lr-decay-iters 1000 --bf16 --recipe fp8_mxfp4_rht_sr "
+    "--use-distributed-optimizer --mock-data --tokenizer-type NullTokenizer --vocab-size 255 "
+    f"--eval-iters 12 --eval-interval {EVAL_INTERVAL} --save-interval {SAVE_INTERVAL} --log-interval 1 --keep-last 3"
+).split()
+ASYNC = ["--async-save"]
+
+
+@dataclass
+class Outcome:
+    """One row of the table."""
+
+    fault: str
+    moments: int = 0
+    inside_a_save: int = 0
+    most_lost: int = 0
+    slowest_end: float = 0.0
+    left_over: int = 0
+    notes: list[str] = field(default_factory=list)
+    failure: str | None = None
+
+
+class Scenarios:
+    """All faults against one reference run.
+
+    Args:
+        folder: for everything that is written.
+        seed: of the random moments.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self._random = random.Random(seed)
+        self._reference: list[tuple[int, str, str]] = []
+        self._save_seconds = 0.1
+        self._iterations = 0
+        self._run: Run | None = None
+
+    def reference(self, iterations: int) -> None:
+        """The undisturbed run, of as many iterations as the longest scenario needs."""
+        self._iterations = iterations
+        run = self._start(self.folder / "reference", [])
+        times: list[float] = []
+        for _ in range(3):
+            run.wait_for_save()
+            started = time.monotonic()
+            run.wait(lambda: not run.partial(), "the end of a save", poll=0.0005)
+            times.append(time.monotonic() - started)
+        run.finish()
+        self._save_seconds = sorted(times)[1]
+        self._reference = exact(run.save)
+
+    def kills(self, fault: str, whom: str, moments: int, inside: int, more: list[str]) -> Outcome:
+        """``kill -9`` at random moments of one run, start after start; at least ``inside`` of them inside a save."""
+        outcome = Outcome(fault)
+        save = self.folder / fault.replace(" ", "_").replace(",", "")
+        while outcome.moments < moments or outcome.inside_a_save < inside:
+            if newest(save) + 3 * SAVE_INTERVAL > self._iterations:
+                outcome.notes.append("the run was over before all moments had come")
+                break
+            run = self._start(save, more)
+            self._wait_for_a_moment(run, in_save=outcome.inside_a_save < inside)
+            reached = run.iteration
+            if whom == "one":
+                run.kill_rank(self._random.randrange(2))
+            else:
+                run.kill_all()
+            self._after(run, outcome, reached)
+            if whom == "one" and "Signal 9 (SIGKILL)" not in run.printed.rpartition("Root Cause")[2]:
+                outcome.notes.append(f"torchrun names another root cause: {run.log.name}")
+        return self._finish(save, outcome, more)
+
+    def signals(self, number: signal.Signals, place: str, moments: int, more: list[str]) -> Outcome:
+        """A signal to torchrun, which passes it on to every process: nothing at all may be lost."""
+        cut_off = 0
+        outcome = Outcome(f"{number.name} in {place}" + (", asynchronous saves" if more == ASYNC else ""))
+        save = self.folder / outcome.fault.replace(" ", "_").replace(",", "")
+        for _ in range(moments):
+            # Data loaders of their own: processes that are signalled, too.
+            run = self._start(save, [*more, "--num-workers", "1"])
+            before = run.iteration
+            if place == "a start":
+                run.wait(partial(run.listen, number), "ranks that listen", poll=0.01)
+                time.sleep(self._random.uniform(0.0, 4.0))
+            elif place == "an evaluation":
+                due = (before // EVAL_INTERVAL + 1) * EVAL_INTERVAL
+                run.wait_for_iteration(due)
+                time.sleep(self._random.uniform(0.0, 0.05))
+            else:
+                self._wait_for_a_moment(run, in_save=place == "a save")
+            inside, reached = bool(run.partial()), run.iteration
+            run.send(number)
+            _, seconds = run.ended()
+            outcome.moments += 1
+            outcome.inside_a_save += inside
+            outcome.slowest_end = max(outcome.slowest_end, seconds)
+            outcome.left_over += run.left_over()
+            request = save / "requeue"
+            if not request.exists():
+                raise Fault(f"no {request}: {run.log}")
+            started_anew = "before the first step" in request.read_text()
+            # Steps that were under way are finished; what was reached is saved.
+            if not started_anew and (newest(save) < reached or newest(save) != run.iteration):
+                raise Fault(f"reached {run.iteration}, but saved {newest(save)}: {run.log}")
+            outcome.notes += ["ended before the first step"] * started_anew
+            self._same_so_far(save, run)
+            at_end = {(iteration, key) for iteration, key, _ in exact(save)}
+            cut_off += place == "an evaluation" and (newest(save), "lm loss validation hex") not in at_end
+        if place == "an evaluation":
+            outcome.notes.append(f"{cut_off} of {moments} cut an evaluation off, the others came right after it")
+        return self._finish(save, outcome, more)
+
+    def damage(self, fault: str, happen: Callable[[Path], Any], lost: int) -> Outcome:
+        """A run of two and a half save intervals, something done to its folder, and the rest of the run."""
+        outcome = Outcome(fault, moments=1, most_lost=lost)
+        save = self.folder / fault.replace(" ", "_")
+        self._start(save, ["--exit-interval", "25"]).finish()
+        happen(save)
+        before = newest(save)
+        run = self._start(save, [])
+        run.finish()
+        words = f"at iteration {25 - lost}"
+        if words not in run.printed:
+            raise Fault(f"continued elsewhere than {words} (latest {before}): {run.log}")
+        said = [line for line in run.printed.splitlines() if "cannot be loaded" in line or "damaged" in line]
+        outcome.notes += [line.strip() for line in said]
+        return self._finish(save, outcome, [], started=True)
+
+    def full_disk(self, more: list[str]) -> Outcome:
+        """A file system that fills up while a checkpoint is written to it."""
+        outcome = Outcome("disk full in a save" + (", asynchronous" if more == ASYNC else ""), moments=1)
+        # The disk is --save itself: what the run prints is written elsewhere.
+        save = self.folder / ("full_async" if more else "full") / "out"
+        size = sum(
+            path.stat().st_size for path in max(storage.whole(str(self.folder / "reference")).items())[1].iterdir()
+        )
+        with _small_disk(save, 5 * size + 4 * 2**20) as kind:
+            outcome.notes.append(kind)
+            run = self._start(save, more)
+            run.wait(lambda: newest(save) >= SAVE_INTERVAL, "the first checkpoint")
+            ballast = save / "ballast"
+            with ballast.open("wb") as file:
+                file.write(bytes(max(0, shutil.disk_usage(save).free - size // 2)))
+            code, outcome.slowest_end = run.ended()
+            reached = run.iteration
+            # Where the checkpoint is written beside the training, the next metrics may meet the full disk first.
+            if not code or "could not be written" not in run.printed or "[rank 0] Traceback" in run.printed:
+                raise Fault(f"exit code {code} and not a line about what could not be written: {run.log}")
+            outcome.inside_a_save, outcome.most_lost = 1, reached - newest(save)
+            outcome.left_over = run.left_over()
+            self._same_so_far(save, run)
+            ballast.unlink()
+            return self._finish(save, outcome, more)
+
+    def stuck_rank(self) -> Outcome:
+        """``kill -9`` of one rank while the other is stuck in C++ code, as under NCCL, and torchrun would wait long."""
+        outcome = Outcome("one rank killed, the other stuck in C++")
+        save = self.folder / "stuck"
+        script = REPOSITORY / "tools/fault_injection/stuck_rank.py"
+        patient = ("--shutdown-timeout", "3000") if _knows_shutdown_timeout() else ()
+        if not patient:
+            outcome.notes.append("this torchrun has no --shutdown-timeout and kills after 30 s by itself")
+        run = self._start(save, [], script, patient)
+        run.wait(lambda: "rank 0 is stuck" in run.printed, "a stuck rank")
+        reached = run.iteration
+        run.kill_rank(1)
+        self._after(run, outcome, reached)
+        return self._finish(save, outcome, [])
+
+    def stop(self) -> None:
+        """End what is still running."""
+        if self._run is not None:
+            self._run.kill_all()
+
+    def _start(self, save: Path, more: list[str], script: Path | None = None, launcher: tuple[str, ...] = ()) -> Run:
+        self._run = Run(save, [*MODEL, "--train-iters", str(self._iterations), *more], script, launcher)
+        return self._run
+
+    def _wait_for_a_moment(self, run: Run, in_save: bool) -> None:
+        """Some steps or saves from where the run goes on, and then a part of a step or of a save."""
+        start = newest(run.save)
+        if in_save:
+            if self._random.random() < 0.5:
+                run.wait(lambda: newest(run.save) > start, "a save")
+            run.wait_for_save()
+            time.sleep(self._random.uniform(0.0, self._save_seconds))
+        else:
+            run.wait_for_iteration(start + self._random.randint(1, 3 * SAVE_INTERVAL // 2))
+            time.sleep(self._random.uniform(0.0, 0.1))
+
+    def _after(self, run: Run, outcome: Outcome, reached: int) -> None:
+        """Note how a start ended that was killed, and check what it has left."""
+        _, seconds = run.ended()
+        outcome.moments += 1
+        outcome.inside_a_save += bool(run.partial())
+        outcome.slowest_end = max(outcome.slowest_end, seconds)
+        outcome.left_over += run.left_over()
+        reached = max(reached, run.iteration)
+        outcome.most_lost = max(outcome.most_lost, reached - newest(run.save))
+        self._same_so_far(run.save, run)
+
+    def _same_so_far(self, save: Path, run: Run) -> None:
+        expected = set(self._reference)
+        for row in exact(save):
+            if row not in expected:
+                raise Fault(f"another loss than undisturbed, {row}: {run.log}")
+
+    def _finish(self, save: Path, outcome: Outcome, more: list[str], started: bool = False) -> Outcome:
+        """Let the run go on to its end, and compare all of it."""
+        run = self._start(save, more)
+        continued = newest(save)
+        run.finish()
+        if continued and not started and f"at iteration {continued}" not in run.printed:
+            raise Fault(f"did not continue at iteration {continued}: {run.log}")
+        if exact(save) != self._reference:
+            raise Fault(f"losses differ from the undisturbed run's: {run.log}")
+        if outcome.left_over:
+            outcome.failure = f"{outcome.left_over} processes were left over"
+        return outcome
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path, size: int) -> Iterator[str]:
+    folder.mkdir(parents=True)
+    mounted = (
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=False).returncode
+        == 0
+    )
+    if not mounted:
+        raise Fault("a small tmpfs cannot be mounted here; this fault needs root")
+    try:
+        yield f"tmpfs of {size / 2**20:.0f} MiB"
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def _knows_shutdown_timeout() -> bool:
+    from torch.distributed.run import get_args_parser
+
+    return "--shutdown-timeout" in get_args_parser()._option_string_actions
+
+
+def truncate_shard(save: Path) -> None:
+    """The newest checkpoint's largest file loses its second half."""
+    shard = max(
+        storage.iteration_folder(str(save), newest(save)).glob("*.distcp"), key=lambda path: path.stat().st_size
+    )
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+
+
+def corrupt_tracker(save: Path) -> None:
+    """``latest`` is no text."""
+    (save / storage.TRACKER).write_bytes(b"\xff\xfe\x00garbage")

@@ -1,0 +1,200 @@
+"""Given the same operand, a layout's codes and scales are one process's, bit for bit; and what rounding noise shares.
+
+Every linear layer of this rank quantizes its part of operands that are seeded by the layer, through the numerics (and
+the collectives) that it trains with; beside it stands the unsharded layer, built here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.linear.gemms import DIMS, LinearPlace
+from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.recipe.schema import HistorySpec, Recipe
+from tools.layout_parity.setup import Setup
+
+_TOKENS = 128
+_MOMENT = Moment(5, 1)
+_SLICE = 1000
+
+
+@dataclass
+class _Layer:
+    """One linear layer of this rank, its unsharded twin, and the whole operands of both."""
+
+    numerics: LinearNumerics
+    twin: LinearNumerics
+    operands: dict[str, torch.Tensor]
+
+    def parts(self) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+        """(GEMM, operand, this rank's part, the whole), contracted dimension last."""
+        for (gemm, operand), dims in DIMS.items():
+            whole = self.operands[operand] if dims in ("TI", "OI", "TO") else self.operands[operand].t()
+            part = whole
+            for dimension, name in enumerate(dims):
+                part = part.index_select(dimension, self.indices(name, whole.shape[dimension]))
+            by_row = dims in ("TI", "OI", "TO")
+            yield gemm, operand, (part.contiguous() if by_row else part.t().contiguous().t()), whole
+
+    def indices(self, name: str, size: int) -> torch.Tensor:
+        """Where this rank's part of dimension I, O or T lies."""
+        span = self.numerics.place.spans.get(name, Span())
+        local = size // self.share if name == self.numerics.place.split else size
+        return span.place(torch.arange(local)).to(self.operands["input"].device)
+
+    share: int = 1
+
+
+def operands(setup: Setup, recipe: str) -> dict[str, Any]:
+    """How many operands were compared on all ranks, and which of them differ."""
+    setup.enter(recipe)
+    layers = list(_layers(setup))
+    wrong: list[str] = []
+    delayed = bool(setup.trainer.runtime.recipe.delayed_operands())
+    for layer in layers if delayed else ():
+        for gemm, operand, part, whole in layer.parts():
+            _quantized(layer.numerics, gemm, operand, part)
+            _quantized(layer.twin, gemm, operand, whole)
+    if delayed:
+        setup.trainer.runtime.end_step()
+        for layer in layers:
+            for operand, (history, slot) in layer.twin.histories.items():
+                history.update()
+                mine, its = layer.numerics.histories[operand]
+                if not torch.equal(mine.in_effect[its], history.in_effect[slot]):
+                    wrong.append(f"{_name(layer)} {operand}: amax in effect")
+    compared = 0
+    for layer in layers:
+        for gemm, operand, part, whole in layer.parts():
+            got = _quantized(layer.numerics, gemm, operand, part)
+            want = _quantized(layer.twin, gemm, operand, whole)
+            compared += 1
+            if not _same(layer, DIMS[gemm, operand], got, want):
+                wrong.append(f"{_name(layer)} {gemm} {operand}")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (compared, wrong, [_name(layer) for layer in layers]))
+    return {
+        "compared": sum(one[0] for one in found),
+        "wrong": [f"rank {rank}: {name}" for rank, one in enumerate(found) for name in one[1]],
+        "layers": len({name for one in found for name in one[2]}),
+    }
+
+
+def noise(setup: Setup, recipe: str, layers: int | None = None) -> dict[str, Any]:
+    """Rounding errors of the same operands on data-parallel ranks 0 and 1: the z of their correlation, or equality.
+
+    Args:
+        layers: of the first so many linear layers; None for all.
+    """
+    setup.enter(recipe)
+    errors = []
+    for layer in islice(_layers(setup), layers):
+        spec = layer.numerics.recipe
+        for gemm, operand, _, whole in layer.parts():
+            quant = getattr(spec.gemms[gemm], operand)
+            if quant is None or quant.rounding != "stochastic":
+                continue
+            elements, _ = _quantized(layer.numerics, gemm, operand, whole)
+            transform = layer.numerics._transforms.at(gemm, _MOMENT)
+            exact = whole if transform is None else transform.apply(whole)
+            errors.append((elements.float() - quant.headroom * exact.float()).flatten().double())
+    mine = torch.cat(errors)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    first, second = parts[:2]
+    products = first * second
+    z = float(products.sum() / products.square().sum().sqrt())
+    return {"entries": mine.numel(), "z": z, "same": torch.equal(first, second)}
+
+
+def _layers(setup: Setup) -> Iterator[_Layer]:
+    config, seed = setup.config, setup.config.seed
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    for number, module in enumerate(m for c in setup.trainer.chunks for m in c.modules()):
+        if not isinstance(module, LowPrecLinearMixin):
+            continue
+        mine = module.bound_numerics
+        place, share = mine.place, module.tp_group.size()
+        out_features, in_features = module.weight.shape
+        if place.split == "O":
+            out_features *= share
+        elif place.split == "I":
+            in_features *= share
+        # Kept in bf16 by the recipe, or not.
+        recipe: Recipe = mine.recipe
+        alone = LinearPlace(place.layer, place.name, place.expert, place.data_parallel_rank)
+        stored = setup.trainer.runtime.recipe
+        device = setup.device
+
+        def history_of(remembered: HistorySpec, device: torch.device = device) -> AmaxHistory:
+            return AmaxHistory(remembered, device)
+
+        twin = LinearNumerics(recipe, alone, seed, history_of, stores_histories_of=stored, emulate=config.emulate)
+        name = f"{place.layer} {place.name} {place.expert}"
+        shapes = {
+            "input": (_TOKENS, in_features),
+            "weight": (out_features, in_features),
+            "grad_output": (_TOKENS, out_features),
+        }
+        made = {operand: _seeded(f"{name} {operand}", *shape).to(device, dtype) for operand, shape in shapes.items()}
+        for numerics, weight in ((mine, module.weight), (twin, made["weight"])):
+            numerics.choose_products(weight)
+        assert number >= 0
+        yield _Layer(mine, twin, made, share)
+
+
+def _seeded(name: str, *shape: int) -> torch.Tensor:
+    """Normal, with a column and a row that stick out: amaxes of parts differ."""
+    generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little") % 2**31)
+    made = torch.randn(shape, generator=generator)
+    made[:, int(torch.randint(shape[1], (), generator=generator))] *= 16
+    made[int(torch.randint(shape[0], (), generator=generator))] *= 5
+    return made
+
+
+def _name(layer: _Layer) -> str:
+    place = layer.numerics.place
+    return f"layers.{place.layer}.{place.name}" + (f" expert {place.expert}" if place.expert >= 0 else "")
+
+
+def _quantized(
+    numerics: LinearNumerics, gemm: str, operand: str, matrix: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Elements, and decode scales where they are apart from them."""
+    made = numerics._operand(gemm, operand, matrix, _MOMENT)
+    if isinstance(made, ScaledOperand):
+        return made.elements[: made.rows].float(), made.decode_scale()
+    return made.elements, made.scale
+
+
+def _same(
+    layer: _Layer,
+    dims: str,
+    got: tuple[torch.Tensor, torch.Tensor | None],
+    want: tuple[torch.Tensor, torch.Tensor | None],
+) -> bool:
+    elements, scale = want
+    for dimension, name in enumerate(dims):
+        if name != layer.numerics.place.split:
+            continue
+        size = elements.shape[dimension]
+        indices = layer.indices(name, size)
+        elements = elements.index_select(dimension, indices)
+        if scale is not None and scale.shape[dimension] > 1:
+            tile = math.ceil(size / scale.shape[dimension])
+            scale = scale.index_select(dimension, indices[::tile] // tile)
+    if not torch.equal(got[0], elements) or (got[1] is None) != (scale is None):
+        return False
+    return scale is None or torch.equal(torch.as_tensor(got[1]), scale)

@@ -1,0 +1,166 @@
+"""One launch: ``torchrun -m tools.layout_parity.worker ASKED.json``, one layout or several of as many processes.
+
+ASKED.json holds ``out``, a file for rows as JSON lines, and groups. A group is a model on a layout at a precision: it
+is built once, and every recipe of it runs the checks that the group names. Rows are written as they come, and what has
+a row is not run again: a launch that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.distributed import startup
+
+Row = dict[str, Any]
+
+
+def main(asked: Mapping[str, Any]) -> None:
+    """All groups; a recipe that a layout's sizes forbid is a row that says so, any other error ends the launch."""
+    ranks = startup.prepare_environment()
+    import torch.distributed as dist
+
+    from tools.layout_parity.double import in_double
+    from tools.layout_parity.plan import row_key
+    from tools.layout_parity.setup import Setup, configured
+
+    # Before the process group: no rank writes yet.
+    there = {row_key(row) for row in rows_of(Path(asked["out"]))}
+    device = None
+    with Path(asked["out"]).open("a", encoding="utf-8") as file:
+
+        def write(row: Row) -> None:
+            if ranks.rank == 0:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+
+        for group in asked["groups"]:
+            missing = [
+                (recipe, check)
+                for recipe in group["recipes"]
+                for check in group["checks"]
+                if row_key({**group["name"], "recipe": recipe, "check": check}) not in there
+            ]
+            if not missing:
+                continue
+            config = configured(group["flags"], ranks)
+            if device is None:
+                device = startup.initialize(config, ranks)
+            else:
+                dist.barrier()
+                startup.take_down_layout()
+                startup.lay_out(config)
+            double = group["name"]["precision"] == "fp64"
+            with in_double() if double else nullcontext():
+                setup = Setup.of(config, ranks, device)
+                for recipe, check in missing:
+                    started = time.perf_counter()
+                    try:
+                        found = CHECKS[check](setup, recipe, group)
+                    except UserError as error:
+                        found = {"failed": str(error)}
+                    seconds = round(time.perf_counter() - started, 3)
+                    write({**group["name"], "recipe": recipe, "check": check, **found, "seconds": seconds})
+    if device is not None:
+        startup.finalize()
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a file that may be in the making, or not be there."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def _base(setup: Any, recipe: str, group: Row) -> Row:
+    """Some steps from nothing, and the checkpoint that all layouts load."""
+    setup.enter(recipe)
+    setup.train(group["steps"], setup.progress)
+    setup.save(Path(group["save"]), setup.progress)
+    return {"weights": setup.weights()}
+
+
+def _losses(setup: Any, recipe: str, group: Row) -> Row:
+    setup.enter(recipe)
+    setup.calibrate()
+    runs = setup.trainer.runtime
+    return {
+        "losses": _exact(setup.train(group["steps"])),
+        # Megatron-core's own layers have no recipe.
+        "gemms": runs.gemms() if not setup.config.stock_linears else {},
+    }
+
+
+def _spread(setup: Any, recipe: str, group: Row) -> Row:
+    """The same steps from weights that were moved by one unit in the last place; and in another order of samples."""
+    found: Row = {kind: {} for kind in group["spreads"][recipe]}
+    for kind in found:
+        for seed in group["seeds"]:
+            setup.enter(recipe)
+            setup.perturb(seed)
+            setup.calibrate()
+            found[kind][seed] = _exact(setup.train(group["steps"], order=seed if kind == "reordered" else None))
+    return found
+
+
+def _resume(setup: Any, recipe: str, group: Row) -> Row:
+    """Twice as many steps at once; then half of them, a checkpoint, everything spoiled, loaded, the other half."""
+    from dataclasses import replace
+
+    import torch.distributed as dist
+
+    steps, folder = group["steps"], Path(group["save"])
+    startup.seed(setup.config)
+    setup.enter(recipe)
+    whole = setup.train(2 * steps)
+    startup.seed(setup.config)
+    setup.enter(recipe)
+    progress = replace(setup.progress)
+    resumed = setup.train(steps, progress)
+    setup.save(folder, progress)
+    setup.enter(recipe)
+    setup.snapshot.spoil()
+    startup.seed(replace(setup.config, seed=4321))
+    resumed += setup.train(steps, setup.load(folder))
+    dist.barrier()
+    if setup.ranks.rank == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+    return {"whole": _exact(whole), "resumed": _exact(resumed)}
+
+
+def _operands(setup: Any, recipe: str, group: Row) -> Row:
+    from tools.layout_parity import operands
+
+    return operands.operands(setup, recipe)
+
+
+def _noise(setup: Any, recipe: str, group: Row) -> Row:
+    from tools.layout_parity import operands
+
+    return operands.noise(setup, recipe, group.get("layers"))
+
+
+def _exact(losses: list[float]) -> list[str]:
+    return [loss.hex() for loss in losses]
+
+
+CHECKS: Mapping[str, Callable[[Any, str, Row], Row]] = {
+    "base": _base,
+    "losses": _losses,
+    "spread": _spread,
+    "resume": _resume,
+    "operands": _operands,
+    "noise": _noise,
+}
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -1,1 +1,0 @@
-"""Whether a recipe means the same on every parallel layout: ``python -m tools.matrix``."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.distributed import startup
-from megatron_lowprec.training.distributed.interrupt import Abandoned, Interrupted
+from megatron_lowprec.training.distributed.interrupt import Interrupted, PeerLost
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except BrokenPipeError:  # `--explain-recipe | head`: whoever read has what they wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Abandoned:
+    except PeerLost:
         print(f"pretrain_gpt.py: rank {ranks.rank}: stopped, for another rank has ended", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:

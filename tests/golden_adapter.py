@@ -151,7 +151,7 @@ def _fp8_te_delayed(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Re
     for step in amax:
         used.append([delayed_encode_scale(history.in_effect[slot], spec) for slot in slots])
         for slot, value in zip(slots, step, strict=True):
-            history.observe(slot, value)
+            history.update_amax(slot, value)
         history.update()
         after.append([delayed_encode_scale(history.in_effect[slot], spec) for slot in slots])
     return {"scale_used": torch.tensor(used), "scale_after": torch.tensor(after)}

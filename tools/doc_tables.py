@@ -184,8 +184,8 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
     return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
 
 
-def _in_a_line(numerics: Row) -> str:
-    return ", ".join(part for part in numerics if part)
+def _in_a_line(linear_gemms: Row) -> str:
+    return ", ".join(part for part in linear_gemms if part)
 
 
 def _execution(page: Path, *names: str) -> Iterator[Row]:

@@ -36,7 +36,7 @@ from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from megatron_lowprec.training.data.wikitext import SHIPPED, Page, read
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.evaluation.windows import Text, check_stride
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.evaluation.text_loss import Score
@@ -126,10 +126,10 @@ class Scorer:
             **{name: value for name, value in moved.items() if value is not None},
         )
         self._recipe = opened.recipe
-        self._length: int = sized(opened.config.seq_length if args.seq_length is None else args.seq_length)
+        self._length: int = require(opened.config.seq_length if args.seq_length is None else args.seq_length)
         self._stride: int = self._length if args.stride is None else args.stride
         check_stride(self._stride, self._length)
-        positions = sized(opened.config.max_position_embeddings)
+        positions = require(opened.config.max_position_embeddings)
         if opened.config.position_embedding_type == "learned_absolute" and self._length > positions:
             raise UserError(f"--seq-length {self._length}: this model has {positions} positions; lower it")
         self._tokenizer = tokenizer_of(opened.config)
@@ -161,7 +161,7 @@ class Scorer:
 
     def prepared(self) -> dict[str, str]:
         """--data-path's entries and the prefix of each; raw text is tokenized by the first process of each node."""
-        from megatron_lowprec.training.distributed.rank_sync import in_turn, patient_group
+        from megatron_lowprec.training.distributed.rank_sync import long_timeout_group, rank0_first
 
         args = self._args
         cache = args.data_cache_path or str(REPOSITORY / "data" / "cache")
@@ -170,8 +170,8 @@ class Scorer:
         def prepare() -> dict[str, str]:
             return {p: corpus_writer.prepare(find_data(p), self._tokenizer, cache, **options) for p in args.data_path}
 
-        with patient_group() as group:
-            return in_turn(self._ranks.local_rank == 0, prepare, group)
+        with long_timeout_group() as group:
+            return rank0_first(self._ranks.local_rank == 0, prepare, group)
 
     def corpus(self, path: str, prefix: str) -> dict[str, Any]:
         """A corpus as one stream of tokens."""

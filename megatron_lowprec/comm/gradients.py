@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import cast_many_
+from megatron_lowprec.kernels.dispatch import multi_tensor_cast_
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
 from megatron_lowprec.recipe.schema import GradientSpec
@@ -134,10 +134,10 @@ class GradientSum:
         parts = [(flat[start:end], codes[start:end]) for start, end in tensors]
         if flat.dtype == torch.float32:
             values, places = zip(*parts, strict=True)
-            cast_many_(values, scale, self._format, places)
+            multi_tensor_cast_(values, scale, self._format, places)
         else:  # one tensor at a time, for fp32 copies of all would not fit
             for (value, place), one in zip(parts, scale.split(1), strict=True):
-                cast_many_([value.float()], one, self._format, [place])
+                multi_tensor_cast_([value.float()], one, self._format, [place])
         return codes
 
     def sum_codes(self, received: torch.Tensor) -> torch.Tensor:

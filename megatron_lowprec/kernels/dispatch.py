@@ -76,15 +76,15 @@ def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch
     return history_reference.update_history_(newest, window, in_effect, take_max)
 
 
-def cast_many_(
+def multi_tensor_cast_(
     values: Sequence[torch.Tensor], encode_scale: torch.Tensor, fmt: Format, codes: Sequence[torch.Tensor]
 ) -> None:
-    """``cast_many.reference.cast_many_``, on a GPU as one kernel."""
+    """``multi_tensor_cast.reference.multi_tensor_cast_``, on a GPU as one kernel."""
     if encode_scale.is_cuda and have_triton():
         from megatron_lowprec.kernels.multi_tensor_cast import triton
 
-        return triton.cast_many_(values, encode_scale, fmt, codes)
-    return cast_many_reference.cast_many_(values, encode_scale, fmt, codes)
+        return triton.multi_tensor_cast_(values, encode_scale, fmt, codes)
+    return cast_many_reference.multi_tensor_cast_(values, encode_scale, fmt, codes)
 
 
 def adam_update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, stream_key
 from megatron_lowprec.recipe.coverage import site_path
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
@@ -40,7 +40,7 @@ class Gemm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LinearPlace:
+class LinearId:
     """Where a linear layer, or a rank's shard of one, stands: what its random streams are keyed by.
 
     ``spans`` says where the shard lies in the unsharded layer, for dimensions "I" and "O"; ``split`` names the
@@ -51,7 +51,7 @@ class LinearPlace:
     name: str
     expert: int = -1
     data_parallel_rank: int = 0
-    spans: Mapping[str, Span] = field(default_factory=dict)
+    spans: Mapping[str, ShardSlice] = field(default_factory=dict)
     split: str = ""
 
     @property
@@ -65,8 +65,8 @@ class LinearPlace:
         return {
             (gemm, operand): RandomStream(
                 self._key(seed, "rounding", gemm, operand),
-                row_span=self.spans.get(dims[0], Span()),
-                column_span=self.spans.get(dims[1], Span()),
+                row_span=self.spans.get(dims[0], ShardSlice()),
+                column_span=self.spans.get(dims[1], ShardSlice()),
             )
             for (gemm, operand), dims in DIMS.items()
         }

@@ -10,11 +10,11 @@ from megatron_lowprec.kernels.dispatch import add_bias_, arch_of
 from megatron_lowprec.kernels.gemm.native import ScaledOperand, scaled_product
 from megatron_lowprec.kernels.gemm.reference import Operand, contract
 from megatron_lowprec.kernels.quantize.reference import tile_amax
-from megatron_lowprec.linear.gemms import SIDES, Gemm, LinearPlace
-from megatron_lowprec.linear.operands import AnyOperand, GradOutput, Help, Input, Kept, matrix_of
-from megatron_lowprec.linear.weight_cache import KeptWeights
+from megatron_lowprec.linear.gemms import SIDES, Gemm, LinearId
+from megatron_lowprec.linear.operands import AnyOperand, CastFusion, GradOutput, Input, Kept, matrix_of
+from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.error_stats import fidelity_sums
+from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.native import amax_for_gemms, cast_for_gemms
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import (
@@ -24,7 +24,7 @@ from megatron_lowprec.quantization.quantizer import (
     quantize_by_reference,
     quantize_for_gemm,
 )
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import tile_sizes
 from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.coverage import weight_serves_microbatches
@@ -32,7 +32,7 @@ from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec, Recipe
 
 
-class LinearNumerics:
+class LinearGemms:
     """fprop, dgrad and wgrad of one linear layer under a recipe.
 
     Its state are slots in amax histories; what else it keeps (signs of a moment, quantized weights of a step) only
@@ -53,13 +53,13 @@ class LinearNumerics:
     Attributes:
         main_grad_is_zero: a promise to the next ``wgrad`` that it may overwrite what it accumulates into; it takes it
             back. Whoever sets the gradients to zero makes it.
-        kept_weights: of this step; empty without ``cache_weights``.
+        weight_cache: of this step; empty without ``cache_weights``.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        place: LinearPlace,
+        place: LinearId,
         seed: int,
         history_of: Callable[[HistorySpec], AmaxHistory],
         reduce_amax: Reduce | None = None,
@@ -71,7 +71,7 @@ class LinearNumerics:
         self.main_grad_is_zero = False
         self._emulate = emulate
         served = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
-        self.kept_weights = KeptWeights(served if cache_weights else ())
+        self.weight_cache = QuantizedWeightCache(served if cache_weights else ())
         self._native_on: tuple[torch.device, torch.dtype] | None = None
         self._native: frozenset[str] = frozenset()
         self._gemms = {name: Gemm.of(name, gemm) for name, gemm in recipe.gemms.items()}
@@ -84,7 +84,7 @@ class LinearNumerics:
             history = history_of(remembered)
             self.histories[operand] = (history, history.add_tensor())
 
-    def help_wanted(self, tensor: str, matrix: torch.Tensor) -> Help:
+    def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> CastFusion:
         """How whoever makes "input" or "grad_output" of the size and dtype of ``matrix`` spares its casts a pass.
 
         "source" where the scale is known and one cast gives both operands, so that it may compute what it casts;
@@ -98,22 +98,24 @@ class LinearNumerics:
             return None
         return "source" if spec.scaling == "delayed" else "amax"
 
-    def takes_parts(self, matrix: torch.Tensor) -> bool:
+    def accepts_split_input(self, matrix: torch.Tensor) -> bool:
         """Whether dy of the size and dtype of ``matrix`` may be a ``Source`` that lies in memory in parts."""
         spec = self.recipe.dgrad.grad_output
         native = {"dgrad", "wgrad"} <= self._native_gemms(matrix)
         return native and spec is not None and spec == self.recipe.wgrad.grad_output and spec.tile != "row"
 
-    def fprop(self, x_TI: torch.Tensor, w_OI: torch.Tensor, moment: Moment, observe: bool = True) -> torch.Tensor:
-        """``y_TO = x_TI @ w_OI.T`` in the dtype of x; ``observe=False`` keeps an evaluation out of amax histories."""
-        return self.forward(x_TI, w_OI, moment, observe)[0]
+    def fprop(
+        self, x_TI: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep, update_amax: bool = True
+    ) -> torch.Tensor:
+        """``y_TO = x_TI @ w_OI.T`` in the dtype of x; ``update_amax=False`` keeps an evaluation out of amax histories."""
+        return self.forward(x_TI, w_OI, rng_step, update_amax)[0]
 
     def forward(
         self,
         x_TI: torch.Tensor | Source | Input,
         w_OI: torch.Tensor,
-        moment: Moment,
-        observe: bool = True,
+        rng_step: RngStep,
+        update_amax: bool = True,
         bias_O: torch.Tensor | None = None,
         keep: bool = False,
         amax: torch.Tensor | None = None,
@@ -123,7 +125,7 @@ class LinearNumerics:
         A native product adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
 
         Args:
-            x_TI: a computed one only where ``help_wanted`` says so.
+            x_TI: a computed one only where ``supported_fusion`` says so.
             keep: make wgrad's operand of x now, from the same read, where both products are native; one that
                 ``input`` has made is kept anyway.
             amax: fp32 [1] of this rank's part of x, where whoever made it knows it.
@@ -136,29 +138,29 @@ class LinearNumerics:
             x, x_kept = x_TI.rows, x_TI.columns
         elif "fprop" in native:
             both = keep and "wgrad" in native and self.recipe.fprop.input == self.recipe.wgrad.input
-            x, x_kept = self._cast("input", x_TI, rows=True, columns=both, observe=observe, part_amax=amax)[:2]
+            x, x_kept = self._cast("input", x_TI, rows=True, columns=both, update_amax=update_amax, part_amax=amax)[:2]
             assert x is not None
         else:
-            x = self._quantized("fprop", "input", matrix_of(x_TI), moment, observe)
+            x = self._quantized("fprop", "input", matrix_of(x_TI), rng_step, update_amax)
         weight_amax = self._weight_amax(w_OI) if keep and "fprop" in native else None
-        w = self._weight("fprop", w_OI, native, moment, observe, weight_amax)
+        w = self._weight("fprop", w_OI, native, rng_step, update_amax, weight_amax)
         y = self._product("fprop", x, w, matrix_of(x_TI, made=True).dtype, bias=bias_O)
         return y, Kept(x_kept, weight_amax)
 
     def input(self, x_TI: Source) -> Input:
-        """x for ``forward``, as operands for fprop and wgrad; only where ``help_wanted`` is "source"."""
+        """x for ``forward``, as operands for fprop and wgrad; only where ``supported_fusion`` is "source"."""
         rows, columns, _ = self._cast("input", x_TI, rows=True, columns=True)
         assert rows is not None
         assert columns is not None
         return Input(x_TI.x, rows, columns)
 
     def grad_output(
-        self, dy_TO: torch.Tensor | Source, moment: Moment, bias: bool = False, amax: torch.Tensor | None = None
+        self, dy_TO: torch.Tensor | Source, rng_step: RngStep, bias: bool = False, amax: torch.Tensor | None = None
     ) -> GradOutput:
         """dy for ``dgrad`` and ``wgrad``, quantized for both from one read where their specs and a kernel allow it.
 
         Args:
-            dy_TO: a computed one only where ``help_wanted`` says so, one in parts where ``takes_parts`` does.
+            dy_TO: computed only where ``supported_fusion`` is "source", in parts where ``accepts_split_input``.
             bias: also give the gradient of a bias, the sum over tokens.
             amax: fp32 [1] of this rank's part of dy, where whoever made it knows it.
         """
@@ -179,8 +181,8 @@ class LinearNumerics:
                 matrix_of(dy_TO),
                 spec,
                 (self._rounding["dgrad", "grad_output"], self._rounding["wgrad", "grad_output"]),
-                (self._transforms.at("dgrad", moment), self._transforms.at("wgrad", moment)),
-                moment,
+                (self._transforms.at("dgrad", rng_step), self._transforms.at("wgrad", rng_step)),
+                rng_step,
             )
             if both is not None:
                 operands = {"dgrad": Operand(both[0]), "wgrad": Operand(both[1])}
@@ -193,37 +195,37 @@ class LinearNumerics:
         self,
         dy: torch.Tensor | GradOutput,
         w_OI: torch.Tensor,
-        moment: Moment,
+        rng_step: RngStep,
         weight_amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` as ``forward`` kept it."""
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
-        left = dy.operands.get("dgrad") or self._operand("dgrad", "grad_output", dy.matrix, moment)
-        w = self._weight("dgrad", w_OI, self._native_gemms(dy.matrix), moment, amax=weight_amax)
+        left = dy.operands.get("dgrad") or self._operand("dgrad", "grad_output", dy.matrix, rng_step)
+        w = self._weight("dgrad", w_OI, self._native_gemms(dy.matrix), rng_step, amax=weight_amax)
         return self._product("dgrad", left, w, dy.matrix.dtype)
 
     def wgrad(
         self,
         dy: torch.Tensor | GradOutput,
         x: torch.Tensor | ScaledOperand | Source,
-        moment: Moment,
+        rng_step: RngStep,
         accumulate_into: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``dw_OI = dy_TO.T @ x_TI`` in the dtype of dy, or added in fp32 to ``accumulate_into``, which is returned.
 
         Args:
-            x: x_TI, or the operand of it that ``forward`` kept; a computed one only where ``help_wanted`` says so.
+            x: x_TI, or the operand of it that ``forward`` kept; a computed one only where ``supported_fusion`` says so.
             amax: as ``forward`` had it.
         """
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
         if not isinstance(x, ScaledOperand) and "wgrad" in self._native_gemms(x):
             unseen = self.recipe.fprop.input != self.recipe.wgrad.input  # else fprop has observed its amax
-            made = self._cast("input", x, rows=False, columns=True, observe=unseen, part_amax=amax).columns
+            made = self._cast("input", x, rows=False, columns=True, update_amax=unseen, part_amax=amax).columns
             assert made is not None
             x = made
-        left = dy.operands.get("wgrad") or self._operand("wgrad", "grad_output", dy.matrix.t(), moment)
-        right = x if isinstance(x, ScaledOperand) else self._quantized("wgrad", "input", matrix_of(x).t(), moment)
+        left = dy.operands.get("wgrad") or self._operand("wgrad", "grad_output", dy.matrix.t(), rng_step)
+        right = x if isinstance(x, ScaledOperand) else self._quantized("wgrad", "input", matrix_of(x).t(), rng_step)
         return self._product("wgrad", left, right, dy.matrix.dtype, accumulate_into)
 
     def load_histories(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -235,7 +237,7 @@ class LinearNumerics:
 
     def forget_weights(self) -> None:
         """The weight has changed."""
-        self.kept_weights.forget()
+        self.weight_cache.forget()
 
     def choose_products(self, w_OI: torch.Tensor) -> None:
         """Find out, once for a device and dtype, which GEMMs run on FP8 units."""
@@ -256,7 +258,7 @@ class LinearNumerics:
         *,
         rows: bool,
         columns: bool,
-        observe: bool = True,
+        update_amax: bool = True,
         amax: torch.Tensor | None = None,
         part_amax: torch.Tensor | None = None,
         sums: bool = False,
@@ -272,7 +274,7 @@ class LinearNumerics:
         if spec.scaling == "delayed":
             history, slot = self.histories[tensor]
             amax, newest = history.cells(slot)
-            observed = newest if observe else None
+            observed = newest if update_amax else None
         reduce = [
             self._reduce_amax if self.place.shares_scale(gemm, tensor, spec) else None for gemm in (by_row, by_column)
         ]
@@ -296,7 +298,7 @@ class LinearNumerics:
         spec = self.recipe.fprop.weight
         if spec is None or spec != self.recipe.dgrad.weight or (spec.tile, spec.scaling) != ("tensor", "current"):
             return None
-        if self.kept_weights.keeps("fprop") or isinstance(w_OI, Fp8Weight):
+        if self.weight_cache.keeps("fprop") or isinstance(w_OI, Fp8Weight):
             return None
         amax = amax_for_gemms(w_OI)
         return amax if self._reduce_amax is None else self._reduce_amax(amax)
@@ -306,56 +308,58 @@ class LinearNumerics:
         gemm: str,
         w_OI: torch.Tensor,
         native: frozenset[str],
-        moment: Moment,
-        observe: bool = True,
+        rng_step: RngStep,
+        update_amax: bool = True,
         amax: torch.Tensor | None = None,
     ) -> AnyOperand:
         """The weight's operand: FP8 itself, kept from an earlier microbatch, or made now."""
         if isinstance(w_OI, Fp8Weight):
-            return self._primary_weight(gemm, w_OI, gemm in native, observe)
+            return self._primary_weight(gemm, w_OI, gemm in native, update_amax)
         # also where nothing is observed: the first pass of an activation recomputation
-        kept = self.kept_weights.find(gemm, gemm in native)
+        kept = self.weight_cache.find(gemm, gemm in native)
         if kept is not None:
             return kept
-        keeps = observe and self.kept_weights.keeps(gemm)
+        keeps = update_amax and self.weight_cache.keeps(gemm)
         made: dict[str, AnyOperand]
         if gemm in native:
             both = keeps and {"fprop", "dgrad"} <= native and self.recipe.fprop.weight == self.recipe.dgrad.weight
             rows, columns = both or gemm == "fprop", both or gemm == "dgrad"
-            by_row, by_column, _ = self._cast("weight", w_OI, rows=rows, columns=columns, observe=observe, amax=amax)
+            by_row, by_column, _ = self._cast(
+                "weight", w_OI, rows=rows, columns=columns, update_amax=update_amax, amax=amax
+            )
             made = {name: o for name, o in (("fprop", by_row), ("dgrad", by_column)) if o is not None}
         else:
             matrix = w_OI if gemm == "fprop" else w_OI.t()
-            made = {gemm: self._quantized(gemm, "weight", matrix, moment, observe)}
+            made = {gemm: self._quantized(gemm, "weight", matrix, rng_step, update_amax)}
         if keeps:
-            self.kept_weights.keep(made)
+            self.weight_cache.keep(made)
         return made[gemm]
 
-    def _primary_weight(self, gemm: str, w_OI: Fp8Weight, native: bool, observe: bool) -> AnyOperand:
+    def _primary_weight(self, gemm: str, w_OI: Fp8Weight, native: bool, update_amax: bool) -> AnyOperand:
         """The operand that the codes are already; a native dgrad reads a copy of them that is made once a step."""
-        if observe and w_OI.spec.scaling == "delayed":
+        if update_amax and w_OI.spec.scaling == "delayed":
             history, slot = self.histories["weight"]
-            history.observe(slot, w_OI.main_amax)
+            history.update_amax(slot, w_OI.main_amax)
         transposed = gemm == "dgrad"
         if not native:
             return w_OI.operand(transposed)
-        if not transposed or not (observe and self.kept_weights.keeps(gemm)):
+        if not transposed or not (update_amax and self.weight_cache.keeps(gemm)):
             return w_OI.scaled_operand(transposed)
-        kept = self.kept_weights.find(gemm, native)
+        kept = self.weight_cache.find(gemm, native)
         if kept is None:
             kept = w_OI.scaled_operand(transposed)
-            self.kept_weights.keep({gemm: kept})
+            self.weight_cache.keep({gemm: kept})
         return kept
 
     def _operand(
-        self, gemm: str, operand: str, matrix: torch.Tensor, moment: Moment, observe: bool = True
+        self, gemm: str, operand: str, matrix: torch.Tensor, rng_step: RngStep, update_amax: bool = True
     ) -> AnyOperand:
         """An operand of [R, K], contracted dimension last, as a native or an emulated product takes it."""
         if gemm not in self._native or matrix.numel() == 0:
-            return self._quantized(gemm, operand, matrix, moment, observe)
+            return self._quantized(gemm, operand, matrix, rng_step, update_amax)
         by_row = SIDES[operand][0] == gemm
         source = matrix if by_row else matrix.t()
-        by_rows, by_columns, _ = self._cast(operand, source, rows=by_row, columns=not by_row, observe=observe)
+        by_rows, by_columns, _ = self._cast(operand, source, rows=by_row, columns=not by_row, update_amax=update_amax)
         made = by_rows if by_row else by_columns
         assert made is not None
         return made
@@ -396,20 +400,20 @@ class LinearNumerics:
         return y if bias is None else add_bias_(y, bias)
 
     def _quantized(
-        self, gemm: str, operand: str, matrix: torch.Tensor, moment: Moment, observe: bool = True
+        self, gemm: str, operand: str, matrix: torch.Tensor, rng_step: RngStep, update_amax: bool = True
     ) -> Operand:
         """``_operand`` of an emulated product."""
-        spec, transform = self._gemms[gemm].specs[operand], self._transforms.at(gemm, moment)
+        spec, transform = self._gemms[gemm].specs[operand], self._transforms.at(gemm, rng_step)
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
             return Operand(matrix if transform is None else transform.apply(matrix).to(matrix.dtype))
-        if spec.scaling == "delayed" and observe:
+        if spec.scaling == "delayed" and update_amax:
             history, slot = self.histories[operand]
-            history.observe(slot, tile_amax(matrix, tile_sizes(spec, matrix)))
-        elements, scale = quantize_for_gemm(matrix, spec, **self._how(gemm, operand, spec, moment))
+            history.update_amax(slot, tile_amax(matrix, tile_sizes(spec, matrix)))
+        elements, scale = quantize_for_gemm(matrix, spec, **self._how(gemm, operand, spec, rng_step))
         return Operand(elements, scale, tile_sizes(spec, matrix))
 
-    def fidelity_sums(self, gemm: str, operand: str, matrix: torch.Tensor, moment: Moment) -> torch.Tensor:
-        """``quantization.fidelity.fidelity_sums`` of an operand as a call at this moment makes it of ``matrix``.
+    def error_stats(self, gemm: str, operand: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
+        """``quantization.fidelity.error_stats`` of an operand as a call at this moment makes it of ``matrix``.
 
         Nothing is observed, kept or drawn that a call would not draw. Ranks that share its scale must all ask.
 
@@ -417,16 +421,16 @@ class LinearNumerics:
             matrix: [R, K], contracted dimension last, not empty; of an operand that the recipe quantizes.
         """
         spec: QuantSpec = getattr(getattr(self.recipe, gemm), operand)
-        return fidelity_sums(*quantize_by_reference(matrix, spec, **self._how(gemm, operand, spec, moment)))
+        return error_stats(*quantize_by_reference(matrix, spec, **self._how(gemm, operand, spec, rng_step)))
 
-    def _how(self, gemm: str, operand: str, spec: QuantSpec, moment: Moment) -> dict[str, Any]:
+    def _how(self, gemm: str, operand: str, spec: QuantSpec, rng_step: RngStep) -> dict[str, Any]:
         """What quantizing an operand takes beside the matrix and the spec."""
         delayed = spec.scaling == "delayed"
         history, slot = self.histories[operand] if delayed else (None, 0)
         return {
             "random": self._rounding[gemm, operand],
-            "moment": moment,
-            "transform": self._transforms.at(gemm, moment),
+            "rng_step": rng_step,
+            "transform": self._transforms.at(gemm, rng_step),
             "encode_scale": None if history is None else delayed_encode_scale(history.in_effect[slot], spec),
             "reduce_amax": self._reduce_amax if self.place.shares_scale(gemm, operand, spec) else None,
         }

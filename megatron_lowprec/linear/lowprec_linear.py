@@ -9,11 +9,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.gemms import LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.operands import Kept
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment, in_backward_pass
+from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec, Recipe
@@ -22,21 +22,21 @@ from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x, weight, bias, numerics: LinearNumerics, moment: Moment, observe: bool
+        ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: RngStep, update_amax: bool
     ):
-        y, kept = numerics.forward(x, weight, moment, observe, bias, keep=ctx.needs_input_grad[1])
+        y, kept = linear_gemms.forward(x, weight, rng_step, update_amax, bias, keep=ctx.needs_input_grad[1])
         ctx.save_for_backward(weight, *kept.saved(x))
-        ctx.numerics, ctx.moment, ctx.tile = numerics, moment, kept.tile
+        ctx.linear_gemms, ctx.rng_step, ctx.tile = linear_gemms, rng_step, kept.tile
         return y
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         weight, elements, scale, amax = ctx.saved_tensors
-        dy = ctx.numerics.grad_output(dy, ctx.moment, bias=ctx.needs_input_grad[2])
-        dx = ctx.numerics.dgrad(dy, weight, ctx.moment, amax) if ctx.needs_input_grad[0] else None
+        dy = ctx.linear_gemms.grad_output(dy, ctx.rng_step, bias=ctx.needs_input_grad[2])
+        dx = ctx.linear_gemms.dgrad(dy, weight, ctx.rng_step, amax) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = ctx.numerics.wgrad(dy, Kept.restored(elements, scale, ctx.tile), ctx.moment)
+            dw = ctx.linear_gemms.wgrad(dy, Kept.restored(elements, scale, ctx.tile), ctx.rng_step)
         return dx, dw, dy.bias, None, None, None
 
 
@@ -86,10 +86,10 @@ class LowPrecLinear(nn.Linear):
         if self.recipe.quantized and not kept:
             check_site(self.recipe, LinearSite(layer, name, in_features, out_features, "column"), 1)
         self._histories: dict[HistorySpec, AmaxHistory] = {}
-        self.numerics = LinearNumerics(
-            get_recipe("bf16") if kept else self.recipe, LinearPlace(layer, name), seed, self._history
+        self.linear_gemms = LinearGemms(
+            get_recipe("bf16") if kept else self.recipe, LinearId(layer, name), seed, self._history
         )
-        self.moment = Moment(0, 0)
+        self.rng_step = RngStep(0, 0)
         # optimizer steps before the last forward pass in training; None where its amaxes have entered the histories
         self._observed_after: int | None = None
         if self._histories:
@@ -105,12 +105,12 @@ class LowPrecLinear(nn.Linear):
                 self._end_microbatch()
         if training and self._histories:
             self._observed_after = _optimizer_steps
-        if self.numerics.recipe.random:
-            self.moment = Moment(*torch.randint(1 << 31, (2,), device="cpu").tolist())
+        if self.linear_gemms.recipe.random:
+            self.rng_step = RngStep(*torch.randint(1 << 31, (2,), device="cpu").tolist())
         flat = x.reshape(-1, x.shape[-1])
         # Triton starts kernels on the current device; for the backward pass autograd itself makes it the tensors'
         with torch.cuda.device_of(flat):
-            y = _LinearFunction.apply(flat, self.weight, self.bias, self.numerics, self.moment, training)
+            y = _LinearFunction.apply(flat, self.weight, self.bias, self.linear_gemms, self.rng_step, training)
         return y.view(*x.shape[:-1], self.out_features)
 
     def end_step(self) -> None:
@@ -133,11 +133,11 @@ class LowPrecLinear(nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._follow_optimizer()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for operand, (history, slot) in self.numerics.histories.items():
+        for operand, (history, slot) in self.linear_gemms.histories.items():
             destination[f"{prefix}amax.{operand}"] = history.state(slot)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self.numerics.load_histories(state_dict, prefix)
+        self.linear_gemms.load_histories(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LowPrecLinear":

@@ -13,7 +13,7 @@ from megatron_lowprec.kernels.gemm.reference import Operand
 AnyOperand = Operand | ScaledOperand
 """One side of an emulated or of a native product."""
 
-Help = Literal["source", "amax", None]
+CastFusion = Literal["source", "amax", None]
 """What a kernel that makes x or dy can do for the casts of it: leave it to them, or find its amax on the way."""
 
 
@@ -36,7 +36,7 @@ class Input(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What ``LinearNumerics.forward`` leaves for the backward pass.
+    """What ``LinearGemms.forward`` leaves for the backward pass.
 
     Attributes:
         input: wgrad's operand of x, [I, T padded]; x itself is then not needed any more. None where x is.
@@ -78,5 +78,5 @@ def matrix_of(x: torch.Tensor | Source | Input, made: bool = False) -> torch.Ten
         return x
     if isinstance(x, Input):
         return x.like
-    assert made or x.kind == "matrix", f"{x.kind} is no matrix in memory: ask help_wanted first"
+    assert made or x.kind == "matrix", f"{x.kind} is no matrix in memory: ask supported_fusion first"
     return x.like

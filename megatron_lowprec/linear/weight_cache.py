@@ -7,7 +7,7 @@ from megatron_lowprec.linear.operands import AnyOperand
 from megatron_lowprec.quantization.device_rng_step import capturing
 
 
-class KeptWeights:
+class QuantizedWeightCache:
     """The weight's operands by GEMM, from when they are made until ``forget``.
 
     Args:

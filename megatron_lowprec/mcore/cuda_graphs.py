@@ -9,7 +9,7 @@ replay gives the bits of the layer that it was captured from:
 - All graphs share one memory pool and are replayed in the order of their capture: forwards in order, backwards in
   reverse. A layer's output is the next one's input where it lies, and so are gradients; memory that a capture has given
   back may serve the next, as without graphs. Quantized weights alone are held on to.
-- Numbers that change from step to step are read from memory: the moment of random draws (``device_moment``), amax
+- Numbers that change from step to step are read from memory: the moment of random draws (``device_rng_step``), amax
   histories, and the states of torch's generators, which each graph must know.
 - Gradients of weights are added to ``main_grad`` inside of the graph. Autograd is given dummies for them, so that the
   hooks of Megatron-core's DDP run as ever.
@@ -37,7 +37,7 @@ from torch import nn
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.operands import AnyOperand
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin, await_weights
-from megatron_lowprec.mcore.rng_step import current_moment
+from megatron_lowprec.mcore.rng_step import current_rng_step
 
 
 class Recording(Protocol):
@@ -185,7 +185,7 @@ class _Layer:
         ]
         self.owners = list(dict.fromkeys(part for part, _ in self._places))
         self.weights: list[Any] = [part._parameters[name] for part, name in self._places]
-        self.numerics = [part.bound_numerics for part in module.modules() if isinstance(part, LowPrecLinearMixin)]
+        self.linear_gemms = [part.bound_gemms for part in module.modules() if isinstance(part, LowPrecLinearMixin)]
         self.call: _Call
         self.passes: dict[bool, _Pass] = {}
         self.dummies: list[torch.Tensor] = []
@@ -229,8 +229,8 @@ class _Replay(torch.autograd.Function):
         if dy.data_ptr() != captured.dy.data_ptr():
             captured.dy.copy_(dy)
         captured.backward.replay()
-        for numerics in layer.numerics:
-            numerics.main_grad_is_zero = False
+        for linear_gemms in layer.linear_gemms:
+            linear_gemms.main_grad_is_zero = False
         for weight in layer.weights:
             weight.grad_added_to_main_grad = True
         # autograd copies a gradient that somebody else has, too: each is a tensor of its own in the same memory
@@ -255,7 +255,7 @@ class LayerGraphs:
     def __init__(self, model: nn.Module, several: bool, recorder: Callable[[], Recorder] = CudaRecorder) -> None:
         self.say: Callable[[str], object] = lambda line: None
         self._layers = [_Layer(module) for module in model.modules() if isinstance(module, TransformerLayer)]
-        self._numerics = [numerics for layer in self._layers for numerics in layer.numerics]
+        self._numerics = [linear_gemms for layer in self._layers for linear_gemms in layer.linear_gemms]
         self._several, self._make_recorder = several, recorder
         self._inside = self._captured = self._later = False
         self._microbatches = 0
@@ -291,7 +291,7 @@ class LayerGraphs:
         if not self._inside or not torch.is_grad_enabled():
             return layer.eager(hidden_states, *args, **kwargs)
         if layer is self._layers[0]:
-            microbatch = current_moment().microbatch
+            microbatch = current_rng_step().microbatch
             self._later = microbatch > 0
             self._microbatches = max(self._microbatches, microbatch + 1)
         call = _Call(hidden_states.shape, hidden_states.dtype, args, kwargs)
@@ -314,15 +314,15 @@ class LayerGraphs:
         kinds = (False, True) if self._several else (False,)
         with self._capturing():
             for later in kinds:
-                for numerics in self._numerics:
-                    numerics.main_grad_is_zero = not later
+                for linear_gemms in self._numerics:
+                    linear_gemms.main_grad_is_zero = not later
                 x, dy = self._x, self._dy
                 for layer in layers:
                     layer.passes[later] = _Pass(layer)
                     x = layer.passes[later].capture_forward(x, recorder)
                 for layer in reversed(layers):
                     dy = layer.passes[later].capture_backward(dy, recorder)
-                self._kept += [numerics.kept_weights.operands() for numerics in self._numerics]
+                self._kept += [linear_gemms.weight_cache.operands() for linear_gemms in self._numerics]
         kept = recorder.finish()
         self._captured = True
         self.say(
@@ -338,16 +338,16 @@ class LayerGraphs:
         generator = get_cuda_rng_tracker().fork() if sequence_parallel else contextlib.nullcontext()
         cuda_graphs._set_capture_start()
         try:
-            for numerics in self._numerics:
-                numerics.forget_weights()
-                numerics.kept_weights.under_capture = True
+            for linear_gemms in self._numerics:
+                linear_gemms.forget_weights()
+                linear_gemms.weight_cache.under_capture = True
             with generator:
                 yield
         finally:
             cuda_graphs._set_capture_end()
-            for numerics in self._numerics:
-                numerics.forget_weights()
-                numerics.kept_weights.under_capture = numerics.main_grad_is_zero = False
+            for linear_gemms in self._numerics:
+                linear_gemms.forget_weights()
+                linear_gemms.weight_cache.under_capture = linear_gemms.main_grad_is_zero = False
 
 
 def _dummies(weights: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:

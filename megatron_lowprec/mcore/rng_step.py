@@ -10,25 +10,25 @@ from operator import itemgetter
 
 import torch
 
-from megatron_lowprec.quantization.random_stream import Moment, in_backward_pass
+from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 
 # (number of the next node, moment), ascending: where the moments of this step began, as far as it has come
-_begun = [(0, Moment(0, 0))]
+_begun = [(0, RngStep(0, 0))]
 # A recomputation's backward pass is a task of autograd's inside another. Nodes in it were made by the recomputation, on
 # autograd's thread, with numbers of their own: (outermost task, moment of its latest recomputation) while that runs.
-_recomputing: tuple[int, Moment] | None = None
+_recomputing: tuple[int, RngStep] | None = None
 
 
-def set_moment(moment: Moment) -> None:
+def set_rng_step(rng_step: RngStep) -> None:
     """Enter a step or a microbatch, on the thread that runs the forward pass."""
     global _recomputing
     _recomputing = None  # of a backward pass that an exception has ended
-    if moment.step != _begun[-1][1].step:
+    if rng_step.step != _begun[-1][1].step:
         _begun.clear()
-    _begun.append((torch.autograd._get_sequence_nr(), moment))
+    _begun.append((torch.autograd._get_sequence_nr(), rng_step))
 
 
-def current_moment() -> Moment:
+def current_rng_step() -> RngStep:
     """Moment of the running forward pass or of the one that is recomputed; (0, 0) before the first step.
 
     Raises:

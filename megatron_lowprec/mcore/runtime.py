@@ -15,16 +15,16 @@ from torch.utils.hooks import RemovableHandle
 from megatron_lowprec.comm.maximum import max_over, maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
-from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.linear.gemms import LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
-from megatron_lowprec.mcore.layers.norm import LayerNorm, Reader, RMSNorm
+from megatron_lowprec.mcore.layers.norm import Consumer, LayerNorm, RMSNorm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
-from megatron_lowprec.mcore.rng_step import current_moment, set_moment
+from megatron_lowprec.mcore.rng_step import current_rng_step, set_rng_step
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.device_rng_step import enter_moment
-from megatron_lowprec.quantization.random_stream import Moment, in_backward_pass
+from megatron_lowprec.quantization.device_rng_step import enter_rng_step
+from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, gemms_in_bf16, kept_in_bf16, without_gemms
 from megatron_lowprec.recipe.native_support import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
@@ -44,10 +44,10 @@ class RecipeRuntime:
         self.rerun_in_bf16: list[str] = []
         self.recomputes_gelu: bool | None = None
         self.notes: list[str] = []
-        self.layers: list[LinearNumerics] = []
+        self.layers: list[LinearGemms] = []
         self._histories: dict[tuple[HistorySpec, bool], AmaxHistory] = {}
         self._unfinished: int | None = None  # the step that has begun
-        self._ran: set[tuple[nn.Module, Moment]] = set()  # chunks in training since then
+        self._ran: set[tuple[nn.Module, RngStep]] = set()  # chunks in training since then
 
     def begin_step(self, step: int) -> None:
         """Before the first forward of a training step, gradients being zero; ``step`` counts iterations completed.
@@ -62,20 +62,20 @@ class RecipeRuntime:
             )
         self._unfinished = step
         self._ran.clear()
-        self._enter(Moment(step, 0))
-        for numerics in self.layers:
-            numerics.main_grad_is_zero = True
+        self._enter(RngStep(step, 0))
+        for linear_gemms in self.layers:
+            linear_gemms.main_grad_is_zero = True
 
     def begin_microbatch(self, index: int) -> None:
         """Before a microbatch's forward; ``index`` from 0 within the step, for each model chunk."""
         if index > 0:
             self._update_histories("microbatch")
-        self._enter(current_moment()._replace(microbatch=index))
+        self._enter(current_rng_step()._replace(microbatch=index))
 
-    def _enter(self, moment: Moment) -> None:
-        set_moment(moment)
+    def _enter(self, rng_step: RngStep) -> None:
+        set_rng_step(rng_step)
         if self.device.type == "cuda":
-            enter_moment(moment, self.device)
+            enter_rng_step(rng_step, self.device)
 
     def end_step(self, updated: bool = True) -> None:
         """After the optimizer's step: amax histories move on, reduced over the tensors' ranks.
@@ -89,8 +89,8 @@ class RecipeRuntime:
         else:
             for history in self._histories.values():
                 history.newest.zero_()
-        for numerics in self.layers:
-            numerics.forget_weights()
+        for linear_gemms in self.layers:
+            linear_gemms.forget_weights()
 
     def _update_histories(self, *kinds: HistoryUpdate) -> None:
         for (remembered, expert), history in self._histories.items():
@@ -105,7 +105,7 @@ class RecipeRuntime:
         """
         if not torch.is_grad_enabled() or in_backward_pass():
             return
-        ran = chunk, current_moment()
+        ran = chunk, current_rng_step()
         if ran in self._ran:
             raise RuntimeError(
                 f"a second forward pass in training at step {ran[1].step}, microbatch {ran[1].microbatch}: call "
@@ -233,7 +233,7 @@ def bind_recipe(
         runtime.rerun_in_bf16 += [f"layers.{layer_number}.{name}.{gemm}" for gemm in sorted(plain_gemms)]
         split, group = ("O" if isinstance(module, LowPrecColumnParallelLinear) else "I"), module.tp_group
         shared = group.size() > 1
-        place = LinearPlace(
+        place = LinearId(
             layer_number,
             name,
             expert,
@@ -243,7 +243,7 @@ def bind_recipe(
         )
         history_of: Callable[[HistorySpec], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
         over_ranks = maximum_over(group) if shared and reduce_amax else None
-        module.numerics = LinearNumerics(
+        module.linear_gemms = LinearGemms(
             plain if kept else without_gemms(recipe, plain_gemms),
             place,
             seed,
@@ -254,16 +254,16 @@ def bind_recipe(
             emulate=emulate,
         )
         if not kept:
-            check_site(module.numerics.recipe, _site(module, layer_number, name), group.size())
+            check_site(module.linear_gemms.recipe, _site(module, layer_number, name), group.size())
             _note_emulated(runtime, module, name, layer_number, emulate)
-        runtime.layers.append(module.numerics)
+        runtime.layers.append(module.linear_gemms)
         module.accumulates_in_fp32 = accumulate_wgrad
     for chunk in model_chunks:
         if chunk in _checks:  # of a recipe that it had before
             _checks.pop(chunk).remove()
         if recipe.quantized:
             _checks[chunk] = chunk.register_forward_pre_hook(runtime.check_forward)
-    _introduce_norms(model_chunks)
+    link_norms(model_chunks)
     if recompute_gelu:
         mlps = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, LowPrecMLP)]
         for mlp in mlps:
@@ -272,7 +272,7 @@ def bind_recipe(
     return runtime
 
 
-def _introduce_norms(model_chunks: Sequence[nn.Module]) -> None:
+def link_norms(model_chunks: Sequence[nn.Module]) -> None:
     """Tell each norm of a layer which linear layer alone reads its output, where that is so."""
     for layer in (
         module for chunk in model_chunks for module in chunk.modules() if isinstance(module, TransformerLayer)
@@ -292,7 +292,7 @@ def _introduce_norms(model_chunks: Sequence[nn.Module]) -> None:
             if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
                 # gathered first under sequence parallelism, where a part's amax says nothing
                 alone = not run_again and not linear.config.sequence_parallel
-                norm.reader = Reader(linear) if alone else None
+                norm.consumer = Consumer(linear) if alone else None
 
 
 def _note_emulated(
@@ -301,7 +301,7 @@ def _note_emulated(
     """Which of a layer's GEMMs will not run natively, and why: one line of the header for each reason."""
     out_features, in_features = module.weight.shape
     arch = arch_of(runtime.device)
-    for gemm, spec in module.bound_numerics.recipe.gemms.items():
+    for gemm, spec in module.bound_gemms.recipe.gemms.items():
         if not spec.quantized:
             continue
         everywhere = why_emulated(gemm, spec, arch)
@@ -342,13 +342,13 @@ def _site(module: LowPrecLinearMixin, layer_number: int, name: str) -> LinearSit
     return LinearSite(layer_number, name, columns * module.tp_group.size(), rows, "row")
 
 
-def _span(module: LowPrecLinearMixin, split: str, name: str) -> Span:
+def _span(module: LowPrecLinearMixin, split: str, name: str) -> ShardSlice:
     """Where this rank's shard of the weight lies in the dimension that tensor parallelism cuts."""
     size, group = module.weight.shape[0 if split == "O" else 1], module.tp_group
     if name.endswith("linear_fc1") and module.config.gated_linear_unit:
         part = size // 2  # of the gate and of what it gates, each cut by itself
-        return Span(group.rank() * part, seam=part, jump=part * (group.size() - 1))
-    return Span(group.rank() * size)
+        return ShardSlice(group.rank() * part, gate_offset=part, gate_stride=part * (group.size() - 1))
+    return ShardSlice(group.rank() * size)
 
 
 def _data_parallel_rank(expert: bool) -> int:

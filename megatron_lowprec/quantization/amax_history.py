@@ -55,7 +55,7 @@ class AmaxHistory:
             found = self._cells[slot] = self.in_effect[slot : slot + 1], self.newest[slot : slot + 1]
         return found
 
-    def observe(self, slot: int, amax: torch.Tensor) -> None:
+    def update_amax(self, slot: int, amax: torch.Tensor) -> None:
         """Note a tensor's amax in the running step. NaN counts as Inf, which a maximum over ranks cannot lose."""
         amax = amax.view(()).nan_to_num(nan=torch.inf, posinf=torch.inf)
         self.newest[slot] = torch.maximum(self.newest[slot], amax)

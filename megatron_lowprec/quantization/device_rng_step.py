@@ -5,10 +5,10 @@ from collections import OrderedDict
 import torch
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 
 _KEPT = 16  # moments in flight: one, or as many as a pipeline has microbatches between forward and backward
-_moments: OrderedDict[tuple[torch.device, Moment], torch.Tensor] = OrderedDict()
+_moments: OrderedDict[tuple[torch.device, RngStep], torch.Tensor] = OrderedDict()
 _running: dict[torch.device, torch.Tensor] = {}
 
 
@@ -29,33 +29,33 @@ def refuse_capture(what: str) -> None:
         )
 
 
-def device_moment(moment: Moment, device: torch.device) -> torch.Tensor:
-    """int32 [2] on ``device``: the moment, or, under graph capture, the cell that ``enter_moment`` writes."""
+def device_rng_step(rng_step: RngStep, device: torch.device) -> torch.Tensor:
+    """int32 [2] on ``device``: the moment, or, under graph capture, the cell that ``enter_rng_step`` writes."""
     if capturing():
         return _cell(device)
-    key = (device, moment)
+    key = (device, rng_step)
     found = _moments.get(key)
     if found is None:
-        found = _moments[key] = _write(torch.empty(2, dtype=torch.int32, device=device), moment)
+        found = _moments[key] = _write(torch.empty(2, dtype=torch.int32, device=device), rng_step)
         if len(_moments) > _KEPT:
             _moments.popitem(last=False)
     return found
 
 
-def enter_moment(moment: Moment, device: torch.device) -> None:
+def enter_rng_step(rng_step: RngStep, device: torch.device) -> None:
     """Before the capture and each replay of a graph: the moment of its draws. In stream order, without a host copy."""
-    _write(_cell(device), moment)
+    _write(_cell(device), rng_step)
 
 
 def _cell(device: torch.device) -> torch.Tensor:
     if device not in _running:
         if capturing():  # its first zeros would be part of the graph, and every replay would begin by writing them
-            raise RuntimeError("call enter_moment before a CUDA graph is captured, as before each of its replays")
+            raise RuntimeError("call enter_rng_step before a CUDA graph is captured, as before each of its replays")
         _running[device] = torch.zeros(2, dtype=torch.int32, device=device)
     return _running[device]
 
 
-def _write(cell: torch.Tensor, moment: Moment) -> torch.Tensor:
-    for slot, value in zip(cell.unbind(), moment, strict=True):
+def _write(cell: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
+    for slot, value in zip(cell.unbind(), rng_step, strict=True):
         slot.fill_(value)
     return cell

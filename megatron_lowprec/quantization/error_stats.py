@@ -18,7 +18,7 @@ _SLACK = 1.0 + 2.0**-20
 
 
 @dataclass(frozen=True)
-class Fidelity:
+class QuantizationError:
     """Of x and the values q that codes and scales stand for, headroom divided out.
 
     Attributes:
@@ -38,11 +38,11 @@ class Fidelity:
     saturation: float
 
     @staticmethod
-    def of(sums: torch.Tensor) -> "Fidelity":
-        """From what ``fidelity_sums`` gave, the first seven added up, the last one's maximum; not of no entries."""
+    def of(sums: torch.Tensor) -> "QuantizationError":
+        """From what ``error_stats`` gave, the first seven added up, the last one's maximum; not of no entries."""
         entries, nonzero, underflows, saturated, energy, error, projection, amax = sums.tolist()
         whole = math.isfinite(energy) and math.isfinite(error) and math.isfinite(projection) and energy > 0
-        return Fidelity(
+        return QuantizationError(
             int(entries),
             amax,
             10 * math.log10(energy / error) if whole and error > 0 else None,
@@ -52,7 +52,7 @@ class Fidelity:
         )
 
 
-def fidelity_sums(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
+def error_stats(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
     """float64 [COUNTS]: entries, those not zero, underflows, saturated ones, sum x^2, sum (q - x)^2, sum q x, amax.
 
     Args:

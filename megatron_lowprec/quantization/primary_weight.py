@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import cast_many_
+from megatron_lowprec.kernels.dispatch import multi_tensor_cast_
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
 from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES, fp8_codes
@@ -167,4 +167,4 @@ def set_codes(
             by_format.setdefault(weight.spec.format, []).append((values, scale, codes))
     for name, parts in by_format.items():
         many, scales, into = zip(*parts, strict=True)
-        cast_many_(many, torch.cat(scales), FORMATS[name], into)
+        multi_tensor_cast_(many, torch.cat(scales), FORMATS[name], into)

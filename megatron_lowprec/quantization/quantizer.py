@@ -12,8 +12,8 @@ from megatron_lowprec.kernels.dispatch import fuses_mx
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import Uniform, decode, fp32_encode_scale, quantize_operand, tile_amax
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
-from megatron_lowprec.quantization.device_rng_step import device_moment, refuse_capture
-from megatron_lowprec.quantization.random_stream import Moment, RandomStream
+from megatron_lowprec.quantization.device_rng_step import device_rng_step, refuse_capture
+from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
 from megatron_lowprec.quantization.transform import Transform, padded
 from megatron_lowprec.recipe.schema import QuantSpec
@@ -63,7 +63,7 @@ def quantize_for_gemm(
     spec: QuantSpec,
     *,
     random: RandomStream | None = None,
-    moment: Moment | None = None,
+    rng_step: RngStep | None = None,
     transform: Transform | None = None,
     encode_scale: torch.Tensor | None = None,
     reduce_amax: Reduce | None = None,
@@ -83,10 +83,10 @@ def quantize_for_gemm(
     """
     if fuses_mx(matrix, spec.block, spec.scale_format, transform.block if transform else 1):
         if matrix.stride(1) == 1:
-            return _given(_fused(matrix, spec, random, None, transform, None, moment)[0]), None
-        return _given(_fused(matrix.t(), spec, None, random, None, transform, moment)[1]).t(), None
-    if random is not None and moment is not None:
-        random = random.at(moment)
+            return _given(_fused(matrix, spec, random, None, transform, None, rng_step)[0]), None
+        return _given(_fused(matrix.t(), spec, None, random, None, transform, rng_step)[1]).t(), None
+    if random is not None and rng_step is not None:
+        random = random.at(rng_step)
     dequantize = spec.power_of_two_scale
     elements, scale = _quantized_by_reference(
         matrix, spec, random, transform, encode_scale, reduce_amax, dequantize=dequantize
@@ -99,7 +99,7 @@ def quantize_by_reference(
     spec: QuantSpec,
     *,
     random: RandomStream,
-    moment: Moment,
+    rng_step: RngStep,
     transform: Transform | None = None,
     encode_scale: torch.Tensor | None = None,
     reduce_amax: Reduce | None = None,
@@ -108,7 +108,7 @@ def quantize_by_reference(
     if transform is not None:
         matrix = transform.apply(matrix)
     elements, scale = _quantized_by_reference(
-        matrix, spec, random.at(moment), encode_scale=encode_scale, reduce_amax=reduce_amax
+        matrix, spec, random.at(rng_step), encode_scale=encode_scale, reduce_amax=reduce_amax
     )
     return matrix, QuantizedTensor(elements, scale, spec, matrix.shape)
 
@@ -118,7 +118,7 @@ def quantize_both_ways(
     spec: QuantSpec,
     random: tuple[RandomStream, RandomStream],
     transforms: tuple[Transform | None, Transform | None],
-    moment: Moment | None = None,
+    rng_step: RngStep | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``quantize_for_gemm`` of a matrix and of its transpose from one read, where one kernel can do so, else None.
 
@@ -130,7 +130,7 @@ def quantize_both_ways(
     blocks = {transform.block if transform else 1 for transform in transforms}
     if matrix.stride(1) != 1 or len(blocks) > 1 or not fuses_mx(matrix, spec.block, spec.scale_format, blocks.pop()):
         return None
-    rows, columns = _fused(matrix, spec, *random, *transforms, moment)
+    rows, columns = _fused(matrix, spec, *random, *transforms, rng_step)
     return _given(rows), _given(columns).t()
 
 
@@ -147,7 +147,7 @@ def _fused(
     column_random: RandomStream | None,
     row_transform: Transform | None,
     column_transform: Transform | None,
-    moment: Moment | None,
+    rng_step: RngStep | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The Triton kernel along the rows and columns of [M, N] for which a stream is given."""
     from megatron_lowprec.kernels.quantize.triton import quantize_mx
@@ -164,7 +164,7 @@ def _fused(
         mx_rule(spec),
         rows=way(row_random, row_transform),
         columns=way(column_random, column_transform),
-        moment=device_moment(stream.moment if moment is None else moment, matrix.device),
+        rng_step=device_rng_step(stream.rng_step if rng_step is None else rng_step, matrix.device),
         spans=spans if row_random is not None else (spans[1], spans[0]),
     )
 
@@ -181,7 +181,7 @@ def _quantized_by_kernel(matrix: torch.Tensor, spec: QuantSpec, random: RandomSt
         mx_rule(spec),
         rows=way if by_rows else None,
         columns=None if by_rows else way,
-        moment=device_moment(random.moment, matrix.device),
+        rng_step=device_rng_step(random.rng_step, matrix.device),
         spans=spans if by_rows else spans[::-1],
     )[0 if by_rows else 1]
     codes, scale = _given(made)

@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron_lowprec.kernels.philox.reference import Span, draw_bits
+from megatron_lowprec.kernels.philox.reference import ShardSlice, draw_bits
 from megatron_lowprec.kernels.quantize.reference import uniform_from_bits
 
 Purpose = Literal["sign", "rounding"]
 
 
-class Moment(NamedTuple):
+class RngStep(NamedTuple):
     """When a draw is made: optimizer steps completed, and the microbatch within the step."""
 
     step: int
@@ -79,13 +79,13 @@ class RandomStream:
     """
 
     key: tuple[int, int]
-    moment: Moment = Moment(0, 0)
-    row_span: Span = Span()
-    column_span: Span = Span()
+    rng_step: RngStep = RngStep(0, 0)
+    row_span: ShardSlice = ShardSlice()
+    column_span: ShardSlice = ShardSlice()
 
-    def at(self, moment: Moment) -> "RandomStream":
+    def at(self, rng_step: RngStep) -> "RandomStream":
         """The same tensor's stream at another moment."""
-        return replace(self, moment=moment)
+        return replace(self, rng_step=rng_step)
 
     def uniform(self, columns: int, random_bits: int, device: torch.device) -> Callable[[slice], torch.Tensor]:
         """row slice -> fp32 [rows, columns] of draws in (0, 1) with ``random_bits`` bits each."""
@@ -93,7 +93,7 @@ class RandomStream:
         def draw(rows: slice) -> torch.Tensor:
             bits = draw_bits(
                 self.key,
-                self.moment,
+                self.rng_step,
                 rows.stop - rows.start,
                 columns,
                 row_span=self.row_span,
@@ -107,5 +107,5 @@ class RandomStream:
 
     def signs(self, count: int, device: torch.device) -> torch.Tensor:
         """fp32 [count] of +1 and -1, from the top bit of each draw."""
-        bits = draw_bits(self.key, self.moment, 1, count, device=device).view(count)
+        bits = draw_bits(self.key, self.rng_step, 1, count, device=device).view(count)
         return 1.0 - 2.0 * (bits >> 15).to(torch.float32)

@@ -7,8 +7,8 @@ from torch.nn.functional import pad
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.quantization.device_rng_step import capturing, device_moment, refuse_capture
-from megatron_lowprec.quantization.random_stream import Moment, RandomStream
+from megatron_lowprec.quantization.device_rng_step import capturing, device_rng_step, refuse_capture
+from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.recipe.schema import HadamardSpec
 
 
@@ -18,8 +18,8 @@ class Transform:
     Without a moment it is the stream's own.
     """
 
-    def __init__(self, block: int, stream: RandomStream | None, moment: Moment | None = None) -> None:
-        self.block, self.stream, self._moment = block, stream, moment
+    def __init__(self, block: int, stream: RandomStream | None, rng_step: RngStep | None = None) -> None:
+        self.block, self.stream, self._moment = block, stream, rng_step
         self._scaled: torch.Tensor | None = None
         self._drawn_with: Transform | None = None
 
@@ -51,8 +51,8 @@ class Transform:
 
         both = [self] if self._drawn_with is None else [self, self._drawn_with]
         keys = tuple(Key.of(one.stream.key) for one in both if one.stream is not None)
-        moment = self.stream.moment if self._moment is None else self._moment
-        drawn = scaled_signs(keys, device_moment(moment, device), self.block)
+        rng_step = self.stream.rng_step if self._moment is None else self._moment
+        drawn = scaled_signs(keys, device_rng_step(rng_step, device), self.block)
         for one, signs in zip(both, drawn, strict=True):
             one._scaled = signs
 
@@ -72,22 +72,22 @@ class Transforms:
     def __init__(self, specs: Mapping[str, HadamardSpec | None], streams: Mapping[str, RandomStream]) -> None:
         self._specs = {gemm: spec for gemm, spec in specs.items() if spec is not None}
         self._streams = streams
-        self._last: tuple[Moment, dict[str, Transform]] | None = None
+        self._last: tuple[RngStep, dict[str, Transform]] | None = None
 
-    def at(self, gemm: str, moment: Moment) -> Transform | None:
+    def at(self, gemm: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's transform, one object for all who ask in a moment; None where it has none."""
         if gemm not in self._specs:
             return None
-        if self._last is not None and self._last[0] == moment and not capturing():
+        if self._last is not None and self._last[0] == rng_step and not capturing():
             return self._last[1][gemm]
         made = {
-            name: Transform(spec.block, self._streams[name] if spec.signs == "random" else None, moment)
+            name: Transform(spec.block, self._streams[name] if spec.signs == "random" else None, rng_step)
             for name, spec in self._specs.items()
         }
         if "dgrad" in made and "wgrad" in made:
             made["dgrad"].draw_with(made["wgrad"])
         if not capturing():  # signs of a graph change with its replays
-            self._last = moment, made
+            self._last = rng_step, made
         return made[gemm]
 
 

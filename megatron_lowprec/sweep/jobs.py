@@ -21,7 +21,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
 from megatron_lowprec.training.distributed.whole_file import write_whole
-from megatron_lowprec.training.models.sizes import linear_sites, sized
+from megatron_lowprec.training.models.sizes import linear_sites, require
 
 MANIFEST = "sweep.json"
 DRIVER = str(REPOSITORY / "pretrain_gpt.py")
@@ -187,7 +187,7 @@ def _cell(
         config, _, _ = parse(arguments)
         loaded = load_recipe(config.recipe, config.recipe_set)
         sizes = resolve_model(config)
-        check_sizes(loaded, linear_sites(sizes), sized(sizes.num_layers), sizes.tensor_model_parallel_size)
+        check_sizes(loaded, linear_sites(sizes), require(sizes.num_layers), sizes.tensor_model_parallel_size)
         run = resolve_run(resolve_recipe(sizes, loaded)[0], processes, gpus=True)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
@@ -202,8 +202,8 @@ def _cell(
         processes=processes,
         arguments=tuple(arguments),
         resolved=_resolved(config, loaded, processes),
-        train_iters=sized(run.train_iters),
-        seq_length=sized(run.seq_length),
+        train_iters=require(run.train_iters),
+        seq_length=require(run.seq_length),
     )
 
 

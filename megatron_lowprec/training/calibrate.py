@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_lowprec.mcore.optim.fp8_param_gather import settle
+from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches
@@ -35,7 +35,7 @@ def calibrate(
     for _ in range(PASSES):
         forward_backward(trainer, batches(), config, iteration, device)
         trainer.runtime.end_step()
-        settle(trainer.optimizer, trainer.chunks)
+        finalize(trainer.optimizer, trainer.chunks)
         random_state.restore(before)
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()

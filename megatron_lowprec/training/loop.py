@@ -26,7 +26,7 @@ from megatron_lowprec.training.data.batches import Batches, Data
 from megatron_lowprec.training.distributed.interrupt import Stop, StopReasons, ask_requeue
 from megatron_lowprec.training.evaluation.validation import evaluate
 from megatron_lowprec.training.model import Trainer, gathered
-from megatron_lowprec.training.models.sizes import flops_per_sample, sized
+from megatron_lowprec.training.models.sizes import flops_per_sample, require
 from megatron_lowprec.training.monitoring.bad_numbers import BadSteps, Diagnosis, diagnose, weights_are_finite
 from megatron_lowprec.training.monitoring.log import RunLog, StepRow
 from megatron_lowprec.training.step import train_step
@@ -54,7 +54,7 @@ class Run:
 def train(run: Run) -> Stop | None:
     """Iterate to --train-iters or to a reason to stop, which is returned; evaluate, log and save on the way."""
     config, progress = run.config, run.progress
-    train_iters = sized(config.train_iters)
+    train_iters = require(config.train_iters)
     if progress.iteration >= train_iters:
         run.log.say(
             f"nothing to train: the checkpoint is at iteration {progress.iteration} of --train-iters {train_iters}"
@@ -209,7 +209,7 @@ class Profiler:
             self._profile.start()
 
     def after(self, iteration: int) -> None:
-        if self._profile is None or iteration < min(self._config.profile_step_end, sized(self._config.train_iters)):
+        if self._profile is None or iteration < min(self._config.profile_step_end, require(self._config.train_iters)):
             return
         self._profile.stop()
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
-from megatron_lowprec.mcore.optim.fp8_param_gather import settle, use_primary_weights
+from megatron_lowprec.mcore.optim.fp8_param_gather import finalize, use_primary_weights
 from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once
 from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
@@ -35,7 +35,7 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import virtual_stages
 from megatron_lowprec.training.config.te_recipe import TERecipe, te_recipe
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 from megatron_lowprec.training.schedule import Schedule
 
 Runtime = RecipeRuntime | TERuntime
@@ -73,7 +73,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         model.runtime.notes += rounded_sum_warnings(recipe.gradients, mpu.get_data_parallel_world_size())
     chunks = _data_parallel(config, transformer, list(model.chunks))
     optimizer = _optimizer(config, recipe, transformer, chunks)
-    settle(optimizer, chunks)
+    finalize(optimizer, chunks)
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
     factor = sum_gradients_in(chunks, recipe.gradients) if recipe.gradients.quantized else None
@@ -103,7 +103,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
     return bind_recipe(
         chunks,
         recipe,
-        num_layers=sized(config.num_layers),
+        num_layers=require(config.num_layers),
         seed=config.seed,
         accumulate_wgrad=not config.no_gradient_accumulation_fusion,
         same_noise_on_data_parallel=config.same_noise_on_data_parallel,
@@ -117,7 +117,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
 
 def _several_microbatches(config: Config) -> bool:
     """Whether a step may have more than one, once a ramp of the batch is over."""
-    return sized(config.global_batch_size) > sized(config.micro_batch_size) * mpu.get_data_parallel_world_size()
+    return require(config.global_batch_size) > require(config.micro_batch_size) * mpu.get_data_parallel_world_size()
 
 
 def transformer_config(config: Config, te: TERecipe | None = None) -> TransformerConfig:
@@ -130,12 +130,12 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
     on_gpu = torch.cuda.is_available()
     virtual = virtual_stages(config)
     return TransformerConfig(
-        num_layers=sized(config.num_layers),
-        hidden_size=sized(config.hidden_size),
-        ffn_hidden_size=sized(config.ffn_hidden_size),
-        num_attention_heads=sized(config.num_attention_heads),
+        num_layers=require(config.num_layers),
+        hidden_size=require(config.hidden_size),
+        ffn_hidden_size=require(config.ffn_hidden_size),
+        num_attention_heads=require(config.num_attention_heads),
         num_query_groups=config.num_query_groups,
-        kv_channels=sized(config.kv_channels),
+        kv_channels=require(config.kv_channels),
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
         gated_linear_unit=config.swiglu,
@@ -203,7 +203,7 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
             transformer,
             _block_spec(config, transformer, vp_stage),
             vocab_size=padded_vocab_size,
-            max_sequence_length=sized(config.max_position_embeddings),
+            max_sequence_length=require(config.max_position_embeddings),
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,

@@ -26,8 +26,8 @@ from megatron_lowprec.training.config.resolve import (
     total_samples,
 )
 from megatron_lowprec.training.distributed.interrupt import (
-    Abandoned,
     Interrupted,
+    PeerLost,
     Signals,
     Stop,
     StopReasons,
@@ -39,7 +39,7 @@ from megatron_lowprec.training.distributed.startup import Ranks, finalize, initi
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
-from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, sized
+from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, require
 from megatron_lowprec.training.rampup import run_length
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         return
     config = resolve_model(config)
     recipe = load_recipe(str(find(config.recipe)), config.recipe_set)
-    check_sizes(recipe, linear_sites(config), sized(config.num_layers), config.tensor_model_parallel_size)
-    check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), sized(config.num_layers))
-    if keeps_all(recipe, linear_sites(config), sized(config.num_layers)):
+    check_sizes(recipe, linear_sites(config), require(config.num_layers), config.tensor_model_parallel_size)
+    check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
+    if keeps_all(recipe, linear_sites(config), require(config.num_layers)):
         notes.append(f"recipe {recipe.name} quantizes nothing in this model: keep_bf16 leaves all of its layers out")
     if config.fp8_param_gather and config.transformer_impl == "local":
         check_primary_weights(recipe)
@@ -96,7 +96,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
     if config.transformer_impl == "transformer_engine":
         means = te_recipe.check(config, recipe)
         return f"recipe {recipe.name}: {recipe.summary}\nby TransformerEngine, in every linear layer: {means}"
-    return explain(recipe, linear_sites(config), sized(config.num_layers), _arch(), config.rerun_in_bf16)
+    return explain(recipe, linear_sites(config), require(config.num_layers), _arch(), config.rerun_in_bf16)
 
 
 def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks) -> None:
@@ -123,13 +123,13 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
             if not signals.deferred:
                 # Whatever the signal has turned into on its way up here.
                 if follows_a_failure(signals.received, ranks.local_world_size):
-                    raise Abandoned(signals.received) from None
+                    raise PeerLost(signals.received) from None
                 ask_requeue(config.save, None, signals.received)
                 raise Interrupted(signals.received) from None
             from megatron_lowprec.training.distributed.watchdog import is_lost_connection
 
             if is_lost_connection(error):
-                raise Abandoned(str(error)) from None
+                raise PeerLost(str(error)) from None
             raise
     if stop is not None and stop.error is not None:
         raise UserError(stop.error)
@@ -219,12 +219,12 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     from megatron_lowprec.training.checkpoint import checkpoint
     from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
     from megatron_lowprec.training.data import batches
-    from megatron_lowprec.training.distributed.rank_sync import same_on_all_ranks, together
+    from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks, same_on_all_ranks
     from megatron_lowprec.training.monitoring.log import RunLog
     from megatron_lowprec.training.monitoring.run_metadata import RunRecord
     from megatron_lowprec.training.monitoring.self_test import self_test
 
-    together(lock.acquire)
+    run_on_all_ranks(lock.acquire)
     config, paths, content = plan.config, plan.paths, plan.content
     notes = list(plan.later_notes)
     vocabulary, layout = content["padded_vocab_size"], content["layout"]
@@ -232,7 +232,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     splits = batches.build(config, plan.tokenizer, ranks.rank, ranks.local_rank)
     trainer = model.build(config, plan.recipe, plan.schedule, vocabulary)
     if not config.no_self_test and config.transformer_impl == "local":
-        together(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
+        run_on_all_ranks(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
     progress = checkpoint.Progress()
     uncalibrated = config.fill_amax_histories and bool(plan.recipe.delayed_operands())
     if config.fill_amax_histories and not uncalibrated:
@@ -243,7 +243,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
         notes += [f"continuing from {plan.found.folder} at iteration {progress.iteration}", *loaded.notes]
     if ranks.rank == 0:
         notes += keep_older_run(paths, config)
-    together(lock.acquire)  # an older run's folder has taken the file with it
+    run_on_all_ranks(lock.acquire)  # an older run's folder has taken the file with it
     log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content, progress.evaluated)
     if ranks.rank == 0:
         paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -259,7 +259,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
         "processes": ranks.world_size,
         "versions": dict(versions()),
         "parameters": num_parameters(config, vocabulary),
-        "tokens": plan.samples * sized(config.seq_length),
+        "tokens": plan.samples * require(config.seq_length),
     }
     record = RunRecord(paths.record, ranks.rank == 0, facts, continues=progress.iteration > 0)
     # From here on there is something to lose.
@@ -318,7 +318,7 @@ def _header(plan: _Plan, layers: str, device: str, splits: Data) -> list[str]:
 
     config, vocabulary = plan.config, plan.content["padded_vocab_size"]
     tokens = {name: split.epoch_tokens for name, split in splits.items() if isinstance(split, SplitData)}
-    whole = plan.samples * sized(config.seq_length)
+    whole = plan.samples * require(config.seq_length)
     model = (
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, sequence "
         f"{config.seq_length}, vocabulary {vocabulary} (padded), {num_parameters(config, vocabulary):,} parameters"

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
     run, as Megatron-LM's. A warm-up that does not fit is cut to half of the horizon.
     """
     assert config.lr is not None, "resolve() has not run"
-    batch = sized(config.global_batch_size)
+    batch = require(config.global_batch_size)
     decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * batch or total_samples
     if config.lr_warmup_fraction is not None:
         warmup = int(config.lr_warmup_fraction * decay)

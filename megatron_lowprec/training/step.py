@@ -14,9 +14,9 @@ from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_lowprec.mcore.debug.operand_probe import OperandPlace, OperandProbe
+from megatron_lowprec.mcore.debug.operand_probe import OperandId, OperandProbe
 from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
-from megatron_lowprec.quantization.error_stats import Fidelity
+from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.model import Runtime, Trainer, gathered
@@ -33,7 +33,7 @@ class StepResult:
     grad_norm: float | None
     num_zeros: int | None
     params_norm: float | None
-    operands: list[tuple[OperandPlace, Fidelity]] | None = None
+    operands: list[tuple[OperandId, QuantizationError]] | None = None
 
 
 def train_step(

@@ -48,9 +48,9 @@ def faults(device: str) -> Iterator[str]:
                     [torch.full((n + offset + 64,), 0x55, dtype=torch.uint8, device=where) for n in sizes]
                     for where in (device, "cpu")
                 )
-                triton.cast_many_(values, scales, FORMATS[name], inner(found, sizes, offset))
+                triton.multi_tensor_cast_(values, scales, FORMATS[name], inner(found, sizes, offset))
                 values = [value.cpu() for value in values]
-                reference.cast_many_(values, scales.cpu(), FORMATS[name], inner(wanted, sizes, offset))
+                reference.multi_tensor_cast_(values, scales.cpu(), FORMATS[name], inner(wanted, sizes, offset))
                 for i, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
                     nan_of_other_sign = ((theirs & 0x7F) == 0x7F) & (mine.cpu() == 0x7F)
                     if not ((mine.cpu() == theirs) | nan_of_other_sign).all():

@@ -14,14 +14,14 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.kernels.philox.reference import WHOLE, Span
+from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_tiles
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
-from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
+from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
 
-MOMENT = Moment(70_000, 3)
+MOMENT = RngStep(70_000, 3)
 # a shard of a gated layer's fc1, and a plain one, at indices beyond 16 bits
-SPANS = (Span(1 << 20, seam=64, jump=4096), Span(512))
+SPANS = (ShardSlice(1 << 20, gate_offset=64, gate_stride=4096), ShardSlice(512))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def differences(case: Case, device: str) -> list[str]:
     x, fmt = input_of(case, device), FORMATS[case.fmt]
     spans = SPANS if case.sharded else (WHOLE, WHOLE)
     headroom = 0.75 if case.rounding == "stochastic" else 1.0
-    moment = torch.tensor(MOMENT, dtype=torch.int32, device=device)
+    rng_step = torch.tensor(MOMENT, dtype=torch.int32, device=device)
     directions: dict[str, Direction] = {}
     wanted: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     for way in case.ways:
@@ -76,7 +76,7 @@ def differences(case: Case, device: str) -> list[str]:
             stream_key(1, "rounding", layer=2, linear="x", gemm=way, operand=way), MOMENT, row_span, column_span
         )
         # drawn in the second place of a launch for two, as a layer has them
-        scaled = scaled_signs((Key(), Key.of(signs_key)), moment, case.block)[1] if case.block else None
+        scaled = scaled_signs((Key(), Key.of(signs_key)), rng_step, case.block)[1] if case.block else None
         directions[way] = Direction(Key.of(stream.key), scaled)
         matrix = x if way == "r" else x.t()
         matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % (case.block or 32)))
@@ -94,7 +94,7 @@ def differences(case: Case, device: str) -> list[str]:
         )
         wanted[way] = elements, scale, scale_tiles(elements.float(), e8m0_decode_scale(scale), (1, 32)).to(x.dtype)
     rule = MxRule(fmt, case.rule, case.rounding, case.random_bits, headroom)
-    ways = {"rows": directions.get("r"), "columns": directions.get("c"), "moment": moment, "spans": spans}
+    ways = {"rows": directions.get("r"), "columns": directions.get("c"), "rng_step": rng_step, "spans": spans}
     lines = []
     for way, out in zip("rc", (None, None) if case.codes else quantize_mx(x, rule, **ways), strict=True):  # type: ignore[arg-type]
         if out is not None:
@@ -169,20 +169,20 @@ def gpu_cases() -> list[Case]:
 
 def linear_differences() -> list[str]:
     """A layer's GEMMs with operands by the interpreted kernel and by the reference: the host's side of the path."""
-    from megatron_lowprec.linear.gemms import LinearPlace
-    from megatron_lowprec.linear.linear_gemms import LinearNumerics
+    from megatron_lowprec.linear.gemms import LinearId
+    from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.quantization import quantizer
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.recipe.registry import get_recipe
 
     generator = torch.Generator().manual_seed(4)
     x, w, dy = (torch.randn(size, generator=generator).bfloat16() for size in ((70, 128), (192, 128), (70, 192)))
-    place = LinearPlace(3, "mlp.linear_fc1", spans={"O": Span(192, seam=96, jump=192)}, split="O")
+    place = LinearId(3, "mlp.linear_fc1", spans={"O": ShardSlice(192, gate_offset=96, gate_stride=192)}, split="O")
     lines = []
     for name in ("mxfp4_rht_sr", "mxfp4_sr", "mxfp8"):
 
         def products(name: str = name) -> list[torch.Tensor]:
-            run = LinearNumerics(get_recipe(name), place, 1, AmaxHistory)
+            run = LinearGemms(get_recipe(name), place, 1, AmaxHistory)
             both = run.grad_output(dy, MOMENT)
             total = torch.zeros(192, 128)
             return [run.fprop(x, w, MOMENT), run.dgrad(both, w, MOMENT), run.wgrad(both, x, MOMENT, total)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.scaled_adam import reference
 from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot, Stream, encode_scale
 from tests.kernels.interpreted import main
@@ -24,7 +24,14 @@ WEIGHTS = (torch.float32, torch.bfloat16)
 STREAMS = (
     None,
     Stream((0xFFFFFFFF, 7), columns=1 << 20),
-    Stream((3, 1 << 31), columns=40, first=53, whole_columns=80, first_column=40, rows=Span(8, seam=5, jump=16)),
+    Stream(
+        (3, 1 << 31),
+        columns=40,
+        first=53,
+        whole_columns=80,
+        first_column=40,
+        rows=ShardSlice(8, gate_offset=5, gate_stride=16),
+    ),
 )
 STEPS = 3
 CASES = [

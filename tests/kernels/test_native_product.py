@@ -75,11 +75,11 @@ def test_product_is_within_its_accumulators_bound(
 @pytest.mark.parametrize("tokens", [96, 333])
 def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, tokens: int) -> None:
     """Two steps of two microbatches, native against emulated: the same codes, so only the summation differs."""
-    from megatron_lowprec.linear.gemms import LinearPlace
-    from megatron_lowprec.linear.linear_gemms import LinearNumerics
+    from megatron_lowprec.linear.gemms import LinearId
+    from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.operands import Kept
     from megatron_lowprec.quantization.amax_history import AmaxHistory
-    from megatron_lowprec.quantization.random_stream import Moment
+    from megatron_lowprec.quantization.random_stream import RngStep
     from megatron_lowprec.recipe.registry import get_recipe
 
     generator = torch.Generator("cuda").manual_seed(tokens)
@@ -91,7 +91,7 @@ def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, toke
         return histories[-1]
 
     native, emulated = (
-        LinearNumerics(get_recipe(recipe), LinearPlace(1, "x"), 0, history_of, cache_weights=cache, emulate=emulate)
+        LinearGemms(get_recipe(recipe), LinearId(1, "x"), 0, history_of, cache_weights=cache, emulate=emulate)
         for emulate in (False, True)
     )
     w = torch.randn(O, I, device="cuda", generator=generator).bfloat16() * 0.1
@@ -100,18 +100,18 @@ def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, toke
         native.main_grad_is_zero = True
         grads[1].zero_()
         for microbatch in range(2):
-            moment = Moment(step, microbatch)
+            rng_step = RngStep(step, microbatch)
             x = torch.randn(tokens, I, device="cuda", generator=generator).bfloat16() * (1 + step)
             dy = torch.randn(tokens, O, device="cuda", generator=generator).bfloat16() * 1e-3
-            y, kept = native.forward(x, w, moment, keep=True)
+            y, kept = native.forward(x, w, rng_step, keep=True)
             elements, scale, amax = kept.saved(x)
             assert (scale is not None) == ("gw_hp" not in recipe)  # x itself is not kept where its codes are
-            both = native.grad_output(dy, moment, bias=True)
-            found = [y, native.dgrad(both, w, moment, amax)]
-            native.wgrad(both, Kept.restored(elements, scale, kept.tile), moment, grads[0])
-            plain = emulated.grad_output(dy, moment)
-            wanted = [emulated.fprop(x, w, moment), emulated.dgrad(plain, w, moment)]
-            emulated.wgrad(plain, x, moment, grads[1])
+            both = native.grad_output(dy, rng_step, bias=True)
+            found = [y, native.dgrad(both, w, rng_step, amax)]
+            native.wgrad(both, Kept.restored(elements, scale, kept.tile), rng_step, grads[0])
+            plain = emulated.grad_output(dy, rng_step)
+            wanted = [emulated.fprop(x, w, rng_step), emulated.dgrad(plain, w, rng_step)]
+            emulated.wgrad(plain, x, rng_step, grads[1])
             for name, got, want in zip("yd", found, wanted, strict=True):
                 error = (got.double() - want.double()).norm() / want.double().norm()
                 assert error < 2.0**-8, (name, float(error))

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from megatron_lowprec.kernels.philox.reference import ROUNDS, Span, draw_bits, philox
-from megatron_lowprec.quantization.random_stream import Moment, RandomStream, stream_key
+from megatron_lowprec.kernels.philox.reference import ROUNDS, ShardSlice, draw_bits, philox
+from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
 
 MASK = 0xFFFFFFFF
 
@@ -43,9 +43,9 @@ def scalar_philox(counter: tuple[int, ...], key: tuple[int, int], rounds: int) -
     return a, b, c, d
 
 
-def scalar_draw(key: tuple[int, int], moment: tuple[int, int], row: int, column: int) -> int:
+def scalar_draw(key: tuple[int, int], rng_step: tuple[int, int], row: int, column: int) -> int:
     """The layout that the stream is fixed to: 16 bits of entry (row, column)."""
-    word = scalar_philox((column // 8, row, *moment), key, 7)[column % 8 // 2]
+    word = scalar_philox((column // 8, row, *rng_step), key, 7)[column % 8 // 2]
     return (word >> 16) if column % 2 else word & 0xFFFF
 
 
@@ -75,7 +75,7 @@ def test_words_broadcast() -> None:
 
 def test_layout_of_the_stream_is_frozen() -> None:
     """Written down once: whoever changes these changes every stochastic bit of every recipe."""
-    got = draw_bits((0xDEADBEEF, 0x01234567), (3, 5), 2, 12, row_span=Span(7), column_span=Span(16))
+    got = draw_bits((0xDEADBEEF, 0x01234567), (3, 5), 2, 12, row_span=ShardSlice(7), column_span=ShardSlice(16))
     assert got.tolist() == FROZEN
     want = [[scalar_draw((0xDEADBEEF, 0x01234567), (3, 5), row, column) for column in range(16, 28)] for row in (7, 8)]
     assert want == FROZEN
@@ -103,16 +103,16 @@ def test_no_entries(shape: tuple[int, int]) -> None:
 def test_shards_are_slices_of_the_whole() -> None:
     whole = draw_bits((11, 22), (4, 1), 24, 64)
     for r, c in ((0, 0), (5, 8), (23, 56), (12, 32)):
-        shard = draw_bits((11, 22), (4, 1), 24 - r, 64 - c, row_span=Span(r), column_span=Span(c))
+        shard = draw_bits((11, 22), (4, 1), 24 - r, 64 - c, row_span=ShardSlice(r), column_span=ShardSlice(c))
         assert torch.equal(shard, whole[r:, c:])
     with pytest.raises(ValueError, match="multiples of 8, got Span\\(start=4"):
-        draw_bits((11, 22), (4, 1), 2, 8, column_span=Span(4))
+        draw_bits((11, 22), (4, 1), 2, 8, column_span=ShardSlice(4))
 
 
 def test_stream_chunks_and_shards_are_slices_of_the_whole() -> None:
-    stream = RandomStream((11, 22), Moment(4, 1))
+    stream = RandomStream((11, 22), RngStep(4, 1))
     whole = stream.uniform(64, 16, torch.device("cpu"))(slice(0, 24))
-    shard = RandomStream((11, 22), Moment(4, 1), row_span=Span(6), column_span=Span(24))
+    shard = RandomStream((11, 22), RngStep(4, 1), row_span=ShardSlice(6), column_span=ShardSlice(24))
     assert torch.equal(shard.uniform(40, 16, torch.device("cpu"))(slice(2, 9)), whole[8:15, 24:])
 
 
@@ -139,8 +139,8 @@ BASE = stream_key(1, "rounding", **WHERE)
 N = 131_072
 
 
-def draws(key: tuple[int, int], moment: tuple[int, int] = (0, 0), **spans: Span) -> torch.Tensor:
-    return draw_bits(key, moment, 256, N // 256, **spans).double().flatten()
+def draws(key: tuple[int, int], rng_step: tuple[int, int] = (0, 0), **spans: ShardSlice) -> torch.Tensor:
+    return draw_bits(key, rng_step, 256, N // 256, **spans).double().flatten()
 
 
 def correlation_z(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -167,15 +167,15 @@ def test_other_keys_are_independent(what: str) -> None:
     assert abs(correlation_z(draws(BASE), draws(VARIANTS[what]))) < 5
 
 
-@pytest.mark.parametrize("moment", [(1, 0), (0, 1), (1 << 16, 0), (0, 1 << 16)])
-def test_other_moments_are_independent(moment: tuple[int, int]) -> None:
-    assert abs(correlation_z(draws(BASE), draws(BASE, moment))) < 5
+@pytest.mark.parametrize("rng_step", [(1, 0), (0, 1), (1 << 16, 0), (0, 1 << 16)])
+def test_other_moments_are_independent(rng_step: tuple[int, int]) -> None:
+    assert abs(correlation_z(draws(BASE), draws(BASE, rng_step))) < 5
 
 
 def test_step_and_microbatch_do_not_collide() -> None:
-    moments = list(itertools.product(range(8), repeat=2))
-    found = torch.stack([draw_bits(BASE, moment, 4, 32).flatten() for moment in moments])
-    assert found.unique(dim=0).shape[0] == len(moments)
+    rng_steps = list(itertools.product(range(8), repeat=2))
+    found = torch.stack([draw_bits(BASE, rng_step, 4, 32).flatten() for rng_step in rng_steps])
+    assert found.unique(dim=0).shape[0] == len(rng_steps)
 
 
 def test_neighbours_within_a_tensor_are_independent() -> None:
@@ -194,7 +194,7 @@ def test_low_and_high_halves_are_independent() -> None:
 def test_signs_are_balanced_and_differ_by_moment() -> None:
     key = stream_key(1, "sign", layer=1, linear="mlp.linear_fc1", gemm="dgrad")
     stream = RandomStream(key)
-    drawn = torch.stack([stream.at(Moment(step, 0)).signs(64, torch.device("cpu")) for step in range(2048)])
+    drawn = torch.stack([stream.at(RngStep(step, 0)).signs(64, torch.device("cpu")) for step in range(2048)])
     assert drawn.dtype == torch.float32
     assert drawn.abs().unique().tolist() == [1.0]
     assert drawn.unique(dim=0).shape[0] == 2048  # 64 fair coins repeat with chance 2048^2 / 2^65
@@ -206,12 +206,12 @@ def test_signs_are_balanced_and_differ_by_moment() -> None:
 
 
 def test_signs_are_pure() -> None:
-    stream = RandomStream((5, 6), Moment(2, 3))
+    stream = RandomStream((5, 6), RngStep(2, 3))
     assert torch.equal(stream.signs(64, torch.device("cpu")), stream.signs(64, torch.device("cpu")))
     # 32 signs are the first of 64: counters go by column
     assert torch.equal(stream.signs(32, torch.device("cpu")), stream.signs(64, torch.device("cpu"))[:32])
     # a shard's offsets do not touch the signs, which ranks must share
-    shard = RandomStream((5, 6), Moment(2, 3), row_span=Span(128), column_span=Span(64))
+    shard = RandomStream((5, 6), RngStep(2, 3), row_span=ShardSlice(128), column_span=ShardSlice(64))
     assert torch.equal(shard.signs(64, torch.device("cpu")), stream.signs(64, torch.device("cpu")))
 
 

@@ -21,11 +21,11 @@ def test_compiled_kernel_equals_the_reference(case: Case) -> None:
 def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> None:
     """The dispatch itself: operands made on a GPU, by kernels, equal those made on a CPU, by the reference."""
     from megatron_lowprec.quantization.quantizer import Transform, quantize_both_ways, quantize_for_gemm
-    from megatron_lowprec.quantization.random_stream import Moment, RandomStream
+    from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
     from megatron_lowprec.recipe.registry import MXFP4_SR
 
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    stream, transform = RandomStream((1, 2), Moment(3, 1)), Transform(64, RandomStream((5, 6), Moment(3, 1)))
+    stream, transform = RandomStream((1, 2), RngStep(3, 1)), Transform(64, RandomStream((5, 6), RngStep(3, 1)))
     both = quantize_both_ways(x.cuda(), MXFP4_SR, (stream, stream), (transform, transform))
     assert both is not None
     for matrix, fused in ((x, both[0]), (x.t(), both[1])):
@@ -38,32 +38,32 @@ def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> No
 @pytest.mark.gpu
 def test_a_captured_graph_draws_anew_in_each_replay() -> None:
     """Signs and draws of a replay are those of the moment entered before it, bit for bit."""
-    from megatron_lowprec.linear.gemms import LinearPlace
-    from megatron_lowprec.linear.linear_gemms import LinearNumerics
+    from megatron_lowprec.linear.gemms import LinearId
+    from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.quantization.amax_history import AmaxHistory
-    from megatron_lowprec.quantization.device_rng_step import enter_moment
-    from megatron_lowprec.quantization.random_stream import Moment
+    from megatron_lowprec.quantization.device_rng_step import enter_rng_step
+    from megatron_lowprec.quantization.random_stream import RngStep
     from megatron_lowprec.recipe.registry import get_recipe
 
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(0)
     dy, x, w = (torch.randn(s, device=device, generator=generator).bfloat16() for s in ((96, 128), (96, 64), (128, 64)))
-    numerics = LinearNumerics(get_recipe("mxfp4_rht_sr"), LinearPlace(1, "linear"), 0, AmaxHistory)
+    linear_gemms = LinearGemms(get_recipe("mxfp4_rht_sr"), LinearId(1, "linear"), 0, AmaxHistory)
 
-    def backward(moment: Moment) -> tuple[torch.Tensor, torch.Tensor]:
-        both = numerics.grad_output(dy, moment)
-        return numerics.dgrad(both, w, moment), numerics.wgrad(both, x, moment)
+    def backward(rng_step: RngStep) -> tuple[torch.Tensor, torch.Tensor]:
+        both = linear_gemms.grad_output(dy, rng_step)
+        return linear_gemms.dgrad(both, w, rng_step), linear_gemms.wgrad(both, x, rng_step)
 
-    moments = [Moment(5, 0), Moment(5, 1), Moment(6, 0)]
-    eager = [backward(moment) for moment in moments]
-    enter_moment(moments[0], device)
+    rng_steps = [RngStep(5, 0), RngStep(5, 1), RngStep(6, 0)]
+    eager = [backward(rng_step) for rng_step in rng_steps]
+    enter_rng_step(rng_steps[0], device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = backward(moments[0])
-    for moment, want in zip(moments, eager, strict=True):
-        enter_moment(moment, device)
+        captured = backward(rng_steps[0])
+    for rng_step, want in zip(rng_steps, eager, strict=True):
+        enter_rng_step(rng_step, device)
         graph.replay()
         assert all(torch.equal(*pair) for pair in zip(captured, want, strict=True))
     assert not torch.equal(eager[0][0], eager[1][0])
     # what a replay drew last must not leak into an eager call at another moment
-    assert all(torch.equal(*pair) for pair in zip(backward(moments[0]), eager[0], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(backward(rng_steps[0]), eager[0], strict=True))

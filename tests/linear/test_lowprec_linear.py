@@ -26,13 +26,13 @@ from megatron_lowprec import (
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
-from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale
-from megatron_lowprec.linear.gemms import DIMS, LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.gemms import DIMS, LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.lowprec_linear import end_step
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment, in_backward_pass, stream_key
+from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass, stream_key
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from tests.kernels.exact import nearest
@@ -76,7 +76,7 @@ def step(layer: LowPrecLinear, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch
 
 # ---- the recomputation
 def exact_operand(
-    matrix: torch.Tensor, spec: QuantSpec | None, moment: Moment, gemm: str, operand: str, amax: float
+    matrix: torch.Tensor, spec: QuantSpec | None, rng_step: RngStep, gemm: str, operand: str, amax: float
 ) -> torch.Tensor:
     """float64 values that an operand's codes and scales stand for."""
     if spec is None:
@@ -86,7 +86,7 @@ def exact_operand(
         elements = nearest(matrix.float() * scale, FORMATS[spec.format], "nearest_even")
         return elements * (torch.ones(()) / scale).double()
     key = stream_key(SEED, "rounding", layer=LAYER, linear=NAME, gemm=gemm, operand=operand)
-    q = quantize(matrix, spec, random=RandomStream(key, moment))
+    q = quantize(matrix, spec, random=RandomStream(key, rng_step))
     scale = q.matrix_scale if q.matrix_scale.is_floating_point() else e8m0_decode_scale(q.matrix_scale)
     tile = {"tensor": tuple(matrix.shape), "row": (1, matrix.shape[1])}.get(spec.tile) or spec.block
     assert tile is not None
@@ -95,17 +95,17 @@ def exact_operand(
 
 
 def recompute(
-    recipe: Recipe, gemm: str, a: torch.Tensor, b: torch.Tensor, moment: Moment, amaxes: dict[str, float]
+    recipe: Recipe, gemm: str, a: torch.Tensor, b: torch.Tensor, rng_step: RngStep, amaxes: dict[str, float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 product of the quantized operands, and the sum of magnitudes that bounds its fp32 roundoff."""
     spec = getattr(recipe, gemm)
     if spec.hadamard is not None:
         key = stream_key(SEED, "sign", layer=LAYER, linear=NAME, gemm=gemm)
-        signs = RandomStream(key, moment).signs(spec.hadamard.block, a.device)
+        signs = RandomStream(key, rng_step).signs(spec.hadamard.block, a.device)
         a, b = (hadamard_transform(pad(m.float(), (0, -m.shape[1] % spec.hadamard.block)), signs) for m in (a, b))
     first, second = GEMM_OPERANDS[gemm]
-    a64 = exact_operand(a, getattr(spec, first), moment, gemm, first, amaxes.get(first, 0.0))
-    b64 = exact_operand(b, getattr(spec, second), moment, gemm, second, amaxes.get(second, 0.0))
+    a64 = exact_operand(a, getattr(spec, first), rng_step, gemm, first, amaxes.get(first, 0.0))
+    b64 = exact_operand(b, getattr(spec, second), rng_step, gemm, second, amaxes.get(second, 0.0))
     return a64 @ b64.t(), a64.abs() @ b64.abs().t()
 
 
@@ -132,11 +132,11 @@ def test_products_are_the_recomputed_ones(name: str, dtype: torch.dtype, generat
             x, dy = tensors(dtype, generator)
             x *= 2.0 ** (number + microbatch)
             y, dx, dw = step(layer, x, dy)
-            moment = layer.moment
+            rng_step = layer.rng_step
             assert y.dtype == dx.dtype == dw.dtype == dtype
-            assert_is(y, recompute(recipe, "fprop", x, w, moment, amaxes), IN)
-            assert_is(dx, recompute(recipe, "dgrad", dy, w.t(), moment, amaxes), OUT)
-            assert_is(dw, recompute(recipe, "wgrad", dy.t(), x.t(), moment, amaxes), T)
+            assert_is(y, recompute(recipe, "fprop", x, w, rng_step, amaxes), IN)
+            assert_is(dx, recompute(recipe, "dgrad", dy, w.t(), rng_step, amaxes), OUT)
+            assert_is(dw, recompute(recipe, "wgrad", dy.t(), x.t(), rng_step, amaxes), T)
             seen["input"] = max(seen["input"], float(x.abs().max()))
             seen["grad_output"] = max(seen["grad_output"], float(dy.abs().max()))
         end_step(layer)
@@ -311,7 +311,7 @@ def test_a_layer_makes_its_device_the_current_one(
 
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(LinearNumerics, "forward", watched(LinearNumerics.forward))
+    monkeypatch.setattr(LinearGemms, "forward", watched(LinearGemms.forward))
     monkeypatch.setattr(AmaxHistory, "update", watched(AmaxHistory.update))
     layer, (x, _) = layer_of(name), tensors(torch.float32, generator)
     layer(x)
@@ -326,10 +326,12 @@ def test_evaluation_leaves_no_trace(name: str, generator: torch.Generator) -> No
     x, dy = tensors(torch.float32, generator)
     layer = layer_of(name)
     step(layer, x, dy)
-    newest = [h.newest.clone() for h, _ in layer.numerics.histories.values()]
+    newest = [h.newest.clone() for h, _ in layer.linear_gemms.histories.values()]
     with torch.no_grad():
         layer(x * 1000)
-    assert all(torch.equal(h.newest, n) for (h, _), n in zip(layer.numerics.histories.values(), newest, strict=True))
+    assert all(
+        torch.equal(h.newest, n) for (h, _), n in zip(layer.linear_gemms.histories.values(), newest, strict=True)
+    )
 
 
 def test_delayed_scale_is_one_and_then_maximum_over_amax(generator: torch.Generator) -> None:
@@ -342,9 +344,9 @@ def test_delayed_scale_is_one_and_then_maximum_over_amax(generator: torch.Genera
     assert float(saturated[0, 0]) == 448.0
     assert_is(y, (saturated @ plain.t(), saturated.abs() @ plain.t().abs()), IN)
     end_step(layer)
-    history, slot = layer.numerics.histories["input"]
+    history, slot = layer.linear_gemms.histories["input"]
     assert history.in_effect[slot].item() == 500.0
-    history, slot = layer.numerics.histories["grad_output"]
+    history, slot = layer.linear_gemms.histories["grad_output"]
     assert history.in_effect[slot].item() == dy.abs().max().item()
 
 
@@ -395,7 +397,7 @@ def test_scales_follow_an_optimizer_without_being_told(
 
 def test_scales_stay_within_a_step_and_where_nothing_was_trained(generator: torch.Generator) -> None:
     layer, (x, dy) = layer_of("fp8_delayed"), tensors(torch.float32, generator)
-    history, slot = layer.numerics.histories["input"]
+    history, slot = layer.linear_gemms.histories["input"]
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     for _ in range(3):
         step(layer, x, dy)
@@ -475,13 +477,13 @@ def test_recomputation_draws_the_bits_of_its_first_pass(how: str, in_order: bool
 @pytest.mark.parametrize("name", ["bf16", "mxfp4_rht_sr", "fp8_current", "fp8_blockwise"])
 def test_wgrad_accumulates_in_fp32(name: str, generator: torch.Generator) -> None:
     x, dy = tensors(torch.bfloat16, generator)
-    numerics = LinearNumerics(get_recipe(name), LinearPlace(LAYER, NAME), SEED, AmaxHistory)
+    linear_gemms = LinearGemms(get_recipe(name), LinearId(LAYER, NAME), SEED, AmaxHistory)
     total = torch.zeros(OUT, IN)
-    assert numerics.wgrad(dy, x, Moment(0, 0), accumulate_into=total) is total
-    assert_is(total, recompute(get_recipe(name), "wgrad", dy.t(), x.t(), Moment(0, 0), {}), T)
+    assert linear_gemms.wgrad(dy, x, RngStep(0, 0), accumulate_into=total) is total
+    assert_is(total, recompute(get_recipe(name), "wgrad", dy.t(), x.t(), RngStep(0, 0), {}), T)
     assert not torch.equal(total, total.bfloat16().float())
     once = total.clone()
-    numerics.wgrad(dy, x, Moment(0, 0), accumulate_into=total)
+    linear_gemms.wgrad(dy, x, RngStep(0, 0), accumulate_into=total)
     assert torch.equal(total, 2 * once)
 
 
@@ -489,19 +491,19 @@ def test_wgrad_accumulates_in_fp32(name: str, generator: torch.Generator) -> Non
 def operands_of(
     monkeypatch: pytest.MonkeyPatch,
     recipe: Recipe,
-    place: LinearPlace,
+    place: LinearId,
     tensors: dict[str, torch.Tensor],
     reduce_amax: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[tuple[str, str], Operand]:
     found: list[Operand] = []
     with monkeypatch.context() as patch:
         patch.setattr(numerics_module, "contract", lambda a, b, **_: found.extend((a, b)))
-        run = LinearNumerics(recipe, place, SEED, AmaxHistory, reduce_amax)
+        run = LinearGemms(recipe, place, SEED, AmaxHistory, reduce_amax)
         for history, slot in run.histories.values():
             history.in_effect[slot] = 3.0
-        run.fprop(tensors["x"], tensors["w"], Moment(2, 1))
-        run.dgrad(tensors["dy"], tensors["w"], Moment(2, 1))
-        run.wgrad(tensors["dy"], tensors["x"], Moment(2, 1))
+        run.fprop(tensors["x"], tensors["w"], RngStep(2, 1))
+        run.dgrad(tensors["dy"], tensors["w"], RngStep(2, 1))
+        run.wgrad(tensors["dy"], tensors["x"], RngStep(2, 1))
     return dict(zip(DIMS, found, strict=True))
 
 
@@ -514,7 +516,7 @@ def test_shards_hold_the_codes_and_scales_of_the_whole(
     recipe, sizes = get_recipe(name), {"T": 70, "I": 512, "O": 1024 if gated else 512}
     dims = {"x": "TI", "w": "OI", "dy": "TO"}
     whole = {n: torch.randn([sizes[d] for d in ds], generator=generator).bfloat16() for n, ds in dims.items()}
-    want = operands_of(monkeypatch, recipe, LinearPlace(LAYER, NAME), whole)
+    want = operands_of(monkeypatch, recipe, LinearId(LAYER, NAME), whole)
     part = sizes[split] // ranks
     half = sizes[split] // 2
 
@@ -525,12 +527,12 @@ def test_shards_hold_the_codes_and_scales_of_the_whole(
         gate = torch.arange(part // 2) + rank * (part // 2)
         return torch.cat((gate, gate + half))
 
-    def shard(rank: int) -> tuple[LinearPlace, dict[str, torch.Tensor]]:
+    def shard(rank: int) -> tuple[LinearId, dict[str, torch.Tensor]]:
         cut = {
             n: t.index_select(dims[n].index(split), indices(rank)) if split in dims[n] else t for n, t in whole.items()
         }
-        span = Span(rank * part // 2, part // 2, half - part // 2) if gated else Span(rank * part)
-        return LinearPlace(LAYER, NAME, spans={split: span}, split=split), cut
+        span = ShardSlice(rank * part // 2, part // 2, half - part // 2) if gated else ShardSlice(rank * part)
+        return LinearId(LAYER, NAME, spans={split: span}, split=split), cut
 
     # what each rank would send to the reduction, then the maximum over ranks
     sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
@@ -581,7 +583,7 @@ def test_amax_is_reduced_exactly_where_a_tile_reaches_over_ranks(
     }
     for split in ("O", "I"):
         calls.clear()
-        operands_of(monkeypatch, get_recipe(name), LinearPlace(LAYER, NAME, split=split), whole, count)
+        operands_of(monkeypatch, get_recipe(name), LinearId(LAYER, NAME, split=split), whole, count)
         assert calls == expected.get((name, split), [])
 
 
@@ -658,7 +660,7 @@ def test_histories_that_move_each_microbatch_follow_the_forward_passes() -> None
         for size in (1.0, 10.0, 1.0):
             layer(torch.full((16, 64), size)).sum().backward()
     amaxes = [
-        {operand: float(history.in_effect[slot]) for operand, (history, slot) in layer.numerics.histories.items()}
+        {operand: float(history.in_effect[slot]) for operand, (history, slot) in layer.linear_gemms.histories.items()}
         for layer in (moving, held)
     ]
     assert amaxes[0]["input"] == 10.0

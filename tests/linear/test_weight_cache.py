@@ -6,11 +6,11 @@ import torch
 from megatron_lowprec import get_recipe
 from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.linear import weight_cache
-from megatron_lowprec.linear.gemms import LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
-from megatron_lowprec.linear.weight_cache import KeptWeights
+from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8"])
@@ -18,31 +18,31 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    quantized = LinearNumerics._quantized
+    quantized = LinearGemms._quantized
 
-    def counted(self: LinearNumerics, gemm: str, operand: str, *rest: object) -> object:
+    def counted(self: LinearGemms, gemm: str, operand: str, *rest: object) -> object:
         made.append(operand)
         return quantized(self, gemm, operand, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LinearNumerics, "_quantized", counted)
-    numerics = LinearNumerics(get_recipe(recipe), LinearPlace(1, "x"), 0, AmaxHistory, cache_weights=True)
+    monkeypatch.setattr(LinearGemms, "_quantized", counted)
+    linear_gemms = LinearGemms(get_recipe(recipe), LinearId(1, "x"), 0, AmaxHistory, cache_weights=True)
     generator = torch.Generator().manual_seed(1)
     x, w = (torch.randn(128, 128, generator=generator) for _ in range(2))
 
     def passes(w: torch.Tensor) -> list[torch.Tensor]:
         # before the step's first pass with gradients nothing is kept; behind it everything is
         calls = [(0, False), (0, True), (1, False), (1, True)]
-        return [numerics.fprop(x, w, Moment(0, microbatch), observe) for microbatch, observe in calls]
+        return [linear_gemms.fprop(x, w, RngStep(0, microbatch), update_amax) for microbatch, update_amax in calls]
 
     found = passes(w)
     assert made.count("weight") == 2
     assert all(torch.equal(y, found[0]) for y in found)
-    numerics.forget_weights()
+    linear_gemms.forget_weights()
     assert not torch.equal(passes(2 * w.roll(1))[2], found[2])
 
 
 def test_what_was_made_before_a_capture_is_not_taken_for_granted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, operand = KeptWeights(["fprop"]), Operand(torch.ones(1, 1))
+    kept, operand = QuantizedWeightCache(["fprop"]), Operand(torch.ones(1, 1))
     kept.keep({"fprop": operand})
     assert kept.find("fprop", native=False) is operand
     assert kept.find("fprop", native=True) is None

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lowprec.mcore.made_operands import Handover
+from megatron_lowprec.mcore.fusion import GradOutputChannel
 from tests.mcore.recomputation import bounded_recomputation
 
 HIDDEN, SEQUENCE, BATCH, VOCABULARY = 64, 16, 2, 192
@@ -138,13 +138,13 @@ def joined_casts(recipe: str) -> None:
 
     Biases' gradients are the exception: sums of other parts. What else helps casts helps in ``got`` alone, too.
     """
-    from megatron_lowprec.linear.linear_gemms import LinearNumerics
+    from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.mcore.layers.mlp import _MlpFunction
 
     with patch.object(_MlpFunction, "apply", wraps=_MlpFunction.apply) as joined:
         got = two_steps(recipe)
     assert joined.call_count == 4
-    with patch.object(LinearNumerics, "help_wanted", lambda *_: None):
+    with patch.object(LinearGemms, "supported_fusion", lambda *_: None):
         want = two_steps(recipe)
     equal_but_for(("linear_fc1.bias", "linear_fc2.bias", "linear_proj.bias"), got, want)
 
@@ -224,26 +224,29 @@ def handed_over(recipe: str, layers: int = 3, **more: Any) -> None:
     On a CPU p is such that the interpreter, which cuts to bf16 what a GPU rounds, has nothing to cut. Biases are the
     exception: sums of other parts.
     """
-    from megatron_lowprec.linear.linear_gemms import LinearNumerics
+    from megatron_lowprec.linear.linear_gemms import LinearGemms
 
     taken: list[bool] = []
 
     def no_parts(*_: Any) -> bool:
         return False
 
-    def take(self: Handover, dy: torch.Tensor) -> Any:
+    def get(self: GradOutputChannel, dy: torch.Tensor) -> Any:
         taken.append((made := kept(self, dy)) is not None)
         assert made is None or bool(dy.isnan().all())
         return made
 
-    kept = Handover.take
+    kept = GradOutputChannel.get
     with native():
         for p in (0.1 if DEVICE == "cuda" else 0.5, 0.0):
-            with patch.object(Handover, "take", take):
+            with patch.object(GradOutputChannel, "get", get):
                 got = two_steps(recipe, hidden_dropout=p, **more)
             assert taken == [True] * 4 * layers, taken  # of each of two blocks, in two steps
             taken.clear()
-            with patch.object(Handover, "on", lambda _: None), patch.object(LinearNumerics, "takes_parts", no_parts):
+            with (
+                patch.object(GradOutputChannel, "of", lambda _: None),
+                patch.object(LinearGemms, "accepts_split_input", no_parts),
+            ):
                 want = two_steps(recipe, hidden_dropout=p, **more)
             assert not taken
             equal_but_for(("linear_proj.bias", "linear_fc2.bias"), got, want)
@@ -252,21 +255,21 @@ def handed_over(recipe: str, layers: int = 3, **more: Any) -> None:
 def cast_by_norms(shape: str, recipe: str, **more: Any) -> None:
     """A norm's output that is never in memory gives the bits of one that is."""
     from megatron_lowprec.mcore.layers import parallel_linear
-    from megatron_lowprec.mcore.layers.norm import Reader
+    from megatron_lowprec.mcore.layers.norm import Consumer
 
     read: list[bool] = []
 
-    def made_input(x: torch.Tensor, numerics: Any) -> Any:
-        read.append((made := kept(x, numerics)) is not None)
+    def attached_input(x: torch.Tensor, linear_gemms: Any) -> Any:
+        read.append((made := kept(x, linear_gemms)) is not None)
         assert made is None or bool(x.isnan().all())
         return made
 
-    kept = parallel_linear.made_input
+    kept = parallel_linear.attached_input
     with native():
-        with patch.object(parallel_linear, "made_input", made_input):
+        with patch.object(parallel_linear, "attached_input", attached_input):
             got = two_steps(recipe, shape=shape, **more)
         assert sum(read) == 8, read  # of two layers of each of two blocks, in two steps
-        with patch.object(Reader, "help_wanted", lambda *_: None):
+        with patch.object(Consumer, "supported_fusion", lambda *_: None):
             want = two_steps(recipe, shape=shape, **more)
     equal_but_for((), got, want)
 
@@ -274,17 +277,17 @@ def cast_by_norms(shape: str, recipe: str, **more: Any) -> None:
 def residuals(shape: str, **more: Any) -> None:
     """Gradients that are added in the norms are the bits of those that autograd adds; no norm's input outlives them."""
     from megatron_lowprec.kernels.layernorm import triton as layernorm
-    from megatron_lowprec.mcore.residual import note_residual
+    from megatron_lowprec.mcore.fusion import attach_residual
 
     inputs = []
 
     def noted(x: torch.Tensor, y: torch.Tensor, residual: torch.Tensor) -> None:
         inputs.append(weakref.ref(x.untyped_storage()))
-        note_residual(x, y, residual)
+        attach_residual(x, y, residual)
 
     with (
         patch.object(layernorm, "norm_backward", wraps=layernorm.norm_backward) as joined,
-        patch("megatron_lowprec.mcore.layers.norm.note_residual", noted),
+        patch("megatron_lowprec.mcore.layers.norm.attach_residual", noted),
     ):
         got, _ = run(shape, True, **more)
     given = [call.args[5] is not None for call in joined.call_args_list]
@@ -293,7 +296,7 @@ def residuals(shape: str, **more: Any) -> None:
     assert len(inputs) >= 5
     gc.collect()  # the model's own circles; none that leads through autograd is ever found
     assert not any(storage() is not None for storage in inputs)
-    with patch("megatron_lowprec.mcore.layers.norm.note_residual"):
+    with patch("megatron_lowprec.mcore.layers.norm.attach_residual"):
         want, _ = run(shape, True, **more)
     equal_but_for((), got, want)
 
@@ -328,13 +331,13 @@ def gradients_that_are_seen() -> None:
         attention = model.decoder.layers[0].self_attention
         x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=DEVICE).bfloat16()
         layers = attention.linear_qkv, attention.linear_proj
-        assert all(layer.offer_handover(x) is not None for layer in layers)
+        assert all(layer.offer_grad_channel(x) is not None for layer in layers)
         with torch.no_grad():
-            assert not any(layer.offer_handover(x) for layer in layers)
+            assert not any(layer.offer_grad_channel(x) for layer in layers)
         with torch.autograd.set_detect_anomaly(True):
-            assert not any(layer.offer_handover(x) for layer in layers)
+            assert not any(layer.offer_grad_channel(x) for layer in layers)
         with FiniteCheck([model]):
-            assert not any(layer.offer_handover(x) for layer in layers)
+            assert not any(layer.offer_grad_channel(x) for layer in layers)
 
 
 def equal_but_for(sums: tuple[str, ...], got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:

@@ -39,7 +39,7 @@ def step_of_two_microbatches(recipe: Recipe) -> list[dict[str, float]]:
 
     block, _ = build()
     runtime = bind_recipe([block], recipe, num_layers=4, seed=1, accumulate_wgrad=False)
-    histories = block.layers[0].self_attention.linear_qkv.numerics.histories
+    histories = block.layers[0].self_attention.linear_qkv.linear_gemms.histories
 
     def in_effect() -> dict[str, float]:
         return {operand: float(history.in_effect[slot]) for operand, (history, slot) in histories.items()}

@@ -188,7 +188,7 @@ def test_casts_of_fp8_weights_do_not_grow_with_their_number(
 ) -> None:
     """Around the cast itself, which the reference does tensor by tensor and a kernel at once."""
     casts: list[int] = []
-    monkeypatch.setattr(primary_weight, "cast_many_", lambda values, *_: casts.append(len(values)))
+    monkeypatch.setattr(primary_weight, "multi_tensor_cast_", lambda values, *_: casts.append(len(values)))
     found = []
     for layers in (2, 6):
         trainer = build(

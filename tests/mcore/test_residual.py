@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.layernorm import reference
+from megatron_lowprec.mcore.fusion import cached_residual
 from megatron_lowprec.mcore.layers.norm import _normalized
-from megatron_lowprec.mcore.residual import residual_of
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def norm():
 def test_gradients_of_norm_and_residual_are_added(norm) -> None:
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     y = norm(x)
-    (y.square().sum() + (2 * residual_of(x)).sum()).backward()
+    (y.square().sum() + (2 * cached_residual(x)).sum()).backward()
     joined, x.grad = x.grad, None
     (norm(x).square().sum() + (2 * x).sum()).backward()
     assert x.grad is not None
     assert torch.equal(joined, x.grad)
     x.grad = None
     y = norm(x)
-    (2 * residual_of(x)).sum().backward()  # a norm whose output nobody reads
+    (2 * cached_residual(x)).sum().backward()  # a norm whose output nobody reads
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
@@ -41,23 +41,23 @@ def test_another_pass_or_value_has_no_residual(norm) -> None:
     x = torch.randn(3, 8, requires_grad=True)
     with torch.no_grad():
         y = norm(x)
-    assert residual_of(x) is x
+    assert cached_residual(x) is x
     y = norm(x)
-    assert residual_of(x) is not x
-    assert residual_of(x).data_ptr() == x.data_ptr()
+    assert cached_residual(x) is not x
+    assert cached_residual(x).data_ptr() == x.data_ptr()
     view = x.view(3, 8)
-    assert residual_of(view) is view
+    assert cached_residual(view) is view
     with torch.no_grad():
         norm(x)
-    assert residual_of(x) is x
+    assert cached_residual(x) is x
     y = norm(x)
     with torch.no_grad():
         x += 1
-    assert residual_of(x) is x
+    assert cached_residual(x) is x
     y = norm(x)
-    assert residual_of(x) is not x
+    assert cached_residual(x) is not x
     del y
-    assert residual_of(x) is x
+    assert cached_residual(x) is x
 
 
 @pytest.mark.parametrize("leaf", [True, False])
@@ -70,7 +70,7 @@ def test_a_residual_keeps_nothing_alive(norm, leaf: bool, backward: bool) -> Non
     gc.disable()
     try:
         if backward:
-            (y.sum() + residual_of(x).sum()).backward()
+            (y.sum() + cached_residual(x).sum()).backward()
         del x, y
         assert gone() is None
     finally:

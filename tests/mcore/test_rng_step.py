@@ -11,8 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lowprec import get_recipe
-from megatron_lowprec.mcore.rng_step import current_moment
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.mcore.rng_step import current_rng_step
+from megatron_lowprec.quantization.random_stream import RngStep
 from tests.mcore.one_process import one_process
 from tests.mcore.recomputation import bounded_recomputation
 
@@ -98,14 +98,14 @@ def gradients(
     block, runtime = build(**options)
     prepare(block)
     seen: list[int] = []
-    block.layers[-1].mlp.linear_fc1.register_forward_pre_hook(lambda *_: seen.append(current_moment().microbatch))
+    block.layers[-1].mlp.linear_fc1.register_forward_pre_hook(lambda *_: seen.append(current_rng_step().microbatch))
     losses = []
     for microbatch in range(3):
         runtime.begin_microbatch(microbatch)
         losses.append(forward(block, microbatch).square().mean())
     runtime.begin_microbatch(7)
     backward(losses)
-    assert current_moment() == Moment(STEP, 7)
+    assert current_rng_step() == RngStep(STEP, 7)
     return [weight.grad for weight in block.parameters()], seen
 
 
@@ -190,7 +190,7 @@ def test_a_state_that_earlier_checkpoints_hold_is_left_out() -> None:
     state["tracker"]["megatron-lowprec-moment"] = torch.tensor([8, 2])
     random_state.restore(state)
     assert set(get_cuda_rng_tracker().get_states()) == mine
-    assert current_moment() == Moment(STEP, 0)
+    assert current_rng_step() == RngStep(STEP, 0)
 
 
 # ---- training loops that leave a call out

@@ -109,7 +109,7 @@ def test_every_linear_layer_has_a_recipe(options: dict[str, Any]) -> None:
     block = block_of(config, gpt_block_spec(config))
     runtime = bind_recipe([block], get_recipe("mxfp4_rht_sr"), num_layers=LAYERS, seed=1)
     linears = [module for module in block.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
-    assert len({id(module.numerics) for module in linears}) == len(linears) == len(runtime.layers)
+    assert len({id(module.linear_gemms) for module in linears}) == len(linears) == len(runtime.layers)
 
 
 def test_a_pipeline_stage_has_its_own_part_of_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:

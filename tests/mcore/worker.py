@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.linear.gemms import DIMS, LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.gemms import DIMS, LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.operands import GradOutput
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 SEED = 99
@@ -95,8 +95,8 @@ def build_linear(kind: str, ours: bool, config: Any, skip_bias_add: bool) -> tor
 
 def bind_alone(layer: Any, kind: str, recipe: str) -> None:
     """What bind_recipe does for a layer inside a transformer layer."""
-    layer.numerics = LinearNumerics(
-        get_recipe(recipe), LinearPlace(1, "alone", split="O" if kind == "column" else "I"), SEED, AmaxHistory
+    layer.linear_gemms = LinearGemms(
+        get_recipe(recipe), LinearId(1, "alone", split="O" if kind == "column" else "I"), SEED, AmaxHistory
     )
     layer.accumulates_in_fp32 = False
 
@@ -167,7 +167,7 @@ class Recorder:
     """Keeps every GEMM's matrices, contracted dimension last, and quantized operands."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[LinearPlace, str, torch.Tensor, torch.Tensor, Moment, list[Any]]] = []
+        self.calls: list[tuple[LinearId, str, torch.Tensor, torch.Tensor, RngStep, list[Any]]] = []
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> "Recorder":
@@ -189,28 +189,28 @@ class Recorder:
     def _record(
         self, method: str, gemm: str, matrices: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        compute = getattr(LinearNumerics, method)
+        compute = getattr(LinearGemms, method)
 
-        def recorded(numerics: Any, first: Any, second: Any, moment: Any, *args: Any, **options: Any) -> Any:
+        def recorded(linear_gemms: Any, first: Any, second: Any, rng_step: Any, *args: Any, **options: Any) -> Any:
             a, b = matrices(first, second)
-            self.calls.append((numerics.place, gemm, a.clone(), b.clone(), moment, []))
-            return compute(numerics, first, second, moment, *args, **options)
+            self.calls.append((linear_gemms.place, gemm, a.clone(), b.clone(), rng_step, []))
+            return compute(linear_gemms, first, second, rng_step, *args, **options)
 
-        self._patch.setattr(LinearNumerics, method, recorded)
+        self._patch.setattr(LinearGemms, method, recorded)
 
 
 def _matrix(dy: torch.Tensor | GradOutput) -> torch.Tensor:
     return dy.matrix if isinstance(dy, GradOutput) else dy
 
 
-def multiply(numerics: LinearNumerics, gemm: str, a: torch.Tensor, b: torch.Tensor, moment: Moment) -> None:
+def multiply(linear_gemms: LinearGemms, gemm: str, a: torch.Tensor, b: torch.Tensor, rng_step: RngStep) -> None:
     """One GEMM of matrices as ``Recorder`` keeps them."""
     if gemm == "fprop":
-        numerics.fprop(a, b, moment)
+        linear_gemms.fprop(a, b, rng_step)
     elif gemm == "dgrad":
-        numerics.dgrad(a, b.t(), moment)
+        linear_gemms.dgrad(a, b.t(), rng_step)
     else:
-        numerics.wgrad(a.t(), b.t(), moment)
+        linear_gemms.wgrad(a.t(), b.t(), rng_step)
 
 
 # without sequence parallelism, one recipe of each kind of tile
@@ -222,7 +222,7 @@ def shards(name: str, sequence_parallel: bool) -> None:
     """Through real transformer layers: every operand of every GEMM, and the amax in effect after a step."""
     config, recipe, rank = config_of(torch.bfloat16, sequence_parallel), get_recipe(name), dist.get_rank()
     block, runtime = block_of(recipe, config)
-    twins: dict[tuple[int, str], LinearNumerics] = {}  # the unsharded layers, on each rank by itself
+    twins: dict[tuple[int, str], LinearGemms] = {}  # the unsharded layers, on each rank by itself
     for step in range(2):
         runtime.begin_step(step)
         runtime.begin_microbatch(step + 3)
@@ -240,8 +240,8 @@ def shards(name: str, sequence_parallel: bool) -> None:
                 "mlp.linear_fc2",
             )
         }
-        for place, gemm, a, b, moment, operands in calls:
-            assert moment == Moment(step, step + 3)
+        for place, gemm, a, b, rng_step, operands in calls:
+            assert rng_step == RngStep(step, step + 3)
             split = "O" if place.name.endswith(("qkv", "fc1")) else "I"
             assert place.split == split
             first, second = GEMM_OPERANDS[gemm]
@@ -256,12 +256,12 @@ def shards(name: str, sequence_parallel: bool) -> None:
             kept = name == "fp8_current_bf16_ends"  # both of two layers are ends
             twin = twins.setdefault(
                 (place.layer, place.name),
-                LinearNumerics(
-                    get_recipe("bf16") if kept else recipe, LinearPlace(place.layer, place.name), SEED, AmaxHistory
+                LinearGemms(
+                    get_recipe("bf16") if kept else recipe, LinearId(place.layer, place.name), SEED, AmaxHistory
                 ),
             )
             with Recorder() as unsharded:
-                multiply(twin, gemm, *full, moment)
+                multiply(twin, gemm, *full, rng_step)
             for got, want, ds in zip(operands, unsharded.calls[0][-1], letters, strict=True):
                 compare(got, want, ds.find(split), rank, f"{place.name} {gemm} {ds}")
         runtime.end_step()
@@ -271,13 +271,13 @@ def shards(name: str, sequence_parallel: bool) -> None:
             for operand, (history, slot) in twin.histories.items():
                 if step == 0 and history.in_effect[slot] == 0:
                     history.update()
-                mine, its_slot = module.numerics.histories[operand]
+                mine, its_slot = module.linear_gemms.histories[operand]
                 if step == 0:
                     assert mine.in_effect[its_slot] == history.in_effect[slot], (place.name, operand)
                     assert mine.in_effect[its_slot] > 0
 
 
-def module_of(block: Any, place: LinearPlace) -> Any:
+def module_of(block: Any, place: LinearId) -> Any:
     return block.layers[place.layer - 1].get_submodule(place.name)
 
 
@@ -309,10 +309,10 @@ def own_scales(name: str, sequence_parallel: bool) -> None:
         with Recorder() as recorder:
             back(run_block(block, config), config)
     differing = 0
-    for place, gemm, a, b, moment, operands in recorder.calls:
-        alone = LinearNumerics(recipe, replace(place, split="", spans={}), SEED, AmaxHistory)
+    for place, gemm, a, b, rng_step, operands in recorder.calls:
+        alone = LinearGemms(recipe, replace(place, split="", spans={}), SEED, AmaxHistory)
         with Recorder() as own:
-            multiply(alone, gemm, a, b, moment)
+            multiply(alone, gemm, a, b, rng_step)
         for got, want in zip(operands, own.calls[0][-1], strict=True):
             compare(got, want, -1, 0, f"{place.name} {gemm}")
             scale = got.scale if got.scale is not None else torch.zeros(1)
@@ -339,10 +339,10 @@ def recompute(name: str, sequence_parallel: bool) -> None:
                 back(y, config)
         forwards = sum(gemm == "fprop" for _, gemm, *_ in recorder.calls)
         assert forwards == (2 * 8 if options else 0)  # it was really run again
-        assert {moment for *_, moment, _ in recorder.calls} == {Moment(3, 0), Moment(3, 1)}
-        from megatron_lowprec.mcore.rng_step import current_moment
+        assert {rng_step for *_, rng_step, _ in recorder.calls} == {RngStep(3, 0), RngStep(3, 1)}
+        from megatron_lowprec.mcore.rng_step import current_rng_step
 
-        assert current_moment() == Moment(3, 7)  # and what the loop had set is back
+        assert current_rng_step() == RngStep(3, 7)  # and what the loop had set is back
         found.append([*(y.detach() for y in outputs), *(p.grad for p in block.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -371,7 +371,7 @@ def main_grad(name: str) -> None:
     """Weight gradients go into an fp32 main_grad in fp32, once, and not into .grad as well."""
     config = config_of(torch.bfloat16)
     block, runtime = block_of(get_recipe(name), config)
-    linears = [m for m in block.modules() if hasattr(m, "numerics")]
+    linears = [m for m in block.modules() if hasattr(m, "linear_gemms")]
     assert len(linears) == 8
     for module in linears:
         module.weight.main_grad = torch.zeros(module.weight.shape)
@@ -389,10 +389,10 @@ def main_grad(name: str) -> None:
     plain, other = block_of(get_recipe(name), config)
     other.begin_step(0)
     for module in plain.modules():
-        if hasattr(module, "numerics"):
+        if hasattr(module, "linear_gemms"):
             module.accumulates_in_fp32 = False
     back(run_block(plain, config), config)
-    rounded = [m.weight.grad for m in plain.modules() if hasattr(m, "numerics")]
+    rounded = [m.weight.grad for m in plain.modules() if hasattr(m, "linear_gemms")]
     assert all(torch.equal(g.bfloat16(), r) for g, r in zip(once, rounded, strict=True))
 
 
@@ -419,7 +419,7 @@ def delayed_state_is_in_the_sharded_state_dict() -> None:
         runtime.end_step()
     fc1 = block.layers[1].mlp.linear_fc1
     state = fc1.sharded_state_dict(prefix="p.", metadata=metadata)
-    history, slot = fc1.numerics.histories["grad_output"]
+    history, slot = fc1.linear_gemms.histories["grad_output"]
     assert torch.equal(state["p.amax.grad_output"].data, history.state(slot))
     assert {key for key in state if "amax" in key} == {f"p.amax.{o}" for o in ("input", "weight", "grad_output")}
 
@@ -427,7 +427,7 @@ def delayed_state_is_in_the_sharded_state_dict() -> None:
     target = fresh.layers[1].mlp.linear_fc1
     target.load_state_dict({key[2:]: getattr(value, "data", value) for key, value in state.items()})
     for operand in ("input", "weight", "grad_output"):
-        (old, old_slot), (new, new_slot) = fc1.numerics.histories[operand], target.numerics.histories[operand]
+        (old, old_slot), (new, new_slot) = fc1.linear_gemms.histories[operand], target.linear_gemms.histories[operand]
         assert torch.equal(old.state(old_slot), new.state(new_slot)), operand
 
     none, _ = block_of(get_recipe("mxfp8"), config)
@@ -438,7 +438,7 @@ def delayed_state_is_in_the_sharded_state_dict() -> None:
 def experts_have_their_numbers() -> None:
     config = config_of(num_moe_experts=4, moe_ffn_hidden_size=FFN, moe_router_topk=2, add_bias_linear=False)
     block, _ = block_of(get_recipe("mxfp4_rht_sr"), config)
-    places = [m.numerics.place for m in block.modules() if hasattr(m, "numerics")]
+    places = [m.linear_gemms.place for m in block.modules() if hasattr(m, "linear_gemms")]
     experts = [p for p in places if p.name.startswith("mlp.")]
     assert {(p.layer, p.name, p.expert) for p in experts} == {
         (layer, f"mlp.experts.linear_fc{which}", expert) for layer in (1, 2) for which in (1, 2) for expert in range(4)
@@ -446,7 +446,7 @@ def experts_have_their_numbers() -> None:
     assert {p.expert for p in places if p.name.startswith("self_attention.")} == {-1}
     for place in experts:
         split = "O" if place.name.endswith("fc1") else "I"
-        assert (place.split, place.spans) == (split, {split: Span(dist.get_rank() * FFN // 2)})
+        assert (place.split, place.spans) == (split, {split: ShardSlice(dist.get_rank() * FFN // 2)})
 
 
 @check()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.scaled_adam.reference import Stream, encode_scale
 from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
 from megatron_lowprec.recipe.registry import get_recipe
@@ -175,7 +175,7 @@ def test_a_weight_without_a_gradient_stays() -> None:
 KEY = (0x12345678, 0x9ABCDEF0)
 CUTS = {  # how ranks hold [24, 48]: (rows, columns) of a part, and its stream
     "flat": ((slice(0, 24), slice(0, 48)), Stream(KEY, columns=24 * 48)),
-    "rows": ((slice(8, 16), slice(0, 48)), Stream(KEY, columns=48, whole_columns=48, rows=Span(8))),
+    "rows": ((slice(8, 16), slice(0, 48)), Stream(KEY, columns=48, whole_columns=48, rows=ShardSlice(8))),
     "columns": ((slice(0, 24), slice(24, 48)), Stream(KEY, columns=24, whole_columns=48, first_column=24)),
 }
 
@@ -191,7 +191,7 @@ def test_a_part_takes_the_draws_of_its_entries(cut: str, first: int) -> None:
 
 def test_a_gated_part_takes_the_draws_of_its_two_halves() -> None:
     whole = Stream(KEY, columns=24 * 48).draw(24 * 48, 7, 2, torch.device("cpu")).view(24, 48)
-    stream = Stream(KEY, columns=48, whole_columns=48, rows=Span(6, seam=6, jump=6))  # rank 1 of 2
+    stream = Stream(KEY, columns=48, whole_columns=48, rows=ShardSlice(6, seam=6, jump=6))  # rank 1 of 2
     assert torch.equal(
         stream.draw(12 * 48, 7, 2, torch.device("cpu")).view(12, 48), whole[[*range(6, 12), *range(18, 24)]]
     )

@@ -16,7 +16,7 @@ def run(history: AmaxHistory, amaxes: list[float], slot: int = 0) -> list[float]
     """The amax in effect after each step."""
     found = []
     for amax in amaxes:
-        history.observe(slot, torch.tensor(amax))
+        history.update_amax(slot, torch.tensor(amax))
         history.update()
         found.append(history.in_effect[slot].item())
     return found
@@ -32,7 +32,7 @@ def test_nothing_is_in_effect_before_the_first_step() -> None:
     history = one(4, "max")
     assert history.in_effect.tolist() == [0.0]
     assert delayed_encode_scale(history.in_effect[0], FP8_DELAYED).tolist() == [[1.0]]
-    history.observe(0, torch.tensor(2.0))
+    history.update_amax(0, torch.tensor(2.0))
     assert history.in_effect.tolist() == [0.0]  # the running step does not count before it has ended
 
 
@@ -44,7 +44,7 @@ def test_maximum_leaves_after_length_steps() -> None:
 def test_what_is_upcoming_is_in_effect_after_the_step(rule: str) -> None:
     history = one(3, rule)
     for amax in (8.0, 1.0, 0.0, 2.0, math.inf, 1.0, 1.0, 4.0):
-        history.observe(0, torch.tensor(amax))
+        history.update_amax(0, torch.tensor(amax))
         before, upcoming = history.in_effect.clone(), history.upcoming()
         assert torch.equal(history.in_effect, before)
         history.update()
@@ -80,7 +80,7 @@ def test_a_bad_first_step_leaves_the_scale_at_one(bad: float) -> None:
 def test_microbatches_of_a_step_are_maximized_and_do_not_reach_the_next() -> None:
     history = one(4, "most_recent")
     for amax in (1.0, 5.0, 2.0):
-        history.observe(0, torch.tensor([[amax]]))  # as tile_amax gives it
+        history.update_amax(0, torch.tensor([[amax]]))  # as tile_amax gives it
     history.update()
     assert history.in_effect.item() == 5.0
     assert run(history, [2.0]) == [2.0]
@@ -90,7 +90,7 @@ def test_nan_in_any_microbatch_is_not_lost() -> None:
     for order in ([math.nan, 1.0], [1.0, math.nan]):
         history = one(4, "most_recent")
         for amax in order:
-            history.observe(0, torch.tensor(amax))
+            history.update_amax(0, torch.tensor(amax))
         assert history.newest.tolist() == [math.inf]
 
 
@@ -108,7 +108,7 @@ def test_tensors_do_not_mix() -> None:
     history = one(2, "max")
     assert run(history, [4.0]) == [4.0]
     assert history.add_tensor() == 1  # also after steps were taken
-    history.observe(1, torch.tensor(7.0))
+    history.update_amax(1, torch.tensor(7.0))
     history.update()
     assert history.in_effect.tolist() == [4.0, 7.0]
     assert history.window.tolist() == [[0.0, 7.0], [4.0, 0.0]]
@@ -116,7 +116,7 @@ def test_tensors_do_not_mix() -> None:
 
 def test_reduction_takes_part_before_the_window() -> None:
     history = one(2, "max")
-    history.observe(0, torch.tensor(3.0))
+    history.update_amax(0, torch.tensor(3.0))
     history.update(lambda newest: torch.maximum(newest, torch.tensor([10.0])))
     assert history.in_effect.item() == 10.0
     assert history.window[:, 0].tolist() == [10.0, 0.0]

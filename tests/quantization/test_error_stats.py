@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.linear.gemms import DIMS, LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.gemms import DIMS, LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.error_stats import Fidelity, fidelity_sums
+from megatron_lowprec.quantization.error_stats import QuantizationError, error_stats
 from megatron_lowprec.quantization.quantizer import quantize
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import QuantSpec
 
 
@@ -23,14 +23,14 @@ def mxfp4(rounding: str = "nearest_even", headroom: float = 1.0) -> QuantSpec:
     )
 
 
-def fidelity(x: torch.Tensor, spec: QuantSpec) -> Fidelity:
+def fidelity(x: torch.Tensor, spec: QuantSpec) -> QuantizationError:
     made = quantize(x, spec, random=torch.rand(x.shape, generator=torch.Generator().manual_seed(1)))
-    return Fidelity.of(fidelity_sums(x, made))
+    return QuantizationError.of(error_stats(x, made))
 
 
 def test_values_of_the_format_lose_nothing() -> None:
     x = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).repeat(4, 4)
-    assert fidelity(x, mxfp4()) == Fidelity(128, 6.0, None, 0.0, 0.0, 0.0)
+    assert fidelity(x, mxfp4()) == QuantizationError(128, 6.0, None, 0.0, 0.0, 0.0)
 
 
 def test_small_entries_of_a_block_vanish_and_large_ones_are_cut() -> None:
@@ -59,10 +59,10 @@ def test_what_is_not_finite_has_no_ratio() -> None:
     found = fidelity(x, mxfp4())
     assert (found.snr, found.bias) == (None, None)
     assert math.isnan(found.amax)
-    huge = Fidelity.of(torch.tensor([64, 64, 0, 0, 1e40, 1e36, 1e40, 1e20], dtype=torch.float64))
+    huge = QuantizationError.of(torch.tensor([64, 64, 0, 0, 1e40, 1e36, 1e40, 1e20], dtype=torch.float64))
     assert huge.snr == pytest.approx(40.0)  # beyond fp32, but finite
     zeros = fidelity(torch.zeros(3, 32), mxfp4())
-    assert zeros == Fidelity(96, 0.0, None, None, 0.0, 0.0)
+    assert zeros == QuantizationError(96, 0.0, None, None, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 20_000])  # whole, and 78 rows at a time or a tile's 128, of 384
@@ -70,32 +70,32 @@ def test_what_is_not_finite_has_no_ratio() -> None:
 def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_lowprec.quantization.error_stats._CHUNK", chunk)
     found = get_recipe(recipe)
-    numerics = LinearNumerics(found, LinearPlace(3, "mlp.linear_fc1"), 7, AmaxHistory)
-    moment = Moment(5, 2)
+    linear_gemms = LinearGemms(found, LinearId(3, "mlp.linear_fc1"), 7, AmaxHistory)
+    rng_step = RngStep(5, 2)
     matrix = torch.randn(384, 256, generator=torch.Generator().manual_seed(3)) * 3
-    for history, slot in numerics.histories.values():
-        history.observe(slot, matrix.abs().amax())
-    for history, _ in numerics.histories.values():
+    for history, slot in linear_gemms.histories.values():
+        history.update_amax(slot, matrix.abs().amax())
+    for history, _ in linear_gemms.histories.values():
         history.update(lambda amax: amax)
-    before = {name: history.newest.clone() for name, (history, _) in numerics.histories.items()}
+    before = {name: history.newest.clone() for name, (history, _) in linear_gemms.histories.items()}
     for gemm, operand in DIMS:
         spec = getattr(getattr(found, gemm), operand)
         if spec is None:
             continue
-        sums = numerics.fidelity_sums(gemm, operand, matrix, moment)
-        made = numerics._quantized(gemm, operand, matrix, moment, observe=False)
+        sums = linear_gemms.error_stats(gemm, operand, matrix, rng_step)
+        made = linear_gemms._quantized(gemm, operand, matrix, rng_step, update_amax=False)
         q = made.elements.double()
         if made.scale is not None:
             rows, columns = made.tile
             scale = made.scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             q = q * (scale if made.scale.numel() > 1 else made.scale.double())
         q = q / spec.headroom
-        transform = numerics._transforms.at(gemm, moment)
+        transform = linear_gemms._transforms.at(gemm, rng_step)
         x = (matrix if transform is None else transform.apply(matrix)).double()
         want = (x.numel(), (x != 0).sum(), ((x != 0) & (q == 0)).sum(), (x**2).sum(), ((q - x) ** 2).sum())
         got = (*sums[:3], *sums[4:6])
         assert [float(n) for n in got] == pytest.approx([float(n) for n in want], rel=1e-6)
         assert float(sums[6]) == pytest.approx(float((q * x).sum()), rel=1e-6)
         assert float(sums[7]) == float(x.abs().max())
-        assert 10 < (Fidelity.of(sums).snr or 0.0) < 60
-    assert all(torch.equal(history.newest, before[name]) for name, (history, _) in numerics.histories.items())
+        assert 10 < (QuantizationError.of(sums).snr or 0.0) < 60
+    assert all(torch.equal(history.newest, before[name]) for name, (history, _) in linear_gemms.histories.items())

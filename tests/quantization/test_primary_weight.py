@@ -14,8 +14,8 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
 from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
 from megatron_lowprec.kernels.quantize.reference import decode, encode, quantize_operand
-from megatron_lowprec.linear.gemms import LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
 from megatron_lowprec.quantization.quantizer import quantize_for_gemm
@@ -165,14 +165,14 @@ def update(ordinary: LowPrecLinear, primary: LowPrecLinear, main: torch.Tensor) 
     assert isinstance(weight, Fp8Weight)
     follows = weight.main_amax.copy_(main.float().abs().amax())
     if weight.spec.scaling == "delayed":
-        history, slot = primary.numerics.histories["weight"]
+        history, slot = primary.linear_gemms.histories["weight"]
         follows = history.upcoming()[slot : slot + 1]
     encode_scale = weight_encode_scale(follows, weight.spec)
     weight.decode_scale.copy_(torch.ones_like(encode_scale) / encode_scale)
     set_codes([(weight, main.float().view(-1), 0)], [encode_scale])
     for layer in (ordinary, primary):
         layer.end_step()
-        layer.numerics.forget_weights()
+        layer.linear_gemms.forget_weights()
 
 
 def train(recipe: str, device: str = "cpu") -> list[list[list[torch.Tensor]]]:
@@ -198,8 +198,8 @@ def train(recipe: str, device: str = "cpu") -> list[list[list[torch.Tensor]]]:
                 found.append([y.detach(), leaf.grad, layer.weight.grad])
         # on the CPU: it adds 0.01 rounded to bf16, a GPU adds it as fp32
         update(*pair, main=(values() * (number + 2) + 0.01).bfloat16().to(device))
-    for operand, (history, slot) in pair[0].numerics.histories.items():
-        other, at = pair[1].numerics.histories[operand]
+    for operand, (history, slot) in pair[0].linear_gemms.histories.items():
+        other, at = pair[1].linear_gemms.histories[operand]
         assert torch.equal(history.state(slot), other.state(at)), operand
     return [found[0::2], found[1::2]]
 
@@ -214,11 +214,11 @@ def test_products_are_the_ordinary_path_s_where_bf16_holds_the_main_weight(recip
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_native_products_read_the_codes_and_one_copy_a_step(recipe: str) -> None:
-    numerics = LinearNumerics(get_recipe(recipe), LinearPlace(1, "alone"), 0, AmaxHistory, cache_weights=True)
+    linear_gemms = LinearGemms(get_recipe(recipe), LinearId(1, "alone"), 0, AmaxHistory, cache_weights=True)
     weight = Fp8Weight.of(values(), spec_of(recipe))
 
-    def operand(gemm: str, observe: bool = True) -> ScaledOperand:
-        found = numerics._primary_weight(gemm, weight, native=True, observe=observe)
+    def operand(gemm: str, update_amax: bool = True) -> ScaledOperand:
+        found = linear_gemms._primary_weight(gemm, weight, native=True, update_amax=update_amax)
         assert isinstance(found, ScaledOperand)
         assert (found.elements.dtype, found.tile) == (torch.float8_e4m3fn, "tensor")
         assert found.elements.is_contiguous()
@@ -230,8 +230,8 @@ def test_native_products_read_the_codes_and_one_copy_a_step(recipe: str) -> None
     assert (by_rows.rows, by_columns.rows) == (OUT, IN)
     assert torch.equal(by_columns.elements.view(torch.uint8), weight.codes.t())
     assert operand("dgrad") is by_columns
-    assert operand("dgrad", observe=False) is not by_columns
-    numerics.forget_weights()
+    assert operand("dgrad", update_amax=False) is not by_columns
+    linear_gemms.forget_weights()
     assert operand("dgrad") is not by_columns
 
 

@@ -17,7 +17,7 @@ from megatron_lowprec import (
 )
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.registry import (
     FP8_1X128,
     FP8_128X128,
@@ -46,7 +46,7 @@ def spec_id(spec: QuantSpec) -> str:
 
 
 all_specs = pytest.mark.parametrize("spec", specs_of_recipes(), ids=spec_id)
-STREAM = RandomStream((3, 4), Moment(5, 6))
+STREAM = RandomStream((3, 4), RngStep(5, 6))
 
 
 def test_specs_are_found() -> None:
@@ -176,12 +176,12 @@ def test_a_stream_is_its_draws(generator: torch.Generator) -> None:
 def test_same_moment_same_bits_other_moment_other_bits(generator: torch.Generator) -> None:
     x = torch.randn(40, 64, generator=generator)
 
-    def codes(moment: Moment) -> torch.Tensor:
-        return quantize(x, MXFP4_SR, random=STREAM.at(moment)).codes
+    def codes(rng_step: RngStep) -> torch.Tensor:
+        return quantize(x, MXFP4_SR, random=STREAM.at(rng_step)).codes
 
-    assert torch.equal(codes(Moment(1, 0)), codes(Moment(1, 0)))
-    assert not torch.equal(codes(Moment(1, 0)), codes(Moment(2, 0)))
-    assert not torch.equal(codes(Moment(1, 0)), codes(Moment(1, 1)))
+    assert torch.equal(codes(RngStep(1, 0)), codes(RngStep(1, 0)))
+    assert not torch.equal(codes(RngStep(1, 0)), codes(RngStep(2, 0)))
+    assert not torch.equal(codes(RngStep(1, 0)), codes(RngStep(1, 1)))
 
 
 def test_random_bits_are_obeyed(generator: torch.Generator) -> None:

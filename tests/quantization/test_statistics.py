@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_lowprec import QuantSpec, RandomStream, get_recipe, quantize
-from megatron_lowprec.linear.gemms import LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8, MXFP8_OCP
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,8 +75,8 @@ def test_one_random_bit_is_unbiased_only_to_a_quarter_step(generator: torch.Gene
     assert float(error.max()) > 0.05
 
 
-def numerics(name: str) -> LinearNumerics:
-    return LinearNumerics(get_recipe(name), LinearPlace(1, "linear"), 1234, AmaxHistory)
+def linear_gemms(name: str) -> LinearGemms:
+    return LinearGemms(get_recipe(name), LinearId(1, "linear"), 1234, AmaxHistory)
 
 
 T, OUT, IN, CALLS = 64, 64, 32, 600  # 600 x (64 x 64 + 64 x 32) draws for each GEMM: 3.7 million
@@ -85,13 +85,13 @@ T, OUT, IN, CALLS = 64, 64, 32, 600  # 600 x (64 x 64 + 64 x 32) draws for each 
 def gemm_samples(name: str, gemm: str, dtype: torch.dtype, calls: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(77)
     x, w, dy = (torch.randn(shape, generator=generator).to(dtype) for shape in ((T, IN), (OUT, IN), (T, OUT)))
-    run = numerics(name)
+    run = linear_gemms(name)
     if gemm == "dgrad":
         truth = dy.double() @ w.double()
-        samples = [run.dgrad(dy, w, Moment(step, 0)) for step in range(calls)]
+        samples = [run.dgrad(dy, w, RngStep(step, 0)) for step in range(calls)]
     else:
         truth = dy.double().t() @ x.double()
-        samples = [run.wgrad(dy, x, Moment(step, 0)) for step in range(calls)]
+        samples = [run.wgrad(dy, x, RngStep(step, 0)) for step in range(calls)]
     return torch.stack(samples).double(), truth
 
 

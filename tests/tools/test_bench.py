@@ -15,7 +15,7 @@ from megatron_lowprec.errors import UserError
 from tests.waiting import PATIENCE
 from tools.bench import layer, ops, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import main
-from tools.bench.measure import Bench, Copy, Timing, combined, in_turn, rate
+from tools.bench.measure import Bench, Copy, Timing, combined, rank0_first, rate
 from tools.bench.op_cases import Piece
 from tools.bench.table import Column, render
 
@@ -120,7 +120,7 @@ def test_alternatives_are_measured_in_turn() -> None:
 
 def test_input_sets_take_turns() -> None:
     seen: list[int] = []
-    call = in_turn([1, 2, 3], seen.append)
+    call = rank0_first([1, 2, 3], seen.append)
     for _ in range(4):
         call()
     assert seen == [1, 2, 3, 1]
@@ -177,12 +177,12 @@ def test_a_kernel_that_raises_is_a_failed_row(monkeypatch: pytest.MonkeyPatch, g
 
 def test_a_wrong_gemm_fails_the_layer(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
     assert layer.fault("mxfp4_rht_sr", CPU, generator) is None
-    sound, calls = layer.LinearNumerics.dgrad, iter([1.02, 1.0])
+    sound, calls = layer.LinearGemms.dgrad, iter([1.02, 1.0])
 
-    def dgrad(self: layer.LinearNumerics, *arguments: Any) -> torch.Tensor:
+    def dgrad(self: layer.LinearGemms, *arguments: Any) -> torch.Tensor:
         return sound(self, *arguments) * next(calls)
 
-    monkeypatch.setattr(layer.LinearNumerics, "dgrad", dgrad)
+    monkeypatch.setattr(layer.LinearGemms, "dgrad", dgrad)
     reason = layer.fault("mxfp4_rht_sr", CPU, generator)
     assert reason is not None
     assert reason.startswith("dgrad is ")

@@ -93,11 +93,11 @@ def looking(own_scales: bool = False) -> Iterator[Digests]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in (model, checkpoint, calibrate):
 
-            def settle(optimizer: Any, chunks: Any, inner: Any = module.settle) -> None:
+            def finalize(optimizer: Any, chunks: Any, inner: Any = module.finalize) -> None:
                 inner(optimizer, chunks)
                 found.append(look(optimizer, chunks, own_scales))
 
-            monkeypatch.setattr(module, "settle", settle)
+            monkeypatch.setattr(module, "settle", finalize)
 
         def train_step(trainer: Any, batches: Any, config: Any, *rest: Any, inner: Any = loop.train_step) -> Any:
             result = inner(trainer, batches, config, *rest)

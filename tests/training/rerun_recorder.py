@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from torch import nn
 
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
 
 
@@ -30,11 +30,11 @@ class RerunRecorder:
         replayed: numbers of recordings, in the order of replays.
     """
 
-    def __init__(self, numerics: Sequence[LinearNumerics]) -> None:
+    def __init__(self, linear_gemms: Sequence[LinearGemms]) -> None:
         self.made: list[bool] = []
         self.replayed: list[int] = []
-        self._numerics = numerics
-        self._histories = list({id(h): h for layer in numerics for h, _ in layer.histories.values()}.values())
+        self._numerics = linear_gemms
+        self._histories = list({id(h): h for layer in linear_gemms for h, _ in layer.histories.values()}.values())
 
     def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Rerun, torch.Tensor]:
         promised = [layer.main_grad_is_zero for layer in self._numerics]

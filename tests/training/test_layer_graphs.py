@@ -17,7 +17,7 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.kernels.philox.reference import Span
+from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.quantization import device_rng_step
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.random_stream import RandomStream
@@ -80,7 +80,7 @@ def test_megatron_core_s_own_graphs_stay_out() -> None:
 def test_draws_that_a_graph_would_repeat_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = get_recipe("mxfp4_rht_sr").dgrad.grad_output
     assert spec is not None
-    x, stream = torch.randn(32, 64), RandomStream((1, 2), row_span=Span())
+    x, stream = torch.randn(32, 64), RandomStream((1, 2), row_span=ShardSlice())
     quantize(x, spec, random=stream)
     Transform(32, stream).signs(x.device)
     monkeypatch.setattr(device_rng_step, "capturing", lambda: True)
@@ -94,15 +94,15 @@ def test_generators_of_the_tracker_are_saved_and_restored_by_value(monkeypatch: 
     generator = torch.Generator().manual_seed(5)
     tracker = tensor_parallel.CudaRNGStatesTracker() if hasattr(tensor_parallel, "CudaRNGStatesTracker") else None
     tracker = tracker or type(tensor_parallel.get_cuda_rng_tracker())()
-    tracker.set_states({"named": generator, "moment": torch.tensor([3, 1])})
+    tracker.set_states({"named": generator, "rng_step": torch.tensor([3, 1])})
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
     before = random_state.capture()
     drawn = torch.rand(4, generator=generator)
-    tracker.set_states({"named": generator, "moment": torch.tensor([4, 0])})
+    tracker.set_states({"named": generator, "rng_step": torch.tensor([4, 0])})
     assert all(isinstance(state, torch.Tensor) for state in before["tracker"].values())
     random_state.restore(before)
     assert tracker.get_states()["named"] is generator
-    assert tracker.get_states()["moment"].tolist() == [3, 1]
+    assert tracker.get_states()["rng_step"].tolist() == [3, 1]
     assert torch.equal(torch.rand(4, generator=generator), drawn)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_lowprec import QuantSpec, UserError, get_recipe
-from megatron_lowprec.mcore.optim.fp8_param_gather import settle
+from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training import loop
 from megatron_lowprec.training.config.arguments import parse
@@ -212,7 +212,7 @@ def test_a_main_weight_that_is_not_finite_is_seen(drive: Drive, monkeypatch: pyt
         seen.append(weights_are_finite(trainer))
         weight = trainer.chunks[0].module.module.decoder.layers[0].mlp.linear_fc1.weight
         weight.main_param[5] = torch.inf
-        settle(trainer.optimizer, trainer.chunks)
+        finalize(trainer.optimizer, trainer.chunks)
         seen.append(weights_are_finite(trainer))
         return result
 

@@ -1,6 +1,6 @@
 """One linear layer without bias, forward and backward, as plain torch has it and as a recipe does.
 
-The only place in this tool that calls ``LinearNumerics``. Weight gradients go into an fp32 ``main_grad`` in all of
+The only place in this tool that calls ``LinearGemms``. Weight gradients go into an fp32 ``main_grad`` in all of
 them, as in Megatron's layers: put there by a step's first microbatch, added by later ones (with cached weights).
 """
 
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_lowprec.linear.gemms import LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.operands import Kept
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import weight_serves_microbatches
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec
@@ -63,7 +63,7 @@ class Gemms(Protocol):
 
 
 class RecipeGemms:
-    """Under a recipe, through ``LinearNumerics`` as in ``mcore.parallel_linear``.
+    """Under a recipe, through ``LinearGemms`` as in ``mcore.parallel_linear``.
 
     Each ``forward`` begins a training step, so that nothing kept within one is found ready made; ``begin_step`` does
     the same for a backward timed alone. With ``cached`` it begins a later microbatch of one step instead: weights that
@@ -76,29 +76,29 @@ class RecipeGemms:
         def history_of(remembered: HistorySpec) -> AmaxHistory:
             return histories.setdefault(remembered, AmaxHistory(remembered, device))
 
-        place = LinearPlace(1, "bench")
-        self.numerics = LinearNumerics(get_recipe(recipe), place, seed, history_of, cache_weights=True)
-        self.moment, self.cached = Moment(0, 0), cached
+        place = LinearId(1, "bench")
+        self.linear_gemms = LinearGemms(get_recipe(recipe), place, seed, history_of, cache_weights=True)
+        self.rng_step, self.cached = RngStep(0, 0), cached
 
     def begin_step(self) -> None:
         """On to other random numbers."""
         # round and round: a training step writes its moment to the device once, for all layers
-        self.moment = Moment((self.moment.step + 1) % 8, 0)
-        self.numerics.main_grad_is_zero = not self.cached
+        self.rng_step = RngStep((self.rng_step.step + 1) % 8, 0)
+        self.linear_gemms.main_grad_is_zero = not self.cached
         if not self.cached:
-            self.numerics.forget_weights()
+            self.linear_gemms.forget_weights()
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """y_TO"""
         self.begin_step()
-        return self.numerics.forward(x, weight, self.moment, keep=True)
+        return self.linear_gemms.forward(x, weight, self.rng_step, keep=True)
 
     def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
         """dx_TI"""
         elements, scale, amax, tile = saved
-        made = self.numerics.grad_output(dy, self.moment)
-        dx = self.numerics.dgrad(made, weight, self.moment, amax)
-        self.numerics.wgrad(made, Kept.restored(elements, scale, tile), self.moment, accumulate_into=main_grad)
+        made = self.linear_gemms.grad_output(dy, self.rng_step)
+        dx = self.linear_gemms.dgrad(made, weight, self.rng_step, amax)
+        self.linear_gemms.wgrad(made, Kept.restored(elements, scale, tile), self.rng_step, accumulate_into=main_grad)
         return dx
 
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from megatron_lowprec.quantization.device_rng_step import enter_moment
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.device_rng_step import enter_rng_step
+from megatron_lowprec.quantization.random_stream import RngStep
 from tools.bench.layer import (
     Gemms,
     RecipeGemms,
@@ -20,7 +20,7 @@ from tools.bench.layer import (
     through_autograd,
     without_autograd,
 )
-from tools.bench.measure import Bench, Timing, errors, in_turn, one_line
+from tools.bench.measure import Bench, Timing, errors, one_line, rank0_first
 from tools.bench.peers import layers as peers
 from tools.bench.report import Report
 from tools.bench.shapes import LinearShape, linears
@@ -104,12 +104,12 @@ def _rows(
             calls[name] = call
         except errors() as error:
             failed.append(_named(shape, args.tokens, name) | {"failed": one_line(error)})
-    timings = bench.compare({name: in_turn(inputs, call) for name, call in calls.items()}, args.rounds)
-    host = {name: bench.host_microseconds(in_turn(inputs, call)) for name, call in calls.items()}
+    timings = bench.compare({name: rank0_first(inputs, call) for name, call in calls.items()}, args.rounds)
+    host = {name: bench.host_microseconds(rank0_first(inputs, call)) for name, call in calls.items()}
     graphs: dict[str, Timing | str] = {}
     if not args.no_graph:
         if bench.device.type == "cuda":
-            enter_moment(Moment(0, 0), bench.device)  # which the graphs' draws read
+            enter_rng_step(RngStep(0, 0), bench.device)  # which the graphs' draws read
         kernels = {name: without_autograd(g) for name, g in gemms.items()}
         kernels |= {name: calls[name] for name in makes if name in calls}
         graphs = {name: bench.graph(partial(call, inputs[0])) for name, call in kernels.items()}

@@ -165,7 +165,7 @@ def combined(timings: Sequence[Timing]) -> Timing:
     return Timing(median(medians), min(t.low for t in timings), max(t.high for t in timings), medians)
 
 
-def in_turn(sets: Sequence[T], call: Callable[[T], object]) -> Call:
+def rank0_first(sets: Sequence[T], call: Callable[[T], object]) -> Call:
     """A call that takes the next set of inputs each time."""
     following = cycle(sets)
     return lambda: call(next(following))

@@ -18,12 +18,12 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import quantize_operand
 from megatron_lowprec.kernels.quantize.rule import Direction
-from megatron_lowprec.quantization.device_rng_step import device_moment
+from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.quantizer import mx_rule
-from megatron_lowprec.quantization.random_stream import Moment, RandomStream
+from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
-from tools.bench.measure import Bench, Copy, Timing, errors, in_turn, one_line, rate
+from tools.bench.measure import Bench, Copy, Timing, errors, one_line, rank0_first, rate
 from tools.bench.report import Report
 from tools.bench.shapes import linears
 from tools.bench.table import Column, Row
@@ -45,7 +45,7 @@ COLUMNS = (
     Column("of_same_copy", "of same-size copy", ".1%"),
 )
 
-_MOMENT = Moment(3, 1)
+_MOMENT = RngStep(3, 1)
 _KEYS = {"rows": (0x2468ACE1, 0x13579BDF), "columns": (0x0F1E2D3C, 0xF00DCAFE)}
 _SIGN_KEYS = {"rows": (0x11111111, 0x22222222), "columns": (0x33333333, 0x44444444)}
 # An odd number of rows, and one for which Triton makes the kernel that will be timed.
@@ -97,7 +97,7 @@ def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]
         mx_rule(variant.spec),
         rows=ways.get("rows"),
         columns=ways.get("columns"),
-        moment=device_moment(_MOMENT, x.device),
+        rng_step=device_rng_step(_MOMENT, x.device),
     )
     return {way: out for way, out in (("rows", rows), ("columns", columns)) if out is not None}
 
@@ -109,7 +109,9 @@ def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tens
     if variant.group is None:
         return {}
     keys = tuple(Key.of(_SIGN_KEYS[way]) for way in variant.directions)
-    return dict(zip(variant.directions, scaled_signs(keys, device_moment(_MOMENT, device), variant.group), strict=True))
+    return dict(
+        zip(variant.directions, scaled_signs(keys, device_rng_step(_MOMENT, device), variant.group), strict=True)
+    )
 
 
 def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:
@@ -236,7 +238,7 @@ def _timed(
 
     def call(variant: Variant) -> Callable[[], object]:
         signs = kernel_signs(variant, bench.device)
-        return in_turn(inputs, lambda x: run_kernel(x, variant, signs))
+        return rank0_first(inputs, lambda x: run_kernel(x, variant, signs))
 
     calls: dict[Variant | None, Callable[[], object]] = {None: bench.copy_call(tensor_bytes)}
     calls |= {variant: call(variant) for variant in sound}

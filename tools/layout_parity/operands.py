@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
-from megatron_lowprec.kernels.philox.reference import Span
-from megatron_lowprec.linear.gemms import DIMS, LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.gemms import DIMS, LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 from tools.layout_parity.setup import Setup
 
 _TOKENS = 128
-_MOMENT = Moment(5, 1)
+_MOMENT = RngStep(5, 1)
 _SLICE = 1000
 
 
@@ -34,8 +34,8 @@ _SLICE = 1000
 class _Layer:
     """One linear layer of this rank, its unsharded twin, and the whole operands of both."""
 
-    numerics: LinearNumerics
-    twin: LinearNumerics
+    linear_gemms: LinearGemms
+    twin: LinearGemms
     operands: dict[str, torch.Tensor]
 
     def parts(self) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
@@ -50,8 +50,8 @@ class _Layer:
 
     def indices(self, name: str, size: int) -> torch.Tensor:
         """Where this rank's part of dimension I, O or T lies."""
-        span = self.numerics.place.spans.get(name, Span())
-        local = size // self.share if name == self.numerics.place.split else size
+        span = self.linear_gemms.place.spans.get(name, ShardSlice())
+        local = size // self.share if name == self.linear_gemms.place.split else size
         return span.place(torch.arange(local)).to(self.operands["input"].device)
 
     share: int = 1
@@ -65,20 +65,20 @@ def operands(setup: Setup, recipe: str) -> dict[str, Any]:
     delayed = bool(setup.trainer.runtime.recipe.delayed_operands())
     for layer in layers if delayed else ():
         for gemm, operand, part, whole in layer.parts():
-            _quantized(layer.numerics, gemm, operand, part)
+            _quantized(layer.linear_gemms, gemm, operand, part)
             _quantized(layer.twin, gemm, operand, whole)
     if delayed:
         setup.trainer.runtime.end_step()
         for layer in layers:
             for operand, (history, slot) in layer.twin.histories.items():
                 history.update()
-                mine, its = layer.numerics.histories[operand]
+                mine, its = layer.linear_gemms.histories[operand]
                 if not torch.equal(mine.in_effect[its], history.in_effect[slot]):
                     wrong.append(f"{_name(layer)} {operand}: amax in effect")
     compared = 0
     for layer in layers:
         for gemm, operand, part, whole in layer.parts():
-            got = _quantized(layer.numerics, gemm, operand, part)
+            got = _quantized(layer.linear_gemms, gemm, operand, part)
             want = _quantized(layer.twin, gemm, operand, whole)
             compared += 1
             if not _same(layer, DIMS[gemm, operand], got, want):
@@ -101,13 +101,13 @@ def noise(setup: Setup, recipe: str, layers: int | None = None) -> dict[str, Any
     setup.enter(recipe)
     errors = []
     for layer in islice(_layers(setup), layers):
-        spec = layer.numerics.recipe
+        spec = layer.linear_gemms.recipe
         for gemm, operand, _, whole in layer.parts():
             quant = getattr(spec.gemms[gemm], operand)
             if quant is None or quant.rounding != "stochastic":
                 continue
-            elements, _ = _quantized(layer.numerics, gemm, operand, whole)
-            transform = layer.numerics._transforms.at(gemm, _MOMENT)
+            elements, _ = _quantized(layer.linear_gemms, gemm, operand, whole)
+            transform = layer.linear_gemms._transforms.at(gemm, _MOMENT)
             exact = whole if transform is None else transform.apply(whole)
             errors.append((elements.float() - quant.headroom * exact.float()).flatten().double())
     mine = torch.cat(errors)
@@ -125,7 +125,7 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
     for number, module in enumerate(m for c in setup.trainer.chunks for m in c.modules()):
         if not isinstance(module, LowPrecLinearMixin):
             continue
-        mine = module.bound_numerics
+        mine = module.bound_gemms
         place, share = mine.place, module.tp_group.size()
         out_features, in_features = module.weight.shape
         if place.split == "O":
@@ -134,14 +134,14 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
             in_features *= share
         # Kept in bf16 by the recipe, or not.
         recipe: Recipe = mine.recipe
-        alone = LinearPlace(place.layer, place.name, place.expert, place.data_parallel_rank)
+        alone = LinearId(place.layer, place.name, place.expert, place.data_parallel_rank)
         stored = setup.trainer.runtime.recipe
         device = setup.device
 
         def history_of(remembered: HistorySpec, device: torch.device = device) -> AmaxHistory:
             return AmaxHistory(remembered, device)
 
-        twin = LinearNumerics(recipe, alone, seed, history_of, stores_histories_of=stored, emulate=config.emulate)
+        twin = LinearGemms(recipe, alone, seed, history_of, stores_histories_of=stored, emulate=config.emulate)
         name = f"{place.layer} {place.name} {place.expert}"
         shapes = {
             "input": (_TOKENS, in_features),
@@ -149,8 +149,8 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
             "grad_output": (_TOKENS, out_features),
         }
         made = {operand: _seeded(f"{name} {operand}", *shape).to(device, dtype) for operand, shape in shapes.items()}
-        for numerics, weight in ((mine, module.weight), (twin, made["weight"])):
-            numerics.choose_products(weight)
+        for linear_gemms, weight in ((mine, module.weight), (twin, made["weight"])):
+            linear_gemms.choose_products(weight)
         assert number >= 0
         yield _Layer(mine, twin, made, share)
 
@@ -165,15 +165,15 @@ def _seeded(name: str, *shape: int) -> torch.Tensor:
 
 
 def _name(layer: _Layer) -> str:
-    place = layer.numerics.place
+    place = layer.linear_gemms.place
     return f"layers.{place.layer}.{place.name}" + (f" expert {place.expert}" if place.expert >= 0 else "")
 
 
 def _quantized(
-    numerics: LinearNumerics, gemm: str, operand: str, matrix: torch.Tensor
+    linear_gemms: LinearGemms, gemm: str, operand: str, matrix: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Elements, and decode scales where they are apart from them."""
-    made = numerics._operand(gemm, operand, matrix, _MOMENT)
+    made = linear_gemms._operand(gemm, operand, matrix, _MOMENT)
     if isinstance(made, ScaledOperand):
         return made.elements[: made.rows].float(), made.decode_scale()
     return made.elements, made.scale
@@ -187,7 +187,7 @@ def _same(
 ) -> bool:
     elements, scale = want
     for dimension, name in enumerate(dims):
-        if name != layer.numerics.place.split:
+        if name != layer.linear_gemms.place.split:
             continue
         size = elements.shape[dimension]
         indices = layer.indices(name, size)

@@ -26,7 +26,7 @@ from megatron_lowprec.training.data import batches as data
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.distributed.startup import Ranks
-from megatron_lowprec.training.models.sizes import linear_sites, sized
+from megatron_lowprec.training.models.sizes import linear_sites, require
 from megatron_lowprec.training.step import train_step
 
 
@@ -129,7 +129,7 @@ class Setup:
     def enter(self, recipe: str) -> None:
         """The model as it was loaded, under a recipe that has seen nothing yet; UserError where sizes forbid it."""
         spec = load_recipe(recipe, [])
-        sites, layers = linear_sites(self.config), sized(self.config.num_layers)
+        sites, layers = linear_sites(self.config), require(self.config.num_layers)
         check_sizes(spec, sites, layers, self.config.tensor_model_parallel_size)
         self.snapshot.restore()
         if not self.config.stock_linears:
@@ -146,7 +146,7 @@ class Setup:
     def train(self, steps: int, progress: Progress | None = None, order: int | None = None) -> list[float]:
         """Losses of the next steps; ``order`` is the seed of another order of each iteration's samples."""
         progress = replace(self.progress) if progress is None else progress
-        batch, losses = sized(self.config.global_batch_size), []
+        batch, losses = require(self.config.global_batch_size), []
         batches = self._batches(progress, order)
         for _ in range(steps):
             update_num_microbatches(progress.consumed_samples)
@@ -203,7 +203,7 @@ class Setup:
     def _batches(self, progress: Progress, order: int | None = None) -> list[Batches]:
         split = self.split
         if order is not None:
-            shuffled: Any = Shuffled(split.samples, sized(self.config.global_batch_size), order)
+            shuffled: Any = Shuffled(split.samples, require(self.config.global_batch_size), order)
             split = replace(split, samples=shuffled)
         return [Batches(split, progress.consumed_samples, self.config, self.device) for _ in self.trainer.chunks]
 

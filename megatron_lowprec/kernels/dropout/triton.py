@@ -26,8 +26,8 @@ def factors(rows, first_column, key_ptr, threshold, scale, COLUMNS: tl.constexpr
     k0 = tl.load(key_ptr).to(tl.uint32, bitcast=True)
     k1 = tl.load(key_ptr + 1).to(tl.uint32, bitcast=True)
     call = (first_column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :]
-    moment = tl.zeros([1, 1], tl.uint32)
-    w0, w1, w2, w3 = philox(call, rows.to(tl.uint32)[:, None], moment, moment, k0, k1)
+    rng_step = tl.zeros([1, 1], tl.uint32)
+    w0, w1, w2, w3 = philox(call, rows.to(tl.uint32)[:, None], rng_step, rng_step, k0, k1)
     # entry 4 b2 + 2 b1 + b0 takes word 2 b2 + b1, half b0: the bits are joined from the top down
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     draws = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [ROWS, COLUMNS]).to(tl.int32)

@@ -36,14 +36,14 @@ def _signs_launcher(group: int) -> Specialized:
     return Specialized(_signs_kernel, {"GROUP": group}, num_warps=1)
 
 
-def scaled_signs(keys: tuple[Key, ...], moment: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+def scaled_signs(keys: tuple[Key, ...], rng_step: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
     """fp32 [group] for each of one or two keys: random signs times fl32(1/sqrt(group)), as ``philox/reference.py``.
 
     Args:
         keys: Philox keys.
         moment: int32 [2], (step, microbatch), on the device of the result.
     """
-    out = torch.empty((len(keys), group), dtype=torch.float32, device=moment.device)
-    arguments = (out, *keys[0], *keys[-1], moment, group**-0.5)
-    _signs_launcher(group).launch(len(keys), moment.device, arguments, None)
+    out = torch.empty((len(keys), group), dtype=torch.float32, device=rng_step.device)
+    arguments = (out, *keys[0], *keys[-1], rng_step, group**-0.5)
+    _signs_launcher(group).launch(len(keys), rng_step.device, arguments, None)
     return out.unbind()

@@ -18,7 +18,7 @@ def fp8_codes(values: torch.Tensor, encode_scale: torch.Tensor, fmt: Format) -> 
     return (values * encode_scale).clamp_(-fmt.max, fmt.max).to(DTYPES[fmt.name]).view(torch.uint8)
 
 
-def cast_many_(
+def multi_tensor_cast_(
     values: Sequence[torch.Tensor], encode_scale: torch.Tensor, fmt: Format, codes: Sequence[torch.Tensor]
 ) -> None:
     """Codes of each of ``values`` into the one of ``codes`` at its place.

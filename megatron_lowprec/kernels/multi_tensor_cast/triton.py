@@ -45,10 +45,10 @@ def _table(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> torc
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def cast_many_(
+def multi_tensor_cast_(
     values: Sequence[torch.Tensor], encode_scale: torch.Tensor, fmt: Format, codes: Sequence[torch.Tensor]
 ) -> None:
-    """As ``reference.cast_many_``, bit for bit, but that a NaN's code is positive."""
+    """As ``reference.multi_tensor_cast_``, bit for bit, but that a NaN's code is positive."""
     for value, code in zip(values, codes, strict=True):  # the kernel sees addresses alone
         assert (value.dtype, code.dtype, value.numel()) == (torch.float32, torch.uint8, code.numel())
         assert value.is_contiguous()

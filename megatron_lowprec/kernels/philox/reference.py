@@ -23,22 +23,23 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 
 
-class Span(NamedTuple):
-    """Where a shard lies in an unsharded dimension: index i at ``start + i``, from ``seam`` on at ``start + i + jump``.
+class ShardSlice(NamedTuple):
+    """Where a shard lies in an unsharded dimension: index i at ``start + i``, or from ``gate_offset`` on at
+    ``start + i + gate_stride``.
 
-    A seam is in the shard of a gated fc1: a part of the gate and, behind it, the same part of what it gates.
+    The shard of a gated fc1 has two parts: one of the gate, then the same part of what the gate multiplies.
     """
 
     start: int = 0
-    seam: int = 2**31 - 1
-    jump: int = 0
+    gate_offset: int = 2**31 - 1
+    gate_stride: int = 0
 
     def place(self, index: torch.Tensor) -> torch.Tensor:
         """Indices in the shard -> indices in the unsharded dimension."""
-        return index + self.start + self.jump * (index >= self.seam)
+        return index + self.start + self.gate_stride * (index >= self.gate_offset)
 
 
-WHOLE = Span()
+WHOLE = ShardSlice()
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -70,12 +71,12 @@ def philox(counter: Words, key: tuple[int, int], rounds: int = ROUNDS) -> Words:
 
 def draw_bits(
     key: tuple[int, int],
-    moment: tuple[int, int],
+    rng_step: tuple[int, int],
     rows: int,
     columns: int,
     *,
-    row_span: Span = WHOLE,
-    column_span: Span = WHOLE,
+    row_span: ShardSlice = WHOLE,
+    column_span: ShardSlice = WHOLE,
     first_row: int = 0,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
@@ -91,15 +92,15 @@ def draw_bits(
     Returns:
         int64 [rows, columns], values in [0, 2^16).
     """
-    if any(index % VALUES_PER_CALL for index in (column_span.start, column_span.jump)) or (
-        column_span.jump and column_span.seam % VALUES_PER_CALL
+    if any(index % VALUES_PER_CALL for index in (column_span.start, column_span.gate_stride)) or (
+        column_span.gate_stride and column_span.gate_offset % VALUES_PER_CALL
     ):
         raise ValueError(f"a shard's columns must lie at multiples of {VALUES_PER_CALL}, got {column_span}")
     calls = -(-columns // VALUES_PER_CALL)
     column = column_span.place(torch.arange(calls, device=device) * VALUES_PER_CALL)
     group = (column // VALUES_PER_CALL).view(1, calls)
     row = row_span.place(torch.arange(first_row, first_row + rows, device=device)).view(rows, 1)
-    step, microbatch = (torch.full((1, 1), value, dtype=torch.int64, device=device) for value in moment)
+    step, microbatch = (torch.full((1, 1), value, dtype=torch.int64, device=device) for value in rng_step)
     return halves(philox((group, row, step, microbatch), key)).view(rows, calls * VALUES_PER_CALL)[:, :columns]
 
 

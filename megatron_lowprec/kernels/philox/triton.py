@@ -26,13 +26,13 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def place(index, start, seam, jump):
-    """Indices in a shard -> uint32 indices in the unsharded dimension; ``reference.Span``."""
-    return (index + start + tl.where(index >= seam, jump, 0)).to(tl.uint32)
+def place(index, start, gate_offset, gate_stride):
+    """Indices in a shard -> uint32 indices in the unsharded dimension; ``reference.ShardSlice``."""
+    return (index + start + tl.where(index >= gate_offset, gate_stride, 0)).to(tl.uint32)
 
 
 @triton.jit
-def draw_bits(row, first_column, k0, k1, step, microbatch, start, seam, jump, GROUP: tl.constexpr):
+def draw_bits(row, first_column, k0, k1, step, microbatch, start, gate_offset, gate_stride, GROUP: tl.constexpr):
     """16 random bits for ``GROUP`` consecutive columns of each row, as uint32 [GROUP, P].
 
     Args:
@@ -43,9 +43,9 @@ def draw_bits(row, first_column, k0, k1, step, microbatch, start, seam, jump, GR
     P: tl.constexpr = row.shape[0]
     CALLS: tl.constexpr = GROUP // 8
     column = first_column[None, :] + tl.arange(0, CALLS)[:, None] * 8
-    call = place(column, start, seam, jump) // 8
-    moment = tl.zeros([1, 1], tl.uint32)
-    w0, w1, w2, w3 = philox(call, row[None, :], moment + step, moment + microbatch, k0, k1)
+    call = place(column, start, gate_offset, gate_stride) // 8
+    rng_step = tl.zeros([1, 1], tl.uint32)
+    w0, w1, w2, w3 = philox(call, row[None, :], rng_step + step, rng_step + microbatch, k0, k1)
     # entry 4 b2 + 2 b1 + b0 takes word 2 b2 + b1, half b0: the bits are joined from the top down
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.join(words & 0xFFFF, words >> 16)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.launch import Specialized
-from megatron_lowprec.kernels.philox.reference import WHOLE, Span
+from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import place
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.kernels.quantize.triton_ops import MX_BLOCK, quantize_groups
@@ -176,8 +176,8 @@ def quantize_mx(
     *,
     rows: Direction | None = None,
     columns: Direction | None = None,
-    moment: torch.Tensor,
-    spans: tuple[Span, Span] = (WHOLE, WHOLE),
+    rng_step: torch.Tensor,
+    spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Dequantized MX operands of a matrix, along its rows, along its columns, or both from one read.
 
@@ -198,8 +198,8 @@ def quantize_mx(
     if rows is not None and columns is not None and rows.signs is not None and rule.rounding == "stochastic":
         # bound by arithmetic: two programs that each keep a group in registers beat one that reads less
         return (
-            quantize_mx(x, rule, rows=rows, moment=moment, spans=spans)[0],
-            quantize_mx(x, rule, columns=columns, moment=moment, spans=spans)[1],
+            quantize_mx(x, rule, rows=rows, rng_step=rng_step, spans=spans)[0],
+            quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)[1],
         )
     M, N = x.shape
     kernel = _mx_kernel_for(x, rule, rows, columns, codes=False)
@@ -207,7 +207,7 @@ def quantize_mx(
     padded_M = _whole(M, kernel.group) if kernel.transforms else M
     by_rows = None if rows is None else torch.empty((M, N), dtype=x.dtype, device=x.device)
     by_columns = None if columns is None else torch.empty((padded_M, N), dtype=x.dtype, device=x.device)
-    kernel.launch(x, padded_M, rows, columns, (by_rows, None, by_columns, None), moment, spans)
+    kernel.launch(x, padded_M, rows, columns, (by_rows, None, by_columns, None), rng_step, spans)
     return by_rows, by_columns
 
 
@@ -217,8 +217,8 @@ def quantize_mx_codes(
     *,
     rows: Direction | None = None,
     columns: Direction | None = None,
-    moment: torch.Tensor,
-    spans: tuple[Span, Span] = (WHOLE, WHOLE),
+    rng_step: torch.Tensor,
+    spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
 ) -> tuple[MxCodes | None, MxCodes | None]:
     """``quantize_mx`` as codes and scale bytes; arguments as there.
 
@@ -239,7 +239,7 @@ def quantize_mx_codes(
     by_rows = None if rows is None else empty(M, N)
     by_columns = None if columns is None else empty(N, padded_M)
     outputs = (*(by_rows or (None, None)), *(by_columns or (None, None)))
-    kernel.launch(x, padded_M, rows, columns, outputs, moment, spans)
+    kernel.launch(x, padded_M, rows, columns, outputs, rng_step, spans)
     return by_rows, by_columns
 
 
@@ -284,8 +284,8 @@ class _MxKernel:
         rows: Direction | None,
         columns: Direction | None,
         outputs: tuple[torch.Tensor | None, ...],
-        moment: torch.Tensor,
-        spans: tuple[Span, Span],
+        rng_step: torch.Tensor,
+        spans: tuple[ShardSlice, ShardSlice],
     ) -> None:
         """Fill ``outputs``: along rows and its scales, along columns and its scales; None where nothing is written."""
         (M, N), stride = x.shape, x.stride(0)
@@ -304,7 +304,7 @@ class _MxKernel:
             *pitches,
             *rows.key,
             *columns.key,
-            moment,
+            rng_step,
             *spans[0],
             *spans[1],
             self._unit,

@@ -112,8 +112,8 @@ def quantize_groups(
     row,
     first_column,
     start,
-    seam,
-    jump,
+    gate_offset,
+    gate_stride,
     signs_ptr,
     key0,
     key1,
@@ -140,7 +140,7 @@ def quantize_groups(
     v = blocks * (encode * MX.HEADROOM)[:, None, :]
     if MX.ROUNDING == 2:
         draws = tl.reshape(
-            draw_bits(row, first_column, key0, key1, step, microbatch, start, seam, jump, GROUP),
+            draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, GROUP),
             [GROUP // MX_BLOCK, MX_BLOCK, P],
         )
     else:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_lowprec.formats import FORMATS, Format
-from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, WHOLE, Span, halves, philox
+from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, WHOLE, ShardSlice, halves, philox
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale, round_to_format, uniform_from_bits
 
 STATE = ("exp_avg", "exp_avg_sq", "master")
@@ -73,7 +73,7 @@ class Stream(NamedTuple):
     first: int = 0
     whole_columns: int = 0
     first_column: int = 0
-    rows: Span = WHOLE
+    rows: ShardSlice = WHOLE
 
     def draw(self, count: int, step: int, part: int, device: torch.device) -> torch.Tensor:
         """16 random bits for each of the slot's ``count`` entries: int64 [count]."""

@@ -3,7 +3,7 @@
 Bytes an entry under FP8-LM's formats and fp32 gradients: 9 read by the first pass, 9 read and 7 written by the second,
 where torch's fused AdamW on fp32 reads 16 and writes 14 with the model's bf16 weight. Stochastic rounding adds three
 Philox calls for eight entries to the second. Where the tensors lie is a table in the device's memory, made once, for
-they stay there. Programs are (part, tensor), as in ``cast_many``.
+they stay there. Programs are (part, tensor), as in ``multi_tensor_cast``.
 """
 
 from collections.abc import Sequence

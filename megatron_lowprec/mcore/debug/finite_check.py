@@ -17,12 +17,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.operands import GradOutput, Kept
-from megatron_lowprec.mcore.debug.instrumented import WatchedNumerics, watched
+from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
-from megatron_lowprec.mcore.rng_step import current_moment
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.mcore.rng_step import current_rng_step
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 _PRODUCT = "product of finite operands"
@@ -71,7 +71,7 @@ class FiniteCheck:
         for number, chunk in enumerate(self._chunks):
             for name, module in _named_parts(chunk):
                 if isinstance(module, LowPrecLinearMixin):
-                    self._undo.enter_context(watched(module, _CheckedGemms(module.bound_numerics, number, self)))
+                    self._undo.enter_context(instrumented(module, _CheckedGemms(module.bound_gemms, number, self)))
                 else:
                     self._undo.callback(module.register_forward_hook(self._hook(name, number)).remove)
         return self
@@ -102,7 +102,7 @@ class FiniteCheck:
 
     def _hook(self, name: str, chunk: int) -> Any:
         def look_at_output(module: nn.Module, inputs: Any, output: Any) -> None:
-            microbatch = current_moment().microbatch
+            microbatch = current_rng_step().microbatch
             for tensor in output if isinstance(output, tuple) else (output,):
                 self.look(f"{name}, output", tensor, chunk, microbatch, backward=False)
                 if torch.is_tensor(tensor) and tensor.requires_grad:
@@ -114,10 +114,10 @@ class FiniteCheck:
         return look_at_output
 
 
-class _CheckedGemms(WatchedNumerics):
+class _CheckedGemms(InstrumentedGemms):
     """Each GEMM of a layer looked at."""
 
-    def __init__(self, inner: LinearNumerics, chunk: int, check: FiniteCheck) -> None:
+    def __init__(self, inner: LinearGemms, chunk: int, check: FiniteCheck) -> None:
         super().__init__(inner)
         self._path, self._chunk, self._check = inner.place.path, chunk, check
 
@@ -125,38 +125,40 @@ class _CheckedGemms(WatchedNumerics):
         self,
         x_TI: torch.Tensor,
         w_OI: torch.Tensor,
-        moment: Moment,
-        observe: bool = True,
+        rng_step: RngStep,
+        update_amax: bool = True,
         bias_O: torch.Tensor | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, Kept]:
-        self._look_at_operands("fprop", x_TI, w_OI, moment)
-        self._look("fprop", "bias", bias_O, moment, gemm="")
-        y, kept = self._inner.forward(x_TI, w_OI, moment, observe, bias_O, **options)
-        self._look("fprop", _PRODUCT, y, moment)
+        self._look_at_operands("fprop", x_TI, w_OI, rng_step)
+        self._look("fprop", "bias", bias_O, rng_step, gemm="")
+        y, kept = self._inner.forward(x_TI, w_OI, rng_step, update_amax, bias_O, **options)
+        self._look("fprop", _PRODUCT, y, rng_step)
         return y, kept
 
-    def dgrad(self, dy: GradOutput, w_OI: torch.Tensor, moment: Moment, *rest: Any) -> torch.Tensor:
-        self._look_at_operands("dgrad", dy.matrix, w_OI, moment)
-        dx: torch.Tensor = self._inner.dgrad(dy, w_OI, moment, *rest)
-        self._look("dgrad", _PRODUCT, dx, moment)
+    def dgrad(self, dy: GradOutput, w_OI: torch.Tensor, rng_step: RngStep, *rest: Any) -> torch.Tensor:
+        self._look_at_operands("dgrad", dy.matrix, w_OI, rng_step)
+        dx: torch.Tensor = self._inner.dgrad(dy, w_OI, rng_step, *rest)
+        self._look("dgrad", _PRODUCT, dx, rng_step)
         return dx
 
-    def wgrad(self, dy: GradOutput, x: torch.Tensor | ScaledOperand, moment: Moment, **options: Any) -> torch.Tensor:
+    def wgrad(self, dy: GradOutput, x: torch.Tensor | ScaledOperand, rng_step: RngStep, **options: Any) -> torch.Tensor:
         # The forward pass has looked at the x that an operand was made of.
-        self._look_at_operands("wgrad", dy.matrix, x.scale if isinstance(x, ScaledOperand) else x, moment)
-        dw: torch.Tensor = self._inner.wgrad(dy, x, moment, **options)
-        self._look("wgrad", _PRODUCT, dw, moment)
+        self._look_at_operands("wgrad", dy.matrix, x.scale if isinstance(x, ScaledOperand) else x, rng_step)
+        dw: torch.Tensor = self._inner.wgrad(dy, x, rng_step, **options)
+        self._look("wgrad", _PRODUCT, dw, rng_step)
         return dw
 
-    def _look_at_operands(self, name: str, first: torch.Tensor, second: torch.Tensor, moment: Moment) -> None:
+    def _look_at_operands(self, name: str, first: torch.Tensor, second: torch.Tensor, rng_step: RngStep) -> None:
         for operand, tensor in zip(GEMM_OPERANDS[name], (first, second), strict=True):
-            self._look(name, f"operand {operand}", tensor, moment)
+            self._look(name, f"operand {operand}", tensor, rng_step)
 
-    def _look(self, name: str, what: str, tensor: torch.Tensor | None, moment: Moment, gemm: str | None = None) -> None:
+    def _look(
+        self, name: str, what: str, tensor: torch.Tensor | None, rng_step: RngStep, gemm: str | None = None
+    ) -> None:
         gemm = f"{self._path.split()[0]}.{name}" if gemm is None else gemm
         told = f"{self._path}, {name}, {what}"
-        self._check.look(told, tensor, self._chunk, moment.microbatch, name != "fprop", gemm)
+        self._check.look(told, tensor, self._chunk, rng_step.microbatch, name != "fprop", gemm)
 
 
 def _named_parts(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,33 +8,33 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 
 
-class WatchedNumerics:
+class InstrumentedGemms:
     """A layer's numerics; a subclass looks at what passes, everything else is the layer's own."""
 
-    def __init__(self, inner: LinearNumerics) -> None:
+    def __init__(self, inner: LinearGemms) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def help_wanted(self, tensor: str, matrix: torch.Tensor) -> None:
+    def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> None:
         """None: what is looked at has to be in memory."""
 
-    def takes_parts(self, matrix: torch.Tensor) -> bool:
+    def accepts_split_input(self, matrix: torch.Tensor) -> bool:
         """No: in one tensor."""
         return False
 
 
 @contextmanager
-def watched(layer: LowPrecLinearMixin, numerics: WatchedNumerics) -> Iterator[None]:
+def instrumented(layer: LowPrecLinearMixin, linear_gemms: InstrumentedGemms) -> Iterator[None]:
     """The layer has these in the place of its own."""
-    own = layer.bound_numerics
-    layer.numerics = numerics  # type: ignore[assignment]
+    own = layer.bound_gemms
+    layer.linear_gemms = linear_gemms  # type: ignore[assignment]
     try:
         yield
     finally:
-        layer.numerics = own
+        layer.linear_gemms = own

@@ -9,8 +9,7 @@ from megatron.core.fusions import fused_bias_dropout
 from megatron_lowprec.kernels.cast_fp8.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.linear.operands import GradOutput
-from megatron_lowprec.mcore.made_operands import Handover
-from megatron_lowprec.mcore.residual import residual_of
+from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_residual
 
 WithBias = tuple[torch.Tensor, torch.Tensor | None]
 BiasDropoutAdd = Callable[[WithBias, torch.Tensor, float], torch.Tensor]
@@ -24,11 +23,11 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         p: float,
-        handover: Handover | None,
+        channel: GradOutputChannel | None,
     ) -> torch.Tensor:
         from megatron_lowprec.kernels.dropout.triton import bias_dropout_add
 
-        ctx.p, ctx.bias_dtype, ctx.key, ctx.handover = p, None if bias is None else bias.dtype, None, handover
+        ctx.p, ctx.bias_dtype, ctx.key, ctx.channel = p, None if bias is None else bias.dtype, None, channel
         if p > 0.0:
             # From the generator that Megatron-core has chosen for this place: alike on the ranks that hold the same
             # tokens, and the same again when a checkpointed forward pass is repeated.
@@ -42,27 +41,27 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
         from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
 
         rows = dout.reshape(-1, dout.shape[-1]).contiguous()
-        if ctx.handover is None:
+        if ctx.channel is None:
             dx, dbias = bias_dropout_add_backward(rows, ctx.p, ctx.key, ctx.bias_dtype)
         else:
-            made = _made(ctx.handover, rows, ctx.p, ctx.key, ctx.bias_dtype)
-            dx, dbias = ctx.handover.give(replace(made, bias=None)), made.bias
+            made = _made(ctx.channel, rows, ctx.p, ctx.key, ctx.bias_dtype)
+            dx, dbias = ctx.channel.put(replace(made, bias=None)), made.bias
         return dx.view(dout.shape), dbias, dout, None, None
 
 
 def _made(
-    handover: Handover, dout: torch.Tensor, p: float, key: torch.Tensor | None, bias_dtype: torch.dtype | None
+    channel: GradOutputChannel, dout: torch.Tensor, p: float, key: torch.Tensor | None, bias_dtype: torch.dtype | None
 ) -> GradOutput:
     """The gradient of x as operands for the layer that made x, and that of the bias; dout [T, H] is the result's."""
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
 
-    numerics, moment = handover.numerics, handover.moment
-    if handover.wanted == "source":
+    linear_gemms, rng_step = channel.linear_gemms, channel.rng_step
+    if channel.wanted == "source":
         computed = Source.matrix(dout) if key is None else Source.dropout_grad(dout, key, p)
-        return numerics.grad_output(computed, moment, bias=bias_dtype is not None)
+        return linear_gemms.grad_output(computed, rng_step, bias=bias_dtype is not None)
     amax = torch.zeros(1, dtype=torch.float32, device=dout.device)
     dx, dbias = bias_dropout_add_backward(dout, p, key, bias_dtype, amax=amax)
-    return replace(numerics.grad_output(dx, moment, amax=amax), bias=dbias)
+    return replace(linear_gemms.grad_output(dx, rng_step, amax=amax), bias=dbias)
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
@@ -76,7 +75,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
         if not fuses(x) or residual.dtype != x.dtype or residual.shape != x.shape:
             return stock(x_with_bias, residual, prob)
         # the sums for a bias have the dtype of x
-        handover = Handover.on(x) if bias is None or bias.dtype == x.dtype else None
-        return _BiasDropoutAddFunction.apply(x, bias, residual_of(residual), prob, handover)
+        channel = GradOutputChannel.of(x) if bias is None or bias.dtype == x.dtype else None
+        return _BiasDropoutAddFunction.apply(x, bias, cached_residual(residual), prob, channel)
 
     return bias_dropout_add

@@ -17,19 +17,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.kernels.cast_fp8.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
-from megatron_lowprec.linear.operands import GradOutput, Help
-from megatron_lowprec.mcore.amax_hint import known_amax
+from megatron_lowprec.linear.operands import CastFusion, GradOutput
+from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
 from megatron_lowprec.mcore.layers.parallel_linear import (
     LowPrecLinearMixin,
     LowPrecRowParallelLinear,
     Saved,
-    Shared,
+    TensorParallelConfig,
     await_weights,
     gradients,
     product,
 )
-from megatron_lowprec.mcore.made_operands import Handover
-from megatron_lowprec.mcore.rng_step import current_moment
+from megatron_lowprec.mcore.rng_step import current_rng_step
 
 
 class _BiasGeluFunction(torch.autograd.Function):
@@ -63,20 +62,20 @@ class _MlpFunction(torch.autograd.Function):
         bias: torch.Tensor,
         w2: torch.Tensor,
         mlp: "LowPrecMLP",
-        observe: bool,
-        wanted: tuple[Help, Help],
-        handover: Handover | None,
+        update_amax: bool,
+        wanted: tuple[CastFusion, CastFusion],
+        channel: GradOutputChannel | None,
     ) -> torch.Tensor:
         fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
-        ctx.mlp, ctx.moment, ctx.wanted, ctx.handover = mlp, current_moment(), wanted, handover
-        shared = _shared(fc1)
-        amax = None if shared.sequence_parallel else known_amax(x)
+        ctx.mlp, ctx.rng_step, ctx.wanted, ctx.channel = mlp, current_rng_step(), wanted, channel
+        tp = _tp_config(fc1)
+        amax = None if tp.sequence_parallel else cached_amax(x)
         await_weights(fc1)
-        y, first = product(fc1, x, w1, None, ctx.moment, observe, shared, amax)
+        y, first = product(fc1, x, w1, None, ctx.rng_step, update_amax, tp, amax)
         active, amax = _active(y, bias, wanted[0])
         keeps = not mlp.recompute_gelu
         await_weights(fc2)
-        out, second = product(fc2, active, w2, None, ctx.moment, observe, _alone(fc2), amax, keeps)
+        out, second = product(fc2, active, w2, None, ctx.rng_step, update_amax, _alone(fc2), amax, keeps)
         ctx.save_for_backward(y, bias, *first.tensors(), *(second if keeps else second._replace(x=None)).tensors())
         ctx.plain = first[4:], second[4:]
         return out
@@ -87,28 +86,30 @@ class _MlpFunction(torch.autograd.Function):
 
         y, bias, *tensors = ctx.saved_tensors
         first, second = Saved(*tensors[:4], *ctx.plain[0]), Saved(*tensors[4:], *ctx.plain[1])
-        fc1, fc2, moment = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.moment
+        fc1, fc2, rng_step = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.rng_step
         input_wants, grad_output_wants = ctx.wanted
 
         def dy2() -> GradOutput:
-            made = None if ctx.handover is None else ctx.handover.take(dout)
-            return made or fc2.bound_numerics.grad_output(dout, moment)
+            made = None if ctx.channel is None else ctx.channel.get(dout)
+            return made or fc2.bound_gemms.grad_output(dout, rng_step)
 
         def dy1() -> GradOutput:
             if grad_output_wants == "source":
                 computed = Source.bias_gelu_grad(dactive, y, bias)
-                return fc1.bound_numerics.grad_output(computed, moment, bias=True)
+                return fc1.bound_gemms.grad_output(computed, rng_step, bias=True)
             amax = _room_for_amax(y, grad_output_wants)
             matrix, dbias = bias_gelu_backward(dactive, y, bias, amax=amax)
-            return replace(fc1.bound_numerics.grad_output(matrix, moment, amax=amax), bias=dbias)
+            return replace(fc1.bound_gemms.grad_output(matrix, rng_step, amax=amax), bias=dbias)
 
         again = partial(_active, y, bias, input_wants) if second.x is None else None
-        dactive, dw2, _ = gradients(fc2, dy2, second, moment, _alone(fc2), again)
-        dx, dw1, dbias = gradients(fc1, dy1, first, moment, _shared(fc1))
+        dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), again)
+        dx, dw1, dbias = gradients(fc1, dy1, first, rng_step, _tp_config(fc1))
         return dx, dw1, dbias, dw2, None, None, None, None
 
 
-def _active(y: torch.Tensor, bias: torch.Tensor, wanted: Help) -> tuple[torch.Tensor | Source, torch.Tensor | None]:
+def _active(
+    y: torch.Tensor, bias: torch.Tensor, wanted: CastFusion
+) -> tuple[torch.Tensor | Source, torch.Tensor | None]:
     """fc2's input, and its amax, in the form that its casts want."""
     from megatron_lowprec.kernels.gelu.triton import bias_gelu
 
@@ -118,17 +119,17 @@ def _active(y: torch.Tensor, bias: torch.Tensor, wanted: Help) -> tuple[torch.Te
     return bias_gelu(y, bias, amax), amax
 
 
-def _room_for_amax(y: torch.Tensor, wanted: Help) -> torch.Tensor | None:
+def _room_for_amax(y: torch.Tensor, wanted: CastFusion) -> torch.Tensor | None:
     return torch.zeros(1, dtype=torch.float32, device=y.device) if wanted == "amax" else None
 
 
-def _shared(layer: ColumnParallelLinear) -> Shared:
-    return Shared(layer.allreduce_dgrad, layer.sequence_parallel, layer.tp_group)
+def _tp_config(layer: ColumnParallelLinear) -> TensorParallelConfig:
+    return TensorParallelConfig(layer.allreduce_dgrad, layer.sequence_parallel, layer.tp_group)
 
 
-def _alone(layer: LowPrecLinearMixin) -> Shared:
+def _alone(layer: LowPrecLinearMixin) -> TensorParallelConfig:
     """Of a layer whose input is cut over the ranks, not shared by them."""
-    return Shared(allreduce_dgrad=False, sequence_parallel=False, tp_group=layer.tp_group)
+    return TensorParallelConfig(allreduce_dgrad=False, sequence_parallel=False, tp_group=layer.tp_group)
 
 
 class LowPrecMLP(MLP):
@@ -173,33 +174,33 @@ class LowPrecMLP(MLP):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         if isinstance(fc1, LowPrecLinearMixin) and isinstance(fc2, LowPrecRowParallelLinear):
-            wanted = self._help_wanted(hidden_states)
+            wanted = self._supported_fusion(hidden_states)
             if any(wanted) or self.recompute_gelu:
                 return self._joined(hidden_states, wanted)
         y, bias = fc1(hidden_states)
         return fc2(_BiasGeluFunction.apply(y, bias))
 
-    def _help_wanted(self, hidden_states: torch.Tensor) -> tuple[Help, Help]:
+    def _supported_fusion(self, hidden_states: torch.Tensor) -> tuple[CastFusion, CastFusion]:
         """How GELU's kernels may spare a pass over fc2's input, and over the gradient of fc1's output."""
         for layer in (self.linear_fc1, self.linear_fc2):
-            layer.bound_numerics.choose_products(layer.weight)
+            layer.bound_gemms.choose_products(layer.weight)
         rows = hidden_states.view(-1, hidden_states.shape[-1])
-        forward: Help = self.linear_fc2.bound_numerics.help_wanted("input", rows)
-        return forward, self.linear_fc1.bound_numerics.help_wanted("grad_output", rows)
+        forward: CastFusion = self.linear_fc2.bound_gemms.supported_fusion("input", rows)
+        return forward, self.linear_fc1.bound_gemms.supported_fusion("grad_output", rows)
 
     def _joined(
-        self, hidden_states: torch.Tensor, wanted: tuple[Help, Help]
+        self, hidden_states: torch.Tensor, wanted: tuple[CastFusion, CastFusion]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         training = torch.is_grad_enabled() and fc1.weight.requires_grad
-        handover = fc2.offer_handover(hidden_states)
-        y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, wanted, handover)
+        channel = fc2.offer_grad_channel(hidden_states)
+        y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, wanted, channel)
         y = y.view(-1, *hidden_states.shape[1:-1], y.shape[-1])
         if fc2.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, group=fc2.tp_group), fc2.bias
         y = reduce_from_tensor_model_parallel_region(y, group=fc2.tp_group)
-        if handover is not None:
-            handover.note_on(y)
+        if channel is not None:
+            channel.attach(y)
         return y, fc2.bias
 
     def has_bias_and_gelu(self) -> bool:

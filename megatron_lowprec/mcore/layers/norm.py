@@ -13,10 +13,8 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.cast_fp8.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.kernels.layernorm.reference import Normalized
-from megatron_lowprec.linear.operands import Help, Input
-from megatron_lowprec.mcore.amax_hint import note_amax
-from megatron_lowprec.mcore.made_operands import note_input, stand_in
-from megatron_lowprec.mcore.residual import note_residual
+from megatron_lowprec.linear.operands import CastFusion, Input
+from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, placeholder_like
 
 if TYPE_CHECKING:
     from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
@@ -61,11 +59,11 @@ def _normalized(
     """What ``normalize`` makes of the rows of x, with its gradient, which takes the residual's with it."""
     y: torch.Tensor
     y, residual = _NormFunction.apply(x, norm.weight, bias, normalize)
-    note_residual(x, y, residual)
+    attach_residual(x, y, residual)
     return y
 
 
-class Reader:
+class Consumer:
     """The linear layer behind a norm, the only one to read its output, as it is.
 
     No module, so that the norm may have it as an attribute without having the layer's weights.
@@ -74,11 +72,11 @@ class Reader:
     def __init__(self, layer: "LowPrecLinearMixin") -> None:
         self.layer = layer
 
-    def help_wanted(self, x: torch.Tensor) -> Help:
+    def supported_fusion(self, x: torch.Tensor) -> CastFusion:
         """How the norm of x [..., H] spares the layer's casts a pass; operands only for a backward pass to come."""
-        numerics, weight = self.layer.bound_numerics, self.layer.weight
-        numerics.choose_products(weight)
-        wanted = numerics.help_wanted("input", x)
+        linear_gemms, weight = self.layer.bound_gemms, self.layer.weight
+        linear_gemms.choose_products(weight)
+        wanted = linear_gemms.supported_fusion("input", x)
         training = torch.is_grad_enabled() and weight.requires_grad
         return None if wanted == "source" and not training else wanted
 
@@ -90,23 +88,23 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
     weight, eps = norm.weight, norm.eps
     assert eps is not None
     # whoever hooks in here wants to see the output
-    reader = None if norm._forward_hooks else norm.reader
-    wanted = None if reader is None else reader.help_wanted(x)
-    if reader is not None and wanted == "source":
-        numerics, made = reader.layer.bound_numerics, list[Input]()
+    consumer = None if norm._forward_hooks else norm.consumer
+    wanted = None if consumer is None else consumer.supported_fusion(x)
+    if consumer is not None and wanted == "source":
+        linear_gemms, made = consumer.layer.bound_gemms, list[Input]()
 
         def cast(rows: torch.Tensor) -> Normalized:
             rstd, *mean = statistics = triton.statistics(rows, eps, centered=bias is not None)
-            made.append(numerics.input(Source.norm(rows, weight, bias, statistics)))
-            return Normalized(stand_in(rows), mean[0] if mean else None, rstd)
+            made.append(linear_gemms.input(Source.norm(rows, weight, bias, statistics)))
+            return Normalized(placeholder_like(rows), mean[0] if mean else None, rstd)
 
         y = _normalized(norm, x, bias, cast)
-        note_input(y, made[0], numerics)
+        attach_metadata(y, quantized_input=(linear_gemms, made[0]))
         return y
     amax = torch.zeros(1, dtype=torch.float32, device=x.device) if wanted == "amax" else None
     y = _normalized(norm, x, bias, lambda rows: triton.norm(rows, weight, bias, eps, amax))
     if amax is not None:
-        note_amax(y, amax)
+        attach_metadata(y, amax=amax)
     return y
 
 
@@ -118,7 +116,7 @@ class LayerNorm(nn.LayerNorm):
             the output is then NaN that carries the layer's operands, else it may carry its amax.
     """
 
-    reader: Reader | None = None
+    consumer: Consumer | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
@@ -126,9 +124,9 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` with a weight; ``reader`` as ``LayerNorm``."""
+    """``nn.RMSNorm`` with a weight; ``consumer`` as ``LayerNorm``."""
 
-    reader: Reader | None = None
+    consumer: Consumer | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""

@@ -16,16 +16,15 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_lowprec.kernels.cast_fp8.source import Source
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.operands import GradOutput, Kept
-from megatron_lowprec.mcore.amax_hint import known_amax
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
-from megatron_lowprec.mcore.made_operands import Handover, made_input
-from megatron_lowprec.mcore.rng_step import current_moment
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_input, cached_amax
+from megatron_lowprec.mcore.rng_step import current_rng_step
+from megatron_lowprec.quantization.random_stream import RngStep
 
 
-class Shared(NamedTuple):
+class TensorParallelConfig(NamedTuple):
     """How tensor-parallel ranks share a layer's input, in Megatron-core's words."""
 
     allreduce_dgrad: bool
@@ -53,9 +52,9 @@ def product(
     x: torch.Tensor | Source,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    moment: Moment,
-    observe: bool,
-    shared: Shared,
+    rng_step: RngStep,
+    update_amax: bool,
+    tp: TensorParallelConfig,
     amax: torch.Tensor | None = None,
     keeps: bool = True,
 ) -> tuple[torch.Tensor, Saved]:
@@ -65,19 +64,19 @@ def product(
         amax: of x on this rank, where it is known.
         keeps: False where x will be made again for the backward pass.
     """
-    keep = observe and keeps
+    keep = update_amax and keeps
     if isinstance(x, Source):
-        y, kept = layer.bound_numerics.forward(x, weight, moment, observe, bias, keep=keep, amax=amax)
+        y, kept = layer.bound_gemms.forward(x, weight, rng_step, update_amax, bias, keep=keep, amax=amax)
         return y, Saved(weight, *kept.saved(x.x), kept.tile, x.shape)
-    made = made_input(x, layer.bound_numerics)
+    made = attached_input(x, layer.bound_gemms)
     if made is not None:
-        y, kept = layer.bound_numerics.forward(made, weight, moment, observe, bias, keep=keep)
+        y, kept = layer.bound_gemms.forward(made, weight, rng_step, update_amax, bias, keep=keep)
         return y, Saved(weight, *kept.saved(x), kept.tile, x.shape)
-    total = gather_sequence(x, shared.tp_group)[0] if shared.sequence_parallel else x
+    total = gather_sequence(x, tp.tp_group)[0] if tp.sequence_parallel else x
     flat = total.reshape(-1, total.shape[-1])
     # under sequence parallelism a rank keeps its part of x alone, and gathers again
-    keep = keep and not shared.sequence_parallel
-    y, kept = layer.bound_numerics.forward(flat, weight, moment, observe, bias, keep=keep, amax=amax)
+    keep = keep and not tp.sequence_parallel
+    y, kept = layer.bound_gemms.forward(flat, weight, rng_step, update_amax, bias, keep=keep, amax=amax)
     return y, Saved(weight, *kept.saved(x), kept.tile, x.shape)
 
 
@@ -85,8 +84,8 @@ def gradients(
     layer: "LowPrecLinearMixin",
     dy: Callable[[], GradOutput],
     saved: Saved,
-    moment: Moment,
-    shared: Shared,
+    rng_step: RngStep,
+    tp: TensorParallelConfig,
     again: "Callable[[], tuple[torch.Tensor | Source, torch.Tensor | None]] | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dgrad and wgrad, communication under them: gradients of x, weight and bias.
@@ -95,17 +94,17 @@ def gradients(
         dy: makes the operands of dy; called once x is on its way.
         again: makes x again, and its amax where it is known, if none was saved.
     """
-    numerics, total, gathering, reducing = layer.bound_numerics, saved.x, None, None
-    if shared.sequence_parallel and total is not None:
-        total, gathering = gather_sequence(total, shared.tp_group, async_op=True)
+    linear_gemms, total, gathering, reducing = layer.bound_gemms, saved.x, None, None
+    if tp.sequence_parallel and total is not None:
+        total, gathering = gather_sequence(total, tp.tp_group, async_op=True)
     grad = dy()
-    dx = numerics.dgrad(grad, saved.weight, moment, saved.weight_amax).view(-1, *saved.x_shape[1:])
+    dx = linear_gemms.dgrad(grad, saved.weight, rng_step, saved.weight_amax).view(-1, *saved.x_shape[1:])
     if gathering is not None:
         gathering.wait()
-    if shared.allreduce_dgrad:
-        reducing = dist.all_reduce(dx, group=shared.tp_group, async_op=True)
-    elif shared.sequence_parallel:
-        dx, reducing = scatter_sequence(dx, shared.tp_group)
+    if tp.allreduce_dgrad:
+        reducing = dist.all_reduce(dx, group=tp.tp_group, async_op=True)
+    elif tp.sequence_parallel:
+        dx, reducing = scatter_sequence(dx, tp.tp_group)
     kept: torch.Tensor | ScaledOperand | Source
     amax = None
     if total is None:
@@ -115,7 +114,7 @@ def gradients(
         kept = total.reshape(-1, total.shape[-1])
     else:
         kept = Kept.restored(total, saved.scale, saved.tile)
-    dw = layer.accumulate_wgrad(numerics, grad, kept, saved.weight, moment, amax)
+    dw = layer.accumulate_wgrad(linear_gemms, grad, kept, saved.weight, rng_step, amax)
     if reducing is not None:
         reducing.wait()
     return dx, dw, grad.bias
@@ -137,14 +136,14 @@ class _ParallelLinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         layer: "LowPrecLinearMixin",
-        observe: bool,
-        shared: Shared,
+        update_amax: bool,
+        tp: TensorParallelConfig,
         amax: torch.Tensor | None,
-        handover: Handover | None,
+        channel: GradOutputChannel | None,
     ) -> torch.Tensor:
-        ctx.layer, ctx.moment, ctx.use_bias, ctx.shared = layer, current_moment(), bias is not None, shared
-        ctx.handover = handover
-        y, saved = product(layer, x, weight, bias, ctx.moment, observe, shared, amax)
+        ctx.layer, ctx.rng_step, ctx.use_bias, ctx.tp = layer, current_rng_step(), bias is not None, tp
+        ctx.channel = channel
+        y, saved = product(layer, x, weight, bias, ctx.rng_step, update_amax, tp, amax)
         ctx.save_for_backward(*saved.tensors())
         ctx.tile, ctx.x_shape = saved.tile, saved.x_shape
         return y
@@ -152,13 +151,13 @@ class _ParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
         saved = Saved(*ctx.saved_tensors, ctx.tile, ctx.x_shape)
-        numerics: LinearNumerics = ctx.layer.bound_numerics
+        linear_gemms: LinearGemms = ctx.layer.bound_gemms
 
         def dy() -> GradOutput:
-            made = None if ctx.handover is None else ctx.handover.take(dy_TO)
-            return made or numerics.grad_output(dy_TO, ctx.moment, bias=ctx.use_bias)
+            made = None if ctx.channel is None else ctx.channel.get(dy_TO)
+            return made or linear_gemms.grad_output(dy_TO, ctx.rng_step, bias=ctx.use_bias)
 
-        return *gradients(ctx.layer, dy, saved, ctx.moment, ctx.shared), None, None, None, None, None
+        return *gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp), None, None, None, None, None
 
 
 class LowPrecLinearMixin:
@@ -167,41 +166,41 @@ class LowPrecLinearMixin:
     weight: torch.nn.Parameter
     tp_group: dist.ProcessGroup
     config: TransformerConfig
-    numerics: LinearNumerics | None = None
+    linear_gemms: LinearGemms | None = None
     accumulates_in_fp32 = True
-    handover: Handover | None = None  # of the call that is under way
+    channel: GradOutputChannel | None = None  # of the call that is under way
 
     @property
-    def bound_numerics(self) -> LinearNumerics:
+    def bound_gemms(self) -> LinearGemms:
         """The layer's numerics; RuntimeError before ``mcore.runtime.bind_recipe``."""
-        if self.numerics is None:
+        if self.linear_gemms is None:
             raise RuntimeError(
                 "this linear layer has no recipe: call megatron_lowprec.mcore.runtime.bind_recipe(model, recipe, …)"
             )
-        return self.numerics
+        return self.linear_gemms
 
-    def hands_over(self) -> bool:
+    def can_use_channel(self) -> bool:
         """Whether a call may have a backward pass in which NaN stands in for a gradient; products are chosen."""
         training = torch.is_grad_enabled() and self.weight.requires_grad
         if not training or torch.is_anomaly_enabled():  # which takes any NaN for a mistake
             return False
-        self.bound_numerics.choose_products(self.weight)
+        self.bound_gemms.choose_products(self.weight)
         return True
 
     def accumulate_wgrad(
         self,
-        numerics: LinearNumerics,
+        linear_gemms: LinearGemms,
         dy: GradOutput,
         x: torch.Tensor | ScaledOperand | Source,
         weight: torch.Tensor,
-        moment: Moment,
+        rng_step: RngStep,
         amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weight gradient, or, added to an fp32 ``main_grad`` already, a dummy that DDP's hook drops."""
         main_grad = getattr(weight, "main_grad", None)
         if not self.accumulates_in_fp32 or main_grad is None or main_grad.dtype != torch.float32:
-            return numerics.wgrad(dy, x, moment, amax=amax)
-        numerics.wgrad(dy, x, moment, accumulate_into=main_grad, amax=amax)
+            return linear_gemms.wgrad(dy, x, rng_step, amax=amax)
+        linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.empty_like(weight)
 
@@ -209,9 +208,9 @@ class LowPrecLinearMixin:
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
         training = torch.is_grad_enabled() and weight.requires_grad
-        shared = Shared(options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"])
-        amax = None if shared.sequence_parallel else known_amax(input)
-        y = _ParallelLinearFunction.apply(input, weight, bias, self, training, shared, amax, self.handover)
+        tp = TensorParallelConfig(options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"])
+        amax = None if tp.sequence_parallel else cached_amax(input)
+        y = _ParallelLinearFunction.apply(input, weight, bias, self, training, tp, amax, self.channel)
         # outside of the function: autograd forbids to change a view that a function returns
         return y.view(-1, *input.shape[1:-1], y.shape[-1])
 
@@ -220,7 +219,7 @@ class LowPrecLinearMixin:
     ) -> dict[str, Any]:
         """The stock layer's, and the amax history of each tensor under delayed scaling, alike on all ranks."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        histories = self.numerics.histories if self.numerics is not None else {}
+        histories = self.linear_gemms.histories if self.linear_gemms is not None else {}
         amax = {f"amax.{operand}": history.state(slot) for operand, (history, slot) in histories.items()}
         if amax:
             state |= make_sharded_tensors_for_checkpoint(
@@ -234,8 +233,8 @@ class LowPrecLinearMixin:
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.numerics is not None:
-            self.numerics.load_histories(state_dict, prefix)
+        if self.linear_gemms is not None:
+            self.linear_gemms.load_histories(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
@@ -248,15 +247,15 @@ class LowPrecColumnParallelLinear(LowPrecLinearMixin, ColumnParallelLinear):
             # else its input passes through a function for other ranks: another tensor, without what x carries
             self.disable_grad_reduce = True
 
-    def offer_handover(self, x: torch.Tensor) -> Handover | None:
+    def offer_grad_channel(self, x: torch.Tensor) -> GradOutputChannel | None:
         """A way for dy to come as operands that were made of its parts, for a call on x [..., I].
 
-        Whoever sets ``handover`` to it for that call must be the only one to read the output. Under sequence
+        Whoever sets ``channel`` to it for that call must be the only one to read the output. Under sequence
         parallelism x is a part of what the layer multiplies; dy is whole.
         """
-        if not self.hands_over() or not self.bound_numerics.takes_parts(x):
+        if not self.can_use_channel() or not self.bound_gemms.accepts_split_input(x):
             return None
-        return Handover(self.bound_numerics, current_moment(), "source")
+        return GradOutputChannel(self.bound_gemms, current_rng_step(), "source")
 
 
 class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
@@ -264,21 +263,21 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Megatron-core's; an expert's output is no view, for its bias is added to it in place."""
-        self.handover = self.offer_handover(input_)
+        self.channel = self.offer_grad_channel(input_)
         output, bias = super().forward(input_)
-        if self.handover is not None:
-            self.handover.note_on(output)
-            self.handover = None
+        if self.channel is not None:
+            self.channel.attach(output)
+            self.channel = None
         return (output.clone() if self.is_expert and bias is not None else output), bias
 
-    def offer_handover(self, x: torch.Tensor) -> Handover | None:
+    def offer_grad_channel(self, x: torch.Tensor) -> GradOutputChannel | None:
         """A way for dy to come as operands, where dy of this call on x [..., I] is that of the layer's output.
 
         It is not where ranks gather their parts of it, and not where a bias is added to the output here.
         """
         untouched = not self.sequence_parallel and not self.is_expert and self.skip_bias_add
-        if not untouched or not self.hands_over():
+        if not untouched or not self.can_use_channel():
             return None
-        numerics = self.bound_numerics
-        wanted = numerics.help_wanted("grad_output", x)
-        return None if wanted is None else Handover(numerics, current_moment(), wanted)
+        linear_gemms = self.bound_gemms
+        wanted = linear_gemms.supported_fusion("grad_output", x)
+        return None if wanted is None else GradOutputChannel(linear_gemms, current_rng_step(), wanted)

@@ -10,8 +10,8 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 
 from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.mcore.fusion import GradOutputChannel
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear
-from megatron_lowprec.mcore.made_operands import Handover
 
 
 class _Split(torch.autograd.Function):
@@ -19,18 +19,18 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, mixed: torch.Tensor, widths: list[int], handover: Handover, bias: bool
+        ctx, mixed: torch.Tensor, widths: list[int], channel: GradOutputChannel, bias: bool
     ) -> tuple[torch.Tensor, ...]:
-        ctx.widths, ctx.handover, ctx.bias = (widths[0], widths[1]), handover, bias
+        ctx.widths, ctx.channel, ctx.bias = (widths[0], widths[1]), channel, bias
         return mixed.split(widths, dim=-1)
 
     @staticmethod
     def backward(ctx, *parts):  # type: ignore[no-untyped-def]
-        handover, (*tokens, groups, _) = ctx.handover, parts[0].shape
+        channel, (*tokens, groups, _) = ctx.channel, parts[0].shape
         dq, dk, dv = (part.flatten(-2).flatten(0, -2).contiguous() for part in parts)
         source = Source.qkv_grad(dq, dk, dv, ctx.widths)
-        made = handover.numerics.grad_output(source, handover.moment, bias=ctx.bias)
-        return handover.give(made).view(*tokens, groups, -1), None, None, None
+        made = channel.linear_gemms.grad_output(source, channel.rng_step, bias=ctx.bias)
+        return channel.put(made).view(*tokens, groups, -1), None, None, None
 
 
 class LowPrecSelfAttention(SelfAttention):
@@ -44,19 +44,19 @@ class LowPrecSelfAttention(SelfAttention):
         split_qkv: bool = True,
     ) -> Any:
         """As Megatron-core's."""
-        layer, handover = self.linear_qkv, None
+        layer, channel = self.linear_qkv, None
         # with fewer groups than ranks the output is gathered, and its gradient cut
         whole = self.config.num_query_groups >= self.world_size
         if isinstance(layer, LowPrecColumnParallelLinear) and whole and split_qkv and not output_gate:
-            handover = layer.offer_handover(hidden_states)
-        if handover is None:
+            channel = layer.offer_grad_channel(hidden_states)
+        if channel is None:
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
-        layer.handover = handover
+        layer.channel = channel
         try:
             mixed, widths = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)
         finally:
-            layer.handover = None
-        query, key, value = _Split.apply(mixed, widths, handover, layer.bias is not None)
+            layer.channel = None
+        query, key, value = _Split.apply(mixed, widths, channel, layer.bias is not None)
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)

@@ -1,9 +1,9 @@
 """``--fp8-param-gather``: linear layers' weights in FP8, made from the optimizer's fp32 main weights, gathered in FP8.
 
 Megatron-core has all of it for TransformerEngine's tensors: buffers of bytes, their gather, main weights beside them.
-It tells such a tensor by its class, and reaches its storage and its value by functions of one module: ``make_known``
-puts ours in their place, where the flag is given, and TransformerEngine's layers are refused beside it. The cast of an
-update is here, in ``quantize_main_weights``; ``optimizer_step`` calls it where Megatron-core would call
+It tells such a tensor by its class, and reaches its storage and its value by functions of one module.
+``register_fp8_weights`` replaces these where the flag is given; TransformerEngine's layers are refused beside it. The
+cast of an update is here, in ``quantize_main_weights``; ``optimizer_step`` calls it where Megatron-core would call
 TransformerEngine's.
 """
 
@@ -30,7 +30,7 @@ from megatron_lowprec.recipe.coverage import primary_weight_spec
 from megatron_lowprec.recipe.schema import QuantSpec
 
 
-class Scaled(NamedTuple):
+class ScaleGroup(NamedTuple):
     """What a weight's scale follows beside its own amax: the attribute ``scaled`` of the parameter.
 
     Attributes:
@@ -42,7 +42,7 @@ class Scaled(NamedTuple):
     history: tuple[AmaxHistory, int] | None
 
 
-def make_known() -> None:
+def register_fp8_weights() -> None:
     """Let Megatron-core take an ``Fp8Weight``, and no tensor of TransformerEngine's, for its FP8 tensor."""
     patched: Any = fp8_utils
     patched.HAVE_TE_FP8_TENSOR_CLASS, patched.FP8_TENSOR_CLASS = True, Fp8Weight
@@ -72,19 +72,19 @@ def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = T
     """Turn the weights of linear layers whose recipe allows it into FP8 ones; how many.
 
     Call it after ``bind_recipe`` and before the chunks are wrapped for data parallelism. The codes are final once the
-    optimizer is there and ``settle`` was called.
+    optimizer is there and ``finalize`` was called.
 
     Args:
         reduce_amax: take a current scale over all tensor-parallel ranks; else of each one's part. (A delayed one
             always spans them.)
     """
-    make_known()
+    register_fp8_weights()
     count = 0
     for chunk in model_chunks:
         for module in chunk.modules():
             if not isinstance(module, LowPrecLinearMixin):
                 continue
-            spec = primary_weight_spec(module.bound_numerics.recipe)
+            spec = primary_weight_spec(module.bound_gemms.recipe)
             if spec is None:
                 continue
             count += 1
@@ -93,8 +93,8 @@ def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = T
             module.weight.__dict__.update(plain.__dict__)  # what Megatron-core notes on a parameter
             delayed = spec.scaling == "delayed"
             shares = module.tp_group.size() > 1 and (reduce_amax or delayed)
-            history = module.bound_numerics.histories["weight"] if delayed else None
-            module.weight.scaled = Scaled(module.tp_group if shares else None, history)  # type: ignore[attr-defined]
+            history = module.bound_gemms.histories["weight"] if delayed else None
+            module.weight.scaled = ScaleGroup(module.tp_group if shares else None, history)  # type: ignore[attr-defined]
     return count
 
 
@@ -134,7 +134,7 @@ def quantize_main_weights(part: Any, ahead: bool) -> None:
     set_codes(found, encode_scales)
 
 
-def _max_over_sharers(scaled: Sequence[Scaled], amax: torch.Tensor) -> list[torch.Tensor]:
+def _max_over_sharers(scaled: Sequence[ScaleGroup], amax: torch.Tensor) -> list[torch.Tensor]:
     """fp32 [1] of each weight, by one collective for each group of ranks."""
     parts = list(amax.split(1))
     for group in dict.fromkeys(s.group for s in scaled if s.group is not None):
@@ -152,7 +152,7 @@ def _encode_scales(weights: Sequence[Fp8Weight], ahead: bool) -> list[torch.Tens
     by_spec: dict[QuantSpec, list[int]] = {}
     for i, weight in enumerate(weights):
         by_spec.setdefault(weight.spec, []).append(i)
-        scaled: Scaled = weight.scaled  # type: ignore[attr-defined]
+        scaled: ScaleGroup = weight.scaled  # type: ignore[attr-defined]
         if scaled.history is None:
             follows.append(weight.main_amax)
             continue
@@ -167,7 +167,7 @@ def _encode_scales(weights: Sequence[Fp8Weight], ahead: bool) -> list[torch.Tens
     return [scales[i] for i in range(len(weights))]
 
 
-def settle(optimizer: Any, model_chunks: Sequence[Any]) -> None:
+def finalize(optimizer: Any, model_chunks: Sequence[Any]) -> None:
     """Make codes of main weights that have not come by a step: of a new model, a checkpoint, or of other histories."""
     if not any(sharded_weights(part) for part in optimizer.chained_optimizers):
         return

@@ -27,7 +27,7 @@ from torch import nn
 
 from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, Span
+from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, ShardSlice
 from megatron_lowprec.kernels.scaled_adam.reference import Stream
 from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
 from megatron_lowprec.quantization.random_stream import optimizer_key
@@ -117,7 +117,11 @@ def rounding_stream(weight: nn.Parameter, name: str, seed: int, first: int) -> S
     if weight.partition_dim == 1:  # type: ignore[attr-defined]
         return Stream(key, columns, first, whole_columns=columns * size, first_column=columns * rank)
     part = lines // weight.partition_stride  # type: ignore[attr-defined]  # of the gate and of what it gates
-    rows = Span(rank * part, seam=part, jump=part * (size - 1)) if part < lines else Span(rank * part)
+    rows = (
+        ShardSlice(rank * part, gate_offset=part, gate_stride=part * (size - 1))
+        if part < lines
+        else ShardSlice(rank * part)
+    )
     return Stream(key, columns, first, whole_columns=columns, rows=rows)
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.mcore.optim.fp8_param_gather import compute_dtype_weights, settle
+from megatron_lowprec.mcore.optim.fp8_param_gather import compute_dtype_weights, finalize
 from megatron_lowprec.mcore.optim.scaled_adam import scaled_adams
 from megatron_lowprec.mcore.te.te_layers import EXTRA_STATE, loading_extra_states
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -34,7 +34,7 @@ from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.training.checkpoint import optimizer_state, random_state, safe_load
 from megatron_lowprec.training.checkpoint.resume import Saved
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.distributed.rank_sync import together
+from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks
 from megatron_lowprec.training.distributed.watchdog import is_lost_connection
 from megatron_lowprec.training.model import Model, Trainer
 from megatron_lowprec.training.rampup import batch_size_at
@@ -128,7 +128,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
             trainer.optimizer.reload_model_params()
         for inner in scaled_adams(trainer.optimizer):
             inner.read_weights()
-    settle(trainer.optimizer, trainer.chunks)
+    finalize(trainer.optimizer, trainer.chunks)
     if with_random_state:
         random_state.restore(state["random_state"])
     return Loaded(progress, notes, uncalibrated)
@@ -183,7 +183,7 @@ def _check_together(folder: Path, check: Callable[[], None]) -> None:
         except safe_load.Damaged as error:
             raise _unreadable(folder, error) from None
 
-    together(work)
+    run_on_all_ranks(work)
 
 
 def _unreadable(folder: Path, error: BaseException) -> UserError:

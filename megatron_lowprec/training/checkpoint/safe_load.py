@@ -216,7 +216,7 @@ def _describes_checkpoint(metadata: Any) -> bool:
     )
 
 
-class Reader(FileSystemReader):
+class RestrictedReader(FileSystemReader):
     """torch's reader of a checkpoint with its ``.metadata`` as ``read_metadata`` has it: torch's own unpickles freely.
 
     Raises:

@@ -13,14 +13,14 @@ from megatron_lowprec.training.config.data_options import resolve_data
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.te_recipe import INSTALL
 from megatron_lowprec.training.data.blend import resolve_phase
-from megatron_lowprec.training.models.sizes import check_divisible, sized
+from megatron_lowprec.training.models.sizes import check_divisible, require
 from megatron_lowprec.training.rampup import check_rampup, run_length
 
 
 def resolve_model(config: Config) -> Config:
     """Megatron's defaults for sizes that follow from others; what one person could get wrong about them is refused."""
     required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    hidden, heads = sized(config.hidden_size), sized(config.num_attention_heads)
+    hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
         _positive(config, name)
     _in_bounds(config)
@@ -45,7 +45,7 @@ def resolve_model(config: Config) -> Config:
         num_query_groups=config.num_query_groups if config.group_query_attention else heads,
         max_position_embeddings=config.max_position_embeddings or config.seq_length,
     )
-    if sized(config.seq_length) > sized(config.max_position_embeddings):
+    if require(config.seq_length) > require(config.max_position_embeddings):
         raise UserError(
             f"--seq-length {config.seq_length} is longer than --max-position-embeddings "
             f"{config.max_position_embeddings}; raise the latter"
@@ -79,10 +79,12 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     data_parallel = data_parallel_size(config, world_size)
     if config.micro_batch_size is None:
         required(config, "global_batch_size")
-        check_divisible("--global-batch-size", sized(config.global_batch_size), "the data-parallel size", data_parallel)
-        config = replace(config, micro_batch_size=sized(config.global_batch_size) // data_parallel)
+        check_divisible(
+            "--global-batch-size", require(config.global_batch_size), "the data-parallel size", data_parallel
+        )
+        config = replace(config, micro_batch_size=require(config.global_batch_size) // data_parallel)
     _positive(config, "micro_batch_size")
-    step = sized(config.micro_batch_size) * data_parallel
+    step = require(config.micro_batch_size) * data_parallel
     batch = config.global_batch_size or step
     if batch % step:
         raise UserError(
@@ -123,7 +125,7 @@ def virtual_stages(config: Config) -> int | None:
         return config.num_virtual_stages_per_pipeline_rank if config.num_virtual_stages_per_pipeline_rank > 1 else None
     if config.num_layers_per_virtual_pipeline_stage is not None:
         return (
-            sized(config.num_layers)
+            require(config.num_layers)
             // config.pipeline_model_parallel_size
             // config.num_layers_per_virtual_pipeline_stage
         )
@@ -132,7 +134,7 @@ def virtual_stages(config: Config) -> int | None:
 
 def total_samples(config: Config) -> int:
     """Samples of the whole run as asked for, the horizon of its schedules; ``rampup.run_length``: as consumed."""
-    return config.train_samples or sized(config.train_iters) * sized(config.global_batch_size)
+    return config.train_samples or require(config.train_iters) * require(config.global_batch_size)
 
 
 def _positive(config: Config, name: str) -> None:
@@ -216,25 +218,27 @@ def _check_parallelism(config: Config, world_size: int) -> None:
                 f"--context-parallel-size {context} needs TransformerEngine's attention; add --transformer-impl "
                 "transformer_engine, or leave the flag out"
             )
-        check_divisible("--seq-length", sized(config.seq_length), "2 x --context-parallel-size", 2 * context)
+        check_divisible("--seq-length", require(config.seq_length), "2 x --context-parallel-size", 2 * context)
     model = tensor * pipeline * context
     if world_size % model:
         raise UserError(
             f"{world_size} processes are not divisible by tensor {tensor} x pipeline {pipeline} x context {context} = "
             f"{model}; change --nproc-per-node or the parallel sizes"
         )
-    check_divisible("--num-attention-heads", sized(config.num_attention_heads), "--tensor-model-parallel-size", tensor)
+    check_divisible(
+        "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
+    )
     check_divisible("--num-query-groups", config.num_query_groups, "--tensor-model-parallel-size", tensor)
-    check_divisible("--hidden-size", sized(config.hidden_size), "--tensor-model-parallel-size", tensor)
-    check_divisible("--ffn-hidden-size", sized(config.ffn_hidden_size), "--tensor-model-parallel-size", tensor)
-    check_divisible("--num-layers", sized(config.num_layers), "--pipeline-model-parallel-size", pipeline)
+    check_divisible("--hidden-size", require(config.hidden_size), "--tensor-model-parallel-size", tensor)
+    check_divisible("--ffn-hidden-size", require(config.ffn_hidden_size), "--tensor-model-parallel-size", tensor)
+    check_divisible("--num-layers", require(config.num_layers), "--pipeline-model-parallel-size", pipeline)
     if config.sequence_parallel:
         if tensor == 1:
             raise UserError(
                 "--sequence-parallel does nothing at --tensor-model-parallel-size 1; leave it out or raise the size"
             )
         a_rank = "--seq-length" if context == 1 else "--seq-length of a context-parallel rank,"
-        check_divisible(a_rank, sized(config.seq_length) // context, "--tensor-model-parallel-size", tensor)
+        check_divisible(a_rank, require(config.seq_length) // context, "--tensor-model-parallel-size", tensor)
     if config.num_experts:
         check_divisible("--num-experts", config.num_experts, "--expert-model-parallel-size", expert)
         check_divisible("the data-parallel size", world_size // model, "--expert-model-parallel-size", expert)
@@ -255,7 +259,7 @@ def _check_parallelism(config: Config, world_size: int) -> None:
         if pipeline == 1:
             raise UserError("interleaving needs --pipeline-model-parallel-size of at least 2")
         check_divisible(
-            "layers of a pipeline stage,", sized(config.num_layers) // pipeline, "chunks of a stage,", virtual
+            "layers of a pipeline stage,", require(config.num_layers) // pipeline, "chunks of a stage,", virtual
         )
 
 
@@ -341,7 +345,7 @@ def _check_interleaving(config: Config, step: int) -> None:
     if virtual_stages(config) is None:
         return
     turn = step * config.pipeline_model_parallel_size
-    sizes = {"--global-batch-size": sized(config.global_batch_size)}
+    sizes = {"--global-batch-size": require(config.global_batch_size)}
     if config.rampup_batch_size is not None:
         start, increment, _ = config.rampup_batch_size
         sizes |= {"--rampup-batch-size's START": start, "--rampup-batch-size's INCREMENT": increment}

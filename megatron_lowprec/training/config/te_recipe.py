@@ -15,7 +15,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HistoryUpdate, QuantSpec, Recipe
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.sizes import linear_sites, sized
+from megatron_lowprec.training.models.sizes import linear_sites, require
 
 TESTED_VERSION = "2.20.2"
 INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch]=={TESTED_VERSION}'"
@@ -176,7 +176,7 @@ def check(config: Config, recipe: Recipe) -> TERecipe:
                     f"{site.path} has {size} {what} features on a rank, no multiple of {_MULTIPLE}, which "
                     "TransformerEngine's FP8 products want; change that size or use --transformer-impl local"
                 )
-    stage = sized(config.num_layers) // config.pipeline_model_parallel_size
+    stage = require(config.num_layers) // config.pipeline_model_parallel_size
     if max(found.first_layers, found.last_layers) > stage:
         raise UserError(
             f"keep_bf16 asks {found.first_layers} first and {found.last_layers} last layers, but Megatron-core keeps "
@@ -197,7 +197,7 @@ def prepare(config: Config, recipe: Recipe) -> None:
     if config.transformer_impl != "transformer_engine":
         return
     found = check(config, recipe)
-    tokens = sized(config.micro_batch_size) * sized(config.seq_length) // config.context_parallel_size
+    tokens = require(config.micro_batch_size) * require(config.seq_length) // config.context_parallel_size
     if found.kind is not None and tokens % _MULTIPLE:
         raise UserError(
             f"--micro-batch-size {config.micro_batch_size} x --seq-length {config.seq_length} make {tokens} tokens on "

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 
 # What makes a model of each kind; the rest of a Config is sizes.
 _KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -50,7 +50,7 @@ def kind_of(config: Config) -> str:
         ]
         for kind, asked in _KINDS.items()
     }
-    if config.kv_channels != sized(config.hidden_size) // sized(config.num_attention_heads):
+    if config.kv_channels != require(config.hidden_size) // require(config.num_attention_heads):
         differing["gpt2"].append(f"--kv-channels {config.kv_channels}")
     kind = min(differing, key=lambda name: len(differing[name]))
     if differing[kind]:

@@ -12,7 +12,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.convert.attention import join_qkv, split_qkv
 from megatron_lowprec.training.convert.hf_config import kind_of
 from megatron_lowprec.training.convert.names import Weights
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 
 
 def to_hf_weights(config: Config, weights: Weights, vocab_size: int) -> Weights:
@@ -94,7 +94,7 @@ def _gpt2_places(config: Config) -> Iterator[_Place]:
     yield _Place("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield _Place("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
     for part in ("weight", "bias"):
-        for layer in range(sized(config.num_layers)):
+        for layer in range(require(config.num_layers)):
             theirs, ours = f"transformer.h.{layer}", f"decoder.layers.{layer}"
             yield _Place(f"{ours}.input_layernorm.{part}", (f"{theirs}.ln_1.{part}",))
             yield _Place(f"{ours}.pre_mlp_layernorm.{part}", (f"{theirs}.ln_2.{part}",))
@@ -125,7 +125,7 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _llama_places(config: Config) -> Iterator[_Place]:
     yield _Place("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    for layer in range(sized(config.num_layers)):
+    for layer in range(require(config.num_layers)):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
         yield _Place(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))
         yield _Place(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))

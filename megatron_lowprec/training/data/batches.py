@@ -17,7 +17,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.distributed.rank_sync import in_turn, patient_group
+from megatron_lowprec.training.distributed.rank_sync import rank0_first, long_timeout_group
 from megatron_lowprec.training.data.blend import all_paths, data_paths, parse_blend
 from megatron_lowprec.training.data.chat_dataset import ChatSamples, prepare_chats
 from megatron_lowprec.training.config.options import Config
@@ -25,7 +25,7 @@ from megatron_lowprec.training.data.corpus_writer import prepare
 from megatron_lowprec.training.data.sampler import Blend, Epochs, Phases, Positions, Samples
 from megatron_lowprec.training.distributed.subprocesses import helpers
 from megatron_lowprec.training.data.sample_index import DocumentSamples, DocumentsConfig
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
 _FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
@@ -57,7 +57,7 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
         return {name: _split_data([mock], [1.0], config) for name, mock in mocks.items()}
     cached = DocumentsConfig(
         random_seed=config.seed,
-        sequence_length=sized(config.seq_length),
+        sequence_length=require(config.seq_length),
         # Datasets are built one by one below; Megatron-core's config wants a blend or it assumes mock data.
         blend=([""], None),
         split="1",
@@ -68,10 +68,10 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    with patient_group() as group:
-        prefixes = in_turn(local_rank == 0, lambda: _prepared_texts(config, tokenizer), group)
+    with long_timeout_group() as group:
+        prefixes = rank0_first(local_rank == 0, lambda: _prepared_texts(config, tokenizer), group)
         # The first rank writes the indices that the others read.
-        return in_turn(
+        return rank0_first(
             world_rank == 0,
             lambda: {s.name: _build_split(config, cached, prefixes, tokenizer, s) for s in _SPLITS},
             group,
@@ -115,7 +115,7 @@ def _build_split(
     found = _split_data(datasets, weights, config)
     if split.name != "train" or config.data_phase_path is None:
         return found
-    switch, first = sized(config.data_phase_switch_samples), found.samples
+    switch, first = require(config.data_phase_switch_samples), found.samples
     assert isinstance(first, Blend)
     # A path of both blends goes on where the first one left it: no sample twice before all were seen.
     taken = dict(zip(named, first.taken(switch), strict=True))
@@ -150,7 +150,7 @@ def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: C
     return SplitData(
         Blend([Epochs(d, config.seed) for d in datasets], weights),
         samples,
-        samples * sized(config.seq_length),
+        samples * require(config.seq_length),
         _notes(datasets),
     )
 
@@ -159,7 +159,7 @@ class MockSamples:
     """Samples that need no data and can be learned: arithmetic sequences modulo the vocabulary."""
 
     def __init__(self, config: Config, vocab_size: int, stream: int) -> None:
-        self._length, self._vocab_size, self._seed = sized(config.seq_length), vocab_size, [config.seed, stream]
+        self._length, self._vocab_size, self._seed = require(config.seq_length), vocab_size, [config.seed, stream]
 
     def __len__(self) -> int:
         return _MOCK_SAMPLES
@@ -184,13 +184,13 @@ class Batches:
 
     def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
         self._device = device
-        self._shape = (len(_FIELDS), sized(config.micro_batch_size), sized(config.seq_length))
+        self._shape = (len(_FIELDS), require(config.micro_batch_size), require(config.seq_length))
         self._needed = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
         self._loader: Iterator[torch.Tensor] | None = None
         self._ahead: dict[str, torch.Tensor | None] | None = None
         if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
             positions = Positions(
-                start, sized(config.micro_batch_size), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+                start, require(config.micro_batch_size), mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
             )
             loader: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
                 split.samples,  # type: ignore[arg-type]

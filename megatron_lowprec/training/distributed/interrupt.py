@@ -30,7 +30,7 @@ class Interrupted(BaseException):
     """SIGTERM or SIGUSR1 before the first step. Not an Exception: nothing on its way may take it for a fault."""
 
 
-class Abandoned(BaseException):
+class PeerLost(BaseException):
     """Another rank has ended, and has its own error shown: a collective failed after torchrun's SIGTERM, or that came
     before the first step.
     """
@@ -95,10 +95,10 @@ class StopReasons:
     """
 
     def __init__(self, config: Config, signals: Signals, started: float) -> None:
-        from megatron_lowprec.training.distributed.rank_sync import AnyRank
+        from megatron_lowprec.training.distributed.rank_sync import AsyncAnyReduce
 
         self._config, self._signals, self._started = config, signals, started
-        self._any_rank = AnyRank(timedelta(minutes=config.distributed_timeout_minutes))
+        self._any_rank = AsyncAnyReduce(timedelta(minutes=config.distributed_timeout_minutes))
 
     def after(self, iteration: int) -> Stop | None:
         """A reason to stop after this iteration."""

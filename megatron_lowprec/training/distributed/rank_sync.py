@@ -20,7 +20,7 @@ _PATIENCE = timedelta(days=7)
 
 
 @contextmanager
-def patient_group() -> Iterator[dist.ProcessGroup | None]:
+def long_timeout_group() -> Iterator[dist.ProcessGroup | None]:
     """All ranks, over the hosts: one may wait in it for days, beside collectives that fail after
     --distributed-timeout-minutes. None for a single process. Every rank enters and leaves it.
     """
@@ -33,11 +33,11 @@ def patient_group() -> Iterator[dist.ProcessGroup | None]:
     dist.destroy_process_group(group)
 
 
-def in_turn(first: bool, work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def rank0_first(first: bool, work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """``work()`` on the ranks that are ``first``, then on the others; a UserError on one rank is raised on all.
 
     Args:
-        group: of all ranks, as ``patient_group`` makes it: the others wait as long as it does.
+        group: of all ranks, as ``long_timeout_group`` makes it: the others wait as long as it does.
     """
     result: T | None = None
     for turn in (True, False):
@@ -52,7 +52,7 @@ def in_turn(first: bool, work: Callable[[], T], group: dist.ProcessGroup | None)
     return result
 
 
-def together(work: Callable[[], None]) -> None:
+def run_on_all_ranks(work: Callable[[], None]) -> None:
     """``work()`` on all ranks at once; a UserError on one is raised on all."""
     message: str | None = None
     try:
@@ -100,7 +100,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
             raise UserError(f"{what} is {values[0]} for rank 0, but {other} for rank {rank}; is the folder shared?")
 
 
-class AnyRank:
+class AsyncAnyReduce:
     """Which of some flags any rank raises, known to all of them one call later; to a single process at once.
 
     The flags travel between the hosts, beside the training: no device is waited for, and no rank that is less than a

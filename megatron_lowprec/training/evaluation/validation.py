@@ -13,7 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.model import Trainer, gathered
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 from megatron_lowprec.training.step import PendingLoss, run_microbatches
 
 
@@ -41,8 +41,8 @@ def evaluate(
     ``interrupted`` is asked before each batch, by all ranks together; None where it says so.
     """
     batches = [Batches(split, 0, config, device) for _ in trainer.chunks]
-    per_iteration = sized(config.global_batch_size) // (
-        sized(config.micro_batch_size) * mpu.get_data_parallel_world_size()
+    per_iteration = require(config.global_batch_size) // (
+        require(config.micro_batch_size) * mpu.get_data_parallel_world_size()
     )
     losses: list[PendingLoss] = []
     with _evaluating(trainer, config), torch.no_grad():

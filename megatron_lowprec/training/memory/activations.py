@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.memory.layout import Runs, expert_tensor_size, tokens_of, width_of
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 
 _INPUTS = {
     "input of linear_qkv": "self_attention.linear_qkv",
@@ -22,10 +22,10 @@ def layer_activations(config: Config, runs: Runs | None = None) -> dict[str, flo
     scaled_dot_product_attention keeps queries, keys, values, output and the log-sum-exp of each row, no scores; its
     output stays beside the FP8 codes that linear_proj keeps of it. Without ``runs``: a bf16 recipe on a CPU.
     """
-    tokens, hidden, width = tokens_of(config), sized(config.hidden_size), width_of(config)
+    tokens, hidden, width = tokens_of(config), require(config.hidden_size), width_of(config)
     tensor = config.tensor_model_parallel_size
     cut = tensor if config.sequence_parallel else 1
-    heads, channels = sized(config.num_attention_heads), sized(config.kv_channels)
+    heads, channels = require(config.num_attention_heads), require(config.kv_channels)
     stream = tokens * hidden * width / cut
     query = tokens * heads * channels * width / tensor
     key_value = tokens * config.num_query_groups * channels * width / tensor
@@ -42,7 +42,7 @@ def layer_activations(config: Config, runs: Runs | None = None) -> dict[str, flo
     if rope or grouped:
         kept["queries and keys on their own"] = query + (key_value if rope else 0.0)
     if rope:  # cosine and sine, for queries and for keys
-        kept["cosines and sines"] = 4 * sized(config.seq_length) * int(channels * config.rotary_percent) * width
+        kept["cosines and sines"] = 4 * require(config.seq_length) * int(channels * config.rotary_percent) * width
     kept |= _attention_core(config)
     kept |= _expert_activations(config) if config.num_experts else _mlp_activations(config)
     if config.hidden_dropout and not (runs is not None and runs.fused):
@@ -76,15 +76,15 @@ def _attention_core(config: Config) -> dict[str, float]:
 def _scores(config: Config) -> float:
     """Probabilities of attention in fp32 and in the compute dtype, and the mask of their dropout."""
     mask = 1 if config.attention_dropout else 0
-    return _score_rows(config) * sized(config.seq_length) * (4 + width_of(config) + mask)
+    return _score_rows(config) * require(config.seq_length) * (4 + width_of(config) + mask)
 
 
 def _score_rows(config: Config) -> float:
-    return tokens_of(config) * sized(config.num_attention_heads) / config.tensor_model_parallel_size
+    return tokens_of(config) * require(config.num_attention_heads) / config.tensor_model_parallel_size
 
 
 def _mlp_activations(config: Config) -> dict[str, float]:
-    wide = tokens_of(config) * sized(config.ffn_hidden_size) * width_of(config) / config.tensor_model_parallel_size
+    wide = tokens_of(config) * require(config.ffn_hidden_size) * width_of(config) / config.tensor_model_parallel_size
     return {"output of linear_fc1": wide * (2 if config.swiglu else 1), "input of linear_fc2": wide}
 
 
@@ -93,13 +93,13 @@ def _expert_activations(config: Config) -> dict[str, float]:
     tensor = expert_tensor_size(config)
     # Ranks that share each expert's weights see the same tokens; else each rank sees its part of the sequence.
     tokens = tokens_of(config) * config.moe_router_topk / (config.tensor_model_parallel_size // tensor)
-    width, ffn = width_of(config), sized(config.moe_ffn_hidden_size) / tensor
+    width, ffn = width_of(config), require(config.moe_ffn_hidden_size) / tensor
     kept = {
-        "inputs of the experts": tokens * sized(config.hidden_size) * width,
+        "inputs of the experts": tokens * require(config.hidden_size) * width,
         "output of linear_fc1": tokens * ffn * width * (2 if config.swiglu else 1),
         "input of linear_fc2": tokens * ffn * width,
         # Softmax and choice of the router, and where each token went: int64 indices and fp32 probabilities.
-        "routing": tokens * (3 * 8 + 4) + tokens_of(config) * sized(config.num_experts) * (4 + width + 1),
+        "routing": tokens * (3 * 8 + 4) + tokens_of(config) * require(config.num_experts) * (4 + width + 1),
     }
     if not config.swiglu:  # the product with the router's probability is not fused
         kept["activation before the router's probability"] = tokens * ffn * width
@@ -108,7 +108,7 @@ def _expert_activations(config: Config) -> dict[str, float]:
 
 def embedding_activations(config: Config) -> dict[str, float]:
     """Bytes that the embedding keeps for one microbatch."""
-    tokens, hidden = tokens_of(config), sized(config.hidden_size)
+    tokens, hidden = tokens_of(config), require(config.hidden_size)
     cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
     kept = {"token ids and positions": 2 * 8.0 * tokens}
     if config.hidden_dropout:
@@ -119,7 +119,7 @@ def embedding_activations(config: Config) -> dict[str, float]:
 def head_activations(config: Config) -> dict[str, float]:
     """Bytes that the final norm and the output layer keep, without the logits."""
     cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    stream = tokens_of(config) * sized(config.hidden_size) * width_of(config) / cut
+    stream = tokens_of(config) * require(config.hidden_size) * width_of(config) / cut
     return {
         "input of the final norm": stream,
         "input of the output layer": stream,
@@ -138,7 +138,7 @@ def kept_of_layers(config: Config, layers: int, runs: Runs) -> float:
     whole = sum(layer_activations(config, runs).values())
     if config.recompute_granularity != "full":
         return layers * whole
-    chunk = sized(config.recompute_num_layers)
+    chunk = require(config.recompute_num_layers)
     stream = layer_activations(config)["input of the first norm"]
     if config.recompute_method == "uniform":
         return -(-layers // chunk) * stream
@@ -150,7 +150,7 @@ def recomputed_at_once(config: Config, layers: int, runs: Runs) -> float:
     """Activations that are made again at once in the backward pass."""
     activations = layer_activations(config, runs)
     if config.recompute_granularity == "full":
-        chunk = min(sized(config.recompute_num_layers), layers) if config.recompute_method == "uniform" else 1
+        chunk = min(require(config.recompute_num_layers), layers) if config.recompute_method == "uniform" else 1
         return chunk * sum(activations.values())
     if config.recompute_granularity == "selective" and config.attention_backend == "local":
         return _scores(config)
@@ -160,13 +160,13 @@ def recomputed_at_once(config: Config, layers: int, runs: Runs) -> float:
 def backward_of_a_layer(config: Config, runs: Runs) -> float:
     """Gradients that live at once around the widest linear layer, and its operands where they are quantized."""
     tokens, width = float(tokens_of(config)), width_of(config)
-    stream = tokens * sized(config.hidden_size) * width
+    stream = tokens * require(config.hidden_size) * width
     gates = 2 if config.swiglu else 1
-    ffn, ranks = sized(config.ffn_hidden_size), config.tensor_model_parallel_size
+    ffn, ranks = require(config.ffn_hidden_size), config.tensor_model_parallel_size
     if config.num_experts:
         # One expert after the other; a balanced one sees its share of the tokens.
         tokens *= config.moe_router_topk / config.num_experts * config.expert_model_parallel_size
-        ffn, ranks = sized(config.moe_ffn_hidden_size), expert_tensor_size(config)
+        ffn, ranks = require(config.moe_ffn_hidden_size), expert_tensor_size(config)
     wide = tokens * ffn * width / ranks
     operands = 0.0
     if runs.recipe.wgrad.quantized or runs.recipe.dgrad.quantized:

@@ -9,7 +9,7 @@ from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size, virtual_stages
-from megatron_lowprec.training.models.sizes import linear_sites, sized
+from megatron_lowprec.training.models.sizes import linear_sites, require
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Runs:
 
 def microbatches_of(config: Config, gpus: int) -> int:
     """Of a step, on one rank."""
-    return sized(config.global_batch_size) // (sized(config.micro_batch_size) * data_parallel_size(config, gpus))
+    return require(config.global_batch_size) // (require(config.micro_batch_size) * data_parallel_size(config, gpus))
 
 
 def microbatches_in_flight(config: Config, gpus: int, stage: int) -> float:
@@ -79,7 +79,7 @@ def expert_tensor_size(config: Config) -> int:
 
 def tokens_of(config: Config) -> int:
     """Tokens of a microbatch on one rank, before sequence parallelism cuts them."""
-    return sized(config.micro_batch_size) * sized(config.seq_length) // config.context_parallel_size
+    return require(config.micro_batch_size) * require(config.seq_length) // config.context_parallel_size
 
 
 def width_of(config: Config) -> int:

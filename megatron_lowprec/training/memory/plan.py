@@ -17,7 +17,7 @@ from megatron_lowprec.training.memory.activations import (
 )
 from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight
 from megatron_lowprec.training.memory.weights import lasting
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 
 GIB = 2.0**30
 
@@ -56,7 +56,7 @@ def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch
 
 def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> MemoryPlan:
     first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
-    layers = sized(config.num_layers) // config.pipeline_model_parallel_size
+    layers = require(config.num_layers) // config.pipeline_model_parallel_size
     in_flight = microbatches_in_flight(config, gpus, stage)
     kept = {
         "layers": in_flight * kept_of_layers(config, layers, runs),

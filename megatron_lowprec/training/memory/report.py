@@ -11,7 +11,7 @@ from megatron_lowprec.training.config.resolve import resolve_run
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.memory.activations import layer_activations
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 
 _NEARLY = 0.9  # of a GPU: the allocator holds a few percent more than what is allocated
 
@@ -49,7 +49,7 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     where = f", the fullest of {found.stages} pipeline stages: {found.stage}" if found.stages > 1 else ""
     lines = [
         f"memory plan of one of {found.gpus} GPUs{where}; recipe {recipe.name}, "
-        f"microbatches of {sized(config.micro_batch_size)} x {sized(config.seq_length)} tokens",
+        f"microbatches of {require(config.micro_batch_size)} x {require(config.seq_length)} tokens",
         *(_row(name, size) for name, size in found.resident.items()),
     ]
     held = f"{found.in_flight:g} microbatch{'' if found.in_flight == 1 else 'es'}"

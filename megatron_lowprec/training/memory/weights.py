@@ -9,7 +9,7 @@ from megatron_lowprec.recipe.coverage import LinearSite, kept_in_bf16, weight_se
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
 from megatron_lowprec.training.memory.layout import Runs, expert_tensor_size, is_expert, microbatches_of, width_of
-from megatron_lowprec.training.models.sizes import linear_sites, sized
+from megatron_lowprec.training.models.sizes import linear_sites, require
 
 _STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 
@@ -25,16 +25,16 @@ class Weights:
 def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights:
     """Weights that one rank of a pipeline stage holds."""
     hidden, tensor, pipeline = (
-        sized(config.hidden_size),
+        require(config.hidden_size),
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
     )
-    layers = sized(config.num_layers) // pipeline
+    layers = require(config.num_layers) // pipeline
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     dense, expert = layers * 2 * norm, 0
     for site in linear_sites(config)[: 4 * layers]:  # all layers are alike
         if is_expert(site):
-            expert += sized(config.num_experts) // config.expert_model_parallel_size * _linear_weights(config, site)
+            expert += require(config.num_experts) // config.expert_model_parallel_size * _linear_weights(config, site)
         else:
             dense += _linear_weights(config, site)
     if config.num_experts:
@@ -43,7 +43,7 @@ def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights
     if stage == 0:
         dense += embedding
         if config.position_embedding_type == "learned_absolute":
-            dense += sized(config.max_position_embeddings) * hidden
+            dense += require(config.max_position_embeddings) * hidden
     if stage == pipeline - 1:
         dense += norm
         # A tied output layer of another stage than the embedding's has a copy of it.
@@ -108,12 +108,12 @@ def _primary_weights(config: Config, runs: Runs, stage: int) -> float:
 
 def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[LinearSite, float]]:
     """Linear layers of a stage that are under the recipe, and the weights of each on one rank, without biases."""
-    layers = sized(config.num_layers)
+    layers = require(config.num_layers)
     here = layers // config.pipeline_model_parallel_size
     for site in linear_sites(config):
         # Interleaved stages hold other layers in the same number; which ones are left in bf16 then differs a little.
         if (site.layer_number - 1) // here != stage or kept_in_bf16(runs.recipe, site.layer_number, site.name, layers):
             continue
         ranks = expert_tensor_size(config) if is_expert(site) else config.tensor_model_parallel_size
-        experts = sized(config.num_experts) // config.expert_model_parallel_size if is_expert(site) else 1
+        experts = require(config.num_experts) // config.expert_model_parallel_size if is_expert(site) else 1
         yield site, experts * site.in_features * site.out_features / ranks

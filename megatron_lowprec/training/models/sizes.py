@@ -7,7 +7,7 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.options import Config
 
 
-def sized(value: int | None) -> int:
+def require(value: int | None) -> int:
     """A size that ``resolve`` has filled."""
     assert value is not None, "resolve() has not run"
     return value
@@ -15,16 +15,16 @@ def sized(value: int | None) -> int:
 
 def linear_sites(config: Config) -> list[LinearSite]:
     """Every linear layer that a recipe may change, in the order of the forward pass; unsharded sizes of one expert."""
-    hidden, kv_channels = sized(config.hidden_size), sized(config.kv_channels)
-    heads, groups = sized(config.num_attention_heads), config.num_query_groups
+    hidden, kv_channels = require(config.hidden_size), require(config.kv_channels)
+    heads, groups = require(config.num_attention_heads), config.num_query_groups
     if config.num_experts:
-        mlp, ffn = "mlp.experts", sized(config.moe_ffn_hidden_size)
+        mlp, ffn = "mlp.experts", require(config.moe_ffn_hidden_size)
     else:
-        mlp, ffn = "mlp", sized(config.ffn_hidden_size)
+        mlp, ffn = "mlp", require(config.ffn_hidden_size)
     gates = 2 if config.swiglu else 1
     return [
         site
-        for layer in range(1, sized(config.num_layers) + 1)
+        for layer in range(1, require(config.num_layers) + 1)
         for site in (
             LinearSite(layer, "self_attention.linear_qkv", hidden, kv_channels * (heads + 2 * groups), "column"),
             LinearSite(layer, "self_attention.linear_proj", kv_channels * heads, hidden, "row"),
@@ -36,7 +36,7 @@ def linear_sites(config: Config) -> list[LinearSite]:
 
 def num_parameters(config: Config, padded_vocab_size: int) -> int:
     """Parameters of the whole model, the padded vocabulary included."""
-    hidden, layers = sized(config.hidden_size), sized(config.num_layers)
+    hidden, layers = require(config.hidden_size), require(config.num_layers)
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     total = norm  # the final one
     for site in linear_sites(config):
@@ -48,7 +48,7 @@ def num_parameters(config: Config, padded_vocab_size: int) -> int:
         total += layers * config.num_experts * hidden
     total += padded_vocab_size * hidden * (2 if config.untie_embeddings_and_output_weights else 1)
     if config.position_embedding_type == "learned_absolute":
-        total += sized(config.max_position_embeddings) * hidden
+        total += require(config.max_position_embeddings) * hidden
     return total
 
 
@@ -58,12 +58,12 @@ def flops_per_sample(config: Config, padded_vocab_size: int) -> float:
     Linear layers and logits count 2 operations a weight and token, attention's two products half of that for the
     causal mask; the backward counts twice the forward. Recomputation is not counted (model FLOPs).
     """
-    hidden, layers, seq = sized(config.hidden_size), sized(config.num_layers), sized(config.seq_length)
+    hidden, layers, seq = require(config.hidden_size), require(config.num_layers), require(config.seq_length)
     linears = sum(
         site.in_features * site.out_features * (config.moe_router_topk if "experts" in site.name else 1)
         for site in linear_sites(config)
     )
-    attention = layers * sized(config.kv_channels) * sized(config.num_attention_heads) * seq
+    attention = layers * require(config.kv_channels) * require(config.num_attention_heads) * seq
     return 3.0 * 2.0 * seq * (linears + attention + hidden * padded_vocab_size)
 
 

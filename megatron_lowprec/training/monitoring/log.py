@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.mcore.debug.operand_probe import OperandPlace
-from megatron_lowprec.quantization.error_stats import Fidelity
+from megatron_lowprec.mcore.debug.operand_probe import OperandId
+from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
-from megatron_lowprec.training.models.sizes import sized
+from megatron_lowprec.training.models.sizes import require
 from megatron_lowprec.training.monitoring.quantization_log import (
     quantization_line,
     quantization_row,
@@ -147,12 +147,12 @@ class RunLog:
             seconds = interval.seconds / interval.iterations
             self.say(
                 iteration_line(
-                    row, sized(self._config.train_iters), mean, seconds, interval.tflop_seconds / interval.seconds
+                    row, require(self._config.train_iters), mean, seconds, interval.tflop_seconds / interval.seconds
                 )
             )
             self._interval = _Interval()
 
-    def quantization(self, iteration: int, operands: Sequence[tuple[OperandPlace, Fidelity]]) -> None:
+    def quantization(self, iteration: int, operands: Sequence[tuple[OperandId, QuantizationError]]) -> None:
         """Record how well each operand was represented in that iteration; a line about the worst."""
         if not self._writes:
             return

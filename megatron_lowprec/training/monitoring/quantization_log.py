@@ -8,15 +8,15 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from megatron_lowprec.mcore.debug.operand_probe import OperandPlace
-from megatron_lowprec.quantization.error_stats import Fidelity
+from megatron_lowprec.mcore.debug.operand_probe import OperandId
+from megatron_lowprec.quantization.error_stats import QuantizationError
 
-Operands = Sequence[tuple[OperandPlace, Fidelity]]
+Operands = Sequence[tuple[OperandId, QuantizationError]]
 """In the order of their places, as ``OperandProbe.found`` gives them."""
 
 
-def quantization_row(iteration: int, place: OperandPlace, fidelity: Fidelity) -> dict[str, Any]:
-    """A line of quantization.jsonl; ``Fidelity`` says what the numbers are, and an amax that is not finite is null."""
+def quantization_row(iteration: int, place: OperandId, fidelity: QuantizationError) -> dict[str, Any]:
+    """A line of quantization.jsonl, the fields of ``QuantizationError``; an amax that is not finite is null."""
     named = {"linear": place.linear, "gemm": place.gemm, "operand": place.operand, "format": place.format}
     amax = fidelity.amax if math.isfinite(fidelity.amax) else None
     return {"iteration": iteration, **named, **asdict(fidelity), "amax": amax}
@@ -55,9 +55,9 @@ def quantization_line(iteration: int, operands: Operands) -> str:
     return f" quantization at iteration {iteration} | {' | '.join(parts)} |"
 
 
-def _not_finite(operands: Operands) -> list[OperandPlace]:
+def _not_finite(operands: Operands) -> list[OperandId]:
     return [place for place, fidelity in operands if not math.isfinite(fidelity.amax)]
 
 
-def _name(place: OperandPlace) -> str:
+def _name(place: OperandId) -> str:
     return f"{place.linear} {place.gemm} {place.operand}"

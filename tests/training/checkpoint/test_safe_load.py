@@ -92,7 +92,7 @@ def test_what_was_checked_is_not_read_again(folder: Path, monkeypatch: pytest.Mo
     """torch's own load asks its reader for the metadata, which torch would unpickle freely."""
     monkeypatch.chdir(tmp_path)
     name = "embedding.word_embeddings.weight"
-    reader = safe_load.Reader(folder)
+    reader = safe_load.RestrictedReader(folder)
     weight = torch.empty(reader.read_metadata().state_dict_metadata[name].size)
     foreign.inside_metadata(folder)
     load({name: weight}, storage_reader=reader, no_dist=True)
@@ -112,7 +112,7 @@ def test_metadata_changes_no_class(folder: Path) -> None:
 def test_a_reader_stays_in_its_folder(folder: Path) -> None:
     outside(folder)
     with pytest.raises(UserError, match=r"secret' outside of its folder"):
-        safe_load.Reader(folder)
+        safe_load.RestrictedReader(folder)
 
 
 def test_a_whole_checkpoint_passes(folder: Path) -> None:

@@ -16,7 +16,7 @@ from megatron_lowprec.training.config.resolve import resolve_model, resolve_run,
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
-from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, sized
+from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, require
 from megatron_lowprec.training.schedule import plan
 from tests.training.helpers import REPOSITORY
 
@@ -61,7 +61,7 @@ def test_sizes_suit_every_recipe(path: Path) -> None:
     config = resolve_model(parse(["--config", str(path)])[0])
     for name in recipes():
         sites = linear_sites(config)
-        check_sizes(load_recipe(name), sites, sized(config.num_layers), config.tensor_model_parallel_size)
+        check_sizes(load_recipe(name), sites, require(config.num_layers), config.tensor_model_parallel_size)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -108,8 +108,8 @@ def test_parameters_are_what_the_name_says(name: str, millions: float) -> None:
 
 def test_active_parameters_of_the_experts() -> None:
     config = resolved("moe_16b_mxfp8")
-    expert = 2 * sized(config.hidden_size) * sized(config.moe_ffn_hidden_size)
-    idle = sized(config.num_layers) * (sized(config.num_experts) - config.moe_router_topk) * expert
+    expert = 2 * require(config.hidden_size) * require(config.moe_ffn_hidden_size)
+    idle = require(config.num_layers) * (require(config.num_experts) - config.moe_router_topk) * expert
     assert (num_parameters(config, 50304) - idle) / 1e9 == pytest.approx(2.4, abs=0.05)
 
 
@@ -145,7 +145,7 @@ def test_values_are_the_source_s(name: str) -> None:
     if name.endswith("_released"):
         assert (config.split, config.lr_warmup_fraction) == ("949,50,1", 0.01)
     else:
-        assert config.lr_warmup_samples * sized(config.seq_length) == pytest.approx(3.75e8, rel=1e-5)
+        assert config.lr_warmup_samples * require(config.seq_length) == pytest.approx(3.75e8, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_values_are_the_source_s(name: str) -> None:
 )
 def test_budgets_in_tokens(name: str, flags: list[str], billions: float) -> None:
     config = resolved(name, *flags)
-    assert total_samples(config) * sized(config.seq_length) / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert total_samples(config) * require(config.seq_length) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def test_the_8b_model_is_the_source_s() -> None:

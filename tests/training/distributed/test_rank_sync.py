@@ -51,7 +51,7 @@ def take_turns(rank: int, store: str, answers: Any) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    from megatron_lowprec.training.distributed.rank_sync import in_turn, patient_group
+    from megatron_lowprec.training.distributed.rank_sync import long_timeout_group, rank0_first
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     waits, done = Path(f"{store}.waits"), Path(f"{store}.done")
@@ -71,13 +71,13 @@ def take_turns(rank: int, store: str, answers: Any) -> None:
         return f"{rank} is done", done.exists()
 
     groups = [len(_world.pg_map)]
-    with patient_group() as group:
+    with long_timeout_group() as group:
         assert group is not None
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         if rank == 1:
             waits.touch()
-        first = in_turn(rank == 0, work, group)
-        second = in_turn(rank == 1, lambda: f"{rank} again", group)
+        first = rank0_first(rank == 0, work, group)
+        second = rank0_first(rank == 1, lambda: f"{rank} again", group)
         groups.append(len(_world.pg_map))
         alone = all(one is group for one in asked)
     groups.append(len(_world.pg_map))

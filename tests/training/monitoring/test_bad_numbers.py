@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.lowprec_linear import LinearNumerics
+from megatron_lowprec.linear.lowprec_linear import LinearGemms
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.training import loop
 from megatron_lowprec.training.monitoring import bad_numbers
@@ -33,9 +33,9 @@ def spoiling(
 ) -> None:
     """Make one entry of a GEMM's product, or of one of its operands, not finite, where ``where(place, moment)``."""
     method = "forward" if gemm == "fprop" else gemm
-    compute = getattr(LinearNumerics, method)
+    compute = getattr(LinearGemms, method)
 
-    def spoiled(self: LinearNumerics, first: Any, second: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    def spoiled(self: LinearGemms, first: Any, second: torch.Tensor, *rest: Any, **options: Any) -> Any:
         made = where(self.place, rest[0]) and getattr(self.recipe, gemm).quantized
         if made and operand is not None:
             (first if operand == 0 else second).detach().view(-1)[7] = value
@@ -44,11 +44,11 @@ def spoiling(
             (product[0] if gemm == "fprop" else product).view(-1)[7] = value
         return product
 
-    monkeypatch.setattr(LinearNumerics, method, spoiled)
+    monkeypatch.setattr(LinearGemms, method, spoiled)
 
 
 def at(layer: int, name: str, step: int, microbatch: int) -> Callable[[Any, Any], bool]:
-    return lambda place, moment: (place.layer, place.name) == (layer, name) and tuple(moment) == (step, microbatch)
+    return lambda place, rng_step: (place.layer, place.name) == (layer, name) and tuple(rng_step) == (step, microbatch)
 
 
 def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_a_skipped_step_leaves_no_trace(drive: Drive, monkeypatch: pytest.Monkey
 
 def test_too_many_in_a_row_stop_with_a_checkpoint_and_a_report(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        spoiling(patch, "wgrad", lambda place, moment: place.name == "mlp.linear_fc2" and moment.step in (1, 3, 4))
+        spoiling(patch, "wgrad", lambda place, rng_step: place.name == "mlp.linear_fc2" and rng_step.step in (1, 3, 4))
         with pytest.raises(UserError, match=r"2 iterations in a row were skipped.*out/bad_numbers\.md") as error:
             drive(argv(**COMMON | {"train_iters": 9}, max_skipped_steps=2))
     assert "\n" not in str(error.value)
@@ -181,7 +181,7 @@ def test_a_gemm_rerun_in_bf16_isolates_the_cause(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The fault is in the quantized product of one GEMM of one layer.
-    spoiling(monkeypatch, "dgrad", lambda place, moment: (place.layer, place.name) == (2, "mlp.linear_fc1"))
+    spoiling(monkeypatch, "dgrad", lambda place, rng_step: (place.layer, place.name) == (2, "mlp.linear_fc1"))
     for rerun, skipped in (("layers.2.mlp.linear_fc1.dgrad", 0), ("layers.3.*.dgrad", 2), ("*.linear_fc1.?grad", 0)):
         drive(argv(**COMMON | {"train_iters": 2, "rerun_in_bf16": rerun, "no_save": True}))
         assert rows(Path("out"))[-1]["skipped iterations"] == skipped

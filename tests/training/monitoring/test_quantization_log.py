@@ -12,8 +12,8 @@ import pytest
 from megatron_lowprec import get_recipe
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.gemms import DIMS
-from megatron_lowprec.mcore.debug.operand_probe import OperandPlace
-from megatron_lowprec.quantization.error_stats import Fidelity
+from megatron_lowprec.mcore.debug.operand_probe import OperandId
+from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths
@@ -111,8 +111,8 @@ def test_weights_that_are_fp8_themselves_are_left_out(drive: Drive) -> None:
 
 
 def test_what_is_not_finite_comes_first() -> None:
-    places = [OperandPlace(layer, "mlp.linear_fc1", -1, 0, "fprop", "input", "e4m3") for layer in (1, 2)]
-    fine, bad = Fidelity(64, 2.0, 30.0, 1e-3, 0.25, 0.0), Fidelity(64, math.inf, None, None, 0.0, 0.0)
+    places = [OperandId(layer, "mlp.linear_fc1", -1, 0, "fprop", "input", "e4m3") for layer in (1, 2)]
+    fine, bad = QuantizationError(64, 2.0, 30.0, 1e-3, 0.25, 0.0), QuantizationError(64, math.inf, None, None, 0.0, 0.0)
     operands = list(zip(places, (fine, bad), strict=True))
     assert quantization_line(7, operands) == (
         " quantization at iteration 7 | not finite: 1 of 2 operands, first layers.2.mlp.linear_fc1 fprop input | "

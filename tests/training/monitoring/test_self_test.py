@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.lowprec_linear import LinearNumerics
+from megatron_lowprec.linear.lowprec_linear import LinearGemms
 from megatron_lowprec.quantization import quantizer, random_stream
-from megatron_lowprec.quantization.random_stream import Moment, RandomStream
+from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.training.monitoring.self_test import self_test
@@ -103,7 +103,7 @@ def test_draws_that_are_not_uniform_are_found(monkeypatch: pytest.MonkeyPatch, f
 
 def test_draws_that_never_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     at = RandomStream.at
-    monkeypatch.setattr(RandomStream, "at", lambda self, moment: at(self, Moment(0, 0)))
+    monkeypatch.setattr(RandomStream, "at", lambda self, rng_step: at(self, RngStep(0, 0)))
     with pytest.raises(UserError, match="inf standard errors off"):
         self_test(get_recipe("mxfp4_sr"), torch.bfloat16, CPU)
 
@@ -121,13 +121,13 @@ def test_an_operand_of_zeros_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_product_with_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = LinearNumerics.forward
+    forward = LinearGemms.forward
 
     def doubled(*operands: Any, **options: Any) -> Any:
         y, kept = forward(*operands, **options)
         return y * 2.0, kept
 
-    monkeypatch.setattr(LinearNumerics, "forward", doubled)
+    monkeypatch.setattr(LinearGemms, "forward", doubled)
     with pytest.raises(UserError, match="away from the exact product"):
         self_test(get_recipe("mxfp8"), torch.bfloat16, CPU)
 

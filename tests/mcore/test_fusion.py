@@ -8,34 +8,34 @@ import torch
 import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import get_recipe
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
-from megatron_lowprec.linear.gemms import LinearPlace
-from megatron_lowprec.linear.linear_gemms import LinearNumerics
+from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.operands import GradOutput, Input
-from megatron_lowprec.mcore.made_operands import Handover, made_input, note_input, stand_in
+from megatron_lowprec.mcore.fusion import GradOutputChannel, attach_metadata, attached_input, placeholder_like
 from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import Moment
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import without_gemms
 
 
-def numerics_of(recipe: str, *plain: str) -> LinearNumerics:
-    return LinearNumerics(without_gemms(get_recipe(recipe), frozenset(plain)), LinearPlace(1, "x"), 0, AmaxHistory)
+def numerics_of(recipe: str, *plain: str) -> LinearGemms:
+    return LinearGemms(without_gemms(get_recipe(recipe), frozenset(plain)), LinearId(1, "x"), 0, AmaxHistory)
 
 
-def handover() -> Handover:
-    return Handover(numerics_of("fp8_delayed"), Moment(0, 0), "source")
+def channel() -> GradOutputChannel:
+    return GradOutputChannel(numerics_of("fp8_delayed"), RngStep(0, 0), "source")
 
 
 class _Layer(torch.autograd.Function):
     """Times 3, and backwards what it is handed, times 3."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, through: Handover) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, through: GradOutputChannel) -> torch.Tensor:
         ctx.through = through
         return 3 * x
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        made = ctx.through.take(dy)
+        made = ctx.through.get(dy)
         return 3 * (dy if made is None else made.matrix.view(dy.shape)), None
 
 
@@ -43,17 +43,17 @@ class _Behind(torch.autograd.Function):
     """Times 5; backwards it hands over."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, through: Handover) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, through: GradOutputChannel) -> torch.Tensor:
         ctx.through = through
         return 5 * y
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.through.give(GradOutput(5 * dout.reshape(-1, dout.shape[-1]), {})).view(dout.shape), None
+        return ctx.through.put(GradOutput(5 * dout.reshape(-1, dout.shape[-1]), {})).view(dout.shape), None
 
 
 def test_gradient_goes_past_autograd_through_views_and_again() -> None:
-    x, through = torch.ones(6, 4, requires_grad=True), handover()
+    x, through = torch.ones(6, 4, requires_grad=True), channel()
     out = _Behind.apply(_Layer.apply(x, through).view(3, 2, 4), through)
     for _ in range(2):
         (dx,) = torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)
@@ -62,7 +62,7 @@ def test_gradient_goes_past_autograd_through_views_and_again() -> None:
 
 def test_several_calls_in_flight_do_not_mix() -> None:
     xs = [torch.full((2, 4), float(n), requires_grad=True) for n in range(3)]
-    ways = [handover() for _ in xs]
+    ways = [channel() for _ in xs]
     outs = [_Behind.apply(_Layer.apply(x, way), way) for x, way in zip(xs, ways, strict=True)]
     for factor, out in reversed(list(enumerate(outs))):
         out.backward(torch.full_like(out, float(factor)))
@@ -70,19 +70,19 @@ def test_several_calls_in_flight_do_not_mix() -> None:
 
 
 def test_whoever_reads_it_gets_nan() -> None:
-    x, through = torch.ones(2, 4, requires_grad=True), handover()
+    x, through = torch.ones(2, 4, requires_grad=True), channel()
     y = _Layer.apply(x, through)
     (_Behind.apply(y, through).sum() + y.sum()).backward()  # y has a second reader: autograd adds its gradient
     assert x.grad is not None
     assert x.grad.isnan().all()
-    placeholder = stand_in(torch.ones(5, 3, dtype=torch.bfloat16))
+    placeholder = placeholder_like(torch.ones(5, 3, dtype=torch.bfloat16))
     assert placeholder.isnan().all()
     assert placeholder.untyped_storage().nbytes() == 2
     assert (placeholder.shape, placeholder.dtype) == ((5, 3), torch.bfloat16)
 
 
 def test_what_was_not_taken_is_not_mistaken_for_another_gradient() -> None:
-    x, through = torch.ones(2, 4, requires_grad=True), handover()
+    x, through = torch.ones(2, 4, requires_grad=True), channel()
     y = _Layer.apply(x, through)
     torch.autograd.grad(_Behind.apply(y, through), y, torch.ones_like(y))  # the layer is not reached
     y.backward(torch.ones_like(y))
@@ -91,30 +91,30 @@ def test_what_was_not_taken_is_not_mistaken_for_another_gradient() -> None:
 
 
 def test_a_changed_output_carries_nothing() -> None:
-    y, through = torch.ones(2, 4), handover()
-    assert Handover.on(y) is None
-    through.note_on(y)
-    assert Handover.on(y) is through
-    assert Handover.on(y.view(8)) is None
+    y, through = torch.ones(2, 4), channel()
+    assert GradOutputChannel.of(y) is None
+    through.attach(y)
+    assert GradOutputChannel.of(y) is through
+    assert GradOutputChannel.of(y.view(8)) is None
     y += 1
-    assert Handover.on(y) is None
+    assert GradOutputChannel.of(y) is None
 
 
 def test_an_input_is_for_one_layer_and_as_it_was() -> None:
     first, second = numerics_of("fp8_delayed"), numerics_of("fp8_delayed")
     x = torch.ones(4, 16)
     made = Input(x, *(ScaledOperand.empty(16, 16, torch.float8_e4m3fn, "tensor", x.device, 16) for _ in range(2)))
-    assert made_input(x, first) is None
-    note_input(x, made, first)
-    assert made_input(x, first) is made
-    assert made_input(x, second) is None
-    assert made_input(x.view(2, 2, 16), first) is None
+    assert attached_input(x, first) is None
+    attach_metadata(x, quantized_input=(first, made))
+    assert attached_input(x, first) is made
+    assert attached_input(x, second) is None
+    assert attached_input(x.view(2, 2, 16), first) is None
     x += 1
-    assert made_input(x, first) is None
+    assert attached_input(x, first) is None
 
 
 @pytest.mark.parametrize(
-    ("recipe", "plain", "help_wanted"),
+    ("recipe", "plain", "supported_fusion"),
     [
         ("fp8_delayed", (), "source"),
         ("fp8_current", (), "amax"),
@@ -125,20 +125,20 @@ def test_an_input_is_for_one_layer_and_as_it_was() -> None:
     ],
 )
 def test_help_is_wanted_where_both_gemms_read_operands_alone(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, plain: tuple[str, ...], help_wanted: str | None
+    monkeypatch: pytest.MonkeyPatch, recipe: str, plain: tuple[str, ...], supported_fusion: str | None
 ) -> None:
     monkeypatch.setattr(numerics_module, "arch_of", lambda _: "sm90")
-    numerics = numerics_of(recipe, *plain)
+    linear_gemms = numerics_of(recipe, *plain)
     weight = torch.zeros(128, 128, dtype=torch.bfloat16)
-    numerics.choose_products(weight)
-    assert numerics.help_wanted("grad_output", weight) == help_wanted
-    assert numerics.takes_parts(weight) == (recipe != "bf16" and not plain)
-    of_x = {("dgrad",): "source"}.get(plain, help_wanted)  # whose GEMMs are fprop and wgrad
-    assert numerics.help_wanted("input", weight) == of_x
+    linear_gemms.choose_products(weight)
+    assert linear_gemms.supported_fusion("grad_output", weight) == supported_fusion
+    assert linear_gemms.accepts_split_input(weight) == (recipe != "bf16" and not plain)
+    of_x = {("dgrad",): "source"}.get(plain, supported_fusion)  # whose GEMMs are fprop and wgrad
+    assert linear_gemms.supported_fusion("input", weight) == of_x
 
 
 def test_amax_of_rows_are_found_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics_module, "arch_of", lambda _: "sm90")
-    numerics, weight = numerics_of("fp8_rowwise"), torch.zeros(128, 128, dtype=torch.bfloat16)
-    numerics.choose_products(weight)
-    assert not numerics.takes_parts(weight)
+    linear_gemms, weight = numerics_of("fp8_rowwise"), torch.zeros(128, 128, dtype=torch.bfloat16)
+    linear_gemms.choose_products(weight)
+    assert not linear_gemms.accepts_split_input(weight)

@@ -1,0 +1,143 @@
+"""Side channels between the producer of a tensor and the linear layer that consumes it.
+
+Megatron-core's modules pass tensors alone, and so does autograd. A producer may already hold what a consumer would
+compute: an amax, quantized operands, a residual whose gradient it can add. It attaches that to the tensor, as one
+``TensorMetadata``. ``docs/design/fusion.md`` draws who writes and who reads each field.
+
+One rule of validity: a field holds for the very tensor object at the version it was attached at. A view, a copy or a
+change in place drops it. A dropped field costs the pass that it would have spared, and no more.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.operands import CastFusion, GradOutput, Input
+from megatron_lowprec.quantization.random_stream import RngStep
+
+_ATTRIBUTE = "lowprec_metadata"
+
+
+@dataclass(slots=True)
+class TensorMetadata:
+    """What a producer knows of a tensor.
+
+    Attributes:
+        version: of the tensor that the fields describe.
+        amax: fp32 [1]. Written by norms, read by the linear layer that casts the tensor.
+        quantized_input: operands of the tensor, and the layer that alone may take them. The tensor is a placeholder.
+        grad_channel: through which the consumer of a layer's output returns its gradient.
+        residual: weak reference to a norm's input as it leaves the norm.
+        held_residual: keeps ``residual`` of the norm's input alive, on the norm's output.
+    """
+
+    version: int
+    amax: torch.Tensor | None = None
+    quantized_input: tuple[LinearGemms, Input] | None = None
+    grad_channel: GradOutputChannel | None = None
+    residual: weakref.ref[torch.Tensor] | None = None
+    held_residual: torch.Tensor | None = None
+
+
+def get_metadata(x: torch.Tensor) -> TensorMetadata | None:
+    """What is attached to x at its present version, or None."""
+    found: TensorMetadata | None = getattr(x, _ATTRIBUTE, None)
+    return found if found is not None and found.version == x._version else None
+
+
+def attach_metadata(x: torch.Tensor, **fields: Any) -> None:
+    """Set fields of x's metadata; fields of an earlier version of x are dropped."""
+    found = get_metadata(x)
+    if found is None:
+        found = TensorMetadata(x._version)
+        setattr(x, _ATTRIBUTE, found)
+    for name, value in fields.items():
+        setattr(found, name, value)
+
+
+def cached_amax(x: torch.Tensor) -> torch.Tensor | None:
+    """The amax of x, fp32 [1], if its producer attached it."""
+    found = get_metadata(x)
+    return None if found is None else found.amax
+
+
+def placeholder_like(x: torch.Tensor) -> torch.Tensor:
+    """NaN of the shape, dtype and device of x, in one cell of memory: an accidental read fails loudly."""
+    return x.new_full((), math.nan).expand(x.shape)
+
+
+def attached_input(x: torch.Tensor, linear_gemms: LinearGemms) -> Input | None:
+    """x as operands, if they were made for this layer."""
+    found = get_metadata(x)
+    layer, quantized = (None, None) if found is None or found.quantized_input is None else found.quantized_input
+    return quantized if layer is linear_gemms else None
+
+
+def attach_residual(x: torch.Tensor, y: torch.Tensor, residual: torch.Tensor) -> None:
+    """Offer a norm's input as an output of the norm, so that both gradients of x are added in the norm's backward pass.
+
+    Autograd would add them in a kernel of its own: a third of a norm's backward pass again, twice a layer.
+
+    Args:
+        x: the norm's input. It holds a weak reference alone: where x is a leaf (a recomputed layer's input, a pipeline
+            stage's), the residual's graph holds x, and autograd's part of such a cycle is never freed.
+        y: the norm's output, whose lifetime the residual shares.
+        residual: x as the norm's function returns it; ignored without a backward pass.
+    """
+    if residual.requires_grad:
+        attach_metadata(y, held_residual=residual)
+        attach_metadata(x, residual=weakref.ref(residual))
+    else:
+        attach_metadata(x, residual=None)
+
+
+def cached_residual(x: torch.Tensor) -> torch.Tensor:
+    """The residual attached to x while the norm's output lives, else x."""
+    found = get_metadata(x)
+    residual = None if found is None or found.residual is None else found.residual()
+    return x if residual is None else residual
+
+
+class GradOutputChannel:
+    """Carries dy of one call of a linear layer, as ``GradOutput``, from the consumer of its output to the layer.
+
+    It is attached to the layer's output y. The consumer of y, if it is the only one, puts operands into it in the
+    backward pass and returns a placeholder to autograd. If the channel is dropped on the way, or the consumer puts
+    nothing, dy is the gradient tensor as usual.
+
+    Attributes:
+        linear_gemms, rng_step: of the layer's call.
+        wanted: fusion that the casts of dy support, "source" or "amax".
+    """
+
+    def __init__(self, linear_gemms: LinearGemms, rng_step: RngStep, wanted: CastFusion) -> None:
+        self.linear_gemms, self.rng_step, self.wanted = linear_gemms, rng_step, wanted
+        self._pending: tuple[GradOutput, torch.Tensor] | None = None
+
+    def attach(self, y: torch.Tensor) -> None:
+        """Attach it to the layer's output."""
+        attach_metadata(y, grad_channel=self)
+
+    @staticmethod
+    def of(y: torch.Tensor) -> GradOutputChannel | None:
+        """The channel attached to y, if y is unchanged."""
+        found = get_metadata(y)
+        return None if found is None else found.grad_channel
+
+    def put(self, grad: GradOutput) -> torch.Tensor:
+        """Store dy; returns the placeholder for autograd, which the layer alone may receive."""
+        placeholder = placeholder_like(grad.matrix)
+        self._pending = grad, placeholder
+        return placeholder
+
+    def get(self, dy: torch.Tensor) -> GradOutput | None:
+        """What was put, if dy is its placeholder in any shape; None if dy is a gradient."""
+        grad, placeholder = self._pending or (None, dy)
+        self._pending = None
+        return grad if dy.data_ptr() == placeholder.data_ptr() else None

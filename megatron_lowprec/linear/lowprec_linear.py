@@ -10,8 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.operands import Kept
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
@@ -24,8 +24,8 @@ class _LinearFunction(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: RngStep, update_amax: bool
     ):
-        y, kept = linear_gemms.forward(x, weight, rng_step, update_amax, bias, keep=ctx.needs_input_grad[1])
-        ctx.save_for_backward(weight, *kept.saved(x))
+        y, kept = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
+        ctx.save_for_backward(weight, *kept.tensors(x))
         ctx.linear_gemms, ctx.rng_step, ctx.tile = linear_gemms, rng_step, kept.tile
         return y
 
@@ -36,7 +36,7 @@ class _LinearFunction(torch.autograd.Function):
         dx = ctx.linear_gemms.dgrad(dy, weight, ctx.rng_step, amax) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = ctx.linear_gemms.wgrad(dy, Kept.restored(elements, scale, ctx.tile), ctx.rng_step)
+            dw = ctx.linear_gemms.wgrad(dy, SavedForBackward.restored(elements, scale, ctx.tile), ctx.rng_step)
         return dx, dw, dy.bias, None, None, None
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
-from megatron_lowprec.linear.operands import AnyOperand
+from megatron_lowprec.linear.layer_tensors import AnyOperand
 from megatron_lowprec.quantization.device_rng_step import capturing
 
 

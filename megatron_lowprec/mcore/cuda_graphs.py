@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.operands import AnyOperand
+from megatron_lowprec.linear.layer_tensors import AnyOperand
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin, await_weights
 from megatron_lowprec.mcore.rng_step import current_rng_step
 

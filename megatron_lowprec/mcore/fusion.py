@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, Input
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.operands import CastFusion, GradOutput, Input
 from megatron_lowprec.quantization.random_stream import RngStep
 
 _ATTRIBUTE = "lowprec_metadata"

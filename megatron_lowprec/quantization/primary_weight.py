@@ -5,7 +5,7 @@ of the main weight to bf16, is left out: codes differ where that rounding crosse
 
 It is a tensor of its own kind that says bf16, as TransformerEngine's is, and no parameter of dtype float8: autograd
 gives a parameter a gradient of its dtype, and Megatron-core's optimizers sort parameters by dtype and know no FP8 one.
-What Megatron-core asks of such a tensor is in ``mcore.primary_weight``.
+What Megatron-core asks of such a tensor is in ``mcore.optim.fp8_param_gather``.
 """
 
 from __future__ import annotations

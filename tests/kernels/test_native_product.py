@@ -46,7 +46,7 @@ def test_product_is_within_its_accumulators_bound(
     tiles: tuple[str, str], formats: tuple[str, str], fast: bool, rows: int
 ) -> None:
     if "1x128" in tiles and "e5m2" in formats:
-        pytest.skip("cuBLAS has no such product; recipe.native says so")
+        pytest.skip("cuBLAS has no such product; recipe.native_support says so")
     a, b = (operand(n, K, t, f, i) for i, (n, t, f) in enumerate(zip((rows, 272), tiles, formats, strict=True)))
     want, bound = exact(a) @ exact(b).t(), exact(a).abs() @ exact(b).abs().t()
     bias = torch.randn(272, device="cuda").bfloat16()
@@ -76,8 +76,8 @@ def test_product_is_within_its_accumulators_bound(
 def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, tokens: int) -> None:
     """Two steps of two microbatches, native against emulated: the same codes, so only the summation differs."""
     from megatron_lowprec.linear.gemms import LinearId
+    from megatron_lowprec.linear.layer_tensors import SavedForBackward
     from megatron_lowprec.linear.linear_gemms import LinearGemms
-    from megatron_lowprec.linear.operands import Kept
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.quantization.random_stream import RngStep
     from megatron_lowprec.recipe.registry import get_recipe
@@ -103,12 +103,12 @@ def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, toke
             rng_step = RngStep(step, microbatch)
             x = torch.randn(tokens, I, device="cuda", generator=generator).bfloat16() * (1 + step)
             dy = torch.randn(tokens, O, device="cuda", generator=generator).bfloat16() * 1e-3
-            y, kept = native.forward(x, w, rng_step, keep=True)
-            elements, scale, amax = kept.saved(x)
+            y, kept = native.forward(x, w, rng_step, save_input=True)
+            elements, scale, amax = kept.tensors(x)
             assert (scale is not None) == ("gw_hp" not in recipe)  # x itself is not kept where its codes are
             both = native.grad_output(dy, rng_step, bias=True)
             found = [y, native.dgrad(both, w, rng_step, amax)]
-            native.wgrad(both, Kept.restored(elements, scale, kept.tile), rng_step, grads[0])
+            native.wgrad(both, SavedForBackward.restored(elements, scale, kept.tile), rng_step, grads[0])
             plain = emulated.grad_output(dy, rng_step)
             wanted = [emulated.fprop(x, w, rng_step), emulated.dgrad(plain, w, rng_step)]
             emulated.wgrad(plain, x, rng_step, grads[1])

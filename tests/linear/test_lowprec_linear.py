@@ -11,7 +11,6 @@ import torch
 from torch.nn.functional import dropout, linear, pad
 from torch.utils.checkpoint import checkpoint
 
-import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import (
     KeepBf16,
     LowPrecLinear,
@@ -28,6 +27,7 @@ from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale
+from megatron_lowprec.linear import emulated_gemms
 from megatron_lowprec.linear.gemms import DIMS, LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.lowprec_linear import end_step
@@ -497,7 +497,7 @@ def operands_of(
 ) -> dict[tuple[str, str], Operand]:
     found: list[Operand] = []
     with monkeypatch.context() as patch:
-        patch.setattr(numerics_module, "contract", lambda a, b, **_: found.extend((a, b)))
+        patch.setattr(emulated_gemms, "contract", lambda a, b, **_: found.extend((a, b)))
         run = LinearGemms(recipe, place, SEED, AmaxHistory, reduce_amax)
         for history, slot in run.histories.values():
             history.in_effect[slot] = 3.0

@@ -6,6 +6,7 @@ import torch
 from megatron_lowprec import get_recipe
 from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.linear import weight_cache
+from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
 from megatron_lowprec.linear.gemms import LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
@@ -18,13 +19,13 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    quantized = LinearGemms._quantized
+    quantized = EmulatedGemms.quantize
 
-    def counted(self: LinearGemms, gemm: str, operand: str, *rest: object) -> object:
+    def counted(self: EmulatedGemms, gemm: str, operand: str, *rest: object) -> object:
         made.append(operand)
         return quantized(self, gemm, operand, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LinearGemms, "_quantized", counted)
+    monkeypatch.setattr(EmulatedGemms, "quantize", counted)
     linear_gemms = LinearGemms(get_recipe(recipe), LinearId(1, "x"), 0, AmaxHistory, cache_weights=True)
     generator = torch.Generator().manual_seed(1)
     x, w = (torch.randn(128, 128, generator=generator) for _ in range(2))

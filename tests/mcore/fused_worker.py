@@ -33,7 +33,13 @@ SHAPES = {
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-USERS = ("kernels.dispatch", "mcore.norm", "mcore.mlp", "mcore.gpt_model", "mcore.bias_dropout_add")
+USERS = (
+    "kernels.dispatch",
+    "mcore.layers.norm",
+    "mcore.layers.mlp",
+    "mcore.layers.gpt_model",
+    "mcore.layers.bias_dropout_add",
+)
 
 
 def build(
@@ -213,7 +219,7 @@ def native() -> Iterator[None]:
         switched(True),
         patch.object(layernorm, "norm", norm),
         patch("megatron_lowprec.linear.linear_gemms.arch_of", lambda _: "sm90"),
-        patch("megatron_lowprec.linear.linear_gemms.scaled_product", product),
+        patch("megatron_lowprec.linear.native_gemms.scaled_product", product),
     ):
         yield
 
@@ -374,7 +380,7 @@ def dropout(shape: str) -> None:
     dist.broadcast(other, 0)
     assert torch.equal(other, found["losses"])
     again, asked = run(shape, True, hidden_dropout=0.2, **RECOMPUTED)
-    assert asked["mcore.bias_dropout_add"] == 8  # it was really run again
+    assert asked["mcore.layers.bias_dropout_add"] == 8  # it was really run again
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 

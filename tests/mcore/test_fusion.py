@@ -9,8 +9,8 @@ import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import get_recipe
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
 from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.layer_tensors import GradOutput, Input
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.operands import GradOutput, Input
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attach_metadata, attached_input, placeholder_like
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep

@@ -19,8 +19,8 @@ import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.gemms import DIMS, LinearId
+from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.operands import GradOutput
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS

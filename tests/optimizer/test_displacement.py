@@ -50,7 +50,7 @@ def displacements(spec: OptimizerSpec | None, lr: float, kind: str) -> dict[str,
         weights = [torch.nn.Parameter(weight) for weight in weights]
         optimizer = torch.optim.AdamW(weights, **options)
     else:
-        # as mcore.scaled_adam places the weights of a model on one rank
+        # as mcore.optim.scaled_adam places the weights of a model on one rank
         stochastic = spec.rounding == "stochastic"
         places = {
             weight: Place(

@@ -83,14 +83,14 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
         if spec is None:
             continue
         sums = linear_gemms.error_stats(gemm, operand, matrix, rng_step)
-        made = linear_gemms._quantized(gemm, operand, matrix, rng_step, update_amax=False)
+        made = linear_gemms.emulated.quantize(gemm, operand, matrix, rng_step, update_amax=False)
         q = made.elements.double()
         if made.scale is not None:
             rows, columns = made.tile
             scale = made.scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             q = q * (scale if made.scale.numel() > 1 else made.scale.double())
         q = q / spec.headroom
-        transform = linear_gemms._transforms.at(gemm, rng_step)
+        transform = linear_gemms.emulated.transform(gemm, rng_step)
         x = (matrix if transform is None else transform.apply(matrix)).double()
         want = (x.numel(), (x != 0).sum(), ((x != 0) & (q == 0)).sum(), (x**2).sum(), ((q - x) ** 2).sum())
         got = (*sums[:3], *sums[4:6])

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from megatron_lowprec.linear.gemms import LinearId
+from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.operands import Kept
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import weight_serves_microbatches
@@ -44,18 +44,18 @@ def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: to
 
 
 Saved = tuple[Any, ...]
-"""``Kept.saved`` and ``Kept.tile``."""
+"""``SavedForBackward.saved`` and ``SavedForBackward.tile``."""
 
 
 def unmade(x: torch.Tensor) -> Saved:
     """What is saved where no operand was made for the backward pass."""
-    return *Kept(None, None).saved(x), ""
+    return *SavedForBackward(None, None).tensors(x), ""
 
 
 class Gemms(Protocol):
     """The three GEMMs of a layer."""
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
         """y_TO, and what the backward pass takes in the place of x."""
 
     def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Gemms(Protocol):
 
 
 class RecipeGemms:
-    """Under a recipe, through ``LinearGemms`` as in ``mcore.parallel_linear``.
+    """Under a recipe, through ``LinearGemms`` as in ``mcore.layers.parallel_linear``.
 
     Each ``forward`` begins a training step, so that nothing kept within one is found ready made; ``begin_step`` does
     the same for a backward timed alone. With ``cached`` it begins a later microbatch of one step instead: weights that
@@ -88,17 +88,19 @@ class RecipeGemms:
         if not self.cached:
             self.linear_gemms.forget_weights()
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
         """y_TO"""
         self.begin_step()
-        return self.linear_gemms.forward(x, weight, self.rng_step, keep=True)
+        return self.linear_gemms.forward(x, weight, self.rng_step, save_input=True)
 
     def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
         """dx_TI"""
         elements, scale, amax, tile = saved
         made = self.linear_gemms.grad_output(dy, self.rng_step)
         dx = self.linear_gemms.dgrad(made, weight, self.rng_step, amax)
-        self.linear_gemms.wgrad(made, Kept.restored(elements, scale, tile), self.rng_step, accumulate_into=main_grad)
+        self.linear_gemms.wgrad(
+            made, SavedForBackward.restored(elements, scale, tile), self.rng_step, accumulate_into=main_grad
+        )
         return dx
 
 
@@ -110,9 +112,9 @@ def keeps_weights(recipe: str) -> bool:
 class TorchGemms:
     """Three bare bf16 products, the third written in fp32: the least that a layer can do."""
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
         """y_TO"""
-        return torch.mm(x, weight.t()), Kept(None, None)
+        return torch.mm(x, weight.t()), SavedForBackward(None, None)
 
     def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
         """dx_TI"""
@@ -128,7 +130,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gemms: Gemms, main_grad: torch.Tensor) -> torch.Tensor:
         y, kept = gemms.forward(x, weight)
-        ctx.save_for_backward(weight, *kept.saved(x))
+        ctx.save_for_backward(weight, *kept.tensors(x))
         ctx.gemms, ctx.main_grad, ctx.tile = gemms, main_grad, kept.tile
         return y
 
@@ -167,7 +169,7 @@ def without_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
     @torch.no_grad()
     def call(t: Tensors) -> None:
         _, kept = gemms.forward(t.x, t.weight)
-        gemms.backward(t.dy, t.weight, (*kept.saved(t.x), kept.tile), t.main_grad)
+        gemms.backward(t.dy, t.weight, (*kept.tensors(t.x), kept.tile), t.main_grad)
 
     return call
 
@@ -192,7 +194,7 @@ def _distance(recipe: str, device: torch.device, generator: torch.Generator) -> 
         gemms = RecipeGemms(recipe, where)
         with torch.no_grad():
             y, kept = gemms.forward(t.x, t.weight)
-            dx = gemms.backward(t.dy, t.weight, (*kept.saved(t.x), kept.tile), t.main_grad)
+            dx = gemms.backward(t.dy, t.weight, (*kept.tensors(t.x), kept.tile), t.main_grad)
         sides.append((y, dx, t.main_grad))
     pairs = dict(zip(("fprop", "dgrad", "wgrad"), zip(*sides, strict=True), strict=True))
     for name, (ours, theirs) in pairs.items():

@@ -107,7 +107,7 @@ def noise(setup: Setup, recipe: str, layers: int | None = None) -> dict[str, Any
             if quant is None or quant.rounding != "stochastic":
                 continue
             elements, _ = _quantized(layer.linear_gemms, gemm, operand, whole)
-            transform = layer.linear_gemms._transforms.at(gemm, _MOMENT)
+            transform = layer.linear_gemms.emulated.transform(gemm, _MOMENT)
             exact = whole if transform is None else transform.apply(whole)
             errors.append((elements.float() - quant.headroom * exact.float()).flatten().double())
     mine = torch.cat(errors)
@@ -132,7 +132,7 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
             out_features *= share
         elif place.split == "I":
             in_features *= share
-        # Kept in bf16 by the recipe, or not.
+        # SavedForBackward in bf16 by the recipe, or not.
         recipe: Recipe = mine.recipe
         alone = LinearId(place.layer, place.name, place.expert, place.data_parallel_rank)
         stored = setup.trainer.runtime.recipe
@@ -173,7 +173,7 @@ def _quantized(
     linear_gemms: LinearGemms, gemm: str, operand: str, matrix: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Elements, and decode scales where they are apart from them."""
-    made = linear_gemms._operand(gemm, operand, matrix, _MOMENT)
+    made = linear_gemms._quantize(gemm, linear_gemms._native_names, operand, matrix, _MOMENT)
     if isinstance(made, ScaledOperand):
         return made.elements[: made.rows].float(), made.decode_scale()
     return made.elements, made.scale

@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.operands import GradOutput, Kept
 from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.rng_step import current_rng_step
@@ -129,7 +129,7 @@ class _CheckedGemms(InstrumentedGemms):
         update_amax: bool = True,
         bias_O: torch.Tensor | None = None,
         **options: Any,
-    ) -> tuple[torch.Tensor, Kept]:
+    ) -> tuple[torch.Tensor, SavedForBackward]:
         self._look_at_operands("fprop", x_TI, w_OI, rng_step)
         self._look("fprop", "bias", bias_O, rng_step, gemm="")
         y, kept = self._inner.forward(x_TI, w_OI, rng_step, update_amax, bias_O, **options)

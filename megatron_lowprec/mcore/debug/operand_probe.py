@@ -17,8 +17,8 @@ from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.linear.gemms import DIMS, SIDES, LinearId
+from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.operands import GradOutput, Kept
 from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.quantization.error_stats import COUNTS, QuantizationError
@@ -132,7 +132,7 @@ class _ProbedNumerics(InstrumentedGemms):
         update_amax: bool = True,
         bias_O: torch.Tensor | None = None,
         **options: Any,
-    ) -> tuple[torch.Tensor, Kept]:
+    ) -> tuple[torch.Tensor, SavedForBackward]:
         if update_amax:  # not an evaluation, nor the first pass of an activation recomputation
             self._look("input", x_TI, rng_step)
             self._look("weight", w_OI, rng_step)

@@ -8,7 +8,7 @@ from megatron.core.fusions import fused_bias_dropout
 
 from megatron_lowprec.kernels.cast_fp8.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
-from megatron_lowprec.linear.operands import GradOutput
+from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_residual
 
 WithBias = tuple[torch.Tensor, torch.Tensor | None]

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.kernels.cast_fp8.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
-from megatron_lowprec.linear.operands import CastFusion, GradOutput
+from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
 from megatron_lowprec.mcore.layers.parallel_linear import (
     LowPrecLinearMixin,

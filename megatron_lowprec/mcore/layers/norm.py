@@ -13,7 +13,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.cast_fp8.source import Source
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.kernels.layernorm.reference import Normalized
-from megatron_lowprec.linear.operands import CastFusion, Input
+from megatron_lowprec.linear.layer_tensors import CastFusion, Input
 from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, placeholder_like
 
 if TYPE_CHECKING:

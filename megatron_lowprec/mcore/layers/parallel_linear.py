@@ -16,8 +16,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_lowprec.kernels.cast_fp8.source import Source
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.operands import GradOutput, Kept
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_input, cached_amax
 from megatron_lowprec.mcore.rng_step import current_rng_step
@@ -66,18 +66,18 @@ def product(
     """
     keep = update_amax and keeps
     if isinstance(x, Source):
-        y, kept = layer.bound_gemms.forward(x, weight, rng_step, update_amax, bias, keep=keep, amax=amax)
-        return y, Saved(weight, *kept.saved(x.x), kept.tile, x.shape)
+        y, kept = layer.bound_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=keep, amax=amax)
+        return y, Saved(weight, *kept.tensors(x.x), kept.tile, x.shape)
     made = attached_input(x, layer.bound_gemms)
     if made is not None:
-        y, kept = layer.bound_gemms.forward(made, weight, rng_step, update_amax, bias, keep=keep)
-        return y, Saved(weight, *kept.saved(x), kept.tile, x.shape)
+        y, kept = layer.bound_gemms.forward(made, weight, rng_step, update_amax, bias, save_input=keep)
+        return y, Saved(weight, *kept.tensors(x), kept.tile, x.shape)
     total = gather_sequence(x, tp.tp_group)[0] if tp.sequence_parallel else x
     flat = total.reshape(-1, total.shape[-1])
     # under sequence parallelism a rank keeps its part of x alone, and gathers again
     keep = keep and not tp.sequence_parallel
-    y, kept = layer.bound_gemms.forward(flat, weight, rng_step, update_amax, bias, keep=keep, amax=amax)
-    return y, Saved(weight, *kept.saved(x), kept.tile, x.shape)
+    y, kept = layer.bound_gemms.forward(flat, weight, rng_step, update_amax, bias, save_input=keep, amax=amax)
+    return y, Saved(weight, *kept.tensors(x), kept.tile, x.shape)
 
 
 def gradients(
@@ -113,7 +113,7 @@ def gradients(
     elif saved.scale is None:
         kept = total.reshape(-1, total.shape[-1])
     else:
-        kept = Kept.restored(total, saved.scale, saved.tile)
+        kept = SavedForBackward.restored(total, saved.scale, saved.tile)
     dw = layer.accumulate_wgrad(linear_gemms, grad, kept, saved.weight, rng_step, amax)
     if reducing is not None:
         reducing.wait()

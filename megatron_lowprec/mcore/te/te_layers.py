@@ -60,7 +60,7 @@ def accumulate_wgrad(model_chunks: Sequence[nn.Module]) -> None:
 def loading_extra_states() -> Iterator[None]:
     """Lets TransformerEngine unpickle its extra states, which it otherwise refuses.
 
-    They are pickles inside of a checkpoint's objects: enter it with states that ``training.untrusted`` has checked.
+    They are pickles inside a checkpoint's objects; ``training.checkpoint.safe_load`` must have checked them before.
     """
     before = os.environ.get(_ALLOW_PICKLE)
     os.environ[_ALLOW_PICKLE] = "1"

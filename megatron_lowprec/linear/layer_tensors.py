@@ -1,4 +1,4 @@
-"""What passes between whoever makes or keeps a linear layer's x and dy, and its three GEMMs."""
+"""Values that pass between the producers of a linear layer's x and dy, its three GEMMs and autograd."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ AnyOperand = Operand | ScaledOperand
 """One side of an emulated or of a native product."""
 
 CastFusion = Literal["source", "amax", None]
-"""What a kernel that makes x or dy can do for the casts of it: leave it to them, or find its amax on the way."""
+"""What a producer of x or dy can do for the casts of it: leave the computation to them, or find the amax on the way."""
 
 
 class Input(NamedTuple):
-    """x_TI of a layer, of which there are operands alone.
+    """x_TI of a layer as operands, without the matrix itself.
 
     Attributes:
         like: a tensor of its shape and dtype.
@@ -35,18 +35,18 @@ class Input(NamedTuple):
         return self.like.shape
 
 
-class Kept(NamedTuple):
-    """What ``LinearGemms.forward`` leaves for the backward pass.
+class SavedForBackward(NamedTuple):
+    """What ``LinearGemms.forward`` saves for the backward pass.
 
     Attributes:
-        input: wgrad's operand of x, [I, T padded]; x itself is then not needed any more. None where x is.
+        input: wgrad's operand of x, [I, T padded]; x itself is then not needed. None where x is.
         weight_amax: fp32 [1], for ``dgrad``.
     """
 
     input: ScaledOperand | None
     weight_amax: torch.Tensor | None
 
-    def saved(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def tensors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Tensors for ``save_for_backward``: x or what takes its place, its scale, the weight's amax."""
         if self.input is None:
             return x, None, self.weight_amax
@@ -59,7 +59,7 @@ class Kept(NamedTuple):
 
     @property
     def tile(self) -> str:
-        """Of the kept operand."""
+        """Of the saved operand."""
         return "" if self.input is None else self.input.tile
 
 
@@ -73,7 +73,7 @@ class GradOutput:
 
 
 def matrix_of(x: torch.Tensor | Source | Input, made: bool = False) -> torch.Tensor:
-    """x in memory; of a computed one, whose operands are all ``made``, what says its shape and dtype."""
+    """x in memory; of a computed one, whose operands are all ``made``, a tensor of its shape and dtype."""
     if isinstance(x, torch.Tensor):
         return x
     if isinstance(x, Input):

@@ -94,7 +94,7 @@ def _noise(noise: torch.Tensor, matrix: torch.Tensor, transposed: bool) -> torch
 
 def _fp8_block_te(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Results:
     _, _, tile, *element, scales = case.split("_")
-    spec = QuantSpec("_".join(element)[4:], tile=tile, scale_rule="amax_pow2" if scales == "pow2" else "amax")
+    spec = QuantSpec("_".join(element)[4:], granularity=tile, scale_rule="amax_pow2" if scales == "pow2" else "amax")
     q, q_t = quantize(x, spec), quantize(x.t(), spec)
     return {"codes": q.codes, "scale_inv": q.scale, "codes_t": q_t.codes, "scale_inv_t": q_t.scale}
 
@@ -103,7 +103,11 @@ def _fp8_block_deepgemm(case: str, name: str, x: torch.Tensor, inputs: Inputs) -
     rule = "amax_pow2" if case.endswith("ue8m0") else "amax"
     row = replace(FP8_1X128, scale_rule=rule, amax_floor=1e-4)
     results = {}
-    for kind, spec in (("token", row), ("block", replace(row, tile="128x128")), ("token32", replace(row, tile="1x32"))):
+    for kind, spec in (
+        ("token", row),
+        ("block", replace(row, granularity="128x128")),
+        ("token32", replace(row, granularity="1x32")),
+    ):
         q = quantize(x, spec)
         results |= {f"{kind}.codes": q.codes, f"{kind}.sf": q.scale}
     q = quantize(x, row, axis=0)
@@ -123,7 +127,7 @@ def _fp8_torchao(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Resul
     results = {}
     for suffix, rule in (("", "amax"), (".pow2", "amax_pow2")):
         for kind, tile, source in (("tensorwise", "tensor", x), ("rowwise", "row", x), ("colwise", "row", x.t())):
-            spec = QuantSpec(ELEMENT[case[len("fp8_torchao_") :]], tile=tile, scale_rule=rule, amax_floor=1e-12)
+            spec = QuantSpec(ELEMENT[case[len("fp8_torchao_") :]], granularity=tile, scale_rule=rule, amax_floor=1e-12)
             codes = quantize(source, spec).codes
             results[f"{kind}{suffix}.codes"] = codes.t() if kind == "colwise" else codes
             results[f"{kind}{suffix}.scale"] = current_encode_scale(source, spec).flatten()
@@ -133,7 +137,7 @@ def _fp8_torchao(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Resul
 def _fp8_te_current(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Results:
     results = {}
     for prefix, rule in (("", "amax"), ("pow2.", "amax_pow2")):
-        q = quantize(x, QuantSpec(ELEMENT[case[len("fp8_te_current_") :]], tile="tensor", scale_rule=rule))
+        q = quantize(x, QuantSpec(ELEMENT[case[len("fp8_te_current_") :]], granularity="tensor", scale_rule=rule))
         results |= {f"{prefix}codes": q.codes, f"{prefix}scale_inv": q.scale.flatten()}
     return results
 
@@ -143,7 +147,7 @@ def _fp8_te_delayed(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Re
     assert found, name
     length, rule, margin, maximum = int(found[1]), found[2], int(found[3]), float(found[4])
     element = next(row.name for row in FORMATS.values() if row.max == maximum)
-    spec = QuantSpec(element, tile="tensor", scaling="delayed", history=length, history_rule=rule, margin=margin)  # type: ignore[arg-type]
+    spec = QuantSpec(element, granularity="tensor", scaling="delayed", history=length, history_rule=rule, margin=margin)  # type: ignore[arg-type]
     amax = inputs["amax"]
     history = AmaxHistory(HistorySpec(length, spec.history_rule))
     slots = [history.add_tensor() for _ in range(amax.shape[1])]
@@ -160,7 +164,7 @@ def _fp8_te_delayed(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Re
 def _mxfp8_te_2d(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Results:
     if not name:
         return {"amax.e8m0": e8m0_scale(inputs["amax"], FORMATS["e4m3"], "round_up")}
-    q = quantize(x, replace(MXFP8, tile="32x32"))
+    q = quantize(x, replace(MXFP8, granularity="32x32"))
     rows, columns = x.shape
     return {
         "codes": q.codes,

@@ -115,7 +115,7 @@ def _recipes(page: Path) -> Iterator[Row]:
 
 
 def _operands(page: Path, name: str) -> Iterator[Row]:
-    yield "GEMM", "contracts", "operand", "format", "tile", "scale", "rounding", "transform"
+    yield "GEMM", "contracts", "operand", "format", "granularity", "scale", "rounding", "transform"
     for gemm, spec in _recipe(name).gemms.items():
         for operand in GEMM_OPERANDS[gemm]:
             yield gemm, _CONTRACTED[gemm], operand, *_numerics(getattr(spec, operand)), _transform(spec)
@@ -135,7 +135,7 @@ def _numerics(quant: QuantSpec | None) -> Row:
         rounding += f", {quant.random_bits} bits"
     if quant.headroom != 1.0:
         rounding += f", headroom {quant.headroom:g}"
-    return quant.format.upper(), quant.tile, scale, rounding
+    return quant.format.upper(), quant.granularity, scale, rounding
 
 
 def _transform(gemm: GemmSpec) -> str:
@@ -171,7 +171,7 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
             if _ABSENT in (before, after):
                 pairs[f"{gemm}.{operand}"] = _in_a_line(before), _in_a_line(after)
                 continue
-            for field, pair in zip(("format", "tile", "scale", "rounding"), zip(before, after), strict=True):
+            for field, pair in zip(("format", "granularity", "scale", "rounding"), zip(before, after), strict=True):
                 pairs[f"{gemm}.{operand}.{field}"] = pair
         pairs[f"{gemm}.hadamard"] = _transform(there) or "none", _transform(here) or "none"
         pairs[f"{gemm}.fast_accumulation"] = str(there.fast_accumulation).lower(), str(here.fast_accumulation).lower()

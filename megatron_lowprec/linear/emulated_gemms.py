@@ -9,7 +9,7 @@ import torch
 
 from megatron_lowprec.kernels.dispatch import add_bias_
 from megatron_lowprec.kernels.gemm.reference import Operand, contract
-from megatron_lowprec.kernels.quantize.reference import tile_amax
+from megatron_lowprec.kernels.quantize.reference import block_amax
 from megatron_lowprec.linear.gemms import Gemm, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.error_stats import error_stats
@@ -21,7 +21,7 @@ from megatron_lowprec.quantization.quantizer import (
     quantize_for_gemm,
 )
 from megatron_lowprec.quantization.random_stream import RngStep
-from megatron_lowprec.quantization.tensor import tile_sizes
+from megatron_lowprec.quantization.tensor import block_sizes
 from megatron_lowprec.quantization.transform import Transform, Transforms
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 
@@ -60,9 +60,9 @@ class EmulatedGemms:
             return Operand(matrix if transform is None else transform.apply(matrix).to(matrix.dtype))
         if spec.scaling == "delayed" and update_amax:
             history, slot = self._histories[operand]
-            history.update_amax(slot, tile_amax(matrix, tile_sizes(spec, matrix)))
+            history.update_amax(slot, block_amax(matrix, block_sizes(spec, matrix)))
         elements, scale = quantize_for_gemm(matrix, spec, **self._arguments(gemm, operand, spec, rng_step))
-        return Operand(elements, scale, tile_sizes(spec, matrix))
+        return Operand(elements, scale, block_sizes(spec, matrix))
 
     def quantize_grad_output(self, dy_TO: torch.Tensor, rng_step: RngStep) -> dict[str, Operand]:
         """Operands of dgrad and wgrad from one read of dy; none where specs differ or no kernel makes both."""

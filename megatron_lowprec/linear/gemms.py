@@ -76,11 +76,11 @@ class LinearId:
         return {gemm: RandomStream(self._key(seed, "sign", gemm)) for gemm in GEMM_OPERANDS}
 
     def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
-        """Whether a tile of this operand reaches over the ranks that share ``split``."""
+        """Whether a block of this operand reaches over the ranks that share ``split``."""
         if not self.split:
             return False
         dims = DIMS[gemm, operand]
-        return self.split in {"tensor": dims, "row": dims[1]}.get(spec.tile, "")
+        return self.split in {"tensor": dims, "row": dims[1]}.get(spec.granularity, "")
 
     def _key(self, seed: int, purpose: Purpose, gemm: str, operand: str = "") -> tuple[int, int]:
         return stream_key(

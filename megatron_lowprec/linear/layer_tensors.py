@@ -53,14 +53,14 @@ class SavedForBackward(NamedTuple):
         return self.input.elements, self.input.scale, self.weight_amax
 
     @staticmethod
-    def restored(elements: torch.Tensor, scale: torch.Tensor | None, tile: str) -> torch.Tensor | ScaledOperand:
+    def restored(elements: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> torch.Tensor | ScaledOperand:
         """x, or the operand of it."""
-        return elements if scale is None else ScaledOperand(elements, scale, tile, elements.shape[0])
+        return elements if scale is None else ScaledOperand(elements, scale, granularity, elements.shape[0])
 
     @property
-    def tile(self) -> str:
+    def granularity(self) -> str:
         """Of the saved operand."""
-        return "" if self.input is None else self.input.tile
+        return "" if self.input is None else self.input.granularity
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class LinearGemms:
         """
         by_row, by_column = SIDES[tensor]
         spec = getattr(getattr(self.recipe, by_row), tensor)
-        if not {by_row, by_column} <= self._native_for(matrix) or spec.tile != "tensor":
+        if not {by_row, by_column} <= self._native_for(matrix) or spec.granularity != "tensor":
             return None
         if spec != getattr(getattr(self.recipe, by_column), tensor):
             return None
@@ -90,7 +90,7 @@ class LinearGemms:
         """Whether dy of the size and dtype of ``matrix`` may be a ``Source`` that lies in memory in parts."""
         spec = self.recipe.dgrad.grad_output
         native = {"dgrad", "wgrad"} <= self._native_for(matrix)
-        return native and spec is not None and spec == self.recipe.wgrad.grad_output and spec.tile != "row"
+        return native and spec is not None and spec == self.recipe.wgrad.grad_output and spec.granularity != "row"
 
     def fprop(
         self, x_TI: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep, update_amax: bool = True

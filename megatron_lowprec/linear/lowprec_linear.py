@@ -26,7 +26,7 @@ class _LinearFunction(torch.autograd.Function):
     ):
         y, kept = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
         ctx.save_for_backward(weight, *kept.tensors(x))
-        ctx.linear_gemms, ctx.rng_step, ctx.tile = linear_gemms, rng_step, kept.tile
+        ctx.linear_gemms, ctx.rng_step, ctx.granularity = linear_gemms, rng_step, kept.granularity
         return y
 
     @staticmethod
@@ -36,7 +36,7 @@ class _LinearFunction(torch.autograd.Function):
         dx = ctx.linear_gemms.dgrad(dy, weight, ctx.rng_step, amax) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = ctx.linear_gemms.wgrad(dy, SavedForBackward.restored(elements, scale, ctx.tile), ctx.rng_step)
+            dw = ctx.linear_gemms.wgrad(dy, SavedForBackward.restored(elements, scale, ctx.granularity), ctx.rng_step)
         return dx, dw, dy.bias, None, None, None
 
 

@@ -93,7 +93,11 @@ class NativeGemms:
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, where fprop and dgrad each make an operand by one current scale."""
         spec = self._recipe.fprop.weight
-        if spec is None or spec != self._recipe.dgrad.weight or (spec.tile, spec.scaling) != ("tensor", "current"):
+        if (
+            spec is None
+            or spec != self._recipe.dgrad.weight
+            or (spec.granularity, spec.scaling) != ("tensor", "current")
+        ):
             return None
         amax = amax_for_gemms(w_OI)
         return amax if self._reduce_amax is None else self._reduce_amax(amax)
@@ -122,7 +126,7 @@ class NativeGemms:
 
 @lru_cache(maxsize=64)
 def _rule_of(spec: QuantSpec) -> Fp8Rule:
-    return Fp8Rule(FORMATS[spec.format], spec.tile, spec.scale_rule, spec.amax_floor, spec.margin)
+    return Fp8Rule(FORMATS[spec.format], spec.granularity, spec.scale_rule, spec.amax_floor, spec.margin)
 
 
 def cast_for_gemms(
@@ -140,24 +144,24 @@ def cast_for_gemms(
     """FP8 operands of a matrix along its rows, its columns or both, from one read; two where the scale is current.
 
     Args:
-        matrix: [M, N] bf16 or fp32 on a GPU; a computed one only with its ``amax``, for tile "tensor";
-            in parts not for tile "row".
+        matrix: [M, N] bf16 or fp32 on a GPU; a computed one only with its ``amax``, for granularity "tensor";
+            in parts not for granularity "row".
         spec: of both directions.
-        amax: fp32 [1] of tile "tensor", where it is known already.
+        amax: fp32 [1] of granularity "tensor", where it is known already.
         observed: fp32 [1] of a history, raised to the matrix's amax.
-        reduce_rows, reduce_columns: maximum over the ranks that hold parts of the rows or columns, for tile "row"; of
-            the tensor, either, for tile "tensor".
+        reduce_rows, reduce_columns: maximum over the ranks that hold parts of the rows or columns, for
+            granularity "row"; of the tensor, either, for granularity "tensor".
         sums: also sum over M.
     """
     from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8
 
     if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
         matrix = matrix.contiguous()
-    if amax is None and spec.tile == "tensor":
+    if amax is None and spec.granularity == "tensor":
         amax = amax_of(matrix, vectors=False)
         reduce = reduce_rows or reduce_columns
         amax = amax if reduce is None else reduce(amax)
-    elif spec.tile == "row":
+    elif spec.granularity == "row":
         amax = amax_of(matrix, vectors=True)
         parts = amax.split(matrix.shape)
         for part, reduce in zip(parts, (reduce_rows, reduce_columns), strict=True):

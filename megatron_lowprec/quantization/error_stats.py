@@ -7,8 +7,8 @@ import torch
 from torch.linalg import vector_norm
 
 from megatron_lowprec.kernels.chunks import row_chunks
-from megatron_lowprec.kernels.quantize.reference import scale_tiles
-from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
+from megatron_lowprec.kernels.quantize.reference import scale_blocks
+from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 
 COUNTS = 8
 # Entries at a time, in five fp32 temporaries and one of doubles: a GPU takes as long to be told as for so many.
@@ -60,17 +60,17 @@ def error_stats(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
         made: of it.
     """
     spec, decode = made.spec, made.decode_scale
-    tile, limit = tile_sizes(spec, matrix), made.format.max
+    block, limit = block_sizes(spec, matrix), made.format.max
     shared = decode.shape[0] == 1
-    tile_rows = 1 if shared else tile[0]
+    block_rows = 1 if shared else block[0]
     total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)
     chunk = _GPU_CHUNK if matrix.is_cuda else _CHUNK
-    for rows in row_chunks(matrix.shape[0], matrix.shape[1], matrix.device, tile_rows, chunk):
+    for rows in row_chunks(matrix.shape[0], matrix.shape[1], matrix.device, block_rows, chunk):
         x, grid = (part[rows].float() for part in (matrix, made.matrix))
-        scales = decode if shared else decode[rows.start // tile_rows :][: -(-len(x) // tile_rows)]
-        q = scale_tiles(grid, scales, tile) / spec.headroom
+        scales = decode if shared else decode[rows.start // block_rows :][: -(-len(x) // block_rows)]
+        q = scale_blocks(grid, scales, block) / spec.headroom
         magnitude = x.abs()
-        reach = scale_tiles(torch.full_like(grid, limit * _SLACK / spec.headroom), scales, tile)
+        reach = scale_blocks(torch.full_like(grid, limit * _SLACK / spec.headroom), scales, block)
         energy, of_q, error = (vector_norm(part, dtype=torch.float64).square() for part in (x, q, q - x))
         parts = (
             x.count_nonzero(),

@@ -38,7 +38,7 @@ class Fp8Weight(torch.Tensor):
         codes: uint8 [O, I].
         decode_scale: fp32 [1], what a decoded element is multiplied by.
         main_amax: fp32 [1] of what the codes were made of, over all ranks that share the scale.
-        spec: of both GEMMs that take the weight; tile "tensor".
+        spec: of both GEMMs that take the weight; granularity "tensor".
         source: the values that ``copy_`` got, in the compute dtype on the host, or None.
     """
 

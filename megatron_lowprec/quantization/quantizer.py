@@ -10,11 +10,11 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.kernels.quantize.reference import Uniform, decode, fp32_encode_scale, quantize_operand, tile_amax
+from megatron_lowprec.kernels.quantize.reference import Uniform, block_amax, decode, fp32_encode_scale, quantize_operand
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.device_rng_step import device_rng_step, refuse_capture
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
-from megatron_lowprec.quantization.tensor import QuantizedTensor, tile_sizes
+from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.quantization.transform import Transform, padded
 from megatron_lowprec.recipe.schema import QuantSpec
 
@@ -223,8 +223,8 @@ def _given(value: Any) -> Any:
 
 
 def current_encode_scale(matrix: torch.Tensor, spec: QuantSpec, reduce_amax: Reduce | None = None) -> torch.Tensor:
-    """fp32 encode scale of tile ``tensor`` [1, 1] or ``row`` [R, 1] from the matrix itself."""
-    amax = tile_amax(matrix, tile_sizes(spec, matrix))
+    """fp32 encode scale of granularity ``tensor`` [1, 1] or ``row`` [R, 1] from the matrix itself."""
+    amax = block_amax(matrix, block_sizes(spec, matrix))
     if reduce_amax is not None:
         amax = reduce_amax(amax)
     return fp32_encode_scale(amax, FORMATS[spec.format], spec.scale_rule, spec.amax_floor)
@@ -242,7 +242,7 @@ def kernel_arguments(
     """The spec's fields as the kernel names them."""
     return {
         "fmt": FORMATS[spec.format],
-        "tile": tile_sizes(spec, matrix),
+        "block": block_sizes(spec, matrix),
         "scale_format": spec.scale_format,
         "scale_rule": spec.scale_rule,
         "rounding": spec.rounding,

@@ -1,17 +1,17 @@
-"""A quantized tensor: elements on a format's grid, and the decode scale of each tile."""
+"""A quantized tensor: elements on a format's grid, and the decode scale of each block."""
 
 from dataclasses import dataclass
 
 import torch
 
 from megatron_lowprec.formats import FORMATS, Format
-from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_tiles
+from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_blocks
 from megatron_lowprec.recipe.schema import QuantSpec
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """``dequantize() == elements * decode scale of the entry's tile / headroom``, entry by entry.
+    """``dequantize() == elements * decode scale of the entry's block / headroom``, entry by entry.
 
     Attributes:
         matrix: [R, K] elements in the dtype of the source, exact values of the format; the quantized axis is last.
@@ -70,7 +70,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values that the codes and scales stand for, headroom divided out, in the source's layout."""
-        values = scale_tiles(self.matrix.to(torch.float32), self.decode_scale, tile_sizes(self.spec, self.matrix))
+        values = scale_blocks(self.matrix.to(torch.float32), self.decode_scale, block_sizes(self.spec, self.matrix))
         return self._as_source((values / self.spec.headroom).to(dtype))
 
     @staticmethod
@@ -82,7 +82,7 @@ class QuantizedTensor:
         return matrix.view(self.shape).movedim(-1, self.axis)
 
 
-def tile_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:
-    """(rows, columns) of a tile of ``matrix`` [R, K], contracted dimension last."""
+def block_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:
+    """(rows, columns) of a block of ``matrix`` [R, K], contracted dimension last."""
     rows, columns = matrix.shape
-    return spec.block or (max(1, rows) if spec.tile == "tensor" else 1, max(1, columns))
+    return spec.block or (max(1, rows) if spec.granularity == "tensor" else 1, max(1, columns))

@@ -76,7 +76,12 @@ def primary_weight_spec(recipe: Recipe) -> QuantSpec | None:
     spec, gemms = recipe.fprop.weight, (recipe.fprop, recipe.dgrad)
     if spec is None or spec != recipe.dgrad.weight or any(gemm.hadamard is not None for gemm in gemms):
         return None
-    plain = (spec.tile, spec.scale_format, spec.rounding, spec.headroom) == ("tensor", "fp32", "nearest_even", 1.0)
+    plain = (spec.granularity, spec.scale_format, spec.rounding, spec.headroom) == (
+        "tensor",
+        "fp32",
+        "nearest_even",
+        1.0,
+    )
     return spec if plain and spec.format in ("e4m3", "e5m2") else None
 
 
@@ -88,7 +93,7 @@ def check_primary_weights(recipe: Recipe) -> None:
     """
     if primary_weight_spec(recipe) is None:
         taken = {name: getattr(recipe, name).weight for name in ("fprop", "dgrad")}
-        found = ", ".join(f"{n} {f'{w.format} by {w.tile}' if w else 'unquantized'}" for n, w in taken.items())
+        found = ", ".join(f"{n} {f'{w.format} by {w.granularity}' if w else 'unquantized'}" for n, w in taken.items())
         raise UserError(
             "--fp8-param-gather keeps a weight as FP8 codes with one scale, which fprop and dgrad must then share; "
             f"recipe {recipe.name} takes it in {found}: use fp8_delayed or fp8_current, or leave the flag out"
@@ -168,7 +173,9 @@ def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
                 )
             if quant is not None and quant.block is not None:
                 rows, columns = quant.block
-                wants[contracted, columns] = wants[_other(gemm_name, operand), rows] = f"{operand} tile {quant.tile}"
+                wants[contracted, columns] = wants[_other(gemm_name, operand), rows] = (
+                    f"{operand} block {quant.granularity}"
+                )
         for (dimension, multiple), why in wants.items():
             if dimension != "tokens" and sizes[dimension] % multiple:
                 a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""

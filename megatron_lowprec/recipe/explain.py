@@ -14,7 +14,7 @@ def describe_operand(quant: QuantSpec | None) -> str:
     """One operand's numerics in a few words."""
     if quant is None:
         return "compute dtype"
-    parts = [quant.format.upper(), f"tile {quant.tile}", f"{quant.scale_format} scale {quant.scale_rule}"]
+    parts = [quant.format.upper(), f"granularity {quant.granularity}", f"{quant.scale_format} scale {quant.scale_rule}"]
     if quant.amax_floor:
         parts.append(f"amax at least {quant.amax_floor:g}")
     if quant.scaling == "delayed":

@@ -54,7 +54,7 @@ def why_emulated(name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out
         return f"no product of MX blocks on {arch}"
     if gemm.hadamard is not None or any((q.rounding, q.headroom) != ("nearest_even", 1.0) for q in operands):
         return "FP8 casts have no transform, no other rounding and no headroom"
-    tiles = frozenset(quant.tile for quant in operands)
+    tiles = frozenset(quant.granularity for quant in operands)
     since = _SINCE.get(tiles)
     number = int(arch[2:]) if arch.startswith("sm") else 0
     if since is None or tiles == {"128x128"}:

@@ -78,18 +78,18 @@ def list_table() -> str:
 
 
 # ---- operands
-FP8_CURRENT = QuantSpec("e4m3", tile="tensor")
-FP8_CURRENT_E5M2 = QuantSpec("e5m2", tile="tensor")
-FP8_DELAYED = QuantSpec("e4m3", tile="tensor", scaling="delayed")
-FP8_DELAYED_E5M2 = QuantSpec("e5m2", tile="tensor", scaling="delayed")
-FP8_ROW = QuantSpec("e4m3", tile="row", scale_rule="amax_pow2", amax_floor=1e-12)
-FP8_TENSOR_POW2 = QuantSpec("e4m3", tile="tensor", scale_rule="amax_pow2", amax_floor=1e-12)
-FP8_1X128 = QuantSpec("e4m3", tile="1x128")
-FP8_128X128 = QuantSpec("e4m3", tile="128x128")
-MXFP8 = QuantSpec("e4m3", tile="1x32", scale_format="e8m0", scale_rule="round_up")
+FP8_CURRENT = QuantSpec("e4m3", granularity="tensor")
+FP8_CURRENT_E5M2 = QuantSpec("e5m2", granularity="tensor")
+FP8_DELAYED = QuantSpec("e4m3", granularity="tensor", scaling="delayed")
+FP8_DELAYED_E5M2 = QuantSpec("e5m2", granularity="tensor", scaling="delayed")
+FP8_ROW = QuantSpec("e4m3", granularity="row", scale_rule="amax_pow2", amax_floor=1e-12)
+FP8_TENSOR_POW2 = QuantSpec("e4m3", granularity="tensor", scale_rule="amax_pow2", amax_floor=1e-12)
+FP8_1X128 = QuantSpec("e4m3", granularity="1x128")
+FP8_128X128 = QuantSpec("e4m3", granularity="128x128")
+MXFP8 = QuantSpec("e4m3", granularity="1x32", scale_format="e8m0", scale_rule="round_up")
 MXFP8_E5M2 = replace(MXFP8, format="e5m2")
 MXFP8_OCP = replace(MXFP8, scale_rule="floor")
-MXFP4 = QuantSpec("e2m1", tile="1x32", scale_format="e8m0", scale_rule="floor")
+MXFP4 = QuantSpec("e2m1", granularity="1x32", scale_format="e8m0", scale_rule="floor")
 MXFP4_SR = replace(MXFP4, rounding="stochastic", headroom=0.75)
 
 _TE = "arXiv 2209.05433; TransformerEngine"

@@ -43,7 +43,7 @@ GEMM_OPERANDS: dict[str, tuple[str, str]] = {
     "dgrad": ("grad_output", "weight"),
     "wgrad": ("grad_output", "input"),
 }
-_TILE = re.compile(r"tensor|row|[1-9][0-9]*x[1-9][0-9]*")
+_GRANULARITY = re.compile(r"tensor|row|[1-9][0-9]*x[1-9][0-9]*")
 
 
 def _choice(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -65,11 +65,11 @@ class QuantSpec:
 
     Attributes:
         format: element format, a key of ``formats.FORMATS``.
-        tile: the entries that share a scale: ``"tensor"``, ``"row"`` (all of the contracted dimension for one index
-            of the other), or ``"RxC"``: R indices of the other dimension by C of the contracted one (MX ``1x32``,
+        granularity: the entries that share a scale: ``"tensor"``, ``"row"`` (all of the contracted dimension for one
+            index of the other), or ``"RxC"``: R indices of the other dimension by C of the contracted one (MX ``1x32``,
             DeepSeek ``1x128`` and ``128x128``).
         scale_format: ``"fp32"`` or ``"e8m0"`` (OCP's power-of-two byte).
-        scale_rule: with A the tile's largest magnitude, M the format's maximum and emax its exponent, a decode scale of
+        scale_rule: with A the block's largest magnitude, M the format's maximum, emax its exponent, a decode scale of
 
             ========= ========= ===============================================================================
             fp32      amax      1 / fl(M / A)
@@ -95,7 +95,7 @@ class QuantSpec:
     """
 
     format: str
-    tile: str
+    granularity: str
     scale_format: ScaleFormat = "fp32"
     scale_rule: ScaleRule = "amax"
     rounding: Rounding = "nearest_even"
@@ -115,8 +115,10 @@ class QuantSpec:
         _choice("QuantSpec", "scaling", self.scaling, get_args(Scaling))
         _choice("QuantSpec", "history_rule", self.history_rule, get_args(HistoryRule))
         _choice("QuantSpec", "history_update", self.history_update, get_args(HistoryUpdate))
-        if not _TILE.fullmatch(self.tile):
-            raise UserError(f"QuantSpec.tile is {self.tile!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32")
+        if not _GRANULARITY.fullmatch(self.granularity):
+            raise UserError(
+                f"QuantSpec.granularity is {self.granularity!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32"
+            )
         if self.scale_rule not in SCALE_RULES[self.scale_format]:
             raise UserError(
                 f"QuantSpec.scale_rule {self.scale_rule!r} does not belong to scale_format {self.scale_format!r}, "
@@ -130,7 +132,7 @@ class QuantSpec:
             raise UserError(f"QuantSpec.amax_floor is {self.amax_floor}, but must be 0 or a positive number")
         if self.scale_format == "e8m0" and self.block is None:
             raise UserError(
-                f"QuantSpec.tile {self.tile} was asked with e8m0 scales, which belong to tiles such as 1x32; "
+                f"QuantSpec.granularity {self.granularity} was asked with e8m0 scales, which need blocks such as 1x32; "
                 "power-of-two scales of whole rows or tensors are scale_format fp32 with scale_rule amax_pow2"
             )
         if self.scale_format == "e8m0" and self.amax_floor:
@@ -139,20 +141,20 @@ class QuantSpec:
             raise UserError(
                 f"QuantSpec.margin {self.margin} was asked; it is a number from 0 up, for scaling delayed alone"
             )
-        if self.scaling == "delayed" and (self.tile, self.scale_format) != ("tensor", "fp32"):
+        if self.scaling == "delayed" and (self.granularity, self.scale_format) != ("tensor", "fp32"):
             raise UserError(
-                f"QuantSpec.scaling delayed was asked with tile {self.tile} and {self.scale_format} scales; "
-                "a history is kept for tile tensor with fp32 scales only: use scaling current"
+                f"QuantSpec.scaling delayed was asked with granularity {self.granularity} and {self.scale_format} "
+                "scales; a history is kept for granularity tensor with fp32 scales only: use scaling current"
             )
         if self.history < 1:
             raise UserError(f"QuantSpec.history is {self.history}, but must be at least 1")
 
     @cached_property
     def block(self) -> tuple[int, int] | None:
-        """(rows, columns) of a tile, columns along the contracted dimension; None for ``tensor`` and ``row``."""
-        if self.tile in ("tensor", "row"):
+        """(rows, columns) of a block, columns along the contracted dimension; None for ``tensor`` and ``row``."""
+        if self.granularity in ("tensor", "row"):
             return None
-        rows, columns = self.tile.split("x")
+        rows, columns = self.granularity.split("x")
         return int(rows), int(columns)
 
     @cached_property

@@ -58,7 +58,7 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
     plain = QuantSpec("e4m3", "tensor")
     others = {
         "format": "e5m2",
-        "tile": "row",
+        "granularity": "row",
         "scale_format": "e8m0",
         "scale_rule": "amax_pow2",
         "rounding": "stochastic",
@@ -76,7 +76,7 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
         changes: dict[str, object] = {name: value}
         before = plain
         if name == "scale_format":
-            before, changes = dataclasses.replace(plain, tile="1x32"), {name: value, "scale_rule": "floor"}
+            before, changes = dataclasses.replace(plain, granularity="1x32"), {name: value, "scale_rule": "floor"}
         if name == "random_bits":
             before = dataclasses.replace(plain, rounding="stochastic")
         if name in ("history", "history_rule", "history_update", "margin"):
@@ -182,10 +182,13 @@ def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     ("overrides", "message"),
     [
         (["fprop.input.scale_rule=floor"], "does not belong to scale_format"),
-        (["fprop.input.scale_format=e8m0", "fprop.input.scale_rule=floor"], "QuantSpec.tile tensor was asked"),
+        (["fprop.input.scale_format=e8m0", "fprop.input.scale_rule=floor"], "QuantSpec.granularity tensor was asked"),
         (["fprop.hadamard.block=64"], "asks delayed scaling under a Hadamard transform"),
         (["fprop.input.history=16"], "is asked to keep two amax histories"),
-        (["fprop.grad_output.format=e4m3", "fprop.grad_output.tile=tensor"], "fprop multiplies input and weight"),
+        (
+            ["fprop.grad_output.format=e4m3", "fprop.grad_output.granularity=tensor"],
+            "fprop multiplies input and weight",
+        ),
     ],
 )
 def test_refusals_are_quoted_as_they_are(overrides: list[str], message: str) -> None:

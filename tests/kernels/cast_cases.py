@@ -17,7 +17,7 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.source import KINDS, Source
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
-from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand, tile_amax
+from megatron_lowprec.kernels.quantize.reference import block_amax, encode, fp32_encode_scale, quantize_operand
 from tests.kernels.mx_cases import difference
 
 FLOOR, EPS = 1e-12, 1e-5
@@ -34,7 +34,7 @@ class Case:
     columns: int
     dtype: torch.dtype
     fmt: str
-    tile: str
+    granularity: str
     rule: str
     ways: str
     given: float | None = None  # an amax that is known before, as delayed scaling has it
@@ -111,11 +111,11 @@ def made_of(source: Source) -> torch.Tensor:
 def reference_of(case: Case, matrix: torch.Tensor, shared: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and fp32 decode scales of [R, K]."""
     rows, columns = matrix.shape
-    tile = {"tensor": (rows, columns), "row": (1, columns), "1x128": (1, 128), "128x128": (128, 128)}[case.tile]
-    fmt, floor = FORMATS[case.fmt], FLOOR if case.tile == "row" else 0.0
+    tile = {"tensor": (rows, columns), "row": (1, columns), "1x128": (1, 128), "128x128": (128, 128)}[case.granularity]
+    fmt, floor = FORMATS[case.fmt], FLOOR if case.granularity == "row" else 0.0
     encode_scale = None
-    if case.tile in ("tensor", "row"):
-        amax = tile_amax(matrix, tile) if shared is None else shared.view(1, 1)
+    if case.granularity in ("tensor", "row"):
+        amax = block_amax(matrix, tile) if shared is None else shared.view(1, 1)
         encode_scale = fp32_encode_scale(amax, fmt, case.rule, floor, case.margin)
     elements, scale = quantize_operand(
         matrix,
@@ -136,13 +136,15 @@ def differences(case: Case, device: str) -> list[str]:
 
     source = source_of(case, input_of(case, device))
     x = made_of(source)
-    rule = Fp8Rule(FORMATS[case.fmt], case.tile, case.rule, FLOOR if case.tile == "row" else 0.0, case.margin)
+    rule = Fp8Rule(
+        FORMATS[case.fmt], case.granularity, case.rule, FLOOR if case.granularity == "row" else 0.0, case.margin
+    )
     given = None if case.given is None else torch.tensor([case.given], device=device)
     observed = torch.full((1,), 1e-3, device=device)
     ways = {"rows": "r" in case.ways, "columns": "c" in case.ways}
     known = given
-    if given is None and not source.in_memory and case.tile in ("tensor", "row"):
-        known = amax_of(x, vectors=case.tile == "row")
+    if given is None and not source.in_memory and case.granularity in ("tensor", "row"):
+        known = amax_of(x, vectors=case.granularity == "row")
     with nullcontext() if case.tiling is None else _tiled(case.tiling):
         made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=True)
     lines = statistics_differences(case, source) if case.kind in NORMS else []
@@ -192,7 +194,7 @@ def scale_differences(fmt: str, device: str) -> list[str]:
     amax = torch.arange(1 << 15, dtype=torch.int16).view(torch.bfloat16).to(device)
     tiles = amax[:, None].expand(-1, 128).contiguous()
     case = Case(*tiles.shape, torch.bfloat16, fmt, "1x128", "amax", "rc")
-    rule, (codes, scale) = Fp8Rule(FORMATS[fmt], case.tile), reference_of(case, tiles, None)
+    rule, (codes, scale) = Fp8Rule(FORMATS[fmt], case.granularity), reference_of(case, tiles, None)
     by_rows = cast_fp8(tiles, rule, rows=True, columns=False).rows
     by_columns = cast_fp8(tiles.t().contiguous(), rule, rows=False, columns=True).columns
     assert by_rows is not None

@@ -15,7 +15,7 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
-from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_tiles
+from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
 
@@ -92,7 +92,7 @@ def differences(case: Case, device: str) -> list[str]:
             signs=signs,
             uniform=stream.uniform(matrix.shape[1], case.random_bits, x.device),
         )
-        wanted[way] = elements, scale, scale_tiles(elements.float(), e8m0_decode_scale(scale), (1, 32)).to(x.dtype)
+        wanted[way] = elements, scale, scale_blocks(elements.float(), e8m0_decode_scale(scale), (1, 32)).to(x.dtype)
     rule = MxRule(fmt, case.rule, case.rounding, case.random_bits, headroom)
     ways = {"rows": directions.get("r"), "columns": directions.get("c"), "rng_step": rng_step, "spans": spans}
     lines = []

@@ -88,7 +88,7 @@ def row_scales(side: Operand, k: slice) -> torch.Tensor:
     rows = torch.arange(side.elements.shape[0])
     if side.scale is None:
         return torch.ones(len(rows), dtype=torch.float64)
-    return side.scale.double()[rows // side.tile[0], k.start // side.tile[1]]
+    return side.scale.double()[rows // side.block[0], k.start // side.block[1]]
 
 
 M, N, K = 200, 130, 300  # multiples of nothing
@@ -170,7 +170,7 @@ def test_scaled_product_accumulates_in_fp32(generator: torch.Generator) -> None:
 
 def test_different_tiles_along_k_are_refused(generator: torch.Generator) -> None:
     a, b = (operand(fp4(4, 256, generator), (1, step), generator) for step in (64, 128))
-    with pytest.raises(ValueError, match=r"tiled alike .* \[64, 128\]"):
+    with pytest.raises(ValueError, match=r"equal blocks .* \[64, 128\]"):
         contract(a, b, out_dtype=torch.float32)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.native import ScaledOperand, scaled_product
-from megatron_lowprec.kernels.quantize.reference import scale_tiles
+from megatron_lowprec.kernels.quantize.reference import scale_blocks
 from megatron_lowprec.recipe.schema import HistorySpec
 
 pytestmark = pytest.mark.gpu
@@ -34,8 +34,8 @@ def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> ScaledOp
 def exact(one: ScaledOperand) -> torch.Tensor:
     rows, columns = one.elements.shape
     assert (one.elements[one.rows :].view(torch.uint8) == 0).all()
-    tile = {"tensor": (rows, columns), "row": (1, columns), "1x128": (1, 128), "128x128": (128, 128)}[one.tile]
-    return scale_tiles(one.elements.double(), one.decode_scale().double(), tile)[: one.rows]
+    tile = {"tensor": (rows, columns), "row": (1, columns), "1x128": (1, 128), "128x128": (128, 128)}[one.granularity]
+    return scale_blocks(one.elements.double(), one.decode_scale().double(), tile)[: one.rows]
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["full", "fast"])
@@ -108,7 +108,7 @@ def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, toke
             assert (scale is not None) == ("gw_hp" not in recipe)  # x itself is not kept where its codes are
             both = native.grad_output(dy, rng_step, bias=True)
             found = [y, native.dgrad(both, w, rng_step, amax)]
-            native.wgrad(both, SavedForBackward.restored(elements, scale, kept.tile), rng_step, grads[0])
+            native.wgrad(both, SavedForBackward.restored(elements, scale, kept.granularity), rng_step, grads[0])
             plain = emulated.grad_output(dy, rng_step)
             wanted = [emulated.fprop(x, w, rng_step), emulated.dgrad(plain, w, rng_step)]
             emulated.wgrad(plain, x, rng_step, grads[1])

@@ -9,13 +9,13 @@ import torch
 from megatron_lowprec.formats import E8M0_NAN, FORMATS, Format
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import (
+    block_amax,
     e8m0_decode_scale,
     e8m0_encode_scale,
     e8m0_scale,
     fp32_encode_scale,
     quantize_operand,
     round_to_format,
-    tile_amax,
 )
 from tests.kernels.exact import ceil_log2, floor_log2, nearest, to_fp32
 
@@ -144,9 +144,9 @@ def test_amax_floor_applies_before_the_division(floor: float) -> None:
 # ---- amax
 @pytest.mark.parametrize("shape", [(1, 1), (3, 33), (130, 257), (2, 32), (5, 128)])
 @pytest.mark.parametrize("tile", TILES)
-def test_tile_amax_of_partial_tiles(shape: tuple[int, int], tile: tuple[int, int], generator: torch.Generator) -> None:
+def test_block_amax_of_partial_tiles(shape: tuple[int, int], tile: tuple[int, int], generator: torch.Generator) -> None:
     x = torch.randn(shape, generator=generator)
-    got = tile_amax(x, tile)
+    got = block_amax(x, tile)
     rows, columns = -(-shape[0] // tile[0]), -(-shape[1] // tile[1])
     assert got.shape == (rows, columns)
     for r in range(rows):
@@ -160,7 +160,7 @@ def test_nan_reaches_its_own_tile_alone(dtype: torch.dtype) -> None:
     x = torch.ones(4, 70, dtype=dtype)
     x[1, 40] = torch.nan
     x[3, 69] = torch.inf
-    got = tile_amax(x, (1, 32))
+    got = block_amax(x, (1, 32))
     assert got.dtype == torch.float32
     assert got.isnan().nonzero().tolist() == [[1, 1]]
     assert got.isinf().nonzero().tolist() == [[3, 2]]
@@ -263,7 +263,7 @@ def test_hadamard_comes_before_scales_and_headroom_after(generator: torch.Genera
     fmt = FORMATS["e2m1"]
     got, byte = quantize_operand(x, fmt, (1, 32), scale_format="e8m0", scale_rule="floor", headroom=0.75, signs=signs)
     y = hadamard_transform(x, signs)
-    want_byte = e8m0_scale(tile_amax(y, (1, 32)), fmt, "floor")  # from y, not from 3/4 y
+    want_byte = e8m0_scale(block_amax(y, (1, 32)), fmt, "floor")  # from y, not from 3/4 y
     assert torch.equal(byte, want_byte)
     scaled = y.view(4, 2, 32) * e8m0_encode_scale(byte).unsqueeze(-1) * 0.75
     assert torch.equal(got, round_to_format(scaled.view(4, 64), fmt, "nearest_even"))
@@ -324,7 +324,7 @@ def test_zero_rows(tile: tuple[int, int], scale_format: str, scale_rule: str) ->
 def test_known_encode_scales_one_an_entry_of_tiles(tile: tuple[int, int], generator: torch.Generator) -> None:
     """What the scales would be anyway, handed in: the same elements, over several chunks."""
     x, fmt = torch.randn(300, 256, generator=generator), FORMATS["e4m3"]
-    known = fp32_encode_scale(tile_amax(x, tile), fmt, "amax")
+    known = fp32_encode_scale(block_amax(x, tile), fmt, "amax")
     options = {"scale_format": "fp32", "scale_rule": "amax"}
     want, want_scale = quantize_operand(x, fmt, tile, **options)
     got, scale = quantize_operand(x, fmt, tile, encode_scale=known, **options)

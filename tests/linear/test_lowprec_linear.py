@@ -88,7 +88,7 @@ def exact_operand(
     key = stream_key(SEED, "rounding", layer=LAYER, linear=NAME, gemm=gemm, operand=operand)
     q = quantize(matrix, spec, random=RandomStream(key, rng_step))
     scale = q.matrix_scale if q.matrix_scale.is_floating_point() else e8m0_decode_scale(q.matrix_scale)
-    tile = {"tensor": tuple(matrix.shape), "row": (1, matrix.shape[1])}.get(spec.tile) or spec.block
+    tile = {"tensor": tuple(matrix.shape), "row": (1, matrix.shape[1])}.get(spec.granularity) or spec.block
     assert tile is not None
     rows, columns = (torch.arange(size) // part for size, part in zip(matrix.shape, tile, strict=True))
     return decode(q.codes, q.format).double() * scale.double()[rows][:, columns] / spec.headroom

@@ -80,7 +80,7 @@ def test_a_bad_first_step_leaves_the_scale_at_one(bad: float) -> None:
 def test_microbatches_of_a_step_are_maximized_and_do_not_reach_the_next() -> None:
     history = one(4, "most_recent")
     for amax in (1.0, 5.0, 2.0):
-        history.update_amax(0, torch.tensor([[amax]]))  # as tile_amax gives it
+        history.update_amax(0, torch.tensor([[amax]]))  # as block_amax gives it
     history.update()
     assert history.in_effect.item() == 5.0
     assert run(history, [2.0]) == [2.0]

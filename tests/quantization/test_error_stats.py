@@ -19,7 +19,7 @@ from megatron_lowprec.recipe.schema import QuantSpec
 
 def mxfp4(rounding: str = "nearest_even", headroom: float = 1.0) -> QuantSpec:
     return QuantSpec(
-        format="e2m1", tile="1x32", scale_format="e8m0", scale_rule="floor", rounding=rounding, headroom=headroom
+        format="e2m1", granularity="1x32", scale_format="e8m0", scale_rule="floor", rounding=rounding, headroom=headroom
     )
 
 
@@ -86,7 +86,7 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
         made = linear_gemms.emulated.quantize(gemm, operand, matrix, rng_step, update_amax=False)
         q = made.elements.double()
         if made.scale is not None:
-            rows, columns = made.tile
+            rows, columns = made.block
             scale = made.scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             q = q * (scale if made.scale.numel() > 1 else made.scale.double())
         q = q / spec.headroom

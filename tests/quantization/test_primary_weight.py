@@ -220,7 +220,7 @@ def test_native_products_read_the_codes_and_one_copy_a_step(recipe: str) -> None
     def operand(gemm: str, update_amax: bool = True) -> ScaledOperand:
         found = linear_gemms._primary_weight(gemm, weight, native=True, update_amax=update_amax)
         assert isinstance(found, ScaledOperand)
-        assert (found.elements.dtype, found.tile) == (torch.float8_e4m3fn, "tensor")
+        assert (found.elements.dtype, found.granularity) == (torch.float8_e4m3fn, "tensor")
         assert found.elements.is_contiguous()
         assert found.scale is weight.decode_scale
         return found

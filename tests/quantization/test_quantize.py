@@ -42,7 +42,7 @@ def specs_of_recipes() -> list[QuantSpec]:
 
 
 def spec_id(spec: QuantSpec) -> str:
-    return f"{spec.format}-{spec.tile}-{spec.scale_format}-{spec.scale_rule}-{spec.rounding}-{spec.scaling}"
+    return f"{spec.format}-{spec.granularity}-{spec.scale_format}-{spec.scale_rule}-{spec.rounding}-{spec.scaling}"
 
 
 all_specs = pytest.mark.parametrize("spec", specs_of_recipes(), ids=spec_id)
@@ -57,7 +57,7 @@ def test_specs_are_found() -> None:
 
 def tiles(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:
     rows, columns = matrix.shape
-    return {"tensor": (rows, columns), "row": (1, columns)}.get(spec.tile) or spec.block  # type: ignore[return-value]
+    return {"tensor": (rows, columns), "row": (1, columns)}.get(spec.granularity) or spec.block  # type: ignore[return-value]
 
 
 @all_specs
@@ -198,13 +198,13 @@ def test_random_bits_are_obeyed(generator: torch.Generator) -> None:
 def test_power_of_two_scales_of_whole_rows_and_tensors(tile: str, rule: str, generator: torch.Generator) -> None:
     """Either refused by the schema, or E8M0 bytes: never fp32 scales under the name of E8M0."""
     try:
-        spec = QuantSpec("e4m3", tile=tile, scale_format="e8m0", scale_rule=rule)  # type: ignore[arg-type]
+        spec = QuantSpec("e4m3", granularity=tile, scale_format="e8m0", scale_rule=rule)  # type: ignore[arg-type]
     except UserError:
         return
     x = torch.randn(4, 64, generator=generator)
     q = quantize(x, spec)
     assert q.scale.dtype == torch.uint8
-    blocks = quantize(x, replace(spec, tile="4x64" if tile == "tensor" else "1x64"))
+    blocks = quantize(x, replace(spec, granularity="4x64" if tile == "tensor" else "1x64"))
     assert torch.equal(q.dequantize(), blocks.dequantize())
 
 

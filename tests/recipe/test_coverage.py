@@ -149,7 +149,7 @@ def test_kept_layers_may_have_any_size() -> None:
 
 def test_shards_that_the_random_stream_cannot_place_are_refused() -> None:
     """A shard's draws begin at a multiple of 8 along the contracted dimension; 24 / 2 does not."""
-    row = QuantSpec("e4m3", tile="row", rounding="stochastic")
+    row = QuantSpec("e4m3", granularity="row", rounding="stochastic")
     recipe = Recipe("r", "", dgrad=GemmSpec(weight=row))
     message = refusal("", LinearSite(1, "mlp.linear_fc1", 24, 24, "column"), 2, recipe)
     assert "12 output features on each of 2 tensor-parallel ranks" in message
@@ -190,7 +190,9 @@ def test_explanation_has_every_layer_gemm_and_operand(name: str) -> None:
             for operand in operands if spec.quantized else ():
                 quant: QuantSpec | None = getattr(spec, operand)
                 row = next(entry for entry in about.splitlines() if entry.strip().startswith(operand))
-                wanted = ("compute dtype",) if quant is None else (quant.format.upper(), quant.tile, quant.scale_rule)
+                wanted = (
+                    ("compute dtype",) if quant is None else (quant.format.upper(), quant.granularity, quant.scale_rule)
+                )
                 assert all(word in row for word in wanted)
                 if quant is not None:
                     assert quant.rounding.replace("_", " ") in row
@@ -266,7 +268,7 @@ def test_recipes_without_primary_weights_are_refused(name: str, words: str) -> N
 def test_primary_weights_are_rounded_plainly_and_alike() -> None:
     spec = get_recipe("fp8_current").fprop.weight
     assert spec is not None
-    for change in ({"rounding": "stochastic"}, {"headroom": 0.75}, {"format": "e2m1"}, {"tile": "row"}):
+    for change in ({"rounding": "stochastic"}, {"headroom": 0.75}, {"format": "e2m1"}, {"granularity": "row"}):
         other = replace(spec, **change)  # type: ignore[arg-type]
         recipe = replace(get_recipe("fp8_current"), fprop=GemmSpec(weight=other), dgrad=GemmSpec(weight=other))
         assert primary_weight_spec(recipe) is None

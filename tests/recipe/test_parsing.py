@@ -53,10 +53,10 @@ def test_overrides_in_order() -> None:
 
 
 def test_an_operand_can_be_added_and_removed() -> None:
-    recipe = load_recipe("bf16", ["dgrad.weight={format: e4m3, tile: row}", "name=mine"])
+    recipe = load_recipe("bf16", ["dgrad.weight={format: e4m3, granularity: row}", "name=mine"])
     assert recipe.name == "mine"
     assert recipe.dgrad.weight is not None
-    assert recipe.dgrad.weight.tile == "row"
+    assert recipe.dgrad.weight.granularity == "row"
     assert load_recipe("mxfp4", ["dgrad.weight=null"]).dgrad.weight is None
     assert load_recipe("mxfp4", ["wgrad.hadamard.block=32"]).wgrad.hadamard == HadamardSpec(32)
 
@@ -67,7 +67,7 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("dgrad.hadamard.block", "--recipe-set 'dgrad.hadamard.block' has no value: write FIELD=VALUE"),
         ("dgrd.weight=null", "a recipe has no field 'dgrd': did you mean dgrad"),
         ("dgrad.wieght=null", "dgrad has no field 'wieght': did you mean weight"),
-        ("dgrad.weight.zzz=1", "dgrad.weight has no field 'zzz': it has format, tile"),
+        ("dgrad.weight.zzz=1", "dgrad.weight has no field 'zzz': it has format, granularity"),
         ("=3", "a recipe has no field ''"),
         ("dgrad=4", "dgrad is 4, but must be a mapping of fields"),
         ("dgrad=null", "dgrad is None, but must be a mapping of fields"),
@@ -83,9 +83,9 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("keep_bf16.names=layers.1.*", "keep_bf16.names is 'layers.1.*', but must be a list such as ['layers.1.*']"),
         ("keep_bf16.names=[3]", "keep_bf16.names is 3 (int), but must be str"),
         ("dgrad.weight=[", "--recipe-set dgrad.weight=[ is no valid YAML"),
-        ("dgrad.input={format: e4m3}", "dgrad.input lacks tile: give them a value"),
-        ("dgrad.input={format: e4m3, tile: row}", "dgrad.input must be left out"),
-        ("dgrad.weight.scaling=delayed", "scaling delayed was asked with tile 1x32"),
+        ("dgrad.input={format: e4m3}", "dgrad.input lacks granularity: give them a value"),
+        ("dgrad.input={format: e4m3, granularity: row}", "dgrad.input must be left out"),
+        ("dgrad.weight.scaling=delayed", "scaling delayed was asked with granularity 1x32"),
     ],
 )
 def test_bad_override_is_one_line(override: str, message: str) -> None:
@@ -116,7 +116,7 @@ def test_file_is_a_base_and_what_differs(tmp_path: Path) -> None:
 
 
 def test_file_without_a_base(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, "fprop: {weight: {format: e3m2, tile: 1x32}}\n"))
+    recipe = load_recipe(write(tmp_path, "fprop: {weight: {format: e3m2, granularity: 1x32}}\n"))
     assert recipe.name == "mine"
     assert recipe.fprop.weight is not None
     assert recipe.fprop.weight.format == "e3m2"

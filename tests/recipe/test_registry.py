@@ -50,7 +50,7 @@ TABLE = {
 def words(spec: QuantSpec | None) -> str:
     if spec is None:
         return "-"
-    text = f"{spec.format}:{spec.tile}:{spec.scale_rule}"
+    text = f"{spec.format}:{spec.granularity}:{spec.scale_rule}"
     if spec.rounding != "nearest_even":
         text += f":{spec.rounding} {spec.random_bits} bits, headroom {spec.headroom}"
     if spec.scaling == "delayed":
@@ -123,7 +123,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_registry")
 def test_register_recipe() -> None:
-    mine = Recipe("mine", "for a test", dgrad=GemmSpec(grad_output=QuantSpec("e3m2", tile="1x32")))
+    mine = Recipe("mine", "for a test", dgrad=GemmSpec(grad_output=QuantSpec("e3m2", granularity="1x32")))
     assert register_recipe(mine) is mine
     assert get_recipe("mine") == mine
     assert recipes()[-1] == "mine"

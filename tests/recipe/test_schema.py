@@ -7,8 +7,8 @@ import pytest
 
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe, UserError
 
-FP8 = QuantSpec("e4m3", tile="tensor")
-DELAYED = QuantSpec("e4m3", tile="tensor", scaling="delayed")
+FP8 = QuantSpec("e4m3", granularity="tensor")
+DELAYED = QuantSpec("e4m3", granularity="tensor", scaling="delayed")
 
 
 @pytest.mark.parametrize(
@@ -19,15 +19,15 @@ DELAYED = QuantSpec("e4m3", tile="tensor", scaling="delayed")
         ({"rounding": "up"}, "rounding is 'up', but must be one of nearest_even, half_away, stochastic"),
         ({"scaling": "later"}, "scaling is 'later', but must be one of current, delayed"),
         ({"history_rule": "mean"}, "history_rule is 'mean', but must be one of max, most_recent"),
-        ({"tile": "32"}, "tile is '32', but must be tensor, row or ROWSxCOLUMNS such as 1x32"),
-        ({"tile": "0x32"}, "tile is '0x32'"),
-        ({"tile": "1x32 "}, "tile is '1x32 '"),
+        ({"granularity": "32"}, "granularity is '32', but must be tensor, row or ROWSxCOLUMNS such as 1x32"),
+        ({"granularity": "0x32"}, "granularity is '0x32'"),
+        ({"granularity": "1x32 "}, "granularity is '1x32 '"),
         (
             {"scale_rule": "floor"},
             "scale_rule 'floor' does not belong to scale_format 'fp32', which has amax, amax_pow2",
         ),
         (
-            {"scale_format": "e8m0", "tile": "1x32"},
+            {"scale_format": "e8m0", "granularity": "1x32"},
             "scale_rule 'amax' does not belong to scale_format 'e8m0', which has floor, round_up, ceil, even",
         ),
         ({"random_bits": 0}, "random_bits is 0, but a draw has 1 to 16 bits"),
@@ -37,16 +37,19 @@ DELAYED = QuantSpec("e4m3", tile="tensor", scaling="delayed")
         ({"headroom": float("nan")}, "headroom is nan"),
         ({"amax_floor": -1.0}, "amax_floor is -1.0, but must be 0 or a positive number"),
         ({"history": 0}, "history is 0, but must be at least 1"),
-        ({"scaling": "delayed", "tile": "row"}, "scaling delayed was asked with tile row and fp32 scales"),
         (
-            {"scaling": "delayed", "tile": "1x32", "scale_format": "e8m0", "scale_rule": "floor"},
-            "scaling delayed was asked with tile 1x32 and e8m0 scales",
+            {"scaling": "delayed", "granularity": "row"},
+            "scaling delayed was asked with granularity row and fp32 scales",
+        ),
+        (
+            {"scaling": "delayed", "granularity": "1x32", "scale_format": "e8m0", "scale_rule": "floor"},
+            "scaling delayed was asked with granularity 1x32 and e8m0 scales",
         ),
     ],
 )
 def test_operand_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        QuantSpec(**{"format": "e4m3", "tile": "tensor", **fields})
+        QuantSpec(**{"format": "e4m3", "granularity": "tensor", **fields})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -95,10 +98,10 @@ def test_delayed_operands_of_all_gemms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tile", "block"), [("tensor", None), ("row", None), ("1x32", (1, 32)), ("128x128", (128, 128))]
+    ("granularity", "block"), [("tensor", None), ("row", None), ("1x32", (1, 32)), ("128x128", (128, 128))]
 )
-def test_block_of_a_tile(tile: str, block: tuple[int, int] | None) -> None:
-    assert QuantSpec("e4m3", tile=tile).block == block
+def test_block_of_a_tile(granularity: str, block: tuple[int, int] | None) -> None:
+    assert QuantSpec("e4m3", granularity=granularity).block == block
 
 
 def test_power_of_two_scales() -> None:

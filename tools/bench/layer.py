@@ -44,7 +44,7 @@ def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: to
 
 
 Saved = tuple[Any, ...]
-"""``SavedForBackward.saved`` and ``SavedForBackward.tile``."""
+"""``SavedForBackward.saved`` and ``SavedForBackward.granularity``."""
 
 
 def unmade(x: torch.Tensor) -> Saved:
@@ -131,14 +131,19 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gemms: Gemms, main_grad: torch.Tensor) -> torch.Tensor:
         y, kept = gemms.forward(x, weight)
         ctx.save_for_backward(weight, *kept.tensors(x))
-        ctx.gemms, ctx.main_grad, ctx.tile = gemms, main_grad, kept.tile
+        ctx.gemms, ctx.main_grad, ctx.granularity = gemms, main_grad, kept.granularity
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
         # A dummy for the weight, as Megatron's data parallelism expects it.
-        return ctx.gemms.backward(dy, weight, (*saved, ctx.tile), ctx.main_grad), torch.empty_like(weight), None, None
+        return (
+            ctx.gemms.backward(dy, weight, (*saved, ctx.granularity), ctx.main_grad),
+            torch.empty_like(weight),
+            None,
+            None,
+        )
 
 
 def through_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
@@ -169,7 +174,7 @@ def without_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
     @torch.no_grad()
     def call(t: Tensors) -> None:
         _, kept = gemms.forward(t.x, t.weight)
-        gemms.backward(t.dy, t.weight, (*kept.tensors(t.x), kept.tile), t.main_grad)
+        gemms.backward(t.dy, t.weight, (*kept.tensors(t.x), kept.granularity), t.main_grad)
 
     return call
 
@@ -194,7 +199,7 @@ def _distance(recipe: str, device: torch.device, generator: torch.Generator) -> 
         gemms = RecipeGemms(recipe, where)
         with torch.no_grad():
             y, kept = gemms.forward(t.x, t.weight)
-            dx = gemms.backward(t.dy, t.weight, (*kept.tensors(t.x), kept.tile), t.main_grad)
+            dx = gemms.backward(t.dy, t.weight, (*kept.tensors(t.x), kept.granularity), t.main_grad)
         sides.append((y, dx, t.main_grad))
     pairs = dict(zip(("fprop", "dgrad", "wgrad"), zip(*sides, strict=True), strict=True))
     for name, (ours, theirs) in pairs.items():

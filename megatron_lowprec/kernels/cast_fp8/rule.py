@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowprec.formats import Format
 
-TILES = {"tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
+GRANULARITIES = {"tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
 NAN_CODE = 0x7F  # of E4M3 and of E5M2, as of kernels.quantize.reference.encode
 
 
@@ -43,7 +43,7 @@ class CastConstants(NamedTuple):
         SUMS: whether entries are summed over M.
         KIND: what is read, of ``source.KINDS``.
         QUERY, HEAD: ``Source.widths``.
-        TILE: what shares a scale, of TILES.
+        GRANULARITY: entries that share a scale, of GRANULARITIES.
         CODES: how numbers become codes.
         FLOOR: the least fp32 not below the rule's amax_floor.
         FLOOR_SCALE: fl32(SCALED_MAX / amax_floor), the encode scale of a lower amax; 1 without a floor.
@@ -59,7 +59,7 @@ class CastConstants(NamedTuple):
     KIND: int
     QUERY: int
     HEAD: int
-    TILE: int
+    GRANULARITY: int
     CODES: CodeConstants
     FLOOR: float
     FLOOR_SCALE: float
@@ -72,12 +72,12 @@ class CastConstants(NamedTuple):
 class Fp8Rule:
     """How a matrix becomes FP8, as in ``recipe.schema.QuantSpec``; rounded to nearest even, fp32 scales.
 
-    ``tile`` is "tensor", "row", "1x128" or "128x128", its second size along the contracted dimension. A rule keeps the
-    kernels that were specialized for it: looking one up must cost less than launching it.
+    ``granularity`` is "tensor", "row", "1x128" or "128x128", its second size along the contracted dimension. A rule
+    keeps the kernels that were specialized for it: looking one up must cost less than launching it.
     """
 
     fmt: Format
-    tile: str
+    granularity: str
     scale_rule: str = "amax"
     amax_floor: float = 0.0
     margin: int = 0
@@ -112,7 +112,7 @@ class Fp8Rule:
             KIND=kind,
             QUERY=widths[0],
             HEAD=widths[1],
-            TILE=TILES[self.tile],
+            GRANULARITY=GRANULARITIES[self.granularity],
             CODES=code_constants(self.fmt, device),
             FLOOR=float(floor32),
             FLOOR_SCALE=float((scaled_max / floor).float()) if self.amax_floor else 1.0,

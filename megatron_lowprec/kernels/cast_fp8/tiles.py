@@ -5,6 +5,10 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast_fp8.triton_ops import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    ROW,
+    TENSOR,
     as_stored,
     below,
     both_scales,
@@ -42,7 +46,7 @@ def cast_rows(
     CHUNK: tl.constexpr = 32
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
     CODES: tl.constexpr = CAST.CODES
-    OF_BF16: tl.constexpr = CODES.NATIVE and CAST.TILE == 2 and BF16
+    OF_BF16: tl.constexpr = CODES.NATIVE and CAST.GRANULARITY == BLOCK_1X128 and BF16
     out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     total = tl.zeros([BN // CHUNK, 1, CHUNK], tl.float32)
     for part in range(BM // ROWS):
@@ -54,12 +58,12 @@ def cast_rows(
         x = as_stored(x, BF16, CAST)
         if CAST.OBSERVES and not CAST.ALONG_COLUMNS:
             observe(observed_ptr, amax_along(amax_along(amax_along(tl.abs(x), 2), 0), 1))
-        if CAST.TILE == 1:
+        if CAST.GRANULARITY == ROW:
             amax = tl.load(amax_ptr + row, mask=below(row, M, CAST), other=0.0)
         else:
             amax = amax_along(amax_along(tl.abs(x), 0), 2)
         scale, decode = both_scales(amax, CAST, OF_BF16)
-        if CAST.TILE == 1:
+        if CAST.GRANULARITY == ROW:
             tl.store(row_scale_ptr + row, decode, mask=below(row, M, CAST) & (tile_n == 0))
         else:
             tl.store(row_scale_ptr + tile_n * height + row, decode, mask=below(row, height, CAST))
@@ -99,8 +103,8 @@ def cast_words(
     """
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
     CODES: tl.constexpr = CAST.CODES
-    OF_BF16: tl.constexpr = CODES.NATIVE and CAST.TILE == 2 and BF16
-    ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3
+    OF_BF16: tl.constexpr = CODES.NATIVE and CAST.GRANULARITY == BLOCK_1X128 and BF16
+    ONE: tl.constexpr = CAST.GRANULARITY == TENSOR or CAST.GRANULARITY == BLOCK_128X128
     row_out = row_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     col_out = col_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     words = tl.arange(0, BM // 4)
@@ -108,7 +112,7 @@ def cast_words(
     one = tl.zeros([1, 1], tl.int32)
     largest = tl.zeros([BM // 4, COLUMNS], tl.float32)
     # of a whole tensor's tile; of others nothing is given, and the compiler drops this
-    given = tl.load(amax_ptr + one) if CAST.TILE == 0 else tl.zeros([1, 1], tl.float32)
+    given = tl.load(amax_ptr + one) if CAST.GRANULARITY == TENSOR else tl.zeros([1, 1], tl.float32)
     given_scale, given_decode = both_scales(given, CAST, OF_BF16)
     for part in range(BN // COLUMNS):
         first = tile_n * BN + part * COLUMNS
@@ -125,19 +129,19 @@ def cast_words(
         found = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
         if CAST.OBSERVES:
             largest = larger(largest, found)
-        if CAST.TILE == 0:
+        if CAST.GRANULARITY == TENSOR:
             scale, decode = given_scale, given_decode
         else:
-            if CAST.TILE == 1:
+            if CAST.GRANULARITY == ROW:
                 amax = tl.load(amax_ptr + M + col, mask=below(col, N, CAST), other=0.0)
             else:
-                amax = amax_along(found, 0) if CAST.TILE == 2 else amax_along(amax_along(found, 1), 0)
+                amax = amax_along(found, 0) if CAST.GRANULARITY == BLOCK_1X128 else amax_along(amax_along(found, 1), 0)
             scale, decode = both_scales(amax, CAST, OF_BF16)
-        if CAST.TILE == 1:
+        if CAST.GRANULARITY == ROW:
             tl.store(col_scale_ptr + col, decode, mask=below(col, N, CAST) & (tile_m == 0))
-        elif CAST.TILE == 2:
+        elif CAST.GRANULARITY == BLOCK_1X128:
             tl.store(col_scale_ptr + tile_m * N + col, decode, mask=below(col, N, CAST))
-        elif CAST.TILE == 3:
+        elif CAST.GRANULARITY == BLOCK_128X128:
             if CAST.ALONG_ROWS:
                 pitch = tl.cdiv(tl.cdiv(N, BN), 4) * 4
                 tl.store(row_scale_ptr + tile_m * pitch + tile_n + one, decode)
@@ -156,7 +160,7 @@ def cast_words(
             tl.store(col_out + to, packed, mask=below(col, N, CAST) & below(row, padded_M, CAST))
     if CAST.OBSERVES:
         observe(observed_ptr, amax_along(amax_along(largest, 1), 0))
-    if CAST.TILE == 0:
+    if CAST.GRANULARITY == TENSOR:
         leads = tile_m + tile_n + one == 0
         if CAST.ALONG_ROWS:
             tl.store(row_scale_ptr + one, given_decode, mask=leads)

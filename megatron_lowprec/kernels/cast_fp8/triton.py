@@ -18,6 +18,7 @@ from megatron_lowprec.kernels.bias_grad.triton import sum_partials
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.cast_fp8.source import KINDS, Fp8Cast, Kind, Source, source_of
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
+from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
 from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, ScaledOperand
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.tuning import Tuned
@@ -74,7 +75,8 @@ def _cast_kernel(
     source = (x_ptr, second_ptr, third_ptr, fourth_ptr, threshold, keep_scale)
     tiles_n = tl.cdiv(N, BN)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
-    ONE: tl.constexpr = CAST.TILE == 0 or CAST.TILE == 3  # one scale for all of the tile, whose codes serve both ways
+    # one scale for all of the tile, whose codes serve both ways
+    ONE: tl.constexpr = CAST.GRANULARITY == TENSOR or CAST.GRANULARITY == BLOCK_128X128
     if CAST.ALONG_ROWS and not ONE:
         cast_rows(
             source, row_ptr, row_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
@@ -127,8 +129,8 @@ def cast_fp8(
         sums: also sum over M, for the gradient of a bias; of a computed source before its entries are rounded.
     """
     source = source_of(x)
-    if amax is None and rule.tile in ("tensor", "row"):
-        amax = amax_of(source, vectors=rule.tile == "row")
+    if amax is None and rule.granularity in ("tensor", "row"):
+        amax = amax_of(source, vectors=rule.granularity == "row")
     key = (rows, columns, observed is not None, sums, source.kind, source.widths)
     kernel = rule.kernels.get(key)
     if kernel is None:
@@ -174,7 +176,7 @@ class _CastKernel:
     ) -> None:
         self._rule, self._rows, self._columns, self._sums = rule, rows, columns, sums
         self._constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths, device)
-        if rule.tile == "1x128":
+        if rule.granularity == "1x128":
             B = _BLOCK
             shapes = {
                 (True, True): (
@@ -186,11 +188,11 @@ class _CastKernel:
                 (True, False): ((64, B, 4), (32, B, 4), (B, B, 8)),
                 (False, True): ((B, 64, 4), (B, 32, 4), (B, 64, 8)),
             }[rows, columns]
-        elif rule.tile == "128x128":
+        elif rule.granularity == "128x128":
             shapes = ((_BLOCK, _BLOCK, 8), (_BLOCK, _BLOCK, 4))
         else:
             shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
-            if rule.tile == "tensor":
+            if rule.granularity == "tensor":
                 # Parts one after the other share the scale, and the observed amax is found once: half the instructions
                 # of a cast from memory. Too few programs for a small matrix.
                 shapes += ((64, 256, 4, 0, 128), (64, 512, 4, 0, 128), (128, 256, 8, 0, 128))
@@ -202,10 +204,10 @@ class _CastKernel:
         """Allocate and launch; see ``cast_fp8``."""
         x = source.x
         (M, N), stride, device = source.shape, x.stride(0), x.device
-        multiple = _BLOCK if self._rule.tile in ("1x128", "128x128") else ROW_MULTIPLE
+        multiple = _BLOCK if self._rule.granularity in ("1x128", "128x128") else ROW_MULTIPLE
         padded_M = -(-M // multiple) * multiple
         # cuBLAS wants the scales of 1x128 tiles in columns of whole 16 bytes
-        height = padded_M if self._rule.tile == "1x128" else M
+        height = padded_M if self._rule.granularity == "1x128" else M
         by_rows = self._operand(height, N, device, M) if self._rows else None
         by_columns = self._operand(N, padded_M, device, N) if self._columns else None
         parts = None
@@ -255,4 +257,4 @@ class _CastKernel:
         return kernel
 
     def _operand(self, height: int, length: int, device: torch.device, rows: int) -> ScaledOperand:
-        return ScaledOperand.empty(height, length, self._rule.dtype, self._rule.tile, device, rows)
+        return ScaledOperand.empty(height, length, self._rule.dtype, self._rule.granularity, device, rows)

@@ -4,12 +4,27 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.cast_fp8.rule import GRANULARITIES
+from megatron_lowprec.kernels.cast_fp8.source import KINDS
 from megatron_lowprec.kernels.dropout.triton import factors
 from megatron_lowprec.kernels.gelu.triton import gelu_of, gelu_slope_of
 from megatron_lowprec.kernels.layernorm.triton import affine
 from megatron_lowprec.kernels.quantize.triton_ops import element_codes, round_to_grid
 
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+
+# the numbers of CAST.GRANULARITY and CAST.KIND, by name
+TENSOR = tl.constexpr(GRANULARITIES["tensor"])
+ROW = tl.constexpr(GRANULARITIES["row"])
+BLOCK_1X128 = tl.constexpr(GRANULARITIES["1x128"])
+BLOCK_128X128 = tl.constexpr(GRANULARITIES["128x128"])
+MATRIX = tl.constexpr(KINDS["matrix"])
+BIAS_GELU = tl.constexpr(KINDS["bias_gelu"])
+BIAS_GELU_GRAD = tl.constexpr(KINDS["bias_gelu_grad"])
+DROPOUT_GRAD = tl.constexpr(KINDS["dropout_grad"])
+LAYERNORM = tl.constexpr(KINDS["layernorm"])
+RMSNORM = tl.constexpr(KINDS["rmsnorm"])
+QKV_GRAD = tl.constexpr(KINDS["qkv_grad"])
 
 
 @triton.jit
@@ -63,37 +78,37 @@ def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: 
     within = below(col, N, CAST)
     inside = below(row, M, CAST) & within
     at = row.to(tl.int64) * stride + col
-    if KIND == 6:
+    if KIND == QKV_GRAD:
         x_ptr, at = place_in_parts(x_ptr, second_ptr, third_ptr, row, col, stride, CAST.QUERY, CAST.HEAD), 0
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if KIND == 1 or KIND == 2:
+    if KIND == BIAS_GELU or KIND == BIAS_GELU_GRAD:  # noqa: SIM109 - Triton has no `in`
         bias = tl.load(third_ptr + col, mask=within, other=0.0).to(tl.float32)
-        if KIND == 1:
+        if KIND == BIAS_GELU:
             x = gelu_of(x + bias)
         else:
             argument = tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32)
             x = x * gelu_slope_of(argument + bias)
         x = tl.where(inside, x, 0.0)
-    elif KIND == 3:
+    elif KIND == DROPOUT_GRAD:
         kept = factors(rows, first_column, fourth_ptr, source[4], source[5], COLUMNS)
         if CHUNK != COLUMNS:
             kept = tl.permute(tl.reshape(kept, [rows.shape[0], COLUMNS // CHUNK, CHUNK]), (1, 0, 2))
         x = x * kept
-    elif KIND == 4 or KIND == 5:
+    elif KIND == LAYERNORM or KIND == RMSNORM:  # noqa: SIM109
         rstd = of_rows(fourth_ptr, rows, M, CHUNK == COLUMNS, CAST)
         weight = tl.load(second_ptr + col, mask=within, other=0.0).to(tl.float32)
         bias = weight
-        if KIND == 4:
+        if KIND == LAYERNORM:
             x = x - of_rows(fourth_ptr + M, rows, M, CHUNK == COLUMNS, CAST)
             bias = tl.load(third_ptr + col, mask=within, other=0.0).to(tl.float32)
-        x = tl.where(inside, affine(x, rstd, weight, bias, KIND == 4), 0.0)
+        x = tl.where(inside, affine(x, rstd, weight, bias, KIND == LAYERNORM), 0.0)
     return x
 
 
 @triton.jit
 def as_stored(x, BF16: tl.constexpr, CAST: tl.constexpr):
     """fp32 rounded as it would be in memory, where it is not from there."""
-    if BF16 and CAST.KIND != 0 and CAST.KIND != 6:
+    if BF16 and CAST.KIND != MATRIX and CAST.KIND != QKV_GRAD:
         x = round_to_bf16(x, CAST.CODES.NATIVE)
     return x
 

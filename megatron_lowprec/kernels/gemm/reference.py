@@ -11,13 +11,13 @@ class Operand(NamedTuple):
 
     Attributes:
         elements: [R, K] in the compute dtype.
-        scale: None, or fp32 decode scales: [1, 1], [R, 1], or [ceil(R / rows), ceil(K / columns)] of tiles.
-        tile: (rows, columns) that share a scale; ignored without scales.
+        scale: None, or fp32 decode scales: [1, 1], [R, 1], or [ceil(R / rows), ceil(K / columns)] of blocks.
+        block: (rows, columns) that share a scale; ignored without scales.
     """
 
     elements: torch.Tensor
     scale: torch.Tensor | None = None
-    tile: tuple[int, int] = (1, 1)
+    block: tuple[int, int] = (1, 1)
 
 
 def contract(
@@ -31,8 +31,8 @@ def contract(
 ) -> torch.Tensor:
     """``alpha * (a * scale) @ (b * scale).T``, summed in fp32 (of fp64 operands in fp64) and rounded once.
 
-    Without scales it is one matrix product. Scales of whole rows multiply the finished sum; scales of tiles along K
-    multiply each partial sum over a tile, which is then added in fp32: DeepSeek-V3's promotion (arXiv 2412.19437,
+    Without scales it is one matrix product. Scales of whole rows multiply the finished sum; scales of blocks along K
+    multiply each partial sum over a block, which is then added in fp32: DeepSeek-V3's promotion (arXiv 2412.19437,
     section 3.3.2).
 
     Args:
@@ -97,11 +97,9 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, alpha: float, total: torch.Ten
 def _k_slices(a: Operand, b: Operand) -> list[slice]:
     """Parts of K over which no scale changes."""
     length = a.elements.shape[1]
-    steps = {operand.tile[1] for operand in (a, b) if operand.scale is not None and operand.scale.shape[1] > 1}
+    steps = {operand.block[1] for operand in (a, b) if operand.scale is not None and operand.scale.shape[1] > 1}
     if len(steps) > 1:
-        raise ValueError(
-            f"both operands must be tiled alike along the contracted dimension, got tiles of {sorted(steps)}"
-        )
+        raise ValueError(f"both operands must have equal blocks along the contracted dimension, got {sorted(steps)}")
     step = steps.pop() if steps else length
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
@@ -109,10 +107,10 @@ def _k_slices(a: Operand, b: Operand) -> list[slice]:
 def _row_scale(operand: Operand, k: slice) -> torch.Tensor:
     """The scale of each row of the operand over that part of K: [R] or [1]."""
     assert operand.scale is not None
-    column = operand.scale[:, k.start // operand.tile[1] if operand.scale.shape[1] > 1 else 0]
+    column = operand.scale[:, k.start // operand.block[1] if operand.scale.shape[1] > 1 else 0]
     rows = operand.elements.shape[0]
     return (
         column
-        if column.numel() in (1, rows) and operand.tile[0] in (1, rows)
-        else column.repeat_interleave(operand.tile[0])[:rows]
+        if column.numel() in (1, rows) and operand.block[0] in (1, rows)
+        else column.repeat_interleave(operand.block[0])[:rows]
     )

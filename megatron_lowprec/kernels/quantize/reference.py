@@ -1,7 +1,7 @@
 """Scales and rounding in plain torch: the meaning of every quantized bit in the project.
 
 Everything runs in fp32 with single IEEE operations, so the codes and scales are the same on every device. Operands are
-[R, K] with the contracted dimension last; a tile is (rows, columns), and partial tiles at the edges are scaled by
+[R, K] with the contracted dimension last; a block is (rows, columns), and partial blocks at the edges are scaled by
 what they hold.
 """
 
@@ -104,16 +104,16 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 # ---- scales
-def tile_amax(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """Largest magnitude in each tile: fp32 [ceil(R / rows), ceil(K / columns)]; a NaN in the tile gives NaN."""
-    rows, columns = tile
+def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude in each block: fp32 [ceil(R / rows), ceil(K / columns)]; a NaN in the block gives NaN."""
+    rows, columns = block
     magnitude = pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     down, across = magnitude.shape[0] // rows, magnitude.shape[1] // columns
     return magnitude.reshape(down, rows, across, columns).amax(dim=(1, 3)).to(torch.float32)
 
 
 def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
-    """Scale byte of each tile from its amax, by one of the rules that ``recipe.schema.QuantSpec`` tabulates.
+    """Scale byte of each block from its amax, by one of the rules that ``recipe.schema.QuantSpec`` tabulates.
 
     Zero gives byte 0 (2^-127); NaN and Inf give ``E8M0_NAN``; the exponent saturates to [-127, 127]. floor(log2) is
     read off the exponent field: a floating log2 errs just below powers of two.
@@ -158,7 +158,7 @@ def e8m0_encode_scale(byte: torch.Tensor) -> torch.Tensor:
 def fp32_encode_scale(
     amax: torch.Tensor, fmt: Format, rule: str, amax_floor: float = 0.0, margin: int = 0
 ) -> torch.Tensor:
-    """fp32 number to multiply a tile by before rounding: s = fl((M / 2^margin) / amax); the decode scale is fl(1 / s).
+    """fp32 number to multiply a block by before rounding: s = fl((M / 2^margin) / amax); the decode scale is fl(1 / s).
 
     ``amax_pow2`` keeps only the exponent of s. amax 0 gives 1; a quotient beyond fp32 gives its maximum, as
     TransformerEngine's update of delayed scales does; NaN and Inf give NaN, so that what they touch is seen.
@@ -182,7 +182,7 @@ def fp32_encode_scale(
 def quantize_operand(
     x: torch.Tensor,
     fmt: Format,
-    tile: tuple[int, int],
+    block: tuple[int, int],
     *,
     scale_format: str,
     scale_rule: str,
@@ -198,9 +198,9 @@ def quantize_operand(
 
     Args:
         x: [R, K] bf16, fp16 or fp32, any strides; K a multiple of len(signs) where these are given.
-        tile: (rows, columns) that share a scale.
+        block: (rows, columns) that share a scale.
         scale_format, scale_rule, rounding, headroom, amax_floor: as in ``recipe.schema.QuantSpec``.
-        encode_scale: fp32, one entry a tile, where the scale is known already (a delayed one, or one that ranks share).
+        encode_scale: fp32, one entry a block, for a scale that is known already (delayed, or shared by ranks).
         signs: [g], applies the Hadamard transform first.
         uniform: draws of stochastic rounding.
         dequantize: multiply the elements by their decode scale, exact where that is a power of two in bf16's range.
@@ -210,9 +210,11 @@ def quantize_operand(
         scale: E8M0 bytes (uint8) or fp32 decode scales, [ceil(R / rows), ceil(K / columns)].
     """
     elements = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    scales = [torch.empty(0, -(-x.shape[1] // tile[1]), dtype=torch.uint8 if scale_format == "e8m0" else torch.float32)]
+    scales = [
+        torch.empty(0, -(-x.shape[1] // block[1]), dtype=torch.uint8 if scale_format == "e8m0" else torch.float32)
+    ]
     shared = encode_scale is not None and encode_scale.shape[0] == 1
-    scale_rows = 1 if shared else tile[0]
+    scale_rows = 1 if shared else block[0]
     for chunk in row_chunks(x.shape[0], x.shape[1], x.device, multiple_of=scale_rows):
         part = x[chunk].to(torch.float32) if signs is None else hadamard_transform(x[chunk], signs)
         if encode_scale is not None:
@@ -220,27 +222,27 @@ def quantize_operand(
             encoder = encode_scale if shared else encode_scale[rows]
             scale = decoder = torch.ones_like(encoder) / encoder
         elif scale_format == "e8m0":
-            scale = e8m0_scale(tile_amax(part, tile), fmt, scale_rule)
+            scale = e8m0_scale(block_amax(part, block), fmt, scale_rule)
             encoder, decoder = e8m0_encode_scale(scale), e8m0_decode_scale(scale)
         else:
-            encoder = fp32_encode_scale(tile_amax(part, tile), fmt, scale_rule, amax_floor)
+            encoder = fp32_encode_scale(block_amax(part, block), fmt, scale_rule, amax_floor)
             scale = decoder = torch.ones_like(encoder) / encoder
         scales.append(scale)
-        scaled = scale_tiles(part, encoder, tile)
+        scaled = scale_blocks(part, encoder, block)
         if headroom != 1.0:
             scaled = scaled * headroom
         draws = uniform(chunk) if uniform is not None and rounding == "stochastic" else None
         rounded = round_to_format(scaled, fmt, rounding, draws)
-        elements[chunk] = scale_tiles(rounded, decoder, tile) if dequantize else rounded
+        elements[chunk] = scale_blocks(rounded, decoder, block) if dequantize else rounded
     return elements, scales[-1] if shared or len(scales) == 1 else torch.cat(scales[1:])
 
 
-def scale_tiles(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """x [R, K] times the scale of each entry's tile; a scale of one row or column holds for all of that dimension."""
+def scale_blocks(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """x [R, K] times the scale of each entry's block; a scale of one row or column holds for all of that dimension."""
     rows, columns = x.shape
-    if tile[0] == 1 and scale.shape[1] > 1 and columns % tile[1] == 0:
-        return (x.reshape(rows, columns // tile[1], tile[1]) * scale.unsqueeze(-1)).reshape(rows, columns)
+    if block[0] == 1 and scale.shape[1] > 1 and columns % block[1] == 0:
+        return (x.reshape(rows, columns // block[1], block[1]) * scale.unsqueeze(-1)).reshape(rows, columns)
     for dim in (0, 1):
-        if scale.shape[dim] > 1 and tile[dim] > 1:
-            scale = scale.repeat_interleave(tile[dim], dim).narrow(dim, 0, x.shape[dim])
+        if scale.shape[dim] > 1 and block[dim] > 1:
+            scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, x.shape[dim])
     return x * scale

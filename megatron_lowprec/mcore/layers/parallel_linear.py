@@ -39,7 +39,7 @@ class Saved(NamedTuple):
     x: torch.Tensor | None
     scale: torch.Tensor | None
     weight_amax: torch.Tensor | None
-    tile: str
+    granularity: str
     x_shape: torch.Size
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -67,17 +67,17 @@ def product(
     keep = update_amax and keeps
     if isinstance(x, Source):
         y, kept = layer.bound_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=keep, amax=amax)
-        return y, Saved(weight, *kept.tensors(x.x), kept.tile, x.shape)
+        return y, Saved(weight, *kept.tensors(x.x), kept.granularity, x.shape)
     made = attached_input(x, layer.bound_gemms)
     if made is not None:
         y, kept = layer.bound_gemms.forward(made, weight, rng_step, update_amax, bias, save_input=keep)
-        return y, Saved(weight, *kept.tensors(x), kept.tile, x.shape)
+        return y, Saved(weight, *kept.tensors(x), kept.granularity, x.shape)
     total = gather_sequence(x, tp.tp_group)[0] if tp.sequence_parallel else x
     flat = total.reshape(-1, total.shape[-1])
     # under sequence parallelism a rank keeps its part of x alone, and gathers again
     keep = keep and not tp.sequence_parallel
     y, kept = layer.bound_gemms.forward(flat, weight, rng_step, update_amax, bias, save_input=keep, amax=amax)
-    return y, Saved(weight, *kept.tensors(x), kept.tile, x.shape)
+    return y, Saved(weight, *kept.tensors(x), kept.granularity, x.shape)
 
 
 def gradients(
@@ -113,7 +113,7 @@ def gradients(
     elif saved.scale is None:
         kept = total.reshape(-1, total.shape[-1])
     else:
-        kept = SavedForBackward.restored(total, saved.scale, saved.tile)
+        kept = SavedForBackward.restored(total, saved.scale, saved.granularity)
     dw = layer.accumulate_wgrad(linear_gemms, grad, kept, saved.weight, rng_step, amax)
     if reducing is not None:
         reducing.wait()
@@ -145,12 +145,12 @@ class _ParallelLinearFunction(torch.autograd.Function):
         ctx.channel = channel
         y, saved = product(layer, x, weight, bias, ctx.rng_step, update_amax, tp, amax)
         ctx.save_for_backward(*saved.tensors())
-        ctx.tile, ctx.x_shape = saved.tile, saved.x_shape
+        ctx.granularity, ctx.x_shape = saved.granularity, saved.x_shape
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        saved = Saved(*ctx.saved_tensors, ctx.tile, ctx.x_shape)
+        saved = Saved(*ctx.saved_tensors, ctx.granularity, ctx.x_shape)
         linear_gemms: LinearGemms = ctx.layer.bound_gemms
 
         def dy() -> GradOutput:

@@ -112,7 +112,7 @@ def _counterpart(recipe: Recipe) -> TERecipe | None:
         return None
     delayed = operand.scaling == "delayed"
     found = TERecipe(
-        "delayed" if delayed else "tensorwise" if operand.tile == "tensor" else "blockwise",
+        "delayed" if delayed else "tensorwise" if operand.granularity == "tensor" else "blockwise",
         "hybrid" if gradient.format == "e5m2" else "e4m3",
         history=operand.history if delayed else 1,
         history_rule=operand.history_rule if delayed else "most_recent",

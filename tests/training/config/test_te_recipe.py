@@ -95,7 +95,7 @@ def test_fields_that_transformer_engine_leaves_open(name: str, changes: list[str
         ("fp8_current", ["fprop.input.format=e5m2"]),
         ("fp8_current", ["dgrad.grad_output.format=e4m3"]),  # wgrad's stays
         ("fp8_blockwise", ["dgrad.grad_output.format=e5m2", "wgrad.grad_output.format=e5m2"]),
-        ("fp8_blockwise", ["fprop.weight.tile=1x128"]),
+        ("fp8_blockwise", ["fprop.weight.granularity=1x128"]),
     ],
 )
 def test_a_field_that_transformer_engine_lacks_is_refused(name: str, changes: list[str]) -> None:

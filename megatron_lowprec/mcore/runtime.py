@@ -183,7 +183,7 @@ def bind_recipe(
     num_layers: int,
     seed: int,
     accumulate_wgrad: bool = True,
-    same_noise_on_data_parallel: bool = False,
+    share_rng_across_dp: bool = False,
     reduce_amax: bool = True,
     cache_weights: bool = False,
     emulate: bool = False,
@@ -204,7 +204,7 @@ def bind_recipe(
         emulate: multiply in the compute dtype also where the device has FP8 products.
         recompute_gelu: keep no input of linear_fc2 where GELU is fused, and say where it is not.
         rerun_in_bf16: globs of single GEMMs that are to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
-        same_noise_on_data_parallel: draw the same rounding noise on every data-parallel rank (to study just that).
+        share_rng_across_dp: draw the same rounding noise on every data-parallel rank (to study just that).
         reduce_amax: take a current scale that spans tensor-parallel ranks from the amax of all of them; else each rank
             scales its own part by that part's (histories of delayed scaling are always reduced).
 
@@ -216,8 +216,8 @@ def bind_recipe(
     runtime = RecipeRuntime(recipe, device)
     if not reduce_amax:
         runtime.notes.append("--no-amax-reduce: a current scale is of each tensor-parallel rank's own part")
-    if same_noise_on_data_parallel:
-        runtime.notes.append("--same-noise-on-data-parallel: rounding noise does not average out over these ranks")
+    if share_rng_across_dp:
+        runtime.notes.append("--share-rng-across-dp: rounding noise does not average out over these ranks")
     plain = get_recipe("bf16")
     moves = any(remembered.update == "microbatch" for remembered in recipe.delayed_operands().values())
     for layer_number, name, expert, module in _linears(model_chunks):
@@ -237,7 +237,7 @@ def bind_recipe(
             layer_number,
             name,
             expert,
-            0 if same_noise_on_data_parallel else _data_parallel_rank(expert >= 0),
+            0 if share_rng_across_dp else _data_parallel_rank(expert >= 0),
             spans={split: _span(module, split, name)},
             split=split if shared else "",
         )

@@ -182,7 +182,7 @@ def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
                 raise UserError(
                     f"recipe {recipe.name}: {gemm_name} of {site.path} has {why}, but {sizes[dimension]} "
                     f"{dimension} features{a_rank} are no multiple of {multiple}: change that size, "
-                    f"or keep the layer in bf16 with --recipe-set 'keep_bf16.names=[\"{site.path}\"]'"
+                    f"or keep the layer in bf16 with --recipe-override 'keep_bf16.names=[\"{site.path}\"]'"
                 )
 
 

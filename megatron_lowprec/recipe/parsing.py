@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import types
 import typing
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,9 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         path, equals, text = override.partition("=")
         if not equals:
             raise UserError(
-                f"--recipe-set {override!r} has no value: write FIELD=VALUE, such as dgrad.hadamard.block=128"
+                f"--recipe-override {override!r} has no value: write FIELD=VALUE, such as dgrad.hadamard.block=128"
             )
-        value = read_yaml_text(text, f"--recipe-set {override}")
+        value = read_yaml_text(text, f"--recipe-override {override}")
         for key in reversed(path.strip().split(".")):
             value = {key: value}
         _merge(Recipe, data, value, "")
@@ -104,6 +105,22 @@ def _fields(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+_RENAMED = {"tile": "granularity"}  # fields of recipe files, overrides and checkpoints of version 0.1
+
+
+def _current_keys(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """``data`` under today's names of the fields; an old name warns once in the process."""
+    known = _fields(cls)
+    current = {}
+    for key, value in data.items():
+        new = _RENAMED.get(key, key)
+        if new != key and new in known and key not in known:
+            warnings.warn(f"recipe field {key} is called {new} now; the next release drops the old name", stacklevel=2)
+            key = new
+        current[key] = value
+    return current
+
+
 def _check_key(cls: type, key: object, where: str) -> None:
     known = list(_fields(cls))
     if key not in known:
@@ -123,7 +140,7 @@ def _dataclass_in(hint: Any) -> type | None:
 
 
 def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
-    for key, value in changes.items():
+    for key, value in _current_keys(cls, changes).items():
         _check_key(cls, key, where)
         inner = _dataclass_in(_fields(cls)[key])
         if inner is not None and isinstance(value, Mapping):
@@ -144,7 +161,7 @@ def _build(cls: type, data: Any, where: str) -> Any:
         raise UserError(f"{where or 'the recipe'} is {data!r}, but must be a mapping of fields")
     hints = _fields(cls)
     values = {}
-    for key, value in data.items():
+    for key, value in _current_keys(cls, data).items():
         _check_key(cls, key, where)
         values[key] = _value(hints[key], value, f"{where}.{key}".lstrip("."))
     missing = [

@@ -19,7 +19,8 @@ from megatron_lowprec.report.runs import Run, Status
 # Options that change neither the model nor what it learns from, but where, how fast and under which names it runs.
 # Whatever is not listed here keeps runs apart.
 _NAMES = """
-    config recipe recipe_set seed transformer_impl stock_linears fp8_param_gather emulate
+    config recipe recipe_set recipe_override seed transformer_impl stock_linears no_lowprec_linears
+    fp8_param_gather emulate
     no_gradient_accumulation_fusion attention_backend deterministic_mode cuda_graph_impl list_recipes explain_recipe
     micro_batch_size recompute_granularity recompute_method recompute_num_layers
     exit_interval exit_duration_in_mins exit_signal_handler profile profile_step_start profile_step_end

@@ -33,7 +33,7 @@ _NOT_THE_RUN = {
     *("exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
     *("wandb_project", "wandb_exp_name", "wandb_save_dir", "distributed_timeout_minutes", "no_memory_check"),
     *("profile", "profile_step_start", "profile_step_end"),
-    *("recipe", "recipe_set"),  # the recipe itself is kept
+    *("recipe", "recipe_override"),  # the recipe itself is kept
 }
 
 
@@ -181,11 +181,11 @@ def _cell(
 ) -> Cell:
     name = "-".join(part for part in (model.label, recipe.label, variant.label, f"s{seed}") if part)
     chosen = ["--config", str(find(model.file)), "--recipe", _found(recipe.recipe)]
-    chosen += [word for override in recipe.recipe_set for word in ("--recipe-set", override)]
+    chosen += [word for override in recipe.recipe_override for word in ("--recipe-override", override)]
     arguments = [*chosen, "--seed", str(seed), *flags(options)]
     try:
         config, _, _ = parse(arguments)
-        loaded = load_recipe(config.recipe, config.recipe_set)
+        loaded = load_recipe(config.recipe, config.recipe_override)
         sizes = resolve_model(config)
         check_sizes(loaded, linear_sites(sizes), require(sizes.num_layers), sizes.tensor_model_parallel_size)
         run = resolve_run(resolve_recipe(sizes, loaded)[0], processes, gpus=True)

@@ -5,7 +5,7 @@
     summary: one line
     options: {eval-iters: 16}                # of every cell, named as in configs/models
     models: [gpt_tiny]                       # a name in configs/models, a file, or {label, model, options}
-    recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_set}
+    recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_override}
     overrides: {base: {}, low: {lr: 1.0e-4}} # named variants; may be left out
     seeds: [1234, 1235]
     resources: {gpus_per_cell: 1}
@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.yaml_text import read_yaml_text
-from megatron_lowprec.training.config.arguments import checked_options, find, nearest, without_rivals
+from megatron_lowprec.training.config.arguments import checked_options, current_names, find, nearest, without_rivals
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS
 
 Options = dict[str, Any]
@@ -36,7 +36,7 @@ LABEL = re.compile(r"[A-Za-z0-9_.+-]+")
 _OWN = {
     "config": "models:",
     "recipe": "recipes:",
-    "recipe_set": "recipes: {label, recipe, recipe_set}",
+    "recipe_override": "recipes: {label, recipe, recipe_override}",
     "seed": "seeds:",
     "save": "--out",
     "load": "--out",
@@ -52,7 +52,7 @@ class RecipeChoice:
 
     label: str
     recipe: str
-    recipe_set: tuple[str, ...] = ()
+    recipe_override: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -246,11 +246,11 @@ def _label(where: str, label: Any) -> str:
 def _recipe(where: str, entry: Any) -> RecipeChoice:
     if isinstance(entry, str):
         return RecipeChoice(_label(where, Path(entry).stem if entry.endswith((".yaml", ".yml")) else entry), entry)
-    content = _mapping(where, entry)
-    _known(where, content, ("label", "recipe", "recipe_set"))
-    overrides = content.get("recipe_set", [])
+    content = current_names(where, _mapping(where, entry))
+    _known(where, content, ("label", "recipe", "recipe_override"))
+    overrides = content.get("recipe_override", [])
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
-        raise UserError(f"{where}: recipe_set is {overrides!r}; write a list such as [dgrad.hadamard.block=128]")
+        raise UserError(f"{where}: recipe_override is {overrides!r}; write a list such as [dgrad.hadamard.block=128]")
     return RecipeChoice(_label(where, content.get("label")), _text(where, content, "recipe"), tuple(overrides))
 
 

@@ -106,7 +106,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         num_layers=require(config.num_layers),
         seed=config.seed,
         accumulate_wgrad=not config.no_gradient_accumulation_fusion,
-        same_noise_on_data_parallel=config.same_noise_on_data_parallel,
+        share_rng_across_dp=config.share_rng_across_dp,
         reduce_amax=not config.no_amax_reduce,
         cache_weights=_several_microbatches(config),
         emulate=config.emulate,
@@ -224,7 +224,7 @@ def _block_spec(config: Config, transformer: TransformerConfig, vp_stage: int | 
     return gpt_block_spec(
         transformer,
         attention_backend=config.attention_backend,
-        stock_linears=config.stock_linears,
+        no_lowprec_linears=config.no_lowprec_linears,
         vp_stage=vp_stage,
     )
 
@@ -308,7 +308,7 @@ def implementation(config: Config, trainer: Trainer) -> str:
     if config.transformer_impl == "transformer_engine":
         layers = f"transformer_engine {get_te_version()}"
     else:
-        layers = f"local, {'Megatron-core' if config.stock_linears else 'this project'}'s linears"
+        layers = f"local, {'Megatron-core' if config.no_lowprec_linears else 'this project'}'s linears"
     inner = type(torch_optimizers(trainer.optimizer)[0])
     return f"{layers}; optimizer {inner.__name__} of {inner.__module__.split('.')[0]}"
 

@@ -61,7 +61,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         _print_once(ranks, _recipe_table())
         return
     config = resolve_model(config)
-    recipe = load_recipe(str(find(config.recipe)), config.recipe_set)
+    recipe = load_recipe(str(find(config.recipe)), config.recipe_override)
     check_sizes(recipe, linear_sites(config), require(config.num_layers), config.tensor_model_parallel_size)
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
     if keeps_all(recipe, linear_sites(config), require(config.num_layers)):
@@ -234,9 +234,9 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     if not config.no_self_test and config.transformer_impl == "local":
         run_on_all_ranks(lambda: self_test(plan.recipe, trainer.config.params_dtype, device))
     progress = checkpoint.Progress()
-    uncalibrated = config.fill_amax_histories and bool(plan.recipe.delayed_operands())
-    if config.fill_amax_histories and not uncalibrated:
-        notes.append(f"--fill-amax-histories: nothing to fill, recipe {plan.recipe.name} has no delayed scaling")
+    uncalibrated = config.calibrate_amax and bool(plan.recipe.delayed_operands())
+    if config.calibrate_amax and not uncalibrated:
+        notes.append(f"--calibrate-amax: nothing to fill, recipe {plan.recipe.name} has no delayed scaling")
     if plan.found is not None:
         loaded = checkpoint.load(plan.found, trainer, config, layout)
         progress, uncalibrated = loaded.progress, loaded.uncalibrated

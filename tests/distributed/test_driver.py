@@ -101,7 +101,7 @@ def cases() -> dict[str, dict[str, Any]]:
     for precision, options in PRECISIONS.items():
         common = options | {"train_iters": 3, "no_gradient_accumulation_fusion": True, "no_save": True}
         found[f"ours {precision}"] = common
-        found[f"stock {precision}"] = common | {"stock_linears": True}
+        found[f"stock {precision}"] = common | {"no_lowprec_linears": True}
     found["experts"] = {
         "num_experts": 4,
         "expert_model_parallel_size": 2,

@@ -20,7 +20,7 @@ from tests.training.helpers import argv, losses, many_runs, rows
 STATE = [
     word
     for override in ("optimizer.exp_avg=e4m3", "optimizer.exp_avg_sq=fp16", "optimizer.master=fp16")
-    for word in ("--recipe-set", override)
+    for word in ("--recipe-override", override)
 ]
 COMMON: dict[str, Any] = {"train_iters": 4, "lr_decay_iters": 10, "log_params_norm": True}
 COMPARABLE: dict[str, Any] = COMMON | {"hidden_dropout": 0, "attention_dropout": 0}
@@ -56,7 +56,7 @@ def cases() -> dict[str, list[str]]:
     ]
     found["exchange"] = argv(**LM, no_save=True)
     found["exchange overlapped"] = argv(**LM | OVERLAP, no_save=True, use_distributed_optimizer=True)
-    found["exchange, rounded sums"] = [*argv(**LM, no_save=True), "--recipe-set", "gradients.sum=format"]
+    found["exchange, rounded sums"] = [*argv(**LM, no_save=True), "--recipe-override", "gradients.sum=format"]
     found["fp8_delayed"] = argv(**LM | {"recipe": "fp8_delayed"}, no_save=True, use_distributed_optimizer=True)
     for name, options in RESUMED.items():
         common = LM | {"use_distributed_optimizer": True} | options

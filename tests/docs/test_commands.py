@@ -94,7 +94,7 @@ def check_driver(words: Sequence[str]) -> None:
         arguments.read_yaml(str(arguments.find(config)))
     recipe = options.get("recipe")
     if recipe is not None and not _PLACEHOLDER.fullmatch(recipe) and not recipe.startswith("my_"):
-        load_recipe(str(ROOT / recipe) if recipe.endswith(".yaml") else recipe, options.get("recipe_set", []))
+        load_recipe(str(ROOT / recipe) if recipe.endswith(".yaml") else recipe, options.get("recipe_override", []))
     if whole and not options.get("list_recipes"):
         resolve_model(arguments.parse(list(words))[0])
 
@@ -260,7 +260,7 @@ def test_flags_in_the_text_exist(page: Path) -> None:
     [
         "python pretrain_gpt.py --recipe mxfp9",
         "python pretrain_gpt.py --recipe mxfp8 --no-such-flag",
-        "python pretrain_gpt.py --recipe mxfp8 --recipe-set dgrad.hadamard.blok=128",
+        "python pretrain_gpt.py --recipe mxfp8 --recipe-override dgrad.hadamard.blok=128",
         "python pretrain_gpt.py --config configs/models/gpt_none.yaml",
         "python pretrain_gpt.py --train-iters many",
         "python tools/none.py",

@@ -86,8 +86,8 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 def test_two_iterations_under_a_changed_recipe(tmp_path: Path) -> None:
     done = processed(
         "python pretrain_gpt.py --config configs/models/gpt_tiny.yaml --mock-data --no-save --train-iters 2 "
-        "--eval-iters 0 --recipe mxfp8 --recipe-set dgrad.grad_output.format=e5m2 "
-        "--recipe-set keep_bf16.last_layers=1",
+        "--eval-iters 0 --recipe mxfp8 --recipe-override dgrad.grad_output.format=e5m2 "
+        "--recipe-override keep_bf16.last_layers=1",
         tmp_path,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -64,7 +64,7 @@ def test_an_operand_can_be_added_and_removed() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("dgrad.hadamard.block", "--recipe-set 'dgrad.hadamard.block' has no value: write FIELD=VALUE"),
+        ("dgrad.hadamard.block", "--recipe-override 'dgrad.hadamard.block' has no value: write FIELD=VALUE"),
         ("dgrd.weight=null", "a recipe has no field 'dgrd': did you mean dgrad"),
         ("dgrad.wieght=null", "dgrad has no field 'wieght': did you mean weight"),
         ("dgrad.weight.zzz=1", "dgrad.weight has no field 'zzz': it has format, granularity"),
@@ -82,7 +82,7 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("dgrad.weight.rounding=[1]", "dgrad.weight.rounding is [1] (list), but must be str"),
         ("keep_bf16.names=layers.1.*", "keep_bf16.names is 'layers.1.*', but must be a list such as ['layers.1.*']"),
         ("keep_bf16.names=[3]", "keep_bf16.names is 3 (int), but must be str"),
-        ("dgrad.weight=[", "--recipe-set dgrad.weight=[ is no valid YAML"),
+        ("dgrad.weight=[", "--recipe-override dgrad.weight=[ is no valid YAML"),
         ("dgrad.input={format: e4m3}", "dgrad.input lacks granularity: give them a value"),
         ("dgrad.input={format: e4m3, granularity: row}", "dgrad.input must be left out"),
         ("dgrad.weight.scaling=delayed", "scaling delayed was asked with granularity 1x32"),
@@ -93,6 +93,18 @@ def test_bad_override_is_one_line(override: str, message: str) -> None:
         load_recipe("mxfp4_rht_sr", [override])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_old_field_names_are_read_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="tile is called granularity"):
+        assert load_recipe("mxfp8", ["fprop.weight.tile=32x32"]).fprop.weight.granularity == "32x32"  # type: ignore[union-attr]
+    stored = recipe_to_dict(get_recipe("fp8_blockwise"))
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        for operand in filter(None, stored[gemm].values()):
+            if isinstance(operand, dict) and "granularity" in operand:
+                operand["tile"] = operand.pop("granularity")
+    with pytest.warns(UserWarning, match="tile is called granularity"):
+        assert recipe_from_dict(stored) == get_recipe("fp8_blockwise")
 
 
 def test_an_override_below_a_value_that_is_no_mapping_is_one_line() -> None:

@@ -101,7 +101,7 @@ def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
         ({"options": {"train-iter": 3}}, "unknown key 'train-iter'; the nearest one is train-iters"),
         ({"options": {"lr": "1e-3"}}, "which YAML 1.1 reads as text"),
         ({"options": {"seed": 3}}, "seed is not an option of a cell; it belongs to seeds:"),
-        ({"options": {"recipe-set": ["a=1"]}}, "it belongs to recipes:"),
+        ({"options": {"recipe-override": ["a=1"]}}, "it belongs to recipes:"),
         ({"options": {"save": "x"}}, "it belongs to --out"),
         ({"options": {"fp8-format": "hybrid"}}, "it belongs to recipes:"),
         ({"options": {"train-iters": 3, "train-samples": 3}}, "exclude each other"),

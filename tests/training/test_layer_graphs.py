@@ -171,7 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 gradients": {"grad_reduce_in_bf16": True},
     "fp32, megatron-core's attention": {"bf16": None, "attention_backend": "local"},
     "llama": {"swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope"},
-    "stock linears": {"stock_linears": True},
+    "stock linears": {"no_lowprec_linears": True},
 }
 
 # gathers run under the layers; for the norm of all weights they would end before the next step

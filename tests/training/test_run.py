@@ -126,14 +126,14 @@ def test_delayed_scaling_begins_anew_where_a_checkpoint_has_no_history(
 ) -> None:
     sizes = {"hidden_size": 128, "ffn_hidden_size": 256}
     drive(argv(save="out", train_iters=1, recipe="bf16", **sizes))
-    drive(argv(save="new", load="out", train_iters=3, recipe=recipe, recipe_set=field or None, **sizes))
+    drive(argv(save="new", load="out", train_iters=3, recipe=recipe, recipe_override=field or None, **sizes))
     assert "amax histories" in capsys.readouterr().out
     assert len(losses(Path("new"))) == 2
 
 
 def test_a_history_of_another_length_begins_anew(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="out", train_iters=1, recipe="fp8_mxfp4_rht_sr", hidden_size=128))
-    shorter = [word for name in ("input", "weight") for word in ("--recipe-set", f"fprop.{name}.history=16")]
+    shorter = [word for name in ("input", "weight") for word in ("--recipe-override", f"fprop.{name}.history=16")]
     drive(argv(save="new", load="out", train_iters=2, recipe="fp8_mxfp4_rht_sr", hidden_size=128) + shorter)
     assert "16 amax histories" in capsys.readouterr().out
 
@@ -168,7 +168,7 @@ def test_a_recipe_that_quantizes_nothing_is_said_to(drive: Drive, capsys: pytest
 
 
 def test_a_recipe_of_many_overrides_has_a_folder(drive: Drive) -> None:
-    many = [word for i in range(20) for word in ("--recipe-set", f"keep_bf16.names=['layers.{i % 2 + 1}.*']")]
+    many = [word for i in range(20) for word in ("--recipe-override", f"keep_bf16.names=['layers.{i % 2 + 1}.*']")]
     drive(argv(recipe="mxfp8", hidden_size=128, train_iters=1, no_save=True) + many)
     (folder,) = Path("runs").iterdir()
     assert folder.name.startswith("gpt-mxfp8+keep_bf16.names")

@@ -39,7 +39,7 @@ def main(asked: dict[str, Any]) -> None:
     batch = per_rank * ranks.world_size
     length = ["--global-batch-size", str(batch), "--train-iters", str(max(1000, steps))]
     config, _, _ = parse([*asked["flags"], "--mock-data", "--micro-batch-size", str(per_rank), *length])
-    recipe = load_recipe(config.recipe, config.recipe_set)
+    recipe = load_recipe(config.recipe, config.recipe_override)
     config, _ = resolve_recipe(resolve_model(config), recipe)
     config = resolve_run(config, ranks.world_size, gpus=on_gpu)
     te_recipe.prepare(config, recipe)

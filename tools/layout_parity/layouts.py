@@ -92,4 +92,4 @@ RESUMED = (
 )
 """Where runs are stopped and resumed."""
 
-SAME_NOISE = "--same-noise-on-data-parallel"
+SAME_NOISE = "--share-rng-across-dp"

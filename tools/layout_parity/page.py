@@ -35,7 +35,7 @@ says what is left without that.
 """
 _TITLES = {
     "operands": "## Given the same operand: codes and scales, bit for bit",
-    "stock": "## Recipe bf16 and Megatron-core's own layers (`--stock-linears`), bf16, no fused accumulation",
+    "stock": "## Recipe bf16 and Megatron-core's own layers (`--no-lowprec-linears`), bf16, no fused accumulation",
     "resume": "## Stopped and resumed, dropout on, bf16",
     "noise": "## Rounding noise of two data-parallel ranks",
 }

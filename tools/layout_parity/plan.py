@@ -142,7 +142,7 @@ def checks_of(layout: Layout, asked: Asked, folder: Path) -> list[Group]:
         gated = replace(layout, model="gated")
         groups.append(group(gated, "fp32", asked, None, checks=["operands"], recipes=list(asked.recipes)))
     if "stock" in asked.checks:
-        for linears, flags in (("ours", ()), ("stock", ("--stock-linears",))):
+        for linears, flags in (("ours", ()), ("stock", ("--no-lowprec-linears",))):
             flags = ("--no-gradient-accumulation-fusion", *flags)
             what: Group = {"checks": ["losses"], "recipes": ["bf16"], "steps": 3, "name": {"linears": linears}}
             groups.append(group(layout, "bf16", asked, folder, flags=flags, **what))

@@ -132,7 +132,7 @@ class Setup:
         sites, layers = linear_sites(self.config), require(self.config.num_layers)
         check_sizes(spec, sites, layers, self.config.tensor_model_parallel_size)
         self.snapshot.restore()
-        if not self.config.stock_linears:
+        if not self.config.no_lowprec_linears:
             self.trainer.runtime = model.bind(self.config, spec, self.trainer.chunks)
 
     def calibrate(self) -> None:

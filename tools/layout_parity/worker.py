@@ -95,7 +95,7 @@ def _losses(setup: Any, recipe: str, group: Row) -> Row:
     return {
         "losses": _exact(setup.train(group["steps"])),
         # Megatron-core's own layers have no recipe.
-        "gemms": runs.gemms() if not setup.config.stock_linears else {},
+        "gemms": runs.gemms() if not setup.config.no_lowprec_linears else {},
     }
 
 

@@ -24,15 +24,15 @@ class LowPrecSpecProvider(LocalSpecProvider):
     Args:
         attention_backend: ``"auto"`` is torch's scaled_dot_product_attention, ``"local"`` Megatron-core's unfused
             attention.
-        stock_linears: keep Megatron-core's own linear layers, which know no recipe (for comparisons).
+        no_lowprec_linears: keep Megatron-core's own linear layers, which know no recipe (for comparisons).
     """
 
-    def __init__(self, attention_backend: str = "auto", stock_linears: bool = False) -> None:
+    def __init__(self, attention_backend: str = "auto", no_lowprec_linears: bool = False) -> None:
         attentions = {"auto": SdpaAttention, "local": DotProductAttention}
         if attention_backend not in attentions:
             raise UserError(f"--attention-backend {attention_backend} is not available; use {' or '.join(attentions)}")
         self._attention = attentions[attention_backend]
-        self._stock_linears = stock_linears
+        self._stock_linears = no_lowprec_linears
 
     def column_parallel_linear(self) -> type:
         """Class of linear_qkv and linear_fc1."""
@@ -81,7 +81,7 @@ def gpt_block_spec(
     config: TransformerConfig,
     *,
     attention_backend: str = "auto",
-    stock_linears: bool = False,
+    no_lowprec_linears: bool = False,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
     """Layer specs of this pipeline stage for ``GPTModel``: Megatron-core's local ones with this project's modules.
@@ -95,7 +95,7 @@ def gpt_block_spec(
             raise UserError(
                 f"TransformerConfig.{field} is {value!r}, but gpt_block_spec has no {what}: leave it at its default"
             )
-    provider = LowPrecSpecProvider(attention_backend, stock_linears)
+    provider = LowPrecSpecProvider(attention_backend, no_lowprec_linears)
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,

@@ -17,7 +17,14 @@ from megatron_lowprec.training.config.options import GROUPS, Config
 
 DEFAULT_CONFIG = "configs/models/gpt_tiny.yaml"
 REPOSITORY = Path(__file__).resolve().parents[3]
-_HIDDEN = {"stock_linears"}
+_HIDDEN = {"no_lowprec_linears"}
+# old name -> today's; read for one release, with a line for the log
+RENAMED = {
+    "recipe_set": "recipe_override",
+    "fill_amax_histories": "calibrate_amax",
+    "same_noise_on_data_parallel": "share_rng_across_dp",
+    "stock_linears": "no_lowprec_linears",
+}
 _MODEL_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -70,6 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group((options.__doc__ or "").strip())
         for option in fields(options):
             _add_flag(group, option.name, option.metadata["help"])
+    for old, new in RENAMED.items():
+        _add_flag(parser, old, argparse.SUPPRESS, KINDS[new])
     fp8 = parser.add_argument_group(
         "Megatron's FP8 flags: the layers kept in bf16 mean what they mean there; else use --recipe"
     )
@@ -81,15 +90,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, help: str) -> None:
-    kind = KINDS[name]
-    text = argparse.SUPPRESS if name in _HIDDEN else help.replace("%", "%%")
+def _add_flag(group: argparse._ActionsContainer, name: str, help: str, kind: _Kind | None = None) -> None:
+    kind = kind or KINDS[name]
+    text = argparse.SUPPRESS if name in _HIDDEN or help == argparse.SUPPRESS else help.replace("%", "%%")
     if kind.element is bool:
         group.add_argument(flag(name), action="store_true", help=text)
         if not name.startswith(("no_", "disable_")):
             # YAML may have switched it on.
             group.add_argument(flag("no_" + name), dest=name, action="store_false", help=argparse.SUPPRESS)
-    elif name == "recipe_set":
+    elif RENAMED.get(name, name) == "recipe_override":
         group.add_argument(flag(name), action="append", metavar="KEY=VALUE", help=text)
     elif kind.is_list:
         group.add_argument(flag(name), nargs="+", type=kind.element, help=text)
@@ -117,21 +126,21 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
         if not unknown:
             raise UserError(f"{rest[0]!r} is no flag, nor the value of one; flags begin with -- (see --help)")
         raise UserError(f"unknown flag {unknown}{nearest(unknown, known)} (see --help)")
-    given: dict[str, Any] = vars(namespace)
     notes: list[str] = []
+    given = current_names("the command line", vars(namespace), notes)
     if "config" not in given and not any(name in given for name in _MODEL_FIELDS) and not given.get("list_recipes"):
         given["config"] = DEFAULT_CONFIG
         notes.append(f"no --config and no model sizes were given: using {DEFAULT_CONFIG}")
     from_yaml: dict[str, Any] = {}
     if "config" in given:
         given["config"] = str(find(given["config"]))
-        from_yaml = read_yaml(given["config"])
+        from_yaml = read_yaml(given["config"], notes)
         # Overrides add up; the command line's come last and so win.
-        given["recipe_set"] = [*from_yaml.get("recipe_set", []), *given.get("recipe_set", [])]
+        given["recipe_override"] = [*from_yaml.get("recipe_override", []), *given.get("recipe_override", [])]
     values = {**without_rivals(from_yaml, given), **given}
     fp8 = {name: values.pop(name) for name in FP8_FLAGS if name in values}
     overrides = translate_fp8_flags(fp8)
-    values["recipe_set"] = [*overrides, *values.get("recipe_set", [])]
+    values["recipe_override"] = [*overrides, *values.get("recipe_override", [])]
     return Config(**values), frozenset(values), notes
 
 
@@ -184,8 +193,28 @@ def find(path: str) -> Path:
     return here if here.exists() or here.is_absolute() or not (REPOSITORY / path).exists() else REPOSITORY / path
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """Options from a YAML file, checked: names are flags without the dashes in front, values have the field's type."""
+def current_names(where: str, options: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
+    """Options under today's names; ``notes`` gets a line for each old one.
+
+    Raises:
+        UserError: an option is given under both names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        new = RENAMED.get(name, name)
+        if new in found or (new != name and new in options):
+            raise UserError(f"{where} has {flag(name)} and {flag(new)}, its new name; leave {flag(name)} out")
+        if new != name and notes is not None:
+            notes.append(f"warning: {where}: {flag(name)} is now {flag(new)}; the next release drops the old name")
+        found[new] = value
+    return found
+
+
+def read_yaml(path: str, notes: list[str] | None = None) -> dict[str, Any]:
+    """Options from a YAML file, checked: names are flags without the dashes in front, values have the field's type.
+
+    ``notes`` gets a line for each option under an old name.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -202,14 +231,14 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise UserError(f"--config {path}: expected keys and values at the top, found a {type(content).__name__}")
     if {"base", "fprop", "dgrad", "wgrad"} & content.keys():
         raise UserError(f"--config {path} is a recipe: give it as --recipe, and as --config a model's configuration")
-    return checked_options(f"--config {path}", content)
+    return checked_options(f"--config {path}", content, notes)
 
 
-def checked_options(where: str, content: Mapping[Any, Any]) -> dict[str, Any]:
+def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | None = None) -> dict[str, Any]:
     """Field names and values from YAML's keys and values; ``where`` begins an error about one of them."""
     values: dict[str, Any] = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
+    given = {str(key).replace("-", "_"): (key, value) for key, value in content.items()}
+    for name, (key, value) in current_names(where, given, notes).items():
         if (name not in KINDS and name not in FP8_FLAGS) or name == "config":
             known = [n.replace("_", "-") for n in KINDS if n != "config"]
             raise UserError(f"{where}: unknown key '{key}'{nearest(str(key).replace('_', '-'), known)}")

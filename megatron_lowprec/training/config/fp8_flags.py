@@ -33,14 +33,14 @@ _RECIPES = {
 }
 _INSTEAD = {
     "fp8_format": "the operand formats belong to the recipe: --recipe fp8_delayed is Megatron's hybrid; "
-    "--recipe-set dgrad.grad_output.format=e4m3 (and wgrad's) makes it e4m3",
-    "fp8_margin": "use --recipe-set fprop.input.margin=N for each operand of the recipe",
+    "--recipe-override dgrad.grad_output.format=e4m3 (and wgrad's) makes it e4m3",
+    "fp8_margin": "use --recipe-override fprop.input.margin=N for each operand of the recipe",
     "fp8_interval": "scales are computed at every step; leave it out",
-    "fp8_amax_history_len": "use --recipe-set fprop.input.history=N for each operand of --recipe fp8_delayed",
-    "fp8_amax_compute_algo": "use --recipe-set fprop.input.history_rule=max (or most_recent) for each operand of "
+    "fp8_amax_history_len": "use --recipe-override fprop.input.history=N for each operand of --recipe fp8_delayed",
+    "fp8_amax_compute_algo": "use --recipe-override fprop.input.history_rule=max (or most_recent) for each operand of "
     "--recipe fp8_delayed",
     "fp8_wgrad": "wgrad's precision belongs to the recipe: leave it out",
-    "no_fp8_wgrad": "use --recipe-set wgrad.input=null --recipe-set wgrad.grad_output=null",
+    "no_fp8_wgrad": "use --recipe-override wgrad.input=null --recipe-override wgrad.grad_output=null",
     "fp4_recipe": "use --recipe mxfp4_rht_sr or one of its relatives (--list-recipes)",
 }
 _INSTEAD["fp8"] = _INSTEAD["fp8_format"]

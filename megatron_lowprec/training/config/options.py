@@ -23,7 +23,9 @@ class RecipeOptions:
     """low precision (ours)"""
 
     recipe: str = arg("bf16", "a named recipe (--list-recipes) or a YAML file with one")
-    recipe_set: list[str] = arg([], "change one field of the recipe, as in dgrad.hadamard.block=128; may be repeated")
+    recipe_override: list[str] = arg(
+        [], "change one field of the recipe, as in dgrad.hadamard.block=128; may be repeated"
+    )
     rerun_in_bf16: list[str] = arg(
         [], "run single GEMMs unquantized to see which one is at fault, as in layers.3.mlp.linear_fc1.dgrad; globs"
     )
@@ -40,15 +42,15 @@ class RecipeOptions:
         "let each tensor-parallel rank take a current scale from its own part: no collective for it, but codes then "
         "depend on the tensor-parallel size",
     )
-    fill_amax_histories: bool = arg(
+    calibrate_amax: bool = arg(
         False,
         "delayed scaling: before a new run's first step, fill the amax histories by passes over its batch without an "
         "update; else that step is taken with scale 1, as TransformerEngine takes it",
     )
-    same_noise_on_data_parallel: bool = arg(
+    share_rng_across_dp: bool = arg(
         False, "draw the same rounding noise and signs on every data-parallel rank (to study what that does)"
     )
-    stock_linears: bool = arg(
+    no_lowprec_linears: bool = arg(
         False, "keep Megatron-core's own linear layers (for comparisons; the recipe must be bf16)"
     )
 

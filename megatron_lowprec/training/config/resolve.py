@@ -50,9 +50,10 @@ def resolve_model(config: Config) -> Config:
             f"--seq-length {config.seq_length} is longer than --max-position-embeddings "
             f"{config.max_position_embeddings}; raise the latter"
         )
-    if config.stock_linears and config.recipe != "bf16":
+    if config.no_lowprec_linears and config.recipe != "bf16":
         raise UserError(
-            f"--stock-linears keeps Megatron-core's layers, which know no recipe {config.recipe}; use --recipe bf16"
+            f"--no-lowprec-linears keeps Megatron-core's layers, which know no recipe: use --recipe bf16, not "
+            f"{config.recipe}"
         )
     return config
 
@@ -64,7 +65,7 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
     if config.fp8_param_gather and recipe.optimizer.quantized:
         raise UserError(
             f"--fp8-param-gather makes FP8 weights from fp32 main weights, which recipe {recipe.name} has none of; "
-            "leave the flag out, or set --recipe-set optimizer.master=fp32 and the moments' formats to fp32"
+            "leave the flag out, or set --recipe-override optimizer.master=fp32 and the moments' formats to fp32"
         )
     if config.use_distributed_optimizer:
         return config, []
@@ -268,8 +269,8 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         raise UserError("--fp8-param-gather needs --use-distributed-optimizer and --bf16")
     if config.transformer_impl == "local":
         return
-    ours: dict[str, Any] = {"stock_linears": False, "attention_backend": "auto", "rerun_in_bf16": []}
-    for name, wanted in (ours | {"no_amax_reduce": False, "same_noise_on_data_parallel": False}).items():
+    ours: dict[str, Any] = {"no_lowprec_linears": False, "attention_backend": "auto", "rerun_in_bf16": []}
+    for name, wanted in (ours | {"no_amax_reduce": False, "share_rng_across_dp": False}).items():
         if getattr(config, name) != wanted:
             raise UserError(f"{flag(name)} is for --transformer-impl local; leave one of the two out")
     if importlib.util.find_spec("transformer_engine") is None:

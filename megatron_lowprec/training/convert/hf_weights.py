@@ -9,9 +9,9 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.convert.attention import join_qkv, split_qkv
 from megatron_lowprec.training.convert.hf_config import kind_of
 from megatron_lowprec.training.convert.names import Weights
+from megatron_lowprec.training.convert.qkv_layout import join_qkv, split_qkv
 from megatron_lowprec.training.models.sizes import require
 
 

@@ -412,10 +412,10 @@ def test_a_new_run_s_histories_are_filled_where_that_is_asked(
         return iterate(run, *rest)
 
     monkeypatch.setattr(loop, "_train_iteration", watched)
-    drive(argv(save="out", recipe="fp8_delayed", train_iters=2, fill_amax_histories=fill))
+    drive(argv(save="out", recipe="fp8_delayed", train_iters=2, calibrate_amax=fill))
     assert ("histories filled by 3 passes" in capsys.readouterr().out) is bool(fill)
     assert [amax > 0 for amax in in_effect] == [bool(fill)] * (2 * 4 * 3)
-    drive(argv(save="plain", train_iters=1, fill_amax_histories=fill))
+    drive(argv(save="plain", train_iters=1, calibrate_amax=fill))
     assert ("nothing to fill, recipe bf16 has no delayed scaling" in capsys.readouterr().out) is bool(fill)
 
 

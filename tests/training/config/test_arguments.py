@@ -41,8 +41,23 @@ def test_nothing_given_means_gpt_tiny() -> None:
 
 def test_recipe_overrides_add_up(tmp_path: Path) -> None:
     file = write(tmp_path, "recipe-set: [keep_bf16.first_layers=1]\n")
-    config, _, _ = parse(["--config", file, "--recipe-set", "a=1", "--recipe-set", "b=2"])
-    assert config.recipe_set == ["keep_bf16.first_layers=1", "a=1", "b=2"]
+    config, _, _ = parse(["--config", file, "--recipe-override", "a=1", "--recipe-override", "b=2"])
+    assert config.recipe_override == ["keep_bf16.first_layers=1", "a=1", "b=2"]
+
+
+def test_old_names_are_read_with_a_warning(tmp_path: Path) -> None:
+    file = write(tmp_path, "recipe-set: [a=1]\nfill-amax-histories: true\nsame-noise-on-data-parallel: true\n")
+    config, given, notes = parse(["--config", file, "--recipe-set", "b=2", "--stock-linears"])
+    assert config.recipe_override == ["a=1", "b=2"]
+    assert (config.calibrate_amax, config.share_rng_across_dp, config.no_lowprec_linears) == (True, True, True)
+    assert {"recipe_override", "calibrate_amax", "share_rng_across_dp", "no_lowprec_linears"} <= given
+    assert len(notes) == 5
+    assert "--stock-linears is now --no-lowprec-linears" in " ".join(notes)
+
+
+def test_an_option_under_both_names_is_refused() -> None:
+    with pytest.raises(UserError, match="--recipe-set and --recipe-override"):
+        parse(["--recipe-set", "a=1", "--recipe-override", "b=2"])
 
 
 @pytest.mark.parametrize("warmup", ["--lr-warmup-iters 7", "--lr-warmup-samples 7"])
@@ -110,11 +125,11 @@ def test_flag_errors_are_one_line_that_names_the_fix(arguments: str, words: list
 
 def test_megatron_s_bf16_layers_become_the_recipe_s() -> None:
     config, _, _ = parse(["--num-layers", "8", "--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "3"])
-    assert config.recipe_set == ["keep_bf16.first_layers=1", "keep_bf16.last_layers=3"]
+    assert config.recipe_override == ["keep_bf16.first_layers=1", "keep_bf16.last_layers=3"]
 
 
 def test_help_lists_every_public_option() -> None:
     text = build_parser().format_help()
     assert "--tensor-model-parallel-size" in text
-    assert "--recipe-set" in text
-    assert "--stock-linears" not in text
+    assert "--recipe-override" in text
+    assert "--no-lowprec-linears" not in text

@@ -126,7 +126,7 @@ def model(**changes: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("changes", "recipe_set", "words"),
+    ("changes", "recipe_override", "words"),
     [
         ({"hidden_size": 72}, [], ["72 input features", "multiple of 16"]),
         ({"ffn_hidden_size": 96, "tensor_model_parallel_size": 4, "num_attention_heads": 4}, [], ["linear_fc1", "24"]),
@@ -134,10 +134,10 @@ def model(**changes: Any) -> Config:
     ],
 )
 def test_sizes_that_its_products_do_not_take_are_refused(
-    changes: dict[str, Any], recipe_set: list[str], words: list[str]
+    changes: dict[str, Any], recipe_override: list[str], words: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
-        check(model(**changes), load_recipe("fp8_current", recipe_set))
+        check(model(**changes), load_recipe("fp8_current", recipe_override))
     assert [word for word in words if word not in str(error.value).replace("3 first", "first 3")] == []
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.convert.attention import join_qkv, split_qkv
 from megatron_lowprec.training.convert.hf_config import from_hf_config, kind_of, to_hf_config
 from megatron_lowprec.training.convert.hf_weights import pad_rows
+from megatron_lowprec.training.convert.qkv_layout import join_qkv, split_qkv
 from megatron_lowprec.training.convert.store import read_weights
 from tests.training.conftest import Drive
 from tests.training.convert.models import GPT, IDS, LLAMA, arguments, our_logits

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         if ranks.rank == 0:
             print(f"pretrain_gpt.py: {signal} before the first step: nothing to save", file=sys.stderr, flush=True)
         return 1
-    except BrokenPipeError:  # `--explain-recipe | head`: whoever read has what they wanted
+    except BrokenPipeError:  # `--explain-recipe | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except PeerLost:
         print(f"pretrain_gpt.py: rank {ranks.rank}: stopped, for another rank has ended", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a person asked and cannot have: the one exception for it, and a command line that says it in one line, too."""
+"""The exception for requests that cannot be met, and a command line that prints it as one line."""
 
 import argparse
 from typing import Any, NoReturn

@@ -15,5 +15,5 @@ def max_over(amax: torch.Tensor, *groups: dist.ProcessGroup) -> torch.Tensor:
 
 
 def maximum_over(*groups: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``max_over`` these groups, for whoever knows none."""
+    """``max_over`` bound to these groups."""
     return lambda amax: max_over(amax, *groups)

@@ -109,7 +109,7 @@ def _read(path: Path) -> dict[str, int]:
 
 
 def _remember(path: Path, name: str, best: int) -> None:
-    """Into the cache, whole or not at all: other ranks write it, too."""
+    """Write into the cache atomically: other ranks write the same file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # goes, with what is in it, if the disk is full

@@ -25,7 +25,7 @@ SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output
 
 
 class Gemm(NamedTuple):
-    """What each call wants to know of a GEMM, looked up once; ``specs`` by operand."""
+    """Fields of a GEMM that each call reads, looked up once; ``specs`` by operand."""
 
     specs: Mapping[str, QuantSpec | None]
     alpha: float

@@ -35,12 +35,12 @@ def install() -> None:
     _bind_te_general_gemm()
     if torch.cuda.is_available() or any(isinstance(finder, _LateImports) for finder in sys.meta_path):
         return
-    stand_in = _torch_stand_in()
+    replacement = _torch_replacement()
     for name, module in list(sys.modules.items()):
         if _is_ours(name):
-            _hand_over(module, stand_in)
-    # Megatron-core imports some of its modules inside functions: those must see the stand-in, too.
-    sys.meta_path.insert(0, _LateImports(stand_in))
+            _hand_over(module, replacement)
+    # Megatron-core imports some of its modules inside functions: those must see the replacement as well.
+    sys.meta_path.insert(0, _LateImports(replacement))
     _replace_rng_state()
     _replace_tensor_methods()
     _replace_moe_splits()
@@ -52,9 +52,9 @@ def _is_ours(module_name: str) -> bool:
     return module_name == _PACKAGE or module_name.startswith(_PACKAGE + ".")
 
 
-def _hand_over(module: types.ModuleType, stand_in: types.ModuleType) -> None:
+def _hand_over(module: types.ModuleType, replacement: types.ModuleType) -> None:
     if module.__dict__.get("torch") is torch:
-        module.__dict__["torch"] = stand_in
+        module.__dict__["torch"] = replacement
 
 
 def _bind_te_general_gemm() -> None:
@@ -96,7 +96,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _torch_stand_in() -> _Facade:
+def _torch_replacement() -> _Facade:
     cuda = _Facade(
         torch.cuda,
         # Passed as device= in many places (param_and_grad_buffer.py first).
@@ -131,8 +131,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 class _LateImports(importlib.abc.MetaPathFinder):
     """Finds megatron.core's modules as usual and hands them the stand-in once they have run."""
 
-    def __init__(self, stand_in: types.ModuleType) -> None:
-        self._stand_in = stand_in
+    def __init__(self, replacement: types.ModuleType) -> None:
+        self._replacement = replacement
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -146,7 +146,7 @@ class _LateImports(importlib.abc.MetaPathFinder):
 
         def run_and_hand_over(module: types.ModuleType) -> None:
             run(module)
-            _hand_over(module, self._stand_in)
+            _hand_over(module, self._replacement)
 
         spec.loader.exec_module = run_and_hand_over  # type: ignore[method-assign]
         return spec

@@ -233,7 +233,7 @@ class _Replay(torch.autograd.Function):
             linear_gemms.main_grad_is_zero = False
         for weight in layer.weights:
             weight.grad_added_to_main_grad = True
-        # autograd copies a gradient that somebody else has, too: each is a tensor of its own in the same memory
+        # autograd copies a gradient with other references: return new tensors over the same memory
         return None, None, captured.dx.detach(), *[dummy.detach() for dummy in layer.dummies]
 
 
@@ -351,7 +351,7 @@ class LayerGraphs:
 
 
 def _dummies(weights: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """What looks like gradients of the weights, all in one memory; nobody reads it."""
+    """Placeholders for gradients of the weights, all in one memory; never read."""
     sizes: dict[torch.dtype, int] = {}
     for weight in (weight for layer in weights for weight in layer):
         sizes[weight.dtype] = max(sizes.get(weight.dtype, 0), weight.numel())

@@ -89,6 +89,6 @@ class AmaxHistory:
         self.window[:kept, slot] = state[1 : 1 + kept].to(self.window.device)
 
     def rescale(self, slot: int, factor: float) -> None:
-        """One tensor is larger by ``factor`` from now on: all that is known of it, too."""
+        """Multiply all recorded values of one tensor by ``factor``."""
         self.in_effect[slot] *= factor
         self.window[:, slot] *= factor

@@ -84,7 +84,7 @@ def run_microbatches(
     device: torch.device,
     runtime: Runtime | None = None,
 ) -> PendingLoss:
-    """Launch ``count`` microbatches; their loss over all data-parallel ranks. ``runtime``: backwards, too."""
+    """Launch ``count`` microbatches, with ``runtime`` also backward; their loss over all data-parallel ranks."""
     several = len(trainer.chunks) > 1
     outputs = get_forward_backward_func()(
         forward_step_func=ForwardStep(runtime),
@@ -145,7 +145,7 @@ class ForwardStep:
         batch = next(batches)
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         mask = batch["loss_mask"]
-        # A stage in the middle of a pipeline has no data, and nobody asks it for a loss.
+        # A stage in the middle of a pipeline has no data; its loss is never read.
         return output, partial(_masked_loss, mask if mask is not None else torch.empty(0))
 
 

@@ -3,7 +3,7 @@
 The entries are those that ``kernels.gelu``, ``kernels.dropout`` and ``kernels.layernorm`` write, rounded to the dtype
 of x as they round them, bit for bit: both use the same functions, whose multiply-adds are spelled out. A cast of GELU,
 of dropout's gradient or of a norm along rows and columns then reads 2 bytes an entry and writes 2, where that kernel
-and the cast by themselves move 8; one of the gradients of queries, keys and values likewise, which nobody has to join.
+and the cast alone move 8. The gradients of queries, keys and values are cast without being joined in memory.
 """
 
 from typing import Literal, NamedTuple

@@ -96,7 +96,7 @@ def cast_words(
     BN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Codes along columns; with one scale for all of the tile those along rows, too.
+    """Codes along columns; with one scale for all of the tile, codes along rows as well.
 
     A thread has four consecutive rows of its columns, one in each of four tiles of a layout: it packs their codes to
     one word of the transposed operand, so that whole words cross shared memory, not single bytes.

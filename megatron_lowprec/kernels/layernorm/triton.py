@@ -148,7 +148,7 @@ def _backward_kernel(
             dx -= (tl.sum(wdy, 1) / WIDTH)[:, None]
         dx = (dx * rstd[:, None]).to(dx_ptr.dtype.element_ty)
         if RESIDUAL:
-            # rounded before, too, as autograd does that adds the two
+            # dx is rounded before the sum, as in autograd
             dresidual = tl.load(dresidual_ptr + at, mask=inside, other=0.0).to(tl.float32)
             dx = rounded_sum(dx.to(tl.float32), dresidual).to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + at, dx, mask=inside)

@@ -1,4 +1,4 @@
-"""Layers whose operands somebody looks at for a while: all of them then pass through memory."""
+"""Temporarily instruments layers; disables fusion while active."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 
 
 class InstrumentedGemms:
-    """A layer's numerics; a subclass looks at what passes, everything else is the layer's own."""
+    """A layer's numerics; a subclass inspects what passes, everything else is the layer's own."""
 
     def __init__(self, inner: LinearGemms) -> None:
         self._inner = inner
@@ -22,16 +22,16 @@ class InstrumentedGemms:
         return getattr(self._inner, name)
 
     def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> None:
-        """None: what is looked at has to be in memory."""
+        """None: an inspected tensor must be in memory."""
 
     def accepts_split_input(self, matrix: torch.Tensor) -> bool:
-        """No: in one tensor."""
+        """False: an inspected tensor must be one tensor."""
         return False
 
 
 @contextmanager
 def instrumented(layer: LowPrecLinearMixin, linear_gemms: InstrumentedGemms) -> Iterator[None]:
-    """The layer has these in the place of its own."""
+    """Replace the layer's GEMMs by these."""
     own = layer.bound_gemms
     layer.linear_gemms = linear_gemms  # type: ignore[assignment]
     try:

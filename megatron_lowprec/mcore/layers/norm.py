@@ -87,7 +87,7 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
 
     weight, eps = norm.weight, norm.eps
     assert eps is not None
-    # whoever hooks in here wants to see the output
+    # a forward hook needs the real output
     consumer = None if norm._forward_hooks else norm.consumer
     wanted = None if consumer is None else consumer.supported_fusion(x)
     if consumer is not None and wanted == "source":

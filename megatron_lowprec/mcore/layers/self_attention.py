@@ -34,7 +34,7 @@ class _Split(torch.autograd.Function):
 
 
 class LowPrecSelfAttention(SelfAttention):
-    """``SelfAttention``; where linear_qkv multiplies FP8 operands of its gradient alone, nobody joins its parts."""
+    """``SelfAttention``; where linear_qkv takes FP8 operands of its gradient, its parts are cast without being joined."""
 
     def get_query_key_value_tensors(
         self,

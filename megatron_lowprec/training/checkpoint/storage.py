@@ -50,7 +50,7 @@ def whole(folder: str) -> dict[int, Path]:
 def stage(folder: str, iteration: int) -> Path:
     """A new, empty place to write a checkpoint to; what killed processes have left is cleared away: hold ``SaveLock``.
 
-    Its name is new, too: the writer of a killed process may live on for a moment and write where it was told.
+    Its name is new as well: the writer of a killed process may live on for a moment and write to the old one.
     """
     for remains in Path(folder).glob("iter_*.partial.*"):
         shutil.rmtree(remains, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How far the preparation of a corpus has come, for whoever waits."""
+"""Progress of a corpus preparation, on the terminal."""
 
 import sys
 import time

@@ -28,7 +28,7 @@ class Source(ABC):
     """Articles in a fixed order.
 
     ``name`` says where they are from; with it a preparation knows its source again. ``total`` is how much there is, 0
-    where nobody knows.
+    if unknown.
     """
 
     name: str

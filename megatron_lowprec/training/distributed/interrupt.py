@@ -76,9 +76,9 @@ class Stop:
 
     Attributes:
         reason: for the log.
-        requeue: there is work left, and nobody asked for the end: start again.
+        requeue: work is left and the end was not requested: start again.
         at_once: skip an evaluation that is due; the next start makes up for it.
-        error: the run has failed, and this says so to whoever started it.
+        error: the message of a failed run.
     """
 
     reason: str
@@ -121,7 +121,7 @@ class StopReasons:
         return None
 
     def finish(self) -> None:
-        """Once nobody asks any more."""
+        """Waits for the pending all-reduce."""
         self._any_rank.finish()
 
 

@@ -29,7 +29,7 @@ def long_timeout_group() -> Iterator[dist.ProcessGroup | None]:
         return
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     yield group
-    dist.barrier()  # nobody ends it while another still reads from it
+    dist.barrier()  # no rank destroys it while another still reads from it
     dist.destroy_process_group(group)
 
 

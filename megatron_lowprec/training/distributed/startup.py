@@ -69,7 +69,7 @@ def prepare_environment() -> Ranks:
         warnings.filterwarnings("ignore", message=message)
     number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
-    # torchrun sets 1 where nobody chose a number of threads for several processes; else 1 was somebody's choice.
+    # torchrun sets 1 for several processes if the variable is unset; otherwise 1 is the user's choice.
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ and ranks.local_world_size > 1):
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
@@ -99,7 +99,7 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
         # the time, which a GPU waits for where layers are small.
         torch.autograd.set_multithreading_enabled(False)
     cpu_compat.install()
-    # One process has nobody to meet: a store of its own needs no port, which another run might take first.
+    # One process needs no rendezvous: an in-process store needs no port, which another run might take first.
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
     dist.init_process_group(
         config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
@@ -257,7 +257,7 @@ def versions() -> Mapping[str, str]:
         "torch": str(torch.__version__),
         "megatron-core": importlib.metadata.version("megatron-core"),
     }
-    # Where it is, Megatron-core takes some of its kernels under our layers, too.
+    # If installed, Megatron-core uses some of its kernels under our layers as well.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["transformer-engine"] = importlib.metadata.version("transformer-engine")
     return found

@@ -35,7 +35,7 @@ def helpers() -> Iterator[None]:
     if _starting_helpers is None:
         os.register_at_fork(after_in_child=_in_a_forked_process)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # A helper of multiprocessing's. It is to sit the signals out, too, and starting it unblocks SIGTERM.
+    # A helper of multiprocessing, which must ignore the signals as well; starting it unblocks SIGTERM.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _starting_helpers = True

@@ -1,4 +1,4 @@
-"""run.json: what a run ran on and how, for whoever compares runs. Written when training starts and when it ends."""
+"""run.json: hardware, versions and options of a run. Written when training starts and when it ends."""
 
 from __future__ import annotations
 

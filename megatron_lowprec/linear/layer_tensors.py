@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
 from megatron_lowprec.kernels.gemm.reference import Operand
 
@@ -72,7 +72,7 @@ class GradOutput:
     bias: torch.Tensor | None = None
 
 
-def matrix_of(x: torch.Tensor | Source | Input, made: bool = False) -> torch.Tensor:
+def matrix_of(x: torch.Tensor | CastPrologue | Input, made: bool = False) -> torch.Tensor:
     """x in memory; of a computed one, whose operands are all ``made``, a tensor of its shape and dtype."""
     if isinstance(x, torch.Tensor):
         return x

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import arch_of
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
 from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
@@ -87,7 +87,7 @@ class LinearGemms:
         return "source" if spec.scaling == "delayed" else "amax"
 
     def accepts_split_input(self, matrix: torch.Tensor) -> bool:
-        """Whether dy of the size and dtype of ``matrix`` may be a ``Source`` that lies in memory in parts."""
+        """Whether dy of the size and dtype of ``matrix`` may be a ``CastPrologue`` that lies in memory in parts."""
         spec = self.recipe.dgrad.grad_output
         native = {"dgrad", "wgrad"} <= self._native_for(matrix)
         return native and spec is not None and spec == self.recipe.wgrad.grad_output and spec.granularity != "row"
@@ -100,7 +100,7 @@ class LinearGemms:
 
     def forward(
         self,
-        x_TI: torch.Tensor | Source | Input,
+        x_TI: torch.Tensor | CastPrologue | Input,
         w_OI: torch.Tensor,
         rng_step: RngStep,
         update_amax: bool = True,
@@ -143,7 +143,7 @@ class LinearGemms:
         y = self._gemm("fprop", native, x, w, matrix_of(x_TI, made=True).dtype, bias=bias_O)
         return y, SavedForBackward(saved_input, weight_amax)
 
-    def input(self, x_TI: Source) -> Input:
+    def input(self, x_TI: CastPrologue) -> Input:
         """x for ``forward``, as operands for fprop and wgrad; only where ``supported_fusion`` is "source"."""
         rows, columns, _ = self.native.cast("input", x_TI, rows=True, columns=True)
         assert rows is not None
@@ -151,7 +151,11 @@ class LinearGemms:
         return Input(x_TI.x, rows, columns)
 
     def grad_output(
-        self, dy_TO: torch.Tensor | Source, rng_step: RngStep, bias: bool = False, amax: torch.Tensor | None = None
+        self,
+        dy_TO: torch.Tensor | CastPrologue,
+        rng_step: RngStep,
+        bias: bool = False,
+        amax: torch.Tensor | None = None,
     ) -> GradOutput:
         """dy for ``dgrad`` and ``wgrad``, quantized for both from one read where their specs and a kernel allow it.
 
@@ -194,7 +198,7 @@ class LinearGemms:
     def wgrad(
         self,
         dy: torch.Tensor | GradOutput,
-        x: torch.Tensor | ScaledOperand | Source,
+        x: torch.Tensor | ScaledOperand | CastPrologue,
         rng_step: RngStep,
         accumulate_into: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
@@ -242,7 +246,7 @@ class LinearGemms:
         """``EmulatedGemms.error_stats``: native operands have the same bits."""
         return self.emulated.error_stats(gemm, operand, matrix, rng_step)
 
-    def _native_for(self, tokens: torch.Tensor | Source | Input) -> frozenset[str]:
+    def _native_for(self, tokens: torch.Tensor | CastPrologue | Input) -> frozenset[str]:
         """The GEMMs that run on FP8 units; an expert without tokens multiplies nothing."""
         return self._native_names if tokens.shape[0] else frozenset()
 

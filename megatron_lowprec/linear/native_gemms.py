@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue, Fp8Cast
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-from megatron_lowprec.kernels.cast_fp8.source import Fp8Cast, Source
 from megatron_lowprec.kernels.gemm.native import ScaledOperand, scaled_product
 from megatron_lowprec.linear.gemms import SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -40,7 +40,7 @@ class NativeGemms:
     def cast(
         self,
         tensor: str,
-        matrix: torch.Tensor | Source,
+        matrix: torch.Tensor | CastPrologue,
         *,
         rows: bool,
         columns: bool,
@@ -130,7 +130,7 @@ def _rule_of(spec: QuantSpec) -> Fp8Rule:
 
 
 def cast_for_gemms(
-    matrix: torch.Tensor | Source,
+    matrix: torch.Tensor | CastPrologue,
     spec: QuantSpec,
     *,
     rows: bool,

@@ -15,7 +15,16 @@ from unittest.mock import patch
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.cast_fp8.source import KINDS, Source
+from megatron_lowprec.kernels.cast_fp8.prologue import (
+    KINDS,
+    BiasGelu,
+    BiasGeluGrad,
+    CastPrologue,
+    DropoutGrad,
+    Matrix,
+    QkvGrad,
+    norm_output,
+)
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
 from megatron_lowprec.kernels.quantize.reference import block_amax, encode, fp32_encode_scale, quantize_operand
 from tests.kernels.mx_cases import difference
@@ -62,7 +71,7 @@ def input_of(case: Case, device: str) -> torch.Tensor:
     return x.to(case.dtype).to(device)
 
 
-def source_of(case: Case, x: torch.Tensor) -> Source:
+def prologue_of(case: Case, x: torch.Tensor) -> CastPrologue:
     """x, or a computed source that starts from it."""
     generator = torch.Generator().manual_seed(case.columns)
     bias = (1 + torch.randn(case.columns, generator=generator)).to(x.device, x.dtype)
@@ -71,22 +80,22 @@ def source_of(case: Case, x: torch.Tensor) -> Source:
 
         weight = torch.randn(case.columns, generator=generator).to(x.device, x.dtype)
         centered = case.kind == "layernorm"
-        return Source.norm(x, weight, bias if centered else None, statistics(x, EPS, centered))
+        return norm_output(x, weight, bias if centered else None, statistics(x, EPS, centered))
     if case.kind == "bias_gelu":
-        return Source.bias_gelu(x, bias)
+        return BiasGelu(x, bias)
     if case.kind == "bias_gelu_grad":
-        return Source.bias_gelu_grad(x, 3 * torch.randn(x.shape, generator=generator).to(x.device, x.dtype), bias)
+        return BiasGeluGrad(x, 3 * torch.randn(x.shape, generator=generator).to(x.device, x.dtype), bias)
     if case.kind == "dropout_grad":
-        return Source.dropout_grad(x, torch.tensor([-5, 6], dtype=torch.int32, device=x.device), 0.3)
+        return DropoutGrad(x, torch.tensor([-5, 6], dtype=torch.int32, device=x.device), 0.3)
     if case.kind == "qkv_grad":
         query, key = WIDTHS[case.columns]
         parts = x.view(case.rows, -1, query + 2 * key).split([query, key, key], dim=-1)
         dq, dk, dv = (part.reshape(case.rows, -1).contiguous() for part in parts)
-        return Source.qkv_grad(dq, dk, dv, (query, key))
-    return Source.matrix(x)
+        return QkvGrad(dq, dk, dv, (query, key))
+    return Matrix(x)
 
 
-def made_of(source: Source) -> torch.Tensor:
+def made_of(source: CastPrologue) -> torch.Tensor:
     """The matrix, by the kernels that write it; interpreted in fp32, and then rounded as a GPU rounds."""
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.gelu.triton import bias_gelu, bias_gelu_backward
@@ -95,14 +104,14 @@ def made_of(source: Source) -> torch.Tensor:
     if source.kind == "matrix":
         return source.x
     if source.kind == "qkv_grad":
-        groups = source.x.shape[1] // source.widths[0]
+        groups = source.x.shape[1] // source.head_widths[0]
         return torch.cat([part.view(source.shape[0], groups, -1) for part in source.in_memory], -1).flatten(1)
     dtype = source.x.dtype if source.x.is_cuda else torch.float32
-    x, second, third = (None if t is None else t.to(dtype) for t in source[1:4])
+    x, second, third = (None if t is None else t.to(dtype) for t in source.tensors()[:3])
     if source.kind in NORMS:
         y = norm(x, second, third, EPS).y  # type: ignore[arg-type]
     elif source.kind == "dropout_grad":
-        y = bias_dropout_add_backward(x, source.p, source.fourth, None)[0]
+        y = bias_dropout_add_backward(x, source.dropout_p, source.tensors()[3], None)[0]
     else:
         y = bias_gelu(x, third) if source.kind == "bias_gelu" else bias_gelu_backward(x, second, third)[0]
     return y.to(source.x.dtype)
@@ -134,7 +143,7 @@ def differences(case: Case, device: str) -> list[str]:
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
     from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8
 
-    source = source_of(case, input_of(case, device))
+    source = prologue_of(case, input_of(case, device))
     x = made_of(source)
     rule = Fp8Rule(
         FORMATS[case.fmt], case.granularity, case.rule, FLOOR if case.granularity == "row" else 0.0, case.margin
@@ -174,13 +183,13 @@ def _tiled(number: int) -> AbstractContextManager[object]:
     return patch.multiple("megatron_lowprec.kernels.tuning", LARGE_ENOUGH=0, fastest=chosen)
 
 
-def statistics_differences(case: Case, source: Source) -> list[str]:
+def statistics_differences(case: Case, source: CastPrologue) -> list[str]:
     """Between what a norm's kernel finds of rows and what the cast was given."""
     from megatron_lowprec.kernels.layernorm.triton import norm
 
-    made = norm(source.x, source.second, source.third, EPS)  # type: ignore[arg-type]
+    made = norm(source.x, source.tensors()[1], source.tensors()[2], EPS)  # type: ignore[arg-type]
     lines = []
-    for name, got, exact in zip(("rstd", "mean"), source.fourth, (made.rstd, made.mean), strict=False):  # type: ignore[arg-type]
+    for name, got, exact in zip(("rstd", "mean"), source.tensors()[3], (made.rstd, made.mean), strict=False):  # type: ignore[arg-type]
         same = (got == exact) | (got.isnan() & exact.isnan())
         lines += difference(f"{case} {name}", same, got, exact)
     return lines

@@ -62,12 +62,14 @@ def every_tiling(name: str, tilings: Any, run: Any, device: torch.device) -> Any
 
 def casts(bf16: torch.dtype = torch.bfloat16) -> None:
     from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.cast_fp8.prologue import KINDS, CastPrologue
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast_fp8.source import KINDS, Source
     from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8
-    from tests.kernels.cast_cases import Case, input_of, source_of
+    from tests.kernels.cast_cases import Case, input_of, prologue_of
 
-    def cast(source: Source | torch.Tensor, tile: str, fmt: str = "e4m3", ways: str = "rc", known: bool = True) -> None:
+    def cast(
+        source: CastPrologue | torch.Tensor, tile: str, fmt: str = "e4m3", ways: str = "rc", known: bool = True
+    ) -> None:
         rule = Fp8Rule(FORMATS[fmt], tile, "amax_pow2" if tile == "row" else "amax", 1e-12 if tile == "row" else 0.0)
         amax = torch.ones(1) if known else None
         sums = ways == "rc"  # of gradients alone
@@ -75,7 +77,7 @@ def casts(bf16: torch.dtype = torch.bfloat16) -> None:
 
     for kind in KINDS:
         case = Case(256, 1152, bf16, "e4m3", "tensor", "amax", "rc", kind=kind)
-        source = source_of(case, input_of(case, "cpu"))
+        source = prologue_of(case, input_of(case, "cpu"))
         cast(source, "tensor", "e5m2")
         if source.in_memory:
             cast(source, "1x128", known=False)
@@ -157,7 +159,7 @@ def main(arch: int) -> None:
         return plain(fmt, torch.device("cuda"))
 
     plain = rule.code_constants
-    users = ("cast.rule", "multi_tensor_cast.triton", "scaled_adam.triton")
+    users = ("cast_fp8.rule", "multi_tensor_cast.triton", "scaled_adam.triton")
     large = 0 if arch == 90 else 1 << 62  # all tilings where kernels are tuned; the first one elsewhere, to save time
     driver.set_active(_Driver(arch))
     with (

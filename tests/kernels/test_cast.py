@@ -32,8 +32,8 @@ def test_a_cast_that_sums_has_one_tiling_on_every_machine(monkeypatch: pytest.Mo
     pytest.importorskip("triton", reason="triton is not installed")
     from megatron_lowprec.kernels import tuning
     from megatron_lowprec.kernels.cast_fp8 import triton
+    from megatron_lowprec.kernels.cast_fp8.prologue import prologue_of
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast_fp8.source import source_of
 
     monkeypatch.setattr(tuning, "LARGE_ENOUGH", 0)
     monkeypatch.setattr(triton, "sum_partials", lambda parts, dtype: parts)
@@ -46,5 +46,5 @@ def test_a_cast_that_sums_has_one_tiling_on_every_machine(monkeypatch: pytest.Mo
         for tiling in kernel._tilings:
             launch = SimpleNamespace(launch=lambda *_, tiling=tiling: launched.append(tiling))
             kernel._specialized[tiling, True] = launch  # type: ignore[assignment]
-        kernel.run(source_of(torch.zeros(256, 1024, dtype=torch.bfloat16)), torch.ones(1), None)
+        kernel.run(prologue_of(torch.zeros(256, 1024, dtype=torch.bfloat16)), torch.ones(1), None)
     assert len(set(launched)) == (1 if sums else 2)

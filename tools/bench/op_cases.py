@@ -238,8 +238,8 @@ def dropouts(given: Inputs) -> Iterator[Piece]:
 def casts(given: Inputs) -> Iterator[Piece]:
     """What makes a tensor and casts it to FP8 along rows and columns by a known scale: two kernels, or one."""
     from megatron_lowprec.formats import FORMATS
+    from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue, DropoutGrad, Fp8Cast, QkvGrad, norm_output
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-    from megatron_lowprec.kernels.cast_fp8.source import Fp8Cast, Source
     from megatron_lowprec.kernels.cast_fp8.triton import cast_fp8
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.layernorm.triton import norm, statistics
@@ -249,7 +249,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
     near = 1e-6 if dout.is_cuda else 2e-2  # the interpreter cuts to bf16 what is in memory between two kernels
     amax, observed = (torch.full((1,), value, device=dout.device) for value in (8.0, 0.0))
 
-    def cast(source: torch.Tensor | Source, fmt: str, sums: bool = False) -> Fp8Cast:
+    def cast(source: torch.Tensor | CastPrologue, fmt: str, sums: bool = False) -> Fp8Cast:
         known = {"amax": amax, "observed": observed, "sums": sums}
         return cast_fp8(source, rules[fmt], rows=True, columns=True, **known)  # type: ignore[arg-type]
 
@@ -263,7 +263,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
 
     rules = {fmt: Fp8Rule(FORMATS[fmt], "tensor") for fmt in ("e4m3", "e5m2")}
     key = torch.tensor([1, -2], dtype=torch.int32, device=dout.device)
-    computed = Source.dropout_grad(dout, key, DROPOUT)
+    computed = DropoutGrad(dout, key, DROPOUT)
     yield piece(
         "dropout's gradient and the bias's + cast, both",
         lambda: cast(bias_dropout_add_backward(dout, DROPOUT, key, torch.bfloat16)[0], "e5m2"),
@@ -271,8 +271,8 @@ def casts(given: Inputs) -> Iterator[Piece]:
     )
     weight, bias = 1 + given.normal(H, scale=0.1), given.normal(H, scale=0.1)
 
-    def normed(b: torch.Tensor | None) -> Source:
-        return Source.norm(dout, weight, b, statistics(dout, EPS, b is not None))
+    def normed(b: torch.Tensor | None) -> CastPrologue:
+        return norm_output(dout, weight, b, statistics(dout, EPS, b is not None))
 
     for name, b in (("LayerNorm", bias), ("RMSNorm", None)):
         yield piece(
@@ -290,7 +290,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
         yield piece(
             f"gradients of q, k, v + cast {tile}, both",
             lambda tile=tile: cast(join(), tile, sums=True),  # type: ignore[misc]
-            lambda tile=tile: cast(Source.qkv_grad(dq, dk, dv, (width, width)), tile, sums=True),  # type: ignore[misc]
+            lambda tile=tile: cast(QkvGrad(dq, dk, dv, (width, width)), tile, sums=True),  # type: ignore[misc]
             3 * H,
         )
 

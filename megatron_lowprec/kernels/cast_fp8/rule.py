@@ -42,7 +42,7 @@ class CastConstants(NamedTuple):
         OBSERVES: whether an amax is raised on the way.
         SUMS: whether entries are summed over M.
         KIND: what is read, of ``source.KINDS``.
-        QUERY, HEAD: ``Source.widths``.
+        QUERY, HEAD: ``CastPrologue.head_widths``.
         GRANULARITY: entries that share a scale, of GRANULARITIES.
         CODES: how numbers become codes.
         FLOOR: the least fp32 not below the rule's amax_floor.

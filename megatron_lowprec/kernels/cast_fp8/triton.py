@@ -2,8 +2,8 @@
 
 The codes are those of ``kernels.quantize.reference.quantize_operand``. A matrix [M, N] gives codes along its rows,
 [M, N], and along its columns, [N, M padded]: both are contracted along their last dimension, as Hopper's FP8 products
-want it. bf16 in and both ways out are 4 bytes an entry. A ``Source`` computes the matrix on the way, so that the output
-of a norm or an activation never is in memory.
+want it. bf16 in and both ways out are 4 bytes an entry. A ``CastPrologue`` computes the matrix on the way, so that the
+output of a norm or an activation never is in memory.
 """
 
 from functools import lru_cache
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
 from megatron_lowprec.kernels.bias_grad.triton import sum_partials
+from megatron_lowprec.kernels.cast_fp8.prologue import KINDS, CastPrologue, Fp8Cast, Kind, Matrix, prologue_of
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-from megatron_lowprec.kernels.cast_fp8.source import KINDS, Fp8Cast, Kind, Source, source_of
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
 from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, ScaledOperand
@@ -90,13 +90,13 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-def amax_of(x: torch.Tensor | Source, vectors: bool) -> torch.Tensor:
+def amax_of(x: torch.Tensor | CastPrologue, vectors: bool) -> torch.Tensor:
     """fp32 [1], or [M + N] of the rows and the columns of x [M, N], row-major; a NaN in reach gives NaN.
 
     Args:
         x: in memory, in one tensor or, for a single amax, in parts.
     """
-    source = source_of(x)
+    source = prologue_of(x)
     parts = source.in_memory
     assert len(parts) == 1 or (parts and not vectors), f"no amax of {source.kind} in one pass"
     amax = torch.zeros(sum(source.shape) if vectors else 1, dtype=torch.float32, device=source.x.device)
@@ -105,12 +105,12 @@ def amax_of(x: torch.Tensor | Source, vectors: bool) -> torch.Tensor:
         M, N = part.shape
         programs = -(-M // _AMAX_TILE[0]) * -(-N // _AMAX_TILE[1])
         arguments = part, amax, M, N, part.stride(0)
-        kernel.launch(programs, part.device, arguments, Source.matrix(part).specialized_on())
+        kernel.launch(programs, part.device, arguments, Matrix(part).specialized_on())
     return amax
 
 
 def cast_fp8(
-    x: torch.Tensor | Source,
+    x: torch.Tensor | CastPrologue,
     rule: Fp8Rule,
     *,
     rows: bool,
@@ -128,10 +128,10 @@ def cast_fp8(
         observed: fp32 [1], raised to the amax of x on the way.
         sums: also sum over M, for the gradient of a bias; of a computed source before its entries are rounded.
     """
-    source = source_of(x)
+    source = prologue_of(x)
     if amax is None and rule.granularity in ("tensor", "row"):
         amax = amax_of(source, vectors=rule.granularity == "row")
-    key = (rows, columns, observed is not None, sums, source.kind, source.widths)
+    key = (rows, columns, observed is not None, sums, source.kind, source.head_widths)
     kernel = rule.kernels.get(key)
     if kernel is None:
         kernel = rule.kernels[key] = _CastKernel(rule, source.x.device, *key)
@@ -200,7 +200,7 @@ class _CastKernel:
         self._tuned = Tuned(f"{_cast_kernel.__name__} {self._constants._asdict()}", self._tilings)
         self._specialized: dict[tuple[_Tiling, bool], Specialized] = {}
 
-    def run(self, source: Source, amax: torch.Tensor | None, observed: torch.Tensor | None) -> Fp8Cast:
+    def run(self, source: CastPrologue, amax: torch.Tensor | None, observed: torch.Tensor | None) -> Fp8Cast:
         """Allocate and launch; see ``cast_fp8``."""
         x = source.x
         (M, N), stride, device = source.shape, x.stride(0), x.device

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_lowprec.kernels.cast_fp8.prologue import KINDS
 from megatron_lowprec.kernels.cast_fp8.rule import GRANULARITIES
-from megatron_lowprec.kernels.cast_fp8.source import KINDS
 from megatron_lowprec.kernels.dropout.triton import factors
 from megatron_lowprec.kernels.gelu.triton import gelu_of, gelu_slope_of
 from megatron_lowprec.kernels.layernorm.triton import affine
@@ -69,7 +69,7 @@ def of_rows(values_ptr, rows, M, PLAIN: tl.constexpr, CAST: tl.constexpr):
 def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
     """fp32 entries before any rounding at ``rows`` [R] and COLUMNS columns from the first on; zeros outside of [M, N].
 
-    ``source`` are a kernel's arguments for ``Source``; ``first_column`` is a multiple of 8. The entries lie as
+    ``source`` are a kernel's arguments for ``CastPrologue``; ``first_column`` is a multiple of 8. The entries lie as
     ``places`` has them.
     """
     x_ptr, second_ptr, third_ptr, fourth_ptr = source[0], source[1], source[2], source[3]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from megatron.core.fusions import fused_bias_dropout
 
-from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.cast_fp8.prologue import DropoutGrad, Matrix
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_residual
@@ -57,7 +57,7 @@ def _made(
 
     linear_gemms, rng_step = channel.linear_gemms, channel.rng_step
     if channel.wanted == "source":
-        computed = Source.matrix(dout) if key is None else Source.dropout_grad(dout, key, p)
+        computed = Matrix(dout) if key is None else DropoutGrad(dout, key, p)
         return linear_gemms.grad_output(computed, rng_step, bias=bias_dtype is not None)
     amax = torch.zeros(1, dtype=torch.float32, device=dout.device)
     dx, dbias = bias_dropout_add_backward(dout, p, key, bias_dtype, amax=amax)

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.cast_fp8.prologue import BiasGelu, BiasGeluGrad, CastPrologue
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
@@ -95,7 +95,7 @@ class _MlpFunction(torch.autograd.Function):
 
         def dy1() -> GradOutput:
             if grad_output_wants == "source":
-                computed = Source.bias_gelu_grad(dactive, y, bias)
+                computed = BiasGeluGrad(dactive, y, bias)
                 return fc1.bound_gemms.grad_output(computed, rng_step, bias=True)
             amax = _room_for_amax(y, grad_output_wants)
             matrix, dbias = bias_gelu_backward(dactive, y, bias, amax=amax)
@@ -109,12 +109,12 @@ class _MlpFunction(torch.autograd.Function):
 
 def _active(
     y: torch.Tensor, bias: torch.Tensor, wanted: CastFusion
-) -> tuple[torch.Tensor | Source, torch.Tensor | None]:
+) -> tuple[torch.Tensor | CastPrologue, torch.Tensor | None]:
     """fc2's input, and its amax, in the form that its casts want."""
     from megatron_lowprec.kernels.gelu.triton import bias_gelu
 
     if wanted == "source":
-        return Source.bias_gelu(y, bias), None
+        return BiasGelu(y, bias), None
     amax = _room_for_amax(y, wanted)
     return bias_gelu(y, bias, amax), amax
 

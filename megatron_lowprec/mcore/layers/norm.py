@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.cast_fp8.prologue import norm_output
 from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.linear.layer_tensors import CastFusion, Input
@@ -95,7 +95,7 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
 
         def cast(rows: torch.Tensor) -> Normalized:
             rstd, *mean = statistics = triton.statistics(rows, eps, centered=bias is not None)
-            made.append(linear_gemms.input(Source.norm(rows, weight, bias, statistics)))
+            made.append(linear_gemms.input(norm_output(rows, weight, bias, statistics)))
             return Normalized(placeholder_like(rows), mean[0] if mean else None, rstd)
 
         y = _normalized(norm, x, bias, cast)

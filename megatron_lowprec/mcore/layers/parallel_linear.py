@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.gemm.native import ScaledOperand
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 
 def product(
     layer: "LowPrecLinearMixin",
-    x: torch.Tensor | Source,
+    x: torch.Tensor | CastPrologue,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     rng_step: RngStep,
@@ -65,7 +65,7 @@ def product(
         keeps: False where x will be made again for the backward pass.
     """
     keep = update_amax and keeps
-    if isinstance(x, Source):
+    if isinstance(x, CastPrologue):
         y, kept = layer.bound_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=keep, amax=amax)
         return y, Saved(weight, *kept.tensors(x.x), kept.granularity, x.shape)
     made = attached_input(x, layer.bound_gemms)
@@ -86,7 +86,7 @@ def gradients(
     saved: Saved,
     rng_step: RngStep,
     tp: TensorParallelConfig,
-    again: "Callable[[], tuple[torch.Tensor | Source, torch.Tensor | None]] | None" = None,
+    again: "Callable[[], tuple[torch.Tensor | CastPrologue, torch.Tensor | None]] | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dgrad and wgrad, communication under them: gradients of x, weight and bias.
 
@@ -105,7 +105,7 @@ def gradients(
         reducing = dist.all_reduce(dx, group=tp.tp_group, async_op=True)
     elif tp.sequence_parallel:
         dx, reducing = scatter_sequence(dx, tp.tp_group)
-    kept: torch.Tensor | ScaledOperand | Source
+    kept: torch.Tensor | ScaledOperand | CastPrologue
     amax = None
     if total is None:
         assert again is not None
@@ -191,7 +191,7 @@ class LowPrecLinearMixin:
         self,
         linear_gemms: LinearGemms,
         dy: GradOutput,
-        x: torch.Tensor | ScaledOperand | Source,
+        x: torch.Tensor | ScaledOperand | CastPrologue,
         weight: torch.Tensor,
         rng_step: RngStep,
         amax: torch.Tensor | None = None,

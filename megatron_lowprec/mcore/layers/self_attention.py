@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
-from megatron_lowprec.kernels.cast_fp8.source import Source
+from megatron_lowprec.kernels.cast_fp8.prologue import QkvGrad
 from megatron_lowprec.mcore.fusion import GradOutputChannel
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear
 
@@ -28,13 +28,13 @@ class _Split(torch.autograd.Function):
     def backward(ctx, *parts):  # type: ignore[no-untyped-def]
         channel, (*tokens, groups, _) = ctx.channel, parts[0].shape
         dq, dk, dv = (part.flatten(-2).flatten(0, -2).contiguous() for part in parts)
-        source = Source.qkv_grad(dq, dk, dv, ctx.widths)
+        source = QkvGrad(dq, dk, dv, ctx.widths)
         made = channel.linear_gemms.grad_output(source, channel.rng_step, bias=ctx.bias)
         return channel.put(made).view(*tokens, groups, -1), None, None, None
 
 
 class LowPrecSelfAttention(SelfAttention):
-    """``SelfAttention``; where linear_qkv takes FP8 operands of its gradient, its parts are cast without being joined."""
+    """``SelfAttention``; casts the parts of linear_qkv's gradient without joining them, where it takes FP8 operands."""
 
     def get_query_key_value_tensors(
         self,

@@ -1,0 +1,242 @@
+"""What a cast reads: a matrix, or one that another kernel would write and that is computed on the way instead.
+
+The entries are those that ``kernels.gelu``, ``kernels.dropout`` and ``kernels.layernorm`` write, rounded to the dtype
+of the first tensor as they round them, bit for bit: both use the same functions, whose multiply-adds are spelled out.
+A cast of GELU, of dropout's gradient or of a norm along rows and columns then reads 2 bytes an entry and writes 2,
+where that kernel and the cast alone move 8. The gradients of queries, keys and values are cast without being joined.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+
+from megatron_lowprec.kernels.dropout.reference import keep_scale, threshold
+from megatron_lowprec.kernels.gemm.native import ScaledOperand
+
+Kind = Literal["matrix", "bias_gelu", "bias_gelu_grad", "dropout_grad", "layernorm", "rmsnorm", "qkv_grad"]
+KINDS: dict[Kind, int] = {
+    "matrix": 0,
+    "bias_gelu": 1,
+    "bias_gelu_grad": 2,
+    "dropout_grad": 3,
+    "layernorm": 4,
+    "rmsnorm": 5,
+    "qkv_grad": 6,
+}
+
+KernelTensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class CastPrologue(ABC):
+    """A matrix [T, N] and how its entries follow from tensors in memory; bf16 or fp32, the last dimension contiguous.
+
+    Attributes:
+        kind: of KINDS.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[Kind]
+
+    @abstractmethod
+    def tensors(self) -> KernelTensors:
+        """By the kernel's arguments; the first one has the matrix's dtype, device and row stride."""
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The first of ``tensors``."""
+        return self.tensors()[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, N]"""
+        return self.x.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix."""
+        return self.x.dtype
+
+    @property
+    def in_memory(self) -> tuple[torch.Tensor, ...]:
+        """Tensors whose entries are the matrix's; none where it is computed."""
+        return ()
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the matrix's shape, dtype and device, not of its entries."""
+        return self.x
+
+    @property
+    def dropout_p(self) -> float:
+        """Of a dropout's gradient; else 0."""
+        return 0.0
+
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        """Columns of a group in dq, and in dk or dv; zeros but for ``QkvGrad``."""
+        return (0, 0)
+
+    def arguments(self) -> tuple[torch.Tensor | int | float, ...]:
+        """For a kernel: four tensors, the first one where the kind does not read another, and dropout's two numbers."""
+        first, *others = self.tensors()
+        p = self.dropout_p
+        return first, *(first if tensor is None else tensor for tensor in others), threshold(p), keep_scale(p)
+
+    def specialized_on(self) -> tuple[object, ...]:
+        """What Triton tells apart in ``arguments`` and in the sizes."""
+        tensors = self.tensors()
+        N, stride = self.shape[1], tensors[0].stride(0)
+        found: tuple[object, ...] = (N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
+        for tensor in tensors:
+            if tensor is not None:
+                found += (tensor.dtype, tensor.data_ptr() % 16 == 0)
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class Matrix(CastPrologue):
+    """x [T, N] itself."""
+
+    matrix: torch.Tensor
+    kind: ClassVar[Kind] = "matrix"
+
+    def tensors(self) -> KernelTensors:
+        return self.matrix, None, None, None
+
+    @property
+    def in_memory(self) -> tuple[torch.Tensor, ...]:
+        return (self.matrix,)
+
+
+@dataclass(slots=True, eq=False)
+class BiasGelu(CastPrologue):
+    """``gelu(y + bias)``, y [T, N], bias [N]."""
+
+    y: torch.Tensor
+    bias: torch.Tensor
+    kind: ClassVar[Kind] = "bias_gelu"
+
+    def tensors(self) -> KernelTensors:
+        return self.y, None, self.bias, None
+
+
+@dataclass(slots=True, eq=False)
+class BiasGeluGrad(CastPrologue):
+    """The gradient of y by that of ``gelu(y + bias)``, dout [T, N]; y with the same strides."""
+
+    dout: torch.Tensor
+    y: torch.Tensor
+    bias: torch.Tensor
+    kind: ClassVar[Kind] = "bias_gelu_grad"
+
+    def tensors(self) -> KernelTensors:
+        return self.dout, self.y, self.bias, None
+
+
+@dataclass(slots=True, eq=False)
+class DropoutGrad(CastPrologue):
+    """The gradient before dropout by the one behind it, dout [T, N]; ``key`` of ``kernels.dropout.reference``."""
+
+    dout: torch.Tensor
+    key: torch.Tensor
+    p: float
+    kind: ClassVar[Kind] = "dropout_grad"
+
+    def tensors(self) -> KernelTensors:
+        return self.dout, None, None, self.key
+
+    @property
+    def dropout_p(self) -> float:
+        return self.p
+
+
+@dataclass(slots=True, eq=False)
+class LayerNormOutput(CastPrologue):
+    """A LayerNorm's output; input [T, N], weight and bias [N], statistics of ``kernels.layernorm.statistics``."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    statistics: torch.Tensor
+    kind: ClassVar[Kind] = "layernorm"
+
+    def tensors(self) -> KernelTensors:
+        return self.input, self.weight, self.bias, self.statistics
+
+
+@dataclass(slots=True, eq=False)
+class RMSNormOutput(CastPrologue):
+    """An RMSNorm's output; input [T, N], weight [N], statistics of ``kernels.layernorm.statistics``."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    statistics: torch.Tensor
+    kind: ClassVar[Kind] = "rmsnorm"
+
+    def tensors(self) -> KernelTensors:
+        return self.input, self.weight, None, self.statistics
+
+
+def norm_output(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, statistics: torch.Tensor
+) -> CastPrologue:
+    """The output of the LayerNorm or, without a bias, of the RMSNorm of x [T, N]."""
+    if bias is None:
+        return RMSNormOutput(x, weight, statistics)
+    return LayerNormOutput(x, weight, bias, statistics)
+
+
+@dataclass(slots=True, eq=False)
+class QkvGrad(CastPrologue):
+    """The gradient of linear_qkv's output, whose columns are, group by group, those of dq, dk and dv.
+
+    Attributes:
+        dq: [T, groups * widths[0]], contiguous.
+        dk, dv: [T, groups * widths[1]], contiguous.
+    """
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    widths: tuple[int, int]
+    kind: ClassVar[Kind] = "qkv_grad"
+
+    def __post_init__(self) -> None:
+        assert all(part.is_contiguous() for part in self.in_memory), "parts are read as if contiguous"
+
+    def tensors(self) -> KernelTensors:
+        return self.dq, self.dk, self.dv, None
+
+    @property
+    def shape(self) -> torch.Size:
+        query, key = self.widths
+        return torch.Size((self.dq.shape[0], self.dq.shape[1] // query * (query + 2 * key)))
+
+    @property
+    def in_memory(self) -> tuple[torch.Tensor, ...]:
+        return self.dq, self.dk, self.dv
+
+    @property
+    def like(self) -> torch.Tensor:
+        return self.dq.new_empty(()).expand(self.shape)
+
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        return self.widths
+
+
+def prologue_of(x: torch.Tensor | CastPrologue) -> CastPrologue:
+    """A matrix in memory as a prologue, or the prologue itself."""
+    return x if isinstance(x, CastPrologue) else Matrix(x)
+
+
+class Fp8Cast(NamedTuple):
+    """What one read of [M, N] gave: operands along rows and columns, and sums over M, [N] in the matrix's dtype."""
+
+    rows: ScaledOperand | None
+    columns: ScaledOperand | None
+    sums: torch.Tensor | None

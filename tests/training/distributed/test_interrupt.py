@@ -130,7 +130,8 @@ def test_a_signal_ends_even_a_start_that_hides_it(drive: Drive, monkeypatch: pyt
 FAILING = """
 import os, pathlib, sys
 import pretrain_gpt
-from megatron_lowprec.training import model, startup
+from megatron_lowprec.training import model
+from megatron_lowprec.training.distributed import startup
 from tests.waiting import wait_for
 
 def build(*_):

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear import emulated_gemms
 from megatron_lowprec.linear.gemms import DIMS, LinearId
 from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
@@ -174,13 +174,13 @@ class Recorder:
         self._record("forward", "fprop", lambda x, w: (x, w))
         self._record("dgrad", "dgrad", lambda dy, w: (_matrix(dy), w.t()))
         self._record("wgrad", "wgrad", lambda dy, x: (_matrix(dy).t(), x.t()))
-        product = numerics_module.contract
+        product = emulated_gemms.contract
 
         def contract(a: Any, b: Any, **options: Any) -> Any:
             self.calls[-1][-1].extend((a, b))
             return product(a, b, **options)
 
-        self._patch.setattr(numerics_module, "contract", contract)
+        self._patch.setattr(emulated_gemms, "contract", contract)
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -97,7 +97,7 @@ def looking(own_scales: bool = False) -> Iterator[Digests]:
                 inner(optimizer, chunks)
                 found.append(look(optimizer, chunks, own_scales))
 
-            monkeypatch.setattr(module, "settle", finalize)
+            monkeypatch.setattr(module, "finalize", finalize)
 
         def train_step(trainer: Any, batches: Any, config: Any, *rest: Any, inner: Any = loop.train_step) -> Any:
             result = inner(trainer, batches, config, *rest)

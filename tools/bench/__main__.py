@@ -9,17 +9,19 @@ from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.training.config.paths import output_file
+from tools.renamed import current_names
 
 WHAT = {
     "quantize": "fused MX quantizers against a plain copy",
     "linear": "a linear layer's forward and backward over bf16",
     "step": "a whole training step over bf16",
     "scaling": "a whole training step on several GPUs over one, data parallel",
-    "around": "what a step does around its linear layers, against torch and Megatron-core",
+    "ops": "the ops of a step besides its linear layers, against torch and Megatron-core",
     "overhead": "what the Hadamard transform and stochastic rounding cost on top of FP8 and MXFP4",
 }
+RENAMED = {"around": "ops", "--pieces": "--ops"}
 # The overhead at 70B is about as small as the noise of one round; a round of step starts processes.
-ROUNDS = {"quantize": 2, "linear": 3, "step": 1, "scaling": 1, "around": 3, "overhead": 7}
+ROUNDS = {"quantize": 2, "linear": 3, "step": 1, "scaling": 1, "ops": 3, "overhead": 7}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,9 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     scaling = parts["scaling"]
     scaling.add_argument("--gpus", type=_names, default=["1", "8"], help="one after the other; on a CPU processes")
     scaling.add_argument("--models", type=_names, dest="shapes", help="the same as --shapes")
-    parts["around"].add_argument(
-        "--pieces", type=_names, help="norm,bias,gelu,dropout,cast,loss,attention; all unless given"
-    )
+    parts["ops"].add_argument("--ops", type=_names, help="norm,bias,gelu,dropout,cast,loss,attention (default: all)")
     parts["overhead"].add_argument(
         "--full-accumulation", action="store_true", help="FP8 GEMM without fast accumulation"
     )
@@ -72,6 +72,7 @@ def _names(text: str) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code."""
+    argv = current_names(argv, RENAMED)
     args = build_parser().parse_args(argv)
     if args.device == "cpu":
         # Triton reads it when a kernel is defined.
@@ -124,12 +125,12 @@ def _check(args: argparse.Namespace) -> None:
     for name in getattr(args, "peers", []):
         if name not in known_peers[args.what]:
             raise UserError(f"--peers {name}: {args.what} has {' and '.join(known_peers[args.what])}")
-    if args.what == "around":
-        from tools.bench.op_cases import PIECES
+    if args.what == "ops":
+        from tools.bench.op_cases import OPS
 
-        unknown = [name for name in args.pieces or () if name not in PIECES]
+        unknown = [name for name in args.ops or () if name not in OPS]
         if unknown:
-            raise UserError(f"--pieces {','.join(unknown)}: wants some of {', '.join(PIECES)}")
+            raise UserError(f"--ops {','.join(unknown)}: wants some of {', '.join(OPS)}")
     if args.what == "quantize":
         from tools.bench.quantize import DIRECTIONS, FORMAT_NAMES, KINDS, sizes_of
 

@@ -1,6 +1,6 @@
-"""The parts of a training step around its linear layers, each by this project's kernels and by torch or Megatron-core.
+"""The ops of a training step besides its linear layers, by this project's kernels and by torch or Megatron-core.
 
-A piece holds random tensors of a model's sizes and calls that do the same work on them.
+A case holds random tensors of a model's sizes and the variants that do the same work on them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +18,15 @@ EPS, DROPOUT, LAYERS = 1e-5, 0.1, 24
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One part of the step.
+class OpCase:
+    """One op of the step.
 
     Attributes:
-        name, size: what it is, of what size.
+        name, size: the op and the size of its tensors.
         moved: bytes that one pass must read and write; None where that is not what takes the time.
         times: how often a step of ``LAYERS`` layers does it.
-        ways: name -> call; the first is what the others are compared with.
-        results: what ``ours`` and the first way compute, in pairs, and how far apart they may be.
+        variants: name -> call; the first is what the others are compared with.
+        results: what ``ours`` and the first variant compute, in pairs, and how far apart they may be.
         near: largest relative distance of a pair.
     """
 
@@ -34,19 +34,19 @@ class Piece:
     size: str
     moved: int | None
     times: int
-    ways: dict[str, Call]
+    variants: dict[str, Call]
     results: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]] = lambda: iter(())
     near: float = 4e-3
 
     def fault(self) -> str | None:
-        """Why its numbers are worth nothing; None where the results agree."""
+        """Why its results are wrong; None where the results agree."""
         try:
             for ours, theirs in self.results():
                 theirs = theirs.detach().double()
                 error = float((ours.detach().double() - theirs).norm() / theirs.norm())
                 # Triton's interpreter cuts fp32 to bf16 where a GPU rounds
                 if not error < self.near * (1 if theirs.is_cuda else 3):
-                    return f"results are {error:.1e} apart"
+                    return f"results differ by {error:.1e}"
         except errors() as error:
             return one_line(error)
         return None
@@ -71,7 +71,7 @@ class Inputs:
         return (torch.randn(shape, generator=self.generator, device=self.device) * scale).to(torch.bfloat16)
 
 
-def norms(given: Inputs) -> Iterator[Piece]:
+def norms(given: Inputs) -> Iterator[OpCase]:
     """LayerNorm, two a layer and one at the end."""
     from megatron_lowprec.kernels.layernorm import triton as ours
 
@@ -95,7 +95,7 @@ def norms(given: Inputs) -> Iterator[Piece]:
 
     backward = partial(ours.norm_backward, dy, x, weight, mean, rstd)
     staged = {f"ours, {n} stages": partial(backward, sizes=ours.tiling(H)._replace(stages=n)) for n in (2, 3)}
-    yield Piece(
+    yield OpCase(
         "norm forward",
         size,
         4 * x.numel(),
@@ -103,7 +103,7 @@ def norms(given: Inputs) -> Iterator[Piece]:
         {"torch": torchs, "ours": lambda: ours.norm(x, weight, bias, EPS)},
         lambda: iter([(got.y, torchs())]),
     )
-    yield Piece(
+    yield OpCase(
         "norm backward",
         size,
         6 * x.numel(),
@@ -113,28 +113,28 @@ def norms(given: Inputs) -> Iterator[Piece]:
     )
     dresidual = given.normal(given.tokens, H, scale=1e-3)
 
-    def apart() -> tuple[torch.Tensor | None, ...]:
+    def unfused() -> tuple[torch.Tensor | None, ...]:
         dx, dw, db = backward()
         return dx + dresidual, dw, db
 
-    joined = partial(backward, dresidual)
-    yield Piece(
+    fused = partial(backward, dresidual)
+    yield OpCase(
         "norm backward + the residual's gradient",
         size,
         8 * x.numel(),
         2 * LAYERS,
-        {"apart": apart, "joined": joined},
-        lambda: zip(_tensors(joined()), _tensors(apart()), strict=True),
+        {"unfused": unfused, "fused": fused},
+        lambda: zip(_tensors(fused()), _tensors(unfused()), strict=True),
     )
 
 
-def qkv_bias(given: Inputs) -> Iterator[Piece]:
+def qkv_bias(given: Inputs) -> Iterator[OpCase]:
     """The bias of the linear layer before attention."""
     from megatron_lowprec.kernels.bias import triton as ours
 
     N = given.model.linears[0].out_features
     y, bias = given.normal(given.tokens, N), given.normal(N)
-    yield Piece(
+    yield OpCase(
         "qkv bias",
         f"{given.tokens}x{N}",
         4 * y.numel(),
@@ -144,7 +144,7 @@ def qkv_bias(given: Inputs) -> Iterator[Piece]:
     )
 
 
-def gelus(given: Inputs) -> Iterator[Piece]:
+def gelus(given: Inputs) -> Iterator[OpCase]:
     """Bias and GELU; backward with the bias gradient. Megatron-core's are compiled by torch."""
     from megatron.core.fusions.fused_bias_gelu import bias_gelu, bias_gelu_back
 
@@ -160,7 +160,7 @@ def gelus(given: Inputs) -> Iterator[Piece]:
 
     backward = partial(ours.bias_gelu_backward, dout, y, bias)
     near = 4e-3 if y.is_cuda else 2e-2  # uncompiled, each of its operations rounds to bf16
-    yield Piece(
+    yield OpCase(
         "bias, GELU forward",
         size,
         4 * y.numel(),
@@ -169,7 +169,7 @@ def gelus(given: Inputs) -> Iterator[Piece]:
         lambda: iter([(ours.bias_gelu(y, bias), bias_gelu(bias, y))]),
         near,
     )
-    yield Piece(
+    yield OpCase(
         "bias, GELU backward",
         size,
         6 * y.numel(),
@@ -180,7 +180,7 @@ def gelus(given: Inputs) -> Iterator[Piece]:
     )
 
 
-def dropouts(given: Inputs) -> Iterator[Piece]:
+def dropouts(given: Inputs) -> Iterator[OpCase]:
     """Bias, dropout and residual; backward with the bias gradient. Two a layer."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
@@ -213,7 +213,7 @@ def dropouts(given: Inputs) -> Iterator[Piece]:
                 dx, dbias, _ = stock_backward(kept)
                 yield from zip((forward(None), *backward()), (kept.detach(), dx, dbias), strict=True)
 
-        yield Piece(
+        yield OpCase(
             f"bias, dropout {p}, add forward",
             size,
             6 * x.numel(),
@@ -222,7 +222,7 @@ def dropouts(given: Inputs) -> Iterator[Piece]:
             results,
             near=1e-2,
         )
-        yield Piece(
+        yield OpCase(
             f"bias, dropout {p}, add backward",
             size,
             (4 if p else 2) * x.numel(),
@@ -235,7 +235,7 @@ def dropouts(given: Inputs) -> Iterator[Piece]:
         )
 
 
-def casts(given: Inputs) -> Iterator[Piece]:
+def casts(given: Inputs) -> Iterator[OpCase]:
     """What makes a tensor and casts it to FP8 along rows and columns by a known scale: two kernels, or one."""
     from megatron_lowprec.formats import FORMATS
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
@@ -253,18 +253,18 @@ def casts(given: Inputs) -> Iterator[Piece]:
         known = {"amax": amax, "observed": observed, "sums": sums}
         return cast_fp8(source, rules[fmt], rows=True, columns=True, **known)  # type: ignore[arg-type]
 
-    def piece(name: str, apart: Callable[[], Fp8Cast], joined: Callable[[], Fp8Cast], N: int = H) -> Piece:
+    def case(name: str, unfused: Callable[[], Fp8Cast], fused: Callable[[], Fp8Cast], N: int = H) -> OpCase:
         def results() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            for ours, theirs in zip(joined()[:2], apart()[:2], strict=True):
+            for ours, theirs in zip(fused()[:2], unfused()[:2], strict=True):
                 yield ours.elements.float(), theirs.elements.float()  # type: ignore[union-attr]
 
         times = 2 * LAYERS if N == H else LAYERS
-        return Piece(name, f"{T}x{N}", 4 * T * N, times, {"apart": apart, "joined": joined}, results, near)
+        return OpCase(name, f"{T}x{N}", 4 * T * N, times, {"unfused": unfused, "fused": fused}, results, near)
 
     rules = {fmt: Fp8Rule(FORMATS[fmt], "tensor") for fmt in ("e4m3", "e5m2")}
     key = torch.tensor([1, -2], dtype=torch.int32, device=dout.device)
     computed = Source.dropout_grad(dout, key, DROPOUT)
-    yield piece(
+    yield case(
         "dropout's gradient and the bias's + cast, both",
         lambda: cast(bias_dropout_add_backward(dout, DROPOUT, key, torch.bfloat16)[0], "e5m2"),
         lambda: cast(computed, "e5m2", sums=True),
@@ -275,7 +275,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
         return Source.norm(dout, weight, b, statistics(dout, EPS, b is not None))
 
     for name, b in (("LayerNorm", bias), ("RMSNorm", None)):
-        yield piece(
+        yield case(
             f"{name} + cast, both",
             lambda b=b: cast(norm(dout, weight, b, EPS).y, "e4m3"),  # type: ignore[misc]
             lambda b=b: cast(normed(b), "e4m3"),  # type: ignore[misc]
@@ -287,7 +287,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
 
     for tile, fmt in (("tensor", "e5m2"), ("1x128", "e4m3")):
         rules[tile] = Fp8Rule(FORMATS[fmt], tile)
-        yield piece(
+        yield case(
             f"gradients of q, k, v + cast {tile}, both",
             lambda tile=tile: cast(join(), tile, sums=True),  # type: ignore[misc]
             lambda tile=tile: cast(Source.qkv_grad(dq, dk, dv, (width, width)), tile, sums=True),  # type: ignore[misc]
@@ -295,7 +295,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
         )
 
 
-def losses(given: Inputs) -> Iterator[Piece]:
+def losses(given: Inputs) -> Iterator[OpCase]:
     """Cross entropy of all logits of the step, in one part. Megatron-core's are compiled by torch."""
     from megatron.core.fusions import fused_cross_entropy as stock
 
@@ -328,7 +328,7 @@ def losses(given: Inputs) -> Iterator[Piece]:
         yield ours.logits_gradient_(written, targets, 0, log_total, dloss), stock_backward()
 
     size = f"{T}x{V}"
-    yield Piece(
+    yield OpCase(
         "cross entropy forward",
         size,
         2 * logits.numel(),
@@ -336,7 +336,7 @@ def losses(given: Inputs) -> Iterator[Piece]:
         {"Megatron-core": stock_forward, "ours": forward},
         results,
     )
-    yield Piece(
+    yield OpCase(
         "cross entropy backward",
         size,
         4 * logits.numel(),
@@ -348,7 +348,7 @@ def losses(given: Inputs) -> Iterator[Piece]:
     )
 
 
-def attentions(given: Inputs) -> Iterator[Piece]:
+def attentions(given: Inputs) -> Iterator[OpCase]:
     """torch's causal attention by each of its backends; which one it chooses by itself is the first."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -378,11 +378,11 @@ def attentions(given: Inputs) -> Iterator[Piece]:
     for p in (DROPOUT, 0.0):
         forward: dict[str, Call] = {name: partial(run, p, backend) for name, backend in chosen.items()}
         backward: dict[str, Call] = {name: partial(back, run(p, backend)) for name, backend in chosen.items()}
-        yield Piece(f"attention, dropout {p}, forward", size, None, LAYERS, forward, results, near=1e-2)
-        yield Piece(f"attention, dropout {p}, backward", size, None, LAYERS, backward)
+        yield OpCase(f"attention, dropout {p}, forward", size, None, LAYERS, forward, results, near=1e-2)
+        yield OpCase(f"attention, dropout {p}, backward", size, None, LAYERS, backward)
 
 
-PIECES: dict[str, Callable[[Inputs], Iterator[Piece]]] = {
+OPS: dict[str, Callable[[Inputs], Iterator[OpCase]]] = {
     "norm": norms,
     "bias": qkv_bias,
     "gelu": gelus,

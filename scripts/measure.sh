@@ -11,7 +11,7 @@
 #   configs    100 steps of gpt_345m and gpt_1.3b as they are, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
 #   scaling    weak scaling from one GPU to all
-#   matrix     every recipe on every layout that the GPUs hold
+#   layouts    every recipe on every layout that the GPUs hold
 #   table2     the sweep paper_table2, small, on all GPUs, and its report
 #   lm         fp8_lm beside fp8_delayed: a step with its update and memory, 345M on one GPU and on all, and a short run
 #   interrupt  a run on two GPUs that SIGTERM stops, and what follows, against one that nothing stops
@@ -24,7 +24,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling matrix table2 lm interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts table2 lm interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -106,9 +106,9 @@ scaling() {
     run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m,1.3b --recipes bf16,fp8_delayed --out "$out/scaling.json"
 }
 
-matrix() {
-    run python -m tools.layout_parity --gpus "$gpus" --launches-at-once $((3 * gpus)) --folder "$out/matrix" \
-        --out "$out/matrix-gpu-$gpus.md"
+layouts() {
+    run python -m tools.layout_parity --gpus "$gpus" --launches-at-once $((3 * gpus)) --folder "$out/layouts" \
+        --out "$out/layout-parity-gpu-$gpus.md"
 }
 
 table2() {
@@ -159,7 +159,7 @@ mkdir -p "$out"
 failed=0
 for part in "$@"; do
     if ! declare -F "$part" >/dev/null || [ "$part" = run ] || [ "$part" = train ]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling matrix table2 lm interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts table2 lm interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

@@ -15,7 +15,7 @@ from megatron_lowprec.errors import UserError
 from tests.waiting import PATIENCE
 from tools.bench import layer, ops, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import RENAMED, main
-from tools.bench.measure import Bench, Copy, Timing, combined, in_turn, rate
+from tools.bench.measure import Bench, Copy, Timing, combined, cycle_inputs, rate
 from tools.bench.op_cases import OpCase
 from tools.bench.table import Column, render
 from tools.renamed import current_names
@@ -113,16 +113,16 @@ def test_rounds_are_joined_by_their_median() -> None:
     assert joined.noise == pytest.approx(1.0)
 
 
-def test_alternatives_are_measured_in_turn() -> None:
+def test_alternatives_are_measured_cycle_inputs() -> None:
     order: list[str] = []
     Bench(CPU).compare({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
     runs = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     assert runs == ["a", "b", "a", "b"]
 
 
-def test_input_sets_take_turns() -> None:
+def test_input_sets_are_cycled() -> None:
     seen: list[int] = []
-    call = in_turn([1, 2, 3], seen.append)
+    call = cycle_inputs([1, 2, 3], seen.append)
     for _ in range(4):
         call()
     assert seen == [1, 2, 3, 1]

@@ -159,7 +159,7 @@ def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["linear", "--peers", "apex"], "linear has te and torchao"), (["step", "--peers", "torchao"], "step has te")],
+    [(["linear", "--peers", "apex"], "linear has te, torchao"), (["step", "--peers", "torchao"], "step has te")],
 )
 def test_an_unknown_peer_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--device", "cpu"]) == 2

@@ -23,7 +23,7 @@ PARTS = (
     "configs",
     "large",
     "scaling",
-    "matrix",
+    "layouts",
     "table2",
     "lm",
     "interrupt",

@@ -20,7 +20,7 @@ from tools.bench.layer import (
     through_autograd,
     without_autograd,
 )
-from tools.bench.measure import Bench, Timing, errors, in_turn, one_line
+from tools.bench.measure import Bench, Timing, cycle_inputs, errors, one_line
 from tools.bench.peers import layers as peers
 from tools.bench.report import Report
 from tools.bench.shapes import LinearShape, linears
@@ -104,8 +104,8 @@ def _rows(
             calls[name] = call
         except errors() as error:
             failed.append(_named(shape, args.tokens, name) | {"failed": one_line(error)})
-    timings = bench.compare({name: in_turn(inputs, call) for name, call in calls.items()}, args.rounds)
-    host = {name: bench.host_microseconds(in_turn(inputs, call)) for name, call in calls.items()}
+    timings = bench.compare({name: cycle_inputs(inputs, call) for name, call in calls.items()}, args.rounds)
+    host = {name: bench.host_microseconds(cycle_inputs(inputs, call)) for name, call in calls.items()}
     graphs: dict[str, Timing | str] = {}
     if not args.no_graph:
         if bench.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a number was measured on: the machine, the software, the sources."""
+"""Conditions of a measurement: machine, software versions, commit."""
 
 import datetime
 import hashlib
@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
-    """Hardware, versions, commit, date and command of this run; what cannot be found out is "unknown"."""
+    """Hardware, versions, commit, date and command of this run; "unknown" if not available."""
     on_gpu = device.type == "cuda"
     return {
         "command": " ".join(["python -m tools.bench", *argv]),
@@ -34,7 +34,7 @@ def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def header_lines(found: dict[str, Any]) -> list[str]:
-    """The header as two lines to print above a table."""
+    """The header as two lines above a table."""
     software = ", ".join(f"{name} {found[name]}" for name in ("driver", "cuda", "torch", "triton", "python"))
     return [
         f"{found['device']}; {software}",
@@ -64,7 +64,7 @@ def _commit() -> str:
 
 
 def _digest() -> str:
-    """Of the package's and this tool's Python files: names the code where the commit does not."""
+    """Digest of the Python files of the package and this tool; identifies uncommitted code."""
     total = hashlib.sha256()
     for path in sorted([*REPOSITORY.glob("megatron_lowprec/**/*.py"), *REPOSITORY.glob("tools/bench/**/*.py")]):
         total.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes())

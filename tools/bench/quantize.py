@@ -1,7 +1,7 @@
-"""MX quantizers, bf16 in and dequantized bf16 out: bytes a second, as a share of a plain copy's.
+"""Bandwidth of the MX quantizers, bf16 in and dequantized bf16 out, as a share of a plain copy's.
 
-Bytes are the least that a variant must move: the input read once, each output written once. A variant is timed only
-after its bits equal the reference's on this machine.
+Bytes are the minimum that a variant must move: the input read once, each output written once. A variant is timed only
+if its bits equal the reference's on this machine.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
-from tools.bench.measure import Bench, Copy, Timing, errors, in_turn, one_line, rate
+from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors, one_line, rate
 from tools.bench.report import Report
 from tools.bench.shapes import linears
 from tools.bench.table import Column, Row
@@ -48,13 +48,13 @@ COLUMNS = (
 _MOMENT = Moment(3, 1)
 _KEYS = {"rows": (0x2468ACE1, 0x13579BDF), "columns": (0x0F1E2D3C, 0xF00DCAFE)}
 _SIGN_KEYS = {"rows": (0x11111111, 0x22222222), "columns": (0x33333333, 0x44444444)}
-# An odd number of rows, and one for which Triton makes the kernel that will be timed.
+# An odd number of rows, and one for which Triton compiles the kernel that is timed.
 _CHECKED_SIZES = ((777, 1024), (2048, 512))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A quantizer to check and to time."""
+    """One variant of the quantizer."""
 
     kind: str
     direction: str
@@ -62,21 +62,21 @@ class Variant:
 
     @property
     def group(self) -> int | None:
-        """Block of the Hadamard transform."""
+        """Block size of the Hadamard transform."""
         return 64 if self.kind.startswith("rht64") else None
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Which operands it writes."""
+        """The operands that it writes."""
         return ("rows", "columns") if self.direction == "both" else (self.direction,)
 
     def moved_bytes(self, entries: int) -> int:
-        """Read once, written once a direction, two bytes an entry."""
+        """Bytes read once and written once per direction."""
         return 2 * entries * (1 + len(self.directions))
 
 
 def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[str]) -> list[Variant]:
-    """The products of these; the specs are those of the recipes ``mxfp4``, ``mxfp4_sr`` and ``mxfp8``."""
+    """All combinations, with the specs of the recipes ``mxfp4``, ``mxfp4_sr`` and ``mxfp8``."""
 
     def spec(name: str, kind: str) -> QuantSpec:
         stochastic = kind.endswith("sr")
@@ -88,7 +88,7 @@ def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[
 
 
 def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is timed: one call of the fused kernel. ``signs``: scaled signs by direction, made beforehand."""
+    """One call of the fused kernel, which is timed. ``signs``: precomputed scaled signs by direction."""
     from megatron_lowprec.kernels.quantize.triton import quantize_mx
 
     ways = {way: Direction(Key.of(_KEYS[way]), signs.get(way)) for way in variant.directions}
@@ -136,7 +136,7 @@ def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:
 
 
 def fault(variant: Variant, device: torch.device, generator: torch.Generator) -> str | None:
-    """How the kernel differs from the reference on fresh random inputs; None where all bits agree."""
+    """The kernel's difference from the reference on random inputs; None if all bits agree."""
     try:
         return _difference(variant, device, generator)
     except errors() as error:
@@ -148,7 +148,7 @@ def _difference(variant: Variant, device: torch.device, generator: torch.Generat
     for rows, columns in sizes:
         x = random_input(rows, columns, device, generator)
         expected = {way: run_reference(x, variant, way) for way in variant.directions}
-        # Freed at once, so that the kernel's outputs are likely to begin as NaN: what it leaves unwritten is seen.
+        # Freed at once, so that the kernel's outputs probably start as NaN, which reveals unwritten entries.
         poison = [torch.full_like(x, torch.nan) for _ in expected]
         del poison
         found = run_kernel(x, variant, kernel_signs(variant, device))
@@ -163,7 +163,7 @@ def _difference(variant: Variant, device: torch.device, generator: torch.Generat
 
 
 def random_input(rows: int, columns: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """bf16 normal numbers whose rows and columns differ in size by powers of two, and one block of zeros."""
+    """bf16 normal numbers with rows and columns scaled by powers of two, and one block of zeros."""
     x = torch.randn(rows, columns, generator=generator, device=device)
     for shape in ((rows, 1), (1, columns)):
         x *= torch.randint(-6, 7, shape, generator=generator, device=device).float().exp2()
@@ -188,13 +188,13 @@ def sizes_of(args: argparse.Namespace) -> list[tuple[int, int]]:
     for text in args.sizes.split(","):
         rows, _, columns = text.partition("x")
         if not (rows.isdecimal() and columns.isdecimal()) or int(columns) % 64 or not int(rows):
-            raise UserError(f"--sizes {text}: wants ROWSxCOLUMNS, columns a multiple of 64, such as 8192x4096")
+            raise UserError(f"--sizes {text}: must be ROWSxCOLUMNS, columns a multiple of 64, such as 8192x4096")
         sizes.append((int(rows), int(columns)))
     return sizes
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
-    """Check every variant, then time the sound ones at every size, a copy of the same size among them."""
+    """Check every variant, then time the correct ones at every size, with a copy of that size."""
     large = bench.copy(args.copy_bytes)
     generator = torch.Generator(bench.device).manual_seed(args.seed)
     faults = {}
@@ -236,7 +236,7 @@ def _timed(
 
     def call(variant: Variant) -> Callable[[], object]:
         signs = kernel_signs(variant, bench.device)
-        return in_turn(inputs, lambda x: run_kernel(x, variant, signs))
+        return cycle_inputs(inputs, lambda x: run_kernel(x, variant, signs))
 
     calls: dict[Variant | None, Callable[[], object]] = {None: bench.copy_call(tensor_bytes)}
     calls |= {variant: call(variant) for variant in sound}

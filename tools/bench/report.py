@@ -1,4 +1,4 @@
-"""What a run says: progress on the way, then notes and tables, and all of it as JSON."""
+"""Output of a run: progress, notes and tables on the terminal, and everything as JSON."""
 
 import json
 import sys
@@ -11,27 +11,27 @@ from tools.bench.table import Column, Row, render
 
 
 class Report:
-    """Collects the tables of one run; prints them as they come and writes them at the end.
+    """Prints the tables of one run and collects them for the JSON file.
 
     Args:
         header: of ``machine.header``.
-        arguments: what was asked for.
+        arguments: of the command line.
     """
 
     def __init__(self, header: dict[str, Any], arguments: dict[str, Any]) -> None:
         self.content: dict[str, Any] = {"header": header, "arguments": arguments, "notes": [], "tables": []}
 
     def progress(self, line: str) -> None:
-        """On stderr, at once."""
+        """Print a line on stderr."""
         print(line, file=sys.stderr, flush=True)
 
     def note(self, *lines: str) -> None:
-        """Conditions and footnotes, printed above the next table."""
+        """Print conditions and footnotes above the next table."""
         self.content["notes"] += lines
         print(*lines, sep="\n", flush=True)
 
     def table(self, title: str, rows: Sequence[Row], columns: Sequence[Column], **more: Any) -> None:
-        """A table, under the run's header; ``more`` goes into the JSON file beside its rows."""
+        """Print a table under the run's header; ``more`` goes into the JSON file."""
         self.content["tables"].append({"title": title, "rows": list(rows), **more})
         print(*header_lines(self.content["header"]), "", title, render(rows, columns), "", sep="\n", flush=True)
 
@@ -41,6 +41,6 @@ class Report:
         return any(row.get("failed") for table in self.content["tables"] for row in table["rows"])
 
     def write(self, path: Path) -> None:
-        """As one JSON object."""
+        """Write everything as one JSON object."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")

@@ -1,29 +1,29 @@
-"""Rows of a measurement as a plain text table."""
+"""Rows as a plain text table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Row = Mapping[str, Any]
-"""Column key -> value; ``failed`` holds the reason where there is no number to print."""
+"""Column key -> value; ``failed`` holds the reason of a row without numbers."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: key of the row, its heading, and how a number is written."""
+    """One column: key in a row, heading, and number format."""
 
     key: str
     heading: str
     form: str = ""
 
     def text(self, row: Row) -> str:
-        """The cell; "-" for what was not measured."""
+        """The cell; "-" without a value."""
         value = row.get(self.key)
         return "-" if value is None else format(value, self.form)
 
 
 def render(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The table: numbers to the right, text to the left, a failed row's reason in place of its numbers."""
+    """The table: numbers aligned right, text left; a failed row has its reason in place of numbers."""
     texts = [[column.text(row) for column in columns] for row in rows]
     widths = [max([len(c.heading), *(len(line[i]) for line in texts)]) for i, c in enumerate(columns)]
 

@@ -17,7 +17,7 @@ from tools.bench import layer, ops, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import RENAMED, main
 from tools.bench.measure import Bench, Copy, Timing, combined, cycle_inputs, rate
 from tools.bench.op_cases import OpCase
-from tools.bench.table import Column, render
+from tools.bench.report import Column, render
 from tools.renamed import current_names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -278,7 +278,7 @@ def test_ops_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
 
 def test_an_op_with_another_result_has_no_number() -> None:
     right, wrong = torch.ones(4), torch.ones(4) * 1.1
-    case = OpCase("x", "4", 16, 1, {"torch": lambda: None, "ours": lambda: None}, lambda: iter([(wrong, right)]))
+    case = OpCase("x", "4", 1, 16, {"torch": lambda: None, "ours": lambda: None}, lambda: [(wrong, right)])
     copy = Copy(16, 1.0)
     (row,) = ops._rows(shapes.MODELS["smoke"], case, 1, Bench(CPU), copy, set())
     assert row["failed"].startswith("results differ by 1.0e-01")
@@ -289,7 +289,7 @@ def test_an_op_whose_first_variant_fails_is_compared_with_nothing() -> None:
     def fails() -> None:
         raise RuntimeError("no such kernel")
 
-    case = OpCase("x", "4", 16, 1, {"torch": fails, "ours": lambda: None})
+    case = OpCase("x", "4", 1, 16, {"torch": fails, "ours": lambda: None})
     copy = Copy(16, 1.0)
     first, ours = ops._rows(shapes.MODELS["smoke"], case, 1, Bench(CPU), copy, set())
     assert "no such kernel" in first["failed"]

@@ -213,7 +213,7 @@ def test_a_peer_s_failure_costs_its_number_alone(
 def test_step_compares_with_the_peer_s_own_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[list[str]] = []
 
-    def run(model: shapes.ModelShape, flags: list[str], args: object) -> dict[str, Any]:
+    def run(model: shapes.ModelShape, flags: list[str], args: object, processes: None) -> dict[str, Any]:
         asked.append(flags)
         ms = (5.0 if "transformer_engine" in flags else 4.0) * (1 if flags[-1] == "bf16" else 2)
         sizes = {"micro_batch": 2, "sequence": 128, "peak_gib": 1.0, "reserved_gib": 2.0, "first_seconds": 1.0}

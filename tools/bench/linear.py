@@ -22,9 +22,8 @@ from tools.bench.layer import (
 )
 from tools.bench.measure import Bench, Timing, cycle_inputs, errors, one_line
 from tools.bench.peers import layers as peers
-from tools.bench.report import Report
+from tools.bench.report import Column, Report, Row, spread_columns
 from tools.bench.shapes import LinearShape, linears
-from tools.bench.table import Column, Row
 
 RECIPES = ("bf16", "mxfp8", "mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr")
 BESIDE_PEERS = ("bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", *RECIPES[1:])
@@ -33,10 +32,7 @@ COLUMNS = (
     Column("linear", "linear"),
     Column("size", "TxIxO"),
     Column("recipe", "recipe"),
-    Column("ms", "ms", ".4f"),
-    Column("low", "p20", ".4f"),
-    Column("high", "p80", ".4f"),
-    Column("noise", "rounds", ".1%"),
+    *spread_columns(),
     Column("over_bf16", "/bf16", ".3f"),
     Column("over_torch", "/torch", ".3f"),
     Column("graph_ms", "kernels ms", ".4f"),
@@ -118,7 +114,6 @@ def _rows(
     for name, timing in timings.items():
         row = _named(shape, args.tokens, name) | timing.row()
         row |= {
-            "noise": timing.noise,
             "over_bf16": timing.ms / bf16.ms if bf16 else None,
             "over_torch": timing.ms / timings[PLAIN].ms,
             "host_us": host[name],

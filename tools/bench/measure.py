@@ -31,7 +31,7 @@ class Timing:
 
     def row(self) -> dict[str, Any]:
         """Columns of a row."""
-        return asdict(self)
+        return asdict(self) | {"noise": self.noise}
 
     @property
     def noise(self) -> float:

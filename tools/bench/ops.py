@@ -12,19 +12,15 @@ import torch
 from megatron_lowprec.training.distributed import startup
 from tools.bench.measure import Bench, Call, Copy, errors, one_line, rate
 from tools.bench.op_cases import LAYERS, OPS, Inputs, OpCase
-from tools.bench.report import Report
+from tools.bench.report import Column, Report, Row, spread_columns
 from tools.bench.shapes import ModelShape, models
-from tools.bench.table import Column, Row
 
 COLUMNS = (
     Column("model", "model"),
     Column("op", "op"),
     Column("size", "size"),
     Column("variant", "variant"),
-    Column("ms", "ms", ".4f"),
-    Column("low", "p20", ".4f"),
-    Column("high", "p80", ".4f"),
-    Column("noise", "rounds", ".1%"),
+    *spread_columns(),
     Column("over", "/first", ".3f"),
     Column("tb_s", "TB/s", ".2f"),
     Column("of_copy", "of copy", ".1%"),
@@ -86,17 +82,9 @@ def _rows(
             yield named | {"variant": variant, "failed": failed[variant]}
             continue
         timing = timings[variant]
-        reached = None if op.moved is None else rate(op.moved, timing.ms)
-        yield (
-            named
-            | timing.row()
-            | {
-                "variant": variant,
-                "noise": timing.noise,
-                "over": None if first is None else timing.ms / first.ms,
-                "tb_s": reached,
-                "of_copy": None if reached is None else reached / large.terabytes_per_second,
-                "step_ms": op.times * timing.ms,
-                "moved_bytes": op.moved,
-            }
-        )
+        row = named | timing.row() | {"variant": variant, "step_ms": op.times * timing.ms, "moved_bytes": op.moved}
+        row["over"] = None if first is None else timing.ms / first.ms
+        if op.moved is not None:
+            row["tb_s"] = rate(op.moved, timing.ms)
+            row["of_copy"] = row["tb_s"] / large.terabytes_per_second
+        yield row

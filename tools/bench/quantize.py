@@ -24,9 +24,8 @@ from megatron_lowprec.quantization.random_stream import Moment, RandomStream
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
 from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors, one_line, rate
-from tools.bench.report import Report
+from tools.bench.report import Column, Report, Row, spread_columns
 from tools.bench.shapes import linears
-from tools.bench.table import Column, Row
 
 FORMAT_NAMES = ("e2m1", "e4m3")
 KINDS = ("nearest", "sr", "rht64", "rht64+sr")
@@ -36,10 +35,7 @@ COLUMNS = (
     Column("kind", "kind"),
     Column("direction", "direction"),
     Column("size", "size"),
-    Column("ms", "ms", ".4f"),
-    Column("low", "p20", ".4f"),
-    Column("high", "p80", ".4f"),
-    Column("noise", "rounds", ".1%"),
+    *spread_columns(),
     Column("tb_s", "TB/s", ".2f"),
     Column("of_large_copy", "of large copy", ".1%"),
     Column("of_same_copy", "of same-size copy", ".1%"),
@@ -247,7 +243,6 @@ def _timed(
 def _row(moved: int, timing: Timing, large: float, same: Copy) -> dict[str, Any]:
     reached = rate(moved, timing.ms)
     return timing.row() | {
-        "noise": timing.noise,
         "moved_bytes": moved,
         "tb_s": reached,
         "of_large_copy": reached / large,

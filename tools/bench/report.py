@@ -2,12 +2,55 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.bench.machine import header_lines
-from tools.bench.table import Column, Row, render
+
+Row = Mapping[str, Any]
+"""Column key -> value; ``failed`` holds the reason of a row without numbers."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: key in a row, heading, and number format."""
+
+    key: str
+    heading: str
+    form: str = ""
+
+    def text(self, row: Row) -> str:
+        """The cell; "-" without a value."""
+        value = row.get(self.key)
+        return "-" if value is None else format(value, self.form)
+
+
+def spread_columns(digits: int = 4) -> tuple[Column, ...]:
+    """Median, percentiles and noise of a ``Timing``."""
+    form = f".{digits}f"
+    ms = Column("ms", "ms", form)
+    return ms, Column("low", "p20", form), Column("high", "p80", form), Column("noise", "rounds", ".1%")
+
+
+def render(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The table: numbers aligned right, text left; a failed row has its reason in place of numbers."""
+    texts = [[column.text(row) for column in columns] for row in rows]
+    widths = [max([len(c.heading), *(len(line[i]) for line in texts)]) for i, c in enumerate(columns)]
+
+    def line(words: Sequence[str]) -> str:
+        triples = zip(words, widths, columns, strict=True)
+        return "  ".join(word.rjust(width) if c.form else word.ljust(width) for word, width, c in triples).rstrip()
+
+    lines = [line([column.heading for column in columns]), "  ".join("-" * width for width in widths)]
+    for row, words in zip(rows, texts, strict=True):
+        if row.get("failed"):
+            named = [word if not column.form else "" for word, column in zip(words, columns, strict=True)]
+            lines.append(f"{line(named)}  FAILED: {row['failed']}")
+        else:
+            lines.append(line(words))
+    return "\n".join(lines)
 
 
 class Report:

@@ -85,10 +85,7 @@ LAYOUTS = (
     Layout("TP2+SP", 2, (*_TP2, *_SP), "moe_tiny", regroups=True),
 )
 
-RESUMED = (
-    Layout("TP2+SP distributed optimizer", 2, (*_TP2, *_SP, *_DISTRIBUTED)),
-    Layout("PP2", 2, _PP2),
-)
+RESUMED = (Layout("TP2+SP distributed optimizer", 2, (*_TP2, *_SP, *_DISTRIBUTED)), Layout("PP2", 2, _PP2))
 """Layouts of the runs that are stopped and resumed."""
 
 SAME_NOISE = "--same-noise-on-data-parallel"

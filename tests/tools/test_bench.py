@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, current_names
 from tests.waiting import PATIENCE
 from tools.bench import layer, ops, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import RENAMED, main
 from tools.bench.measure import Bench, Copy, Timing, combined, cycle_inputs, rate
 from tools.bench.op_cases import OpCase
 from tools.bench.report import Column, render
-from tools.renamed import current_names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

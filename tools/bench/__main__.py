@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, current_names, run_tool
 from megatron_lowprec.training.config.paths import output_file
-from tools.renamed import current_names
 
 # Subcommand: rounds, subject. The overhead at 70B is as small as the noise of one round; each round of step and scaling
 # starts processes.
@@ -89,11 +88,7 @@ def main(argv: Sequence[str]) -> int:
     if args.device == "cpu":
         # Triton reads this when a kernel is defined.
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    try:
-        return _run(args, argv)
-    except UserError as error:
-        print(f"python -m tools.bench: error: {error}", file=sys.stderr)
-        return 2
+    return run_tool("python -m tools.bench", lambda: _run(args, argv))
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:

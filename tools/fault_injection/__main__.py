@@ -21,12 +21,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser
+from megatron_lowprec.errors import Parser, current_names
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
 from tools.fault_injection.run import Failure
 from tools.fault_injection.scenarios import ASYNC, SAVE_INTERVAL, Outcome, Scenarios, corrupt_tracker, truncate_shard
-from tools.renamed import current_names
 
 _HEADER = """# Fault injection, {date}
 

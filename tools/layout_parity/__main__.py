@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, current_names, run_tool
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
 from tools.layout_parity import layouts, plan
 from tools.layout_parity.compare import compare
 from tools.layout_parity.launch import REPOSITORY, Runner
 from tools.layout_parity.page import render
-from tools.renamed import current_names
 
 _REFERENCE_PARTS = 6  # at most, of the one-process runs
 _RENAMED = {"--judge": "--compare"}
@@ -68,15 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.compare is not None:
         return _publish(json.loads(arguments.compare.read_text(encoding="utf-8")), arguments.out or arguments.compare)
-    try:
-        selected = _selection(arguments)
-    except UserError as error:
-        print(f"python -m tools.layout_parity: error: {error}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory(prefix="layout-parity-") as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        return _run(selected, arguments, folder, " ".join(argv))
+    return run_tool("python -m tools.layout_parity", lambda: _run(_selection(arguments), arguments, " ".join(argv)))
 
 
 def _selection(arguments: argparse.Namespace) -> plan.Selection:
@@ -108,7 +99,14 @@ def _selection(arguments: argparse.Namespace) -> plan.Selection:
     )
 
 
-def _run(selected: plan.Selection, arguments: argparse.Namespace, folder: Path, given: str) -> int:
+def _run(selected: plan.Selection, arguments: argparse.Namespace, given: str) -> int:
+    with tempfile.TemporaryDirectory(prefix="layout-parity-") as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return _run_in(folder, selected, arguments, given)
+
+
+def _run_in(folder: Path, selected: plan.Selection, arguments: argparse.Namespace, given: str) -> int:
     where = f"gpu-{selected.gpus}" if selected.gpus else "cpu"
     name = f"{datetime.date.today().isoformat()}-layout-parity-{where}.md"
     out = arguments.out or REPOSITORY / "docs" / "results" / name

@@ -55,7 +55,8 @@ def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves(tmp_path: Path,
 BUILDING = """
 import os, pathlib, sys
 import pretrain_gpt
-from megatron_lowprec.training import model, startup
+from megatron_lowprec.training import model
+from megatron_lowprec.training.distributed import startup
 from tests.waiting import wait_for
 
 def build(*_):

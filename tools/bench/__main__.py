@@ -100,9 +100,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("torch sees no GPU; --device cpu runs a smoke test, with tiny sizes such as --shapes smoke")
-    if args.rounds is None:
-        args.rounds, _ = COMMANDS[args.command]
-    _check(args)
+    check(args)
     if args.seed is None:
         args.seed = int.from_bytes(os.urandom(4), "little")
     args.copy_bytes = 2**31 if args.device == "cuda" else 2**20
@@ -119,10 +117,13 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 1 if report.failed else 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
+    """Set the default of --rounds; raises UserError for values that the measurement does not know."""
     from megatron_lowprec.recipe.registry import get_recipe
     from tools.bench.shapes import linears
 
+    if args.rounds is None:
+        args.rounds, _ = COMMANDS[args.command]
     for name in args.recipes or ():
         get_recipe(name)
     linears(args.shapes or (), args.linears)

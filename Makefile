@@ -10,8 +10,8 @@ RUN := runs/gpt_tiny-$(RECIPE)
 ARGS ?=
 TEST_WORKERS ?= 2
 TESTS ?= tests
-MATRIX ?=
-FAULTS ?= --moments 30 --inside-save 10 --out docs/results/$(shell date +%F)-faults.md
+LAYOUT_PARITY ?= $(MATRIX)
+FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/$(shell date +%F)-fault-injection.md)
 
 # Names are tried by running them: a name on the PATH may be a shim without an interpreter behind it.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -22,7 +22,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test test-faults test-matrix lint types format clean
+.PHONY: help setup train test test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -53,11 +53,19 @@ test: setup lint types  ## lint, types and all tests; those marked gpu where the
 	$(call threads,$(TEST_WORKERS)); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) -m "$$gpu" $(TESTS)
 
-test-faults: setup  ## kill, interrupt and damage small runs, half an hour; FAULTS are flags of tools/fault_injection
-	@$(BIN)/python -m tools.fault_injection $(FAULTS)
+test-fault-injection: setup  ## kill, interrupt and damage small runs, half an hour; FAULT_INJECTION are flags of tools/fault_injection
+	@$(BIN)/python -m tools.fault_injection $(FAULT_INJECTION)
 
-test-matrix: setup  ## every recipe on every layout against one process, half an hour on two cores; MATRIX are flags of tools/layout_parity
-	@$(BIN)/python -m tools.layout_parity $(MATRIX)
+test-layout-parity: setup  ## every recipe on every layout against one process, half an hour on two cores; LAYOUT_PARITY are flags of tools/layout_parity
+	@$(BIN)/python -m tools.layout_parity $(LAYOUT_PARITY)
+
+test-faults:  ## former name of test-fault-injection, for one release
+	@echo "make: warning: test-faults is now test-fault-injection; the next release drops the old name" >&2
+	@$(MAKE) --no-print-directory test-fault-injection
+
+test-matrix:  ## former name of test-layout-parity, for one release
+	@echo "make: warning: test-matrix is now test-layout-parity; the next release drops the old name" >&2
+	@$(MAKE) --no-print-directory test-layout-parity
 
 lint: setup  ## ruff: rules and layout
 	@$(BIN)/ruff check

@@ -1,6 +1,8 @@
 """The exception for requests that cannot be met, and a command line that prints it as one line."""
 
 import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 
@@ -20,3 +22,24 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit code 2; argparse's own prints the usage first."""
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def run_tool(name: str, work: Callable[[], int | None]) -> int:
+    """The exit code that ``work`` returns, None being 0; a UserError is one line on stderr and exit code 2."""
+    try:
+        return work() or 0
+    except UserError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def current_names(argv: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
+    """``argv`` with former names replaced, each with a warning; a name without dashes is the subcommand."""
+    current = []
+    for position, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name in renamed and (name.startswith("--") or position == 0):
+            print(f"warning: {name} is now {renamed[name]}; the next release drops the old name", file=sys.stderr)
+            word = renamed[name] + equals + value
+        current.append(word)
+    return current

@@ -1,30 +1,30 @@
 #!/bin/bash
-# The measurements behind docs/results, on the GPUs of this machine, one after the other:
+# Runs the measurements of docs/results on the GPUs of this machine, one after the other:
 #
 #   scripts/measure.sh [--dry-run] OUT PART...
 #
-#   tests      tests that need a GPU: kernels against their reference, the memory plan, TransformerEngine
-#   step       a step of 345M and 1.3B under the FP8 recipes (and TransformerEngine's and torchao's, where installed)
-#   graphs     a step of 345M with and without CUDA graphs, at the usual batch and at a small one
-#   linear     a linear layer under each, and the quantizers
+#   tests      the tests that need a GPU: kernels against their reference, the memory plan, TransformerEngine
+#   step       a step of 345M and 1.3B under the FP8 recipes, and with TransformerEngine if it is installed
+#   graphs     a step of 345M with and without CUDA graphs, at batch 16 and 2
+#   linear     a linear layer under each recipe and with TransformerEngine and torchao, and the quantizers
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
-#   configs    100 steps of gpt_345m and gpt_1.3b as they are, at a small batch
+#   configs    100 steps of the configs gpt_345m and gpt_1.3b, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
 #   scaling    weak scaling from one GPU to all
-#   matrix     every recipe on every layout that the GPUs hold
+#   layouts    every recipe on every parallel layout that fits the GPUs, against one process
 #   table2     the sweep paper_table2, small, on all GPUs, and its report
-#   lm         fp8_lm beside fp8_delayed: a step with its update and memory, 345M on one GPU and on all, and a short run
-#   interrupt  a run on two GPUs that SIGTERM stops, and what follows, against one that nothing stops
+#   lm         fp8_lm and fp8_delayed: step, update and memory, 345M on one GPU and on all, and a short run
+#   interrupt  a run on two GPUs, stopped by SIGTERM and resumed, against an undisturbed one
 #
-# DATA, from the environment, is a corpus of --data-path, which configs, large and table2 need; GPUS how many GPUs to use.
-# Each part writes OUT/PART.log, its JSON beside it, and OUT/PART.done if it came to its end with exit code 0; a part that
-# is done is not repeated. --dry-run prints the commands alone.
+# Environment: DATA is the corpus (--data-path) of configs, large and table2; GPUS is the number of GPUs (default: all).
+# Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated.
+# --dry-run only prints the commands.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling matrix table2 lm interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts table2 lm interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -38,7 +38,7 @@ run() {
     "$@"
 }
 
-# train NAME PROCESSES FLAGS...: a run that leaves its metrics and its memory, but no checkpoint.
+# train NAME PROCESSES FLAGS...: a run that writes metrics and memory use, but no checkpoint.
 train() {
     local name=$1 processes=$2
     shift 2
@@ -49,7 +49,7 @@ train() {
 tests() { run python -m pytest -q -m gpu -rs tests; }
 
 step() {
-    run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_current,fp8_blockwise --peers te,torchao \
+    run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_current,fp8_blockwise --peers te \
         --rounds 2 --out "$out/step.json"
 }
 
@@ -73,7 +73,7 @@ memory() {
     for model in 345m:16 1.3b:8; do
         batch=${model#*:}
         for recipe in bf16 fp8_delayed "fp8_delayed --recompute-gelu" "fp8_delayed --fp8-param-gather --recompute-gelu"; do
-            # shellcheck disable=SC2086 # a recipe, and a flag behind it
+            # shellcheck disable=SC2086 # a recipe, and flags after it
             train "memory/${model%:*}-${recipe// --/-}" 1 --config "configs/models/gpt_${model%:*}.yaml" --train-iters 8 \
                 --micro-batch-size "$batch" --global-batch-size "$batch" --use-distributed-optimizer --recipe $recipe ||
                 failed=1
@@ -106,13 +106,13 @@ scaling() {
     run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m,1.3b --recipes bf16,fp8_delayed --out "$out/scaling.json"
 }
 
-matrix() {
-    run python -m tools.layout_parity --gpus "$gpus" --launches-at-once $((3 * gpus)) --folder "$out/matrix" \
-        --out "$out/matrix-gpu-$gpus.md"
+layouts() {
+    run python -m tools.layout_parity --gpus "$gpus" --launches-at-once $((3 * gpus)) --folder "$out/layouts" \
+        --out "$out/layout-parity-gpu-$gpus.md"
 }
 
 table2() {
-    # No checkpoint but each run's last one: ten runs of some minutes.
+    # Ten runs of some minutes, each with one checkpoint, at its end.
     run python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --data-path "$data" \
         --set save-interval=1000000 --set micro-batch-size=32 --set split=99,1,0 --out "$out/table2"
     local code=$?
@@ -158,8 +158,12 @@ interrupt() {
 mkdir -p "$out"
 failed=0
 for part in "$@"; do
+    if [ "$part" = matrix ]; then
+        echo "scripts/measure.sh: warning: matrix is now layouts; the next release drops the old name" >&2
+        part=layouts
+    fi
     if ! declare -F "$part" >/dev/null || [ "$part" = run ] || [ "$part" = train ]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling matrix table2 lm interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts table2 lm interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

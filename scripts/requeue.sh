@@ -1,24 +1,24 @@
 # shellcheck shell=bash
-# Sourced by batch scripts: a step that saves when Slurm is about to end its job, and the job back in the queue after that.
-# docs/cluster.md says what Slurm does when.
+# Sourced by batch scripts: runs a job step that saves before Slurm ends the job, and requeues the job.
+# docs/cluster.md describes when Slurm sends which signal.
 
 # save_and_requeue SAVE SRUN_ARGUMENTS...
 #
-# Runs srun; tells all processes of the step by SIGUSR1 to save when this shell gets SIGUSR1 or SIGTERM. Where they leave
-# SAVE/requeue, the job is put back into the queue; exit codes say nothing, torchrun turns them all into 1.
+# Runs srun. When this shell gets SIGUSR1 or SIGTERM, all processes of the step get SIGUSR1 and save. If they write
+# SAVE/requeue, the job is requeued. Exit codes cannot tell, because torchrun turns all of them into 1.
 save_and_requeue() {
     local save=$1 step="" teller="" again=yes code job state
     shift
-    # A task's own number is the whole array's, if it is the last one of it.
+    # SLURM_JOB_ID of an array's last task is the ID of the whole array.
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID}
-    rm -f "$save/requeue" # an old request; a run that cannot start must not be started for ever
+    rm -f "$save/requeue" # an old request: a run that cannot start must not be requeued forever
 
     on_signal() {
         again=yes
         echo "$(date +%FT%T) $1: asking for a checkpoint"
-        # Again and again: who is just starting does not listen yet, and being told twice does no harm. A process group of
-        # its own: scancel itself tries for minutes where a job is ending, and must not tell the one that starts again.
+        # Repeated, because a process that is just starting has no handler yet, and a second signal does no harm. In its
+        # own process group: scancel retries for minutes while a job ends, and must not signal the requeued one.
         if [ -n "$step" ] && [ -z "$teller" ]; then
             set -m
             while kill -0 "$step" 2>/dev/null; do
@@ -29,12 +29,12 @@ save_and_requeue() {
             set +m
         fi
     }
-    trap 'on_signal SIGUSR1' USR1 # --signal: the time is nearly up
+    trap 'on_signal SIGUSR1' USR1 # --signal: the time limit is near
     trap 'on_signal SIGTERM' TERM # preemption, scancel
 
-    # One task a node; since Slurm 22.05 it has one core unless srun is told.
+    # One task per node. Since Slurm 22.05, it gets one core unless srun is told otherwise.
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
-    # bash runs a trap only between commands, and `wait` is the one command that a signal ends early.
+    # bash runs a trap only between commands, and `wait` is the only command that a signal interrupts.
     srun --kill-on-bad-exit=1 "$@" &
     step=$!
     while [ -n "$again" ]; do
@@ -45,8 +45,8 @@ save_and_requeue() {
     if [ -n "$teller" ]; then kill -- -"$teller" 2>/dev/null; fi
     [ -e "$save/requeue" ] || return "$code"
 
-    # One that Slurm is ending is cancelled, and stays so, or Slurm requeues it. One that still runs was told that its
-    # time is nearly up, or is preempted with a time of grace: Slurm would count it as completed.
+    # A job that Slurm is ending stays cancelled, or Slurm requeues it. A job that still runs is near its time limit, or is
+    # preempted with a grace period: without a requeue, Slurm would count it as completed.
     state=$(scontrol --oneliner show job "$job" 2>/dev/null | grep -o 'JobState=[A-Z]*')
     case "$state" in
         JobState=COMPLETING | JobState=CANCELLED | JobState=PREEMPTED | JobState=TIMEOUT)

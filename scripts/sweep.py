@@ -1,4 +1,4 @@
-"""Run a sweep: recipes x models x overrides x seeds, each cell a run of pretrain_gpt.py.
+"""Run a sweep: recipes x models x overrides x seeds, each job a run of pretrain_gpt.py.
 
 python scripts/sweep.py configs/sweeps/paper_table2.yaml
 python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --data-path my_corpus_text_document --slurm

@@ -1,14 +1,14 @@
-"""The tables of docs/ that follow from the recipes, rewritten between their markers.
+"""Generate the tables of docs/ that are derived from the recipes, between their markers.
 
-    python tools/doc_tables.py            # write what has changed
-    python tools/doc_tables.py --check    # name the pages that would change; exit code 1 if there are any
+    python tools/doc_tables.py            # update the pages
+    python tools/doc_tables.py --check    # list the pages that would change; exit code 1 if there are any
 
-A table stands between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table -->``. Kinds:
+A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table -->``. Kinds:
 
     recipes                        every registered recipe and every file of configs/recipes, with its page
-    operands RECIPE                what each GEMM does to each operand
+    operands RECIPE                number format, scale and rounding of each operand of each GEMM
     differences BASE RECIPE ...    the fields in which recipes differ from BASE
-    execution RECIPE ...           native or emulated on each kind of device, for sizes that products take
+    execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
 """
@@ -37,11 +37,11 @@ DEVICES = {
 }
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<what>[^>]*?) -->\n)(?P<table>.*?)(?P<end><!-- end of table -->)", re.S)
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
-_WIDE = 4096  # a size that every product takes
+_WIDE = 4096  # a size that every native GEMM supports
 
 
 def pages() -> list[Path]:
-    """The pages that may hold tables."""
+    """The pages that may contain tables."""
     return sorted(DOCS.rglob("*.md"))
 
 
@@ -57,7 +57,7 @@ def named_recipes() -> list[str]:
 
 
 def page_of(name: str) -> list[Path]:
-    """The pages whose tables say what a recipe does."""
+    """The pages whose tables describe a recipe."""
     described = ("operands", "differences")
     return [
         page
@@ -68,7 +68,7 @@ def page_of(name: str) -> list[Path]:
 
 
 def rewritten(page: Path) -> str:
-    """The page's text with its tables as they should be."""
+    """The page's text with up-to-date tables."""
     text = page.read_text(encoding="utf-8")
 
     def table(match: re.Match[str]) -> str:
@@ -81,7 +81,7 @@ def rewritten(page: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page would change")
     args = parser.parse_args(argv)
     stale = [page for page in pages() if page.read_text(encoding="utf-8") != rewritten(page)]
     for page in stale:
@@ -184,8 +184,8 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
     return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
 
 
-def _in_a_line(linear_gemms: Row) -> str:
-    return ", ".join(part for part in linear_gemms if part)
+def _in_a_line(parts: Row) -> str:
+    return ", ".join(part for part in parts if part)
 
 
 def _execution(page: Path, *names: str) -> Iterator[Row]:

@@ -1,15 +1,15 @@
-"""Loss and perplexity of a checkpoint: on prepared or raw text, and a word's perplexity on WikiText.
+"""Loss and perplexity of a checkpoint on prepared or raw text, and word perplexity on WikiText.
 
     python tools/evaluate.py --load runs/gpt_tiny-mxfp4_rht_sr --wikitext
     python tools/evaluate.py --load runs/my_run --data-path my_corpus_text_document --split 949,50,1 --part valid
     torchrun --nproc-per-node 8 tools/evaluate.py --load runs/my_run/iter_0020000 --wikitext --stride 512
 
-Every token is scored once. Windows are as long as the model's sequence; they are contiguous, or with --stride slide by
-that many tokens. The last window of a text reaches back for context until it is as long as the others, and scores what
-is left. A corpus of --data-path is one stream of tokens, in the order of its documents; its first token is not scored.
-With --wikitext each article is scored by itself after one end-of-document token, as lm-evaluation-harness's task
-wikitext does: text put back together, likelihood over the tokenizer's ids without those that pad the vocabulary, loss
-over the words and bytes of the text as it came. tools/harness has that task, for what tools/export_hf.py writes.
+Every token is scored once. Windows have the model's sequence length. They are contiguous, or slide by --stride tokens.
+The last window of a text starts earlier, so that it is as long as the others, and scores the remaining tokens. A corpus
+of --data-path is one stream of tokens in document order; its first token is not scored. With --wikitext, each article
+is scored separately after one end-of-document token, as in lm-evaluation-harness's task wikitext: detokenized text,
+likelihood over the tokenizer's ids without vocabulary padding, loss per word and byte of the original text.
+tools/harness has that task for the models that tools/export_hf.py writes.
 """
 
 from __future__ import annotations
@@ -47,31 +47,33 @@ PARTS = ("train", "valid", "test")
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags, by Megatron's names where it has them."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="a run, its checkpoints, or one of its iter_…")
-    parser.add_argument("--iteration", type=int, help="of the run; default its newest checkpoint")
-    parser.add_argument("--data-path", nargs="+", default=[], metavar="PATH", help="prefixes of .bin/.idx, or .jsonl")
-    parser.add_argument("--split", metavar="A,B,C", help="cut the documents of --data-path as in training")
-    parser.add_argument("--part", choices=PARTS, default="valid", help="which part of --split (default: valid)")
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="a run's folder, a --save folder, or an iter_…")
+    parser.add_argument("--iteration", type=int, help="which checkpoint (default: the newest)")
+    parser.add_argument(
+        "--data-path", nargs="+", default=[], metavar="PATH", help="prefixes of .bin/.idx, or .jsonl files"
+    )
+    parser.add_argument("--split", metavar="A,B,C", help="split the documents of --data-path as in training")
+    parser.add_argument("--part", choices=PARTS, default="valid", help="part of --split to score (default: valid)")
     parser.add_argument(
         "--wikitext", nargs="?", const=SHIPPED, metavar="FILE", help=f"raw WikiText (default file: {SHIPPED})"
     )
-    parser.add_argument("--seq-length", type=int, help="tokens of a window; default the model's")
-    parser.add_argument("--stride", type=int, help="new tokens of a window; default --seq-length: contiguous")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="windows of one pass on one rank (default: 4)")
-    parser.add_argument("--max-tokens", type=int, help="score only the first so many tokens of each --data-path")
-    parser.add_argument("--recipe", help="evaluate under another recipe than the checkpoint's, such as bf16")
+    parser.add_argument("--seq-length", type=int, help="tokens of a window (default: the model's)")
+    parser.add_argument("--stride", type=int, help="new tokens of a window (default: --seq-length)")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="windows per pass and rank (default: 4)")
+    parser.add_argument("--max-tokens", type=int, help="score only the first N tokens of each --data-path", metavar="N")
+    parser.add_argument("--recipe", help="recipe to evaluate under, such as bf16 (default: the checkpoint's)")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
-    parser.add_argument("--data-cache-path", help="where raw text is tokenized to; default data/cache")
-    parser.add_argument("--vocab-file", help="where the checkpoint's vocabulary is now, if it has moved")
-    parser.add_argument("--merge-file", help="the same for its merges")
-    parser.add_argument("--tokenizer-model", help="the same for its tokenizer.json")
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="write the results there, as JSON")
+    parser.add_argument("--data-cache-path", help="folder for tokenized text (default: data/cache)")
+    parser.add_argument("--vocab-file", help="new path of the checkpoint's vocab.json, if it has moved")
+    parser.add_argument("--merge-file", help="new path of its merges.txt")
+    parser.add_argument("--tokenizer-model", help="new path of its tokenizer.json")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="write the results to this file as JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for what a user can mend."""
+    """Exit code: 0, or 2 for a UserError."""
     args = parse_arguments(arguments)
     ranks = startup.prepare_environment()
     try:
@@ -82,13 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
-    """Score what was asked for; the results, which rank 0 prints and writes."""
+    """Score all texts; returns the results, which rank 0 prints and writes."""
     if not args.data_path and args.wikitext is None:
         raise UserError("nothing to score: give --data-path or --wikitext")
     if args.micro_batch_size < 1 or (args.max_tokens is not None and args.max_tokens < 2):
-        raise UserError("--micro-batch-size wants at least 1, --max-tokens at least 2")
+        raise UserError("--micro-batch-size must be at least 1, --max-tokens at least 2")
     if args.seq_length is not None and args.seq_length < 1:
-        raise UserError(f"--seq-length {args.seq_length}: wants at least 1")
+        raise UserError(f"--seq-length {args.seq_length}: must be at least 1")
     if args.split is not None:
         check_split(args.split)
     pages = read(str(find(args.wikitext))) if args.wikitext is not None else []
@@ -120,7 +122,7 @@ class Scorer:
             recipe=args.recipe,
             tensor_model_parallel_size=tensor,
             expert_model_parallel_size=args.expert_model_parallel_size,
-            # Experts ask for it.
+            # Required with experts.
             sequence_parallel=bool(self._found.content["options"].get("num_experts")) and tensor > 1,
             micro_batch_size=args.micro_batch_size,
             **{name: value for name, value in moved.items() if value is not None},
@@ -144,7 +146,7 @@ class Scorer:
         self._model.runtime.begin_step(self._found.progress["iteration"])
 
     def header(self) -> dict[str, Any]:
-        """What is scored and how."""
+        """Checkpoint, recipe and windows, which rank 0 prints."""
         trained = self._found.content["recipe"]["name"]
         how = "contiguous" if self._stride == self._length else f"sliding by {self._stride}"
         self._say(f"checkpoint  {self._found.folder}, trained under {trained}")
@@ -160,7 +162,7 @@ class Scorer:
         }
 
     def prepared(self) -> dict[str, str]:
-        """--data-path's entries and the prefix of each; raw text is tokenized by the first process of each node."""
+        """Entry of --data-path -> prefix; the first process of each node tokenizes raw text."""
         from megatron_lowprec.training.distributed.rank_sync import long_timeout_group, rank0_first
 
         args = self._args
@@ -177,13 +179,13 @@ class Scorer:
         """A corpus as one stream of tokens."""
         ids = indexed_dataset.tokens_of(prefix, _share(self._args.split, self._args.part))[: self._args.max_tokens]
         if len(ids) < 2:
-            raise UserError(f"{path}: {len(ids)} tokens, too few to score one after another")
+            raise UserError(f"{path}: {len(ids)} tokens; scoring needs at least 2")
         found = self._score([Text(int(ids[0]), ids[1:])], path, None)
         self._say(f"{path}: {found.tokens:,} tokens, loss {found.loss:.4f}, perplexity {found.perplexity:.3f}")
         return {"tokens": found.tokens, "loss": found.loss, "perplexity": found.perplexity}
 
     def wikitext(self, path: str, pages: Sequence[Page]) -> dict[str, Any]:
-        """Each article by itself; loss over words and bytes of the text as it came."""
+        """Each article separately; loss per word and byte of the original text."""
         from megatron_lowprec.training.evaluation.text_loss import per
 
         ids = [np.asarray(self._tokenizer.tokenize(page.text), np.int64) for page in pages]
@@ -195,7 +197,7 @@ class Scorer:
             f"{path}: {len(pages)} articles, {words:,} words, {found.tokens:,} tokens, loss {found.loss:.4f}, "
             f"perplexity {found.perplexity:.3f}"
         )
-        self._say(f"  of a word {of_word:.3f}, of a byte {of_byte:.4f}; {bits:.4f} bits a byte")
+        self._say(f"  word perplexity {of_word:.3f}, byte perplexity {of_byte:.4f}, {bits:.4f} bits per byte")
         return {
             "file": path,
             "pages": len(pages),
@@ -230,7 +232,7 @@ class Scorer:
 
 
 def _share(split: str | None, part: str) -> tuple[float, float]:
-    """The share of a corpus's documents that a part of --split is."""
+    """Start and end of a part of --split, as shares of a corpus's documents."""
     if split is None:
         return 0.0, 1.0
     from megatron.core.datasets import blended_megatron_dataset_config as cuts
@@ -242,7 +244,7 @@ def _share(split: str | None, part: str) -> tuple[float, float]:
 
 
 def _progress(name: str) -> Callable[[int, int], None]:
-    """A line that overwrites itself."""
+    """Prints a percentage that overwrites itself."""
 
     def show(done: int, of: int) -> None:
         print(f"\r{name}: {done / of:4.0%}", end="\n" if done == of else "", file=sys.stderr, flush=True)

@@ -3,8 +3,8 @@
     python tools/export_hf.py --load runs/my_run --out my_model
 
 A GPT with learned positions and LayerNorm becomes a GPT-2 (GPT2LMHeadModel), one with rope, RMSNorm and SwiGLU a Llama
-(LlamaForCausalLM). The weights are those that training's forward pass uses, with no quantization: a recipe is not part
-of a Hugging Face model. Any layout's checkpoint will do; one process, no GPU.
+(LlamaForCausalLM). The weights are those of the forward pass in training, without quantization: a Hugging Face model
+has no recipe. Checkpoints of any parallel layout are read, by one process without a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
 from megatron_lowprec.training.config.paths import check_folder
@@ -34,27 +34,23 @@ DTYPES = ("bfloat16", "float16", "float32")
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="a run, its checkpoints, or one of its iter_…")
-    parser.add_argument("--iteration", type=int, help="of the run; default its newest checkpoint")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write; new or empty")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights; default the checkpoint's")
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="a run's folder, a --save folder, or an iter_…")
+    parser.add_argument("--iteration", type=int, help="which checkpoint (default: the newest)")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write, new or empty")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: the checkpoint's)")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for what a user can mend."""
+    """Exit code: 0, or 2 for a UserError."""
     args = parse_arguments(arguments)
-    try:
-        written = export(args.load, args.iteration, Path(args.out), args.dtype)
-    except UserError as error:
-        print(f"export_hf.py: error: {error}", file=sys.stderr)
-        return 2
-    print(*written, sep="\n")
-    return 0
+    return run_tool(
+        "export_hf.py", lambda: print(*export(args.load, args.iteration, Path(args.out), args.dtype), sep="\n")
+    )
 
 
 def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> list[str]:
-    """Write the model; lines that say what."""
+    """Write the model; returns a summary."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: exists already; name a new folder or an empty one")
     check_folder(out, "--out")
@@ -72,7 +68,7 @@ def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> li
     files = write_tokenizer(config, out)
     count = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{found.folder} -> {out}: {about['architectures'][0]}, {count:,} weights in {name}"]
-    return [*lines, f"tokenizer: {', '.join(files) or 'none, for a NullTokenizer has no files'}"]
+    return [*lines, f"tokenizer: {', '.join(files) or 'no files (NullTokenizer)'}"]
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""Read a Hugging Face GPT-2 or Llama into a checkpoint of weights, to evaluate or to train on from.
+"""Convert a Hugging Face GPT-2 or Llama to a checkpoint of weights, for evaluation or further training.
 
     python tools/import_hf.py --load gpt2 --save runs/gpt2
     python tools/evaluate.py --load runs/gpt2 --wikitext
     torchrun … pretrain_gpt.py --config runs/gpt2/model.yaml --load runs/gpt2 --finetune --recipe mxfp8 --save …
 
-``--load`` is a folder with config.json and safetensors, one file or several with an index. The vocabulary is kept as it
-is unless --make-vocab-size-divisible-by pads it with copies of its last row, which tensor parallelism may ask for.
+``--load`` is a folder with config.json and safetensors, one file or several with an index. The vocabulary keeps its
+size unless --make-vocab-size-divisible-by pads it with copies of its last row, which tensor parallelism may need.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import check_folder
 from megatron_lowprec.training.config.resolve import resolve_model
@@ -36,35 +35,34 @@ from megatron_lowprec.training.distributed import startup
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="the Hugging Face model")
-    parser.add_argument("--save", required=True, metavar="FOLDER", help="where the checkpoint goes")
-    parser.add_argument("--seq-length", type=int, help="tokens of a sample; default what config.json allows")
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="folder of the Hugging Face model")
+    parser.add_argument("--save", required=True, metavar="FOLDER", help="folder for the checkpoint")
+    parser.add_argument("--seq-length", type=int, help="tokens of a sample (default: the maximum in config.json)")
     parser.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=1, metavar="N", help="default 1: no padding"
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pad the vocabulary (default: 1, no padding)",
     )
-    parser.add_argument("--bf16", action="store_true", help="keep bf16 weights; default only where the source has bf16")
+    parser.add_argument("--bf16", action="store_true", help="store bf16 weights (default: if the source has bf16)")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for what a user can mend."""
+    """Exit code: 0, or 2 for a UserError."""
     args = parse_arguments(arguments)
-    try:
-        print(*convert(args), sep="\n")
-    except UserError as error:
-        print(f"import_hf.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("import_hf.py", lambda: print(*convert(args), sep="\n"))
 
 
 def convert(args: argparse.Namespace) -> list[str]:
-    """Read, convert and write; lines that say what."""
+    """Read, convert and write; returns a summary."""
     folder = Path(args.load).resolve()
     about = _config(folder)
     options: dict[str, Any] = from_hf_config(about)
     if args.seq_length is not None:
         options["seq_length"] = args.seq_length
-    # Without files of a tokenizer, ids are what they are: one of them ends a document.
+    # Without tokenizer files, samples are token ids, one of which ends a document.
     files = tokenizer_options(folder)
     named = files or {"tokenizer_type": "NullTokenizer", "vocab_size": about["vocab_size"] - 1}
     tensors = _tensors(folder)
@@ -78,7 +76,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     final = write_checkpoint(Path(args.save), config, weights, source, tokenizer)
     return [
         f"{folder} -> {final}: {sum(w.numel() for w in weights.values()):,} weights in {'bf16' if bf16 else 'fp32'}",
-        f"go on with: --config {args.save}/model.yaml --load {args.save} --finetune",
+        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune",
     ]
 
 

@@ -1,23 +1,22 @@
-"""Read a checkpoint of stock Megatron-LM's GPT into a checkpoint of weights, to evaluate or to train on from.
+"""Convert a GPT checkpoint of stock Megatron-LM to a checkpoint of weights, for evaluation or further training.
 
     python tools/import_megatron.py --load checkpoints/gpt --save runs/gpt \
         --vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt
     python tools/evaluate.py --load runs/gpt --wikitext
 
-Both of its formats are read, torch_dist (any layout) and torch (one file a rank; tensor and pipeline parallel), with
-local layers as with TransformerEngine's. Weights alone are taken, no optimizer. No code of the checkpoint's runs: a
-pickle that needs classes which Megatron-core does not declare safe is refused by name, unless --trust is given.
+Both formats are read: torch_dist (any layout) and torch (one file per rank; tensor and pipeline parallel), with local
+or TransformerEngine layers. Only weights are converted, not optimizer state. No code of the checkpoint is run: a pickle
+with classes that Megatron-core does not declare safe is refused by name, unless --trust is given.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.convert import stock
@@ -29,32 +28,29 @@ from megatron_lowprec.training.distributed import startup
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Flags."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="Megatron-LM's --save, or one of its iter_…")
-    parser.add_argument("--save", required=True, metavar="FOLDER", help="where the checkpoint goes")
-    parser.add_argument("--vocab-file", help="vocab.json of its GPT2BPETokenizer")
-    parser.add_argument("--merge-file", help="merges.txt of its GPT2BPETokenizer")
-    parser.add_argument("--tokenizer-model", help="its tokenizer.json, or a folder that holds one")
-    parser.add_argument("--vocab-size", type=int, help="entries of its NullTokenizer, which needs no files")
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="Megatron-LM's --save folder, or an iter_…")
+    parser.add_argument("--save", required=True, metavar="FOLDER", help="folder for the checkpoint")
+    parser.add_argument("--vocab-file", help="vocab.json of a GPT2BPETokenizer")
+    parser.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
+    parser.add_argument("--tokenizer-model", help="tokenizer.json, or a folder with one")
+    parser.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer, which has no files")
     parser.add_argument(
-        "--trust", action="store_true", help="unpickle without restrictions, which can run code: know the origin"
+        "--trust",
+        action="store_true",
+        help="unpickle without restrictions, which can run code: know the origin",
     )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for what a user can mend."""
+    """Exit code: 0, or 2 for a UserError."""
     args = parse_arguments(arguments)
     startup.prepare_environment()  # before megatron is imported
-    try:
-        print(*convert(args), sep="\n")
-    except UserError as error:
-        print(f"import_megatron.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("import_megatron.py", lambda: print(*convert(args), sep="\n"))
 
 
 def convert(args: argparse.Namespace) -> list[str]:
-    """Read, convert and write; lines that say what."""
+    """Read, convert and write; returns a summary."""
     if args.tokenizer_model is not None:
         named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": args.tokenizer_model}
     elif args.vocab_size is not None:
@@ -68,15 +64,17 @@ def convert(args: argparse.Namespace) -> list[str]:
     tokenizer = tokenizer_of(config)
     rows, known = len(found.weights["embedding.word_embeddings.weight"]), tokenizer.vocab_size
     if known > rows:
-        raise UserError(f"the tokenizer has {known} ids, but the checkpoint's embedding {rows} rows: give its own")
-    # What its padding was a multiple of, if that gives its rows again; else the rows themselves.
+        raise UserError(
+            f"the tokenizer has {known} ids, but the checkpoint's embedding {rows} rows: give its own tokenizer"
+        )
+    # The divisor of the vocabulary padding if it reproduces the rows; otherwise the number of rows.
     multiple = getattr(found.args, "make_vocab_size_divisible_by", 1) * found.args.tensor_model_parallel_size
     divisor = multiple if padded_vocab_size(known, multiple, 1) == rows else rows
     config = replace(config, make_vocab_size_divisible_by=divisor)
     final = write_checkpoint(Path(args.save), config, found.weights, f"Megatron-LM's {found.folder}", tokenizer)
     return [
         f"{found.folder} -> {final}: {sum(w.numel() for w in found.weights.values()):,} weights",
-        f"go on with: --config {args.save}/model.yaml --load {args.save} --finetune",
+        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune",
     ]
 
 

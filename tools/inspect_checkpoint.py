@@ -1,10 +1,10 @@
-"""Say what a checkpoint holds, and whether it is whole: recipe, step, layout, sizes.
+"""Print a checkpoint's recipe, step, layout and sizes, and check that it is complete.
 
     python tools/inspect_checkpoint.py runs/gpt_345m/checkpoints
     python tools/inspect_checkpoint.py runs/gpt_345m/checkpoints --iteration 2000
 
-Nothing of it is loaded: file sizes and ``.metadata`` are enough, and neither can run code here. The exit code is 1
-where the checkpoint is damaged.
+No tensor is loaded, only file sizes and ``.metadata``, and no code of the checkpoint is run. The exit code is 1 if the
+checkpoint is damaged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import recipe_from_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
@@ -30,8 +30,8 @@ def describe(folder: Path) -> Iterator[str]:
     """Lines about one checkpoint.
 
     Raises:
-        Damaged: it is not whole.
-        UserError: it holds a pickle that does not belong there.
+        Damaged: it is incomplete.
+        UserError: it holds an unexpected pickle.
     """
     try:
         content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
@@ -104,11 +104,11 @@ def _bytes(size: int) -> str:
 
 
 def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
-    """The checkpoint that is meant, and lines about the others beside it."""
+    """The chosen checkpoint, and lines about the others in the folder."""
     if (folder / CONFIG).exists() and (folder / ".metadata").exists():
         return folder, []
     if not storage.whole(str(folder)) and (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"  # of a run without --save
+        folder = folder / "checkpoints"  # the default --save folder of a run
     present, latest = storage.whole(str(folder)), storage.tracked(str(folder))
     if not present:
         raise UserError(
@@ -116,7 +116,7 @@ def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
         )
     notes = []
     if latest not in present:
-        notes.append(_row("latest", f"{storage.TRACKER} names {latest}, of which there is no checkpoint"))
+        notes.append(_row("latest", f"{storage.TRACKER} names {latest}, which has no checkpoint"))
     chosen = iteration if iteration is not None else latest if latest in present else max(present)
     if chosen not in present:
         raise UserError(f"{folder}: no checkpoint of iteration {chosen}; there are {', '.join(map(str, present))}")
@@ -125,22 +125,23 @@ def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 for a damaged checkpoint, 2 for what a user can mend."""
+    """Exit code: 0, 1 for a damaged checkpoint, 2 for a UserError."""
     parser = Parser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="a run's folder, a --save folder, or one iter_ folder in it")
-    parser.add_argument("--iteration", type=int, help="which checkpoint; default the latest")
+    parser.add_argument("folder", type=Path, help="a run's folder, a --save folder, or an iter_… folder")
+    parser.add_argument("--iteration", type=int, help="which checkpoint (default: the latest)")
     arguments = parser.parse_args(argv)
-    try:
-        folder, notes = _choose(arguments.folder, arguments.iteration)
-        for line in (*notes, *describe(folder)):
-            print(line)
-    except safe_load.Damaged as error:
-        print(_row("damaged", str(error)))
-        return 1
-    except UserError as error:
-        print(f"inspect_checkpoint.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    def inspect() -> int:
+        try:
+            folder, notes = _choose(arguments.folder, arguments.iteration)
+            for line in (*notes, *describe(folder)):
+                print(line)
+        except safe_load.Damaged as error:
+            print(_row("damaged", str(error)))
+            return 1
+        return 0
+
+    return run_tool("inspect_checkpoint.py", inspect)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Draw a run's loss curve beside the shipped bf16 run's, and say in numbers how the run ended.
+"""Plot a run's loss curve beside the shipped bf16 run's, and print its final losses.
 
     python tools/plot_loss.py runs/gpt_tiny-mxfp4_rht_sr
 
-reads metrics.jsonl and config.yaml in that folder and writes loss.png there. The validation tokens' unigram entropy
-(the lowest loss of a model that ignores the context) is computed from the prepared data that config.yaml names, or
-from --valid-prefix.
+reads metrics.jsonl and config.yaml in that folder and writes loss.png. The unigram entropy of the validation tokens,
+the lowest loss of a model that ignores the context, is computed from the data that config.yaml names, or from
+--valid-prefix.
 """
 
 import math
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.report.curve import LAST, Curve, read_curve, smooth
+from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.jsonl import is_text_file
@@ -25,9 +26,9 @@ from megatron_lowprec.training.data.tokenizer import build_tokenizer
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
 
+_TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
 _RUN, _REFERENCE, _ENTROPY, _TEXT = "#1f5fa8", "#8a8a8a", "#b3541e", "#333333"
 
 
@@ -35,19 +36,17 @@ def validation_entropy(config: dict[str, Any]) -> float:
     """Unigram entropy, in nats, of the validation data that a run's configuration names.
 
     Raises:
-        UserError: the configuration names none, several, or none that can be read.
+        UserError: the configuration does not name exactly one readable file.
     """
     paths = config.get("valid_data_path") or []
     if len(paths) != 1:
-        raise UserError(f"config.yaml names {len(paths)} validation files; name a prefix by --valid-prefix")
+        raise UserError(f"config.yaml names {len(paths)} validation files; give one with --valid-prefix")
     tokenizer = build_tokenizer(
         config["tokenizer_type"],
-        vocab_file=_found(config.get("vocab_file")),
-        merge_file=_found(config.get("merge_file")),
-        tokenizer_model=_found(config.get("tokenizer_model")),
+        **{name: str(find(config[name])) if config.get(name) else None for name in _TOKENIZER_FILES},
         vocab_size=config.get("vocab_size"),
     )
-    path, cache = str(_found(paths[0])), config.get("data_cache_path") or str(REPOSITORY / "data" / "cache")
+    path, cache = str(find(paths[0])), config.get("data_cache_path") or str(REPOSITORY / "data" / "cache")
     prefix = corpus_writer.prepare(path, tokenizer, cache, workers=1) if is_text_file(path) else path
     return indexed_dataset.unigram_entropy(prefix)
 
@@ -82,7 +81,7 @@ def draw(path: Path, title: str, curve: Curve, reference: Curve | None, entropy:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; the exit code, 2 for what the user can mend."""
+    """Exit code: 0, or 2 for a UserError."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="folder with metrics.jsonl and config.yaml")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="metrics.jsonl of a bf16 run (default: shipped)")
@@ -90,19 +89,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=output_file, metavar="PNG", help="default: loss.png in the run's folder")
     args = parser.parse_args(arguments)
     output = args.output or args.run / "loss.png"
-    try:
+
+    def plot() -> None:
         if args.run.is_file():
             raise UserError(f"{args.run} is a file; name the folder of a run that has trained")
         curve = read_curve(args.run / "metrics.jsonl")
         reference = _reference(args.reference, args.run)
         config = _config(args.run)
         entropy = _entropy(config, args.valid_prefix)
-        draw(output, _title(args.run, config), curve, reference, entropy)
-    except (UserError, OSError) as error:
-        print(f"plot_loss.py: error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(_summary(args.run, config, curve, reference, entropy, output)))
-    return 0
+        try:
+            draw(output, _title(args.run, config), curve, reference, entropy)
+        except OSError as error:
+            raise UserError(f"--output {output}: {error}") from None
+        print(*_summary(args.run, config, curve, reference, entropy, output), sep="\n")
+
+    return run_tool("plot_loss.py", plot)
 
 
 def _draw_curve(axes: "Axes", curve: Curve, color: str, label: str, *, raw: bool) -> None:
@@ -111,13 +112,8 @@ def _draw_curve(axes: "Axes", curve: Curve, color: str, label: str, *, raw: bool
         axes.plot(iterations, losses, color=color, linewidth=0.8, alpha=0.25)
     if len(losses):
         style = "-" if raw else "--"
-        axes.plot(
-            *smooth(curve.train, len(losses) // 50),
-            style,
-            color=color,
-            linewidth=1.6,
-            label=f"{label}, training (smoothed)",
-        )
+        smoothed = smooth(curve.train, len(losses) // 50)
+        axes.plot(*smoothed, style, color=color, linewidth=1.6, label=f"{label}, training (smoothed)")
     iterations, losses = curve.validation
     if len(losses):
         face = color if raw else "white"
@@ -166,13 +162,13 @@ def _reference(path: Path | None, run: Path) -> Curve | None:
         return read_curve(path)
     shipped = RESULTS / f"{run.name.partition('-')[0]}_bf16.metrics.jsonl"
     if not shipped.is_file():
-        print(f"no bf16 curve to draw beside it ({shipped.relative_to(REPOSITORY)} is not there)")
+        print(f"no bf16 curve for comparison: {shipped.relative_to(REPOSITORY)} does not exist")
         return None
     return read_curve(shipped)
 
 
 def _config(run: Path) -> dict[str, Any]:
-    """The options of the run's config.yaml, the recipe by its name; empty if there is none."""
+    """Options of the run's config.yaml and the name of its recipe; empty without that file."""
     try:
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -195,11 +191,6 @@ def _entropy(config: dict[str, Any], prefix: str | None) -> float | None:
     except UserError as error:
         print(f"no unigram entropy: {error}")
         return None
-
-
-def _found(path: str | None) -> str | None:
-    """Paths of a configuration count from the current folder or else from the repository."""
-    return str(REPOSITORY / path) if path and not Path(path).exists() and (REPOSITORY / path).exists() else path
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Draw how well each operand of a run was represented: a panel for each operand of each GEMM, layers by iterations.
+"""Plot the quantization error of a run's operands: a panel for each operand of each GEMM, layers by iterations.
 
     python tools/plot_quantization.py runs/gpt_tiny-mxfp4_rht_sr
 
-reads quantization.jsonl in that folder, which --log-quantization-interval writes, draws quantization.png there and
-prints the operands that were represented worst in the last iteration looked at. Experts are one line, their worst.
+reads quantization.jsonl in that folder, which --log-quantization-interval writes, writes quantization.png and prints
+the operands with the lowest SNR in the last logged iteration. The experts of a layer are one line, the worst of them.
 """
 
 import math
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.report.operands import KINDS, Kind, Row, by_snr, full_name, not_finite, read_rows
 from megatron_lowprec.training.config.paths import output_file
 
 
 class Quantity(NamedTuple):
-    """What can be drawn: its title, colours, and a number that is lowest for the worst."""
+    """A quantity to plot: title, colormap, and a rank that is lowest for the worst value."""
 
     title: str
     colors: str
@@ -43,7 +43,7 @@ _TEXT = "#333333"
 
 
 def table(rows: Sequence[Row], kind: Kind, what: str, linears: Sequence[str], iterations: Sequence[int]) -> np.ndarray:
-    """[linears, iterations] of one operand; of experts the worst. NaN where there is nothing, or not finite."""
+    """[linears, iterations] of one operand, the worst of experts; NaN for missing or non-finite values."""
     rank = QUANTITIES[what].rank
     spoiled = set()
     found = np.full((len(linears), len(iterations)), math.nan)
@@ -106,7 +106,7 @@ def draw(path: Path, title: str, rows: Sequence[Row], what: str) -> None:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """The operands that are not finite, and those with the lowest SNR, in the last iteration, a line each."""
+    """Lines about the non-finite operands of the last iteration, and those with the lowest SNR."""
     last = max(row["iteration"] for row in rows)
     of_last = [row for row in rows if row["iteration"] == last]
     worst, bad = by_snr(of_last)[:_SHOWN], not_finite(of_last)
@@ -122,30 +122,32 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; the exit code, 2 for what the user can mend."""
+    """Exit code: 0, or 2 for a UserError."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="folder with quantization.jsonl")
-    parser.add_argument("--what", choices=QUANTITIES, default="snr", help="default snr")
+    parser.add_argument("--what", choices=QUANTITIES, default="snr", help="quantity to plot (default: snr)")
     parser.add_argument("--output", type=output_file, metavar="PNG", help="default: quantization.png in the folder")
     args = parser.parse_args(arguments)
     output = args.output or args.run / "quantization.png"
-    try:
+
+    def plot() -> None:
         rows = _rows(args.run / "quantization.jsonl")
-        draw(output, f"{args.run.name}: {QUANTITIES[args.what].title}", rows, args.what)
-    except (UserError, OSError) as error:
-        print(f"plot_quantization.py: error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join([*summary(rows), f"drawn: {output}"]))
-    return 0
+        try:
+            draw(output, f"{args.run.name}: {QUANTITIES[args.what].title}", rows, args.what)
+        except OSError as error:
+            raise UserError(f"--output {output}: {error}") from None
+        print(*summary(rows), f"wrote {output}", sep="\n")
+
+    return run_tool("plot_quantization.py", plot)
 
 
 def _rows(path: Path) -> list[Row]:
-    """At least one."""
+    """The rows; raises UserError without any."""
     rows = read_rows(path)
     if not rows and not path.is_file():
-        raise UserError(f"{path} is not there: train with --log-quantization-interval N, and name the run's folder")
+        raise UserError(f"{path} does not exist: train with --log-quantization-interval N, and name the run's folder")
     if not rows:
-        raise UserError(f"{path} has no rows: the run ended before its first look, or quantizes nothing")
+        raise UserError(f"{path} has no rows: the run ended before the first snapshot, or quantizes no operand")
     return rows
 
 

@@ -1,12 +1,13 @@
-"""Wikipedia, or any titled articles, as tokenized shards with a manifest: streamed, deduplicated, resumable.
+"""Tokenize Wikipedia, or any titled articles, into shards with a manifest: streamed, deduplicated, resumable.
 
     python tools/prepare_wikipedia.py --output-prefix data/wikipedia/en --workers 16
     python tools/prepare_wikipedia.py --output-prefix data/mine --input part-*.jsonl.xz more.parquet --workers 16
 
-The first streams wikimedia/wikipedia, 20231101.en, from the Hugging Face hub and keeps nothing of it but the tokens (it
-needs the package datasets; --dataset may also name a folder in the hub's format). An article whose title was seen
-before is dropped. Interrupted, the same command goes on behind the last whole shard. Each shard is a corpus for
---data-path; PREFIX.manifest.json lists them with counts and checksums, and --verify compares those with the files.
+The first command streams wikimedia/wikipedia, 20231101.en, from the Hugging Face hub and stores only the tokens. It
+needs the package datasets; --dataset may also name a folder in the hub's format. Articles with a repeated title are
+dropped.
+After an interruption, the same command continues after the last complete shard. Each shard is a corpus for --data-path.
+PREFIX.manifest.json lists the shards with counts and checksums, which --verify compares with the files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.arguments import find
 from megatron_lowprec.training.data import shards
 from megatron_lowprec.training.data.progress import progress_bar
@@ -26,55 +27,55 @@ from megatron_lowprec.training.data.wikipedia import Files, Hub, Source
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags; tokenizers by Megatron's names, by default GPT-2's, which the repository ships."""
+    """Flags; the default tokenizer is GPT-2's, which the repository ships."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--output-prefix", metavar="PREFIX", help="shards are PREFIX-00000_text_document.*")
-    parser.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl (.gz, .xz, .zst) or .parquet, not the hub")
-    parser.add_argument("--dataset", default="wikimedia/wikipedia", help="on the hub, or a folder in its format")
+    parser.add_argument("--output-prefix", metavar="PREFIX", help="shards are named PREFIX-00000_text_document.*")
+    parser.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl (.gz, .xz, .zst) or .parquet, not --dataset")
+    parser.add_argument("--dataset", default="wikimedia/wikipedia", help="name on the hub, or a folder in its format")
     parser.add_argument("--dataset-config", default="20231101.en", help="default: 20231101.en")
     parser.add_argument("--dataset-split", default="train", help="default: train")
-    parser.add_argument("--dataset-revision", help="a commit of the dataset, to get the same bytes again")
+    parser.add_argument("--dataset-revision", help="commit of the dataset, for reproducible bytes")
     parser.add_argument("--title-key", default="title", help="default: title")
     parser.add_argument("--text-key", default="text", help="default: text")
-    parser.add_argument("--shard-documents", type=int, default=200_000, help="articles of a shard (default: 200000)")
-    parser.add_argument("--no-append-eod", action="store_true", help="no end-of-document id after each article")
-    parser.add_argument("--workers", type=int, default=1, help="processes; the result is the same (default: 1)")
-    parser.add_argument("--log-interval", type=int, default=10_000, help="articles between two lines (default: 10000)")
+    parser.add_argument("--shard-documents", type=int, default=200_000, help="articles per shard (default: 200000)")
+    parser.add_argument("--no-append-eod", action="store_true", help="do not append the end-of-document id to articles")
+    parser.add_argument("--workers", type=int, default=1, help="processes; do not change the result (default: 1)")
+    parser.add_argument("--log-interval", type=int, default=10_000, help="articles per progress line (default: 10000)")
     parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
     parser.add_argument("--vocab-file", default="data/gpt2/vocab.json", metavar="FILE")
     parser.add_argument("--merge-file", default="data/gpt2/merges.txt", metavar="FILE")
-    parser.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json, or a folder that holds one")
-    parser.add_argument("--vocab-size", type=int, help="ids of a NullTokenizer")
-    parser.add_argument("--verify", metavar="MANIFEST", help="compare a manifest with its shards, and stop")
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json, or a folder with one")
+    parser.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer")
+    parser.add_argument("--verify", metavar="MANIFEST", help="only compare a manifest with its shards")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 where --verify finds a fault, 2 for what a user can mend, 130 when interrupted."""
+    """Exit code: 0, 1 if --verify finds a difference, 2 for a UserError, 130 if interrupted."""
     args = parse_arguments(arguments)
-    try:
+
+    def work() -> int:
         if args.verify is not None:
             return _verify(Path(args.verify))
-        _prepare(args)
-    except UserError as error:
-        print(f"prepare_wikipedia.py: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"prepare_wikipedia.py: error: --output-prefix {args.output_prefix}: {error}", file=sys.stderr)
-        return 2
+        try:
+            _prepare(args)
+        except OSError as error:
+            raise UserError(f"--output-prefix {args.output_prefix}: {error}") from None
+        return 0
+
+    try:
+        return run_tool("prepare_wikipedia.py", work)
     except KeyboardInterrupt:
-        print(
-            "prepare_wikipedia.py: interrupted; the same command goes on behind the last whole shard", file=sys.stderr
-        )
+        again = "interrupted; the same command continues after the last complete shard"
+        print(f"prepare_wikipedia.py: {again}", file=sys.stderr)
         return 130
-    return 0
 
 
 def _prepare(args: argparse.Namespace) -> None:
     if args.output_prefix is None:
-        raise UserError("--output-prefix is missing: say where the shards go")
+        raise UserError("--output-prefix is missing: give the path prefix of the shards")
     if min(args.workers, args.shard_documents) < 1:
-        raise UserError("--workers and --shard-documents want at least 1")
+        raise UserError("--workers and --shard-documents must be at least 1")
     tokenizer = build_tokenizer(
         args.tokenizer_type,
         vocab_file=str(find(args.vocab_file)),
@@ -95,7 +96,7 @@ def _prepare(args: argparse.Namespace) -> None:
         )
     print(
         f"{args.output_prefix}.manifest.json: {len(found['shards'])} shards, {found['documents']} documents, "
-        f"{found['tokens']} tokens ({found['duplicates']} repeated titles and {found['empty']} empty articles left out)"
+        f"{found['tokens']} tokens ({found['duplicates']} repeated titles and {found['empty']} empty articles dropped)"
     )
     print(f"{time.perf_counter() - start:.1f} s")
 
@@ -103,15 +104,8 @@ def _prepare(args: argparse.Namespace) -> None:
 def _source(args: argparse.Namespace) -> Source:
     if args.input is not None:
         return Files(args.input, args.title_key, args.text_key)
-    config = args.dataset_config or None
-    return Hub(
-        args.dataset,
-        config,
-        args.dataset_split,
-        args.dataset_revision,
-        title_key=args.title_key,
-        text_key=args.text_key,
-    )
+    where = (args.dataset, args.dataset_config or None, args.dataset_split, args.dataset_revision)
+    return Hub(*where, title_key=args.title_key, text_key=args.text_key)
 
 
 def _verify(manifest: Path) -> int:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_lowprec.errors import Parser
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[1]
 CORPUS = REPOSITORY / "data" / "enwiki-valid.jsonl.xz"
 DESTINATION = REPOSITORY / "data" / "tiny_bpe"
 END_OF_TEXT = "<|endoftext|>"
@@ -21,7 +21,7 @@ VOCAB_SIZE = 4096
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The ``text`` of each line."""
+    """The ``text`` of each line of a .jsonl.xz file."""
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)["text"]
@@ -33,7 +33,7 @@ def train(path: Path = CORPUS, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,  # one place is left for <|endoftext|>
+        vocab_size=vocab_size - 1,  # leaves one id for <|endoftext|>
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -56,7 +56,7 @@ def save(tokenizer: Tokenizer, destination: Path) -> None:
 def main() -> None:
     """Train and write."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=DESTINATION, help="folder to write (default: data/tiny_bpe)")
+    parser.add_argument("--output", type=Path, default=DESTINATION, help="output folder (default: data/tiny_bpe)")
     output = parser.parse_args().output
     tokenizer = train()
     save(tokenizer, output)

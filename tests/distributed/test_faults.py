@@ -1,4 +1,4 @@
-"""What happens to a run under torchrun from outside; ``make test-faults`` does all of it, and compares losses."""
+"""A killed rank and signals under torchrun; ``make test-fault-injection`` injects all faults and compares losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.waiting import PATIENCE, PATIENT_TORCHRUN
 from tools.fault_injection.run import REPOSITORY, Run, newest, rows
 from tools.fault_injection.scenarios import MODEL
 
-# Nothing but what a test does ends it.
+# Only the test ends it.
 ENDLESS = [*MODEL, "--train-iters", "1000000", "--distributed-timeout-minutes", "1440"]
 PATIENT = REPOSITORY / "tests" / "distributed" / "patient_driver.py"
 
@@ -34,7 +34,7 @@ def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves(tmp_path: Path,
     killed.kill_rank(1)
     killed.ended()
     assert killed.left_over(PATIENCE) == 0
-    # The one that died is the root cause; the other says in a line that it was not its own fault.
+    # The killed rank is the root cause; the other one exits with a single line.
     assert "Signal 9 (SIGKILL)" in killed.printed.rpartition("Root Cause")[2]
     assert "pretrain_gpt.py: rank 0: stopped, for" in killed.printed
     assert "[rank 0] Traceback" not in killed.printed

@@ -1,7 +1,7 @@
-"""Part of tools.layout_parity: each layout once, each family of recipes once; ``make test-matrix`` runs the rest.
+"""A part of ``make test-layout-parity``: each layout once, each family of recipes once.
 
-One process is this one; two launches, of two and of four, in which model-parallel groups are made anew from layout to
-layout.
+The one-process runs use this process. Two launches, of two and of four processes, rebuild their model-parallel groups
+for each layout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.training.conftest import driving
 from tools.layout_parity import layouts, plan, worker
-from tools.layout_parity.judge import Verdict, judge
+from tools.layout_parity.compare import Verdict, compare
 from tools.layout_parity.launch import Runner
 from tools.layout_parity.layouts import Layout
 
@@ -39,8 +39,8 @@ def named(layout: Layout) -> str:
     return f"{layout.model} {layout.name}"
 
 
-def asked(recipes: Sequence[str], precision: str = "fp64") -> plan.Asked:
-    return plan.Asked(recipes, steps=STEPS, seeds=(), precisions=(precision,))
+def selected(recipes: Sequence[str], precision: str = "fp64") -> plan.Selection:
+    return plan.Selection(recipes, steps=STEPS, seeds=(), precisions=(precision,))
 
 
 def launches(folder: Path) -> list[plan.Launch]:
@@ -54,35 +54,35 @@ def launches(folder: Path) -> list[plan.Launch]:
                 if layout.model == reference.model and precisions[layout] == precision
             ]
             what = {"checks": ["losses"], "recipes": list(dict.fromkeys(chosen))}
-            one.groups += [plan.group(reference, precision, asked(()), folder, **what)] if chosen else []
+            one.groups += [plan.group(reference, precision, selected(()), folder, **what)] if chosen else []
     for layout in layouts.LAYOUTS:
         recipe = COVER[named(layout)]
         what = {"checks": ["losses", "operands"], "recipes": [recipe]}
-        groups = [plan.group(layout, precisions[layout], asked(()), folder, **what)]
+        groups = [plan.group(layout, precisions[layout], selected(()), folder, **what)]
         if named(layout) == "gpt TP2+SP":
-            groups += plan.checks_of(layout, plan.Asked([recipe], checks=("stock",), precisions=()), folder)
+            groups += plan.checks_of(layout, plan.Selection([recipe], checks=("stock",), precisions=()), folder)
             gated = Layout(layout.name, 2, layout.flags, "gated")
-            groups.append(plan.group(gated, "fp32", asked(()), None, checks=["operands"], recipes=["mxfp4_rht_sr"]))
+            groups.append(plan.group(gated, "fp32", selected(()), None, checks=["operands"], recipes=["mxfp4_rht_sr"]))
         if named(layout) == "gpt DP2":
-            noise = plan.checks_of(layout, plan.Asked(["mxfp4_rht_sr"], checks=("noise",)), folder)
+            noise = plan.checks_of(layout, plan.Selection(["mxfp4_rht_sr"], checks=("noise",)), folder)
             groups += [{**group, "layers": 4} for group in noise]
         (two if layout.processes == 2 else four).groups += groups
     flags = [group["flags"] for launch in (one, two, four) for group in launch.groups]
     loaded = {line[line.index("--load") + 1] for line in flags if "--load" in line}
-    bases = plan.base_launch(asked(()), folder).groups
+    bases = plan.base_launch(selected(()), folder).groups
     one.groups = [group for group in bases if group["save"] in loaded] + one.groups
     return [one, two, four]
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
-    """One for all workers of xdist: the first that comes makes them, the others wait."""
+    """Shared by all xdist workers: the first one computes them, the others wait."""
     common = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         common = common.parent
-    folder = common / "matrix"
+    folder = common / "layout-parity"
     runner = Runner(folder)
-    with (common / "matrix.lock").open("w") as lock:
+    with (common / "layout-parity.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             folder.mkdir()
@@ -92,7 +92,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
             for launch in several:
                 runner.run([launch])
                 assert runner.done[-1].code == 0, runner.done[-1].said
-    return judge(runner.rows())
+    return compare(runner.rows())
 
 
 def test_the_cover_is_whole() -> None:
@@ -106,7 +106,7 @@ def test_the_cover_is_whole() -> None:
 def test_a_layout_changes_no_recipe(verdicts: list[Verdict], layout: str, check: str) -> None:
     found = [v for v in verdicts if v.check == check and f"{v.model} {v.layout}" == layout]
     assert len(found) == 1
-    assert found[0].ok, found[0].says
+    assert found[0].ok, found[0].text
     if check == "losses" and not found[0].why:
         assert max(found[0].first, found[0].later) < 1e-5
 
@@ -115,4 +115,4 @@ def test_a_layout_changes_no_recipe(verdicts: list[Verdict], layout: str, check:
 def test_all_other_checks_hold(verdicts: list[Verdict], check: str, count: int) -> None:
     found = [verdict for verdict in verdicts if verdict.check == check]
     assert len(found) == count
-    assert [v.says for v in found if not v.ok] == []
+    assert [v.text for v in found if not v.ok] == []

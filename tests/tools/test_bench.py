@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, current_names
 from tests.waiting import PATIENCE
 from tools.bench import layer, ops, overhead, quantize, scaling, shapes
-from tools.bench.__main__ import main
-from tools.bench.measure import Bench, Copy, Timing, combined, rank0_first, rate
-from tools.bench.op_cases import Piece
-from tools.bench.table import Column, render
+from tools.bench.__main__ import RENAMED, main
+from tools.bench.measure import Bench, Copy, Timing, combined, cycle_inputs, rate
+from tools.bench.op_cases import OpCase
+from tools.bench.report import Column, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -81,7 +81,8 @@ def test_configs_of_the_table_have_the_same_sizes() -> None:
         (["quantize", "--sizes", "128x100"], "multiple of 64"),
         (["step", "--shapes", "70b"], "no config"),
         (["step", "--cuda-graphs"], "--cuda-graphs with --device cpu and --warm-up 5"),
-        (["around", "--pieces", "softmax"], "norm, bias, gelu"),
+        (["ops", "--ops", "softmax"], "norm, bias, gelu"),
+        (["around", "--pieces", "softmax"], "--ops softmax"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,16 +112,16 @@ def test_rounds_are_joined_by_their_median() -> None:
     assert joined.noise == pytest.approx(1.0)
 
 
-def test_alternatives_are_measured_in_turn() -> None:
+def test_alternatives_are_measured_cycle_inputs() -> None:
     order: list[str] = []
     Bench(CPU).compare({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)
     runs = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     assert runs == ["a", "b", "a", "b"]
 
 
-def test_input_sets_take_turns() -> None:
+def test_input_sets_are_cycled() -> None:
     seen: list[int] = []
-    call = rank0_first([1, 2, 3], seen.append)
+    call = cycle_inputs([1, 2, 3], seen.append)
     for _ in range(4):
         call()
     assert seen == [1, 2, 3, 1]
@@ -188,7 +189,7 @@ def test_a_wrong_gemm_fails_the_layer(monkeypatch: pytest.MonkeyPatch, generator
     assert reason.startswith("dgrad is ")
 
 
-def test_all_ways_through_a_layer_do_the_same_work(generator: torch.Generator) -> None:
+def test_all_variants_of_a_layer_do_the_same_work(generator: torch.Generator) -> None:
     shape = shapes.MODELS["smoke"].linears[1]
     found = []
     for call in (
@@ -258,38 +259,38 @@ def test_quantize_end_to_end_by_tritons_interpreter() -> None:
 
 
 @pytest.mark.slow
-def test_around_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
+def test_ops_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    out = tmp_path / "around.json"
-    done = bench("around", "--shapes", "smoke", "--rounds", "1", "--out", str(out))
+    out = tmp_path / "ops.json"
+    done = bench("ops", "--shapes", "smoke", "--rounds", "1", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     (table,) = json.loads(out.read_text())["tables"]
-    found = {(row["piece"], row["way"]): row for row in table["rows"]}
-    forward, backward = (found[f"norm {way}", "ours"] for way in ("forward", "backward"))
+    found = {(row["op"], row["variant"]): row for row in table["rows"]}
+    forward, backward = (found[f"norm {direction}", "ours"] for direction in ("forward", "backward"))
     assert (forward["moved_bytes"], backward["moved_bytes"]) == (32 * 128 * 4, 32 * 128 * 6)
     assert forward["over"] == pytest.approx(forward["ms"] / found["norm forward", "torch"]["ms"])
     assert forward["step_ms"] == pytest.approx(49 * forward["ms"])
-    ours = {piece for piece, way in found if way == "ours"}
-    assert ours == {piece for piece, way in found if way in ("torch", "Megatron-core")}
+    ours = {op for op, variant in found if variant == "ours"}
+    assert ours == {op for op, variant in found if variant in ("torch", "Megatron-core")}
     assert len(ours) == 11
 
 
-def test_a_piece_with_another_result_has_no_number() -> None:
+def test_an_op_with_another_result_has_no_number() -> None:
     right, wrong = torch.ones(4), torch.ones(4) * 1.1
-    piece = Piece("x", "4", 16, 1, {"torch": lambda: None, "ours": lambda: None}, lambda: iter([(wrong, right)]))
+    case = OpCase("x", "4", 1, 16, {"torch": lambda: None, "ours": lambda: None}, lambda: [(wrong, right)])
     copy = Copy(16, 1.0)
-    (row,) = ops._rows(shapes.MODELS["smoke"], piece, 1, Bench(CPU), copy, set())
-    assert row["failed"].startswith("results are 1.0e-01 apart")
+    (row,) = ops._rows(shapes.MODELS["smoke"], case, 1, Bench(CPU), copy, set())
+    assert row["failed"].startswith("results differ by 1.0e-01")
     assert "ms" not in row
 
 
-def test_a_piece_whose_first_way_fails_is_compared_with_nothing() -> None:
+def test_an_op_whose_first_variant_fails_is_compared_with_nothing() -> None:
     def fails() -> None:
         raise RuntimeError("no such kernel")
 
-    piece = Piece("x", "4", 16, 1, {"torch": fails, "ours": lambda: None})
+    case = OpCase("x", "4", 1, 16, {"torch": fails, "ours": lambda: None})
     copy = Copy(16, 1.0)
-    first, ours = ops._rows(shapes.MODELS["smoke"], piece, 1, Bench(CPU), copy, set())
+    first, ours = ops._rows(shapes.MODELS["smoke"], case, 1, Bench(CPU), copy, set())
     assert "no such kernel" in first["failed"]
     assert ours["over"] is None
     assert ours["ms"] >= 0
@@ -355,3 +356,12 @@ def test_scaling_end_to_end(tmp_path: Path) -> None:
     # the batch of each is the same, so that together they see other samples
     assert one["batch"] == two["batch"] == "2x128"
     assert one["runs"][0]["losses"] != two["runs"][0]["losses"]
+
+
+def test_former_names_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["around", "--pieces=norm", "--out", "around"]
+    assert current_names(argv, RENAMED) == ["ops", "--ops=norm", "--out", "around"]
+    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "warning: around is now ops",
+        "warning: --pieces is now --ops",
+    ]

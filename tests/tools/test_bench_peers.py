@@ -1,14 +1,7 @@
-"""tools.bench.peers: fetched, carried in pieces, made smaller, installed, measured; no network, no GPU, no peers."""
+"""tools.bench.peers without a GPU: an emulated module takes the place of TransformerEngine."""
 
-import base64
-import hashlib
 import json
-import os
-import struct
-import subprocess
 import sys
-import tarfile
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.requirements import Requirement
 
 from megatron_lowprec import recipes
-from megatron_lowprec.training.config.te_recipe import TESTED_VERSION
+from megatron_lowprec.training.config.te_recipe import INSTALL
 from tools.bench import layer, shapes, step
 from tools.bench.__main__ import main
-from tools.bench.peers import download, install, layers, pieces, slim
+from tools.bench.peers import layers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -36,169 +28,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def test_packages_are_pinned_and_transformer_engine_is_the_tested_one() -> None:
-    wheels, sources = download.packages()
-    pins = {r.name: str(r.specifier) for r in map(Requirement, [*wheels, *sources])}
-    assert all(pin.startswith("==") for pin in pins.values())
-    assert {pin for name, pin in pins.items() if name.startswith("transformer-engine")} == {f"=={TESTED_VERSION}"}
-    assert sources == [f"transformer-engine-torch=={TESTED_VERSION}"]
-    assert {name.replace("-", "_") for name in pins} >= set(install.PEERS)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "wheels"
-    found.mkdir()
-    (found / "large.whl").write_bytes(bytes(range(256)) * 1000)
-    (found / "small.tar.gz").write_bytes(b"x")
-    (found / "empty.whl").write_bytes(b"")
-    return found
-
-
-def test_pieces_hold_the_folder_and_no_more_than_asked(tmp_path: Path, folder: Path) -> None:
-    written = pieces.split(folder, tmp_path / "pieces", 100_000)
-    assert len(written) == 3
-    assert [path.stat().st_size for path in written[:-1]] == [100_000] * 2
-    assert len({path.parent for path in written}) == 3, "each is carried by itself"
-    carried = tmp_path / "carried"
-    for path in reversed(written):  # in any order, into one folder
-        carried.mkdir(exist_ok=True)
-        path.rename(carried / path.name)
-        (path.parent / pieces.SUMS).replace(carried / pieces.SUMS)
-    joined = pieces.join(carried, tmp_path / "joined")
-    assert {path.name: path.read_bytes() for path in joined} == {p.name: p.read_bytes() for p in folder.iterdir()}
-
-
-def test_a_damaged_or_missing_piece_is_named(tmp_path: Path, folder: Path) -> None:
-    written = pieces.split(folder, tmp_path / "pieces", 100_000)
-    written[0].write_bytes(written[0].read_bytes()[:-1] + b"?")
-    written[2].unlink()
-    with pytest.raises(SystemExit, match=r"missing or damaged: peers\.00, peers\.02;"):
-        pieces.join(tmp_path / "pieces", tmp_path / "joined")
-    assert not (tmp_path / "joined").exists()
-
-
-def library(images: dict[int, bytes]) -> bytes:
-    """An ELF file with one section of two fat binaries, each with these kernel images, and one that looks alike."""
-    image = b"".join(
-        struct.pack("<HHIQ", 2, 1, 64, len(code)) + bytes(12) + struct.pack("<I", arch) + bytes(32) + code
-        for arch, code in images.items()
-    )
-    fatbin = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(image)) + image + bytes(8)
-    names = b"\0.nv_fatbin\0.text\0.shstrtab\0"
-    text = b"some code"
-    place = 64
-    sections = []
-    for name, data in ((0, b""), (1, fatbin * 2), (12, text), (18, names)):
-        sections.append(struct.pack("<II8xQQQ24x", name, 1, 0, place, len(data)))
-        place += len(data)
-    header = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", place) + bytes(10)
-    header += struct.pack("<HHH", 64, len(sections), 3)
-    return header.ljust(64, b"\0") + fatbin * 2 + text + names + b"".join(sections)
-
-
-def test_only_other_gpus_code_is_blanked() -> None:
-    before = library({80: b"ampere, ampere", 90: b"hopper", 100: b"blackwell"})
-    after = slim.blanked(before, 90)
-    expected = before.replace(b"ampere, ampere", bytes(14)).replace(b"blackwell", bytes(9))
-    assert after == expected
-    assert after.count(b"hopper") == 2
-
-
-def test_a_library_without_code_for_that_gpu_stays() -> None:
-    before = library({80: b"ampere"})
-    assert slim.blanked(before, 90) == before
-    assert slim.blanked(b"no library", 90) == b"no library"
-
-
-def wheel(folder: Path, name: str, files: dict[str, bytes]) -> Path:
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
-    files = {
-        **files,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = [f"{n},sha256={digest(data)},{len(data)}\n" for n, data in files.items()]
-    files[f"{info}/RECORD"] = "".join([*record, f"{info}/RECORD,,\n"]).encode()
-    with zipfile.ZipFile(path, "w") as archive:
-        for n, data in files.items():
-            archive.writestr(n, data)
-    return path
-
-
-def digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
-def test_a_slimmer_wheel_s_record_is_of_its_files(tmp_path: Path) -> None:
-    path = wheel(tmp_path, "fat", {"fat/lib.so": library({80: b"a" * 100, 90: b"h"}), "fat/__init__.py": b"x = 1\n"})
-    slim.slim(path, 90)
-    with zipfile.ZipFile(path) as archive:
-        lines = archive.read("fat-1.0.dist-info/RECORD").decode().splitlines()
-        for line in lines[:-1]:
-            name, sum_, size = line.split(",")
-            assert (f"sha256={digest(archive.read(name))}", len(archive.read(name))) == (sum_, int(size)), name
-        assert b"a" * 100 not in archive.read("fat/lib.so")
-
-
-def test_install_builds_the_binding_and_leaves_alone_what_is_there(tmp_path: Path) -> None:
-    """With wheels and a source that have the peers' names and nothing else of them."""
-    wheels, cuda = tmp_path / "wheels", tmp_path / "cuda"
-    wheels.mkdir()
-    (cuda / "include").mkdir(parents=True)
-    (cuda / "include/cuda_runtime.h").write_text("")
-    (tmp_path / "site/nvidia/cudnn/include").mkdir(parents=True)
-    check = (
-        b"import pathlib, sys\nassert any(pathlib.Path(p, 'transformer_engine_torch.so').exists() for p in sys.path)\n"
-    )
-    wheel(wheels, "transformer_engine", {"transformer_engine/__init__.py": b"", "transformer_engine/pytorch.py": check})
-    wheel(wheels, "torchao", {"torchao/__init__.py": b"", "torchao/float8.py": b""})
-    wheel(wheels, "numpy", {"numpy/__init__.py": b"raise RuntimeError('not the one that was there')\n"})
-    source = tmp_path / "transformer_engine_torch-1.0"
-    source.mkdir()
-    (source / "setup.py").write_text(
-        "import os, sys\n"
-        "assert sys.argv[1:] == ['-q', 'build_ext', '--inplace']\n"
-        "assert os.environ['CPATH'].split(os.pathsep)[0].endswith('nvidia/cudnn/include')\n"
-        "open('transformer_engine_torch.so', 'w').write('built')\n"
-    )
-    with tarfile.open(wheels / "transformer_engine_torch-1.0.tar.gz", "w:gz") as archive:
-        archive.add(source, arcname=source.name)
-
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tools.bench.peers.install",
-                wheels,
-                tmp_path / "target",
-                "--keep",
-                tmp_path / "kept",
-            ],
-            cwd=REPOSITORY,
-            env={**os.environ, "CUDA_HOME": str(cuda), "PYTHONPATH": str(tmp_path / "site")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    done = run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "numpy" in done.stdout
-    assert not (tmp_path / "target/numpy").exists()
-    assert (tmp_path / "kept/transformer_engine_torch.so").read_text() == "built"
-    (source / "setup.py").write_text("raise SystemExit('the compiler does not like it')\n")
-    with tarfile.open(wheels / "transformer_engine_torch-1.0.tar.gz", "w:gz") as archive:
-        archive.add(source, arcname=source.name)
-    done = run()
-    assert done.returncode == 1
-    assert "the compiler does not like it" in done.stdout
-    assert "was not built: exit code 1" in done.stderr
-
-
-# ---- the layers
 class Emulated:
     """A TransformerEngine with a Linear that rounds operands to E4M3 under an FP8 recipe, or only says so."""
 
@@ -316,17 +145,21 @@ def test_the_gate_lets_fp8_through_and_nothing_else(
     assert layers.fault("TE bf16", broken, CPU, generator) == "RuntimeError: no such kernel"
 
 
+def test_the_readme_installs_the_tested_transformer_engine() -> None:
+    assert f"\n{INSTALL}\n" in (REPOSITORY / "tools/bench/README.md").read_text()
+
+
 def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     makes, notes = layers.peer_layers(["te", "torchao"], CPU)
     assert makes == {}
     assert [note.split(":")[0] for note in notes] == ["peer te is missing", "peer torchao is missing"]
-    assert "tools/bench/peers" in notes[0]
+    assert "tools/bench/README.md" in notes[0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["linear", "--peers", "apex"], "linear has te and torchao"), (["step", "--peers", "torchao"], "step has te")],
+    [(["linear", "--peers", "apex"], "linear has te, torchao"), (["step", "--peers", "torchao"], "step has te")],
 )
 def test_an_unknown_peer_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--device", "cpu"]) == 2
@@ -380,11 +213,11 @@ def test_a_peer_s_failure_costs_its_number_alone(
 def test_step_compares_with_the_peer_s_own_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[list[str]] = []
 
-    def run(model: shapes.ModelShape, flags: list[str], args: object) -> dict[str, Any]:
+    def run(model: shapes.ModelShape, flags: list[str], args: object, processes: None) -> dict[str, Any]:
         asked.append(flags)
         ms = (5.0 if "transformer_engine" in flags else 4.0) * (1 if flags[-1] == "bf16" else 2)
         sizes = {"micro_batch": 2, "sequence": 128, "peak_gib": 1.0, "reserved_gib": 2.0, "first_seconds": 1.0}
-        parts = {"kernel_ms": ms, "idle": None, "apart_ms": ms, "update_ms": 1.0, "stock_update_ms": 1.0}
+        parts = {"kernel_ms": ms, "idle": None, "isolated_ms": ms, "update_ms": 1.0, "stock_update_ms": 1.0}
         return {"ms": ms, "low": ms, "high": ms, "losses": [1.0], "layers": "x", **sizes, **parts}
 
     monkeypatch.setattr(step, "in_fresh_process", run)

@@ -1,4 +1,4 @@
-"""tools.layout_parity without its launches: what runs, what is compared, what the page says."""
+"""tools.layout_parity without its launches: the plan, the comparison and the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megatron_lowprec import recipes
 from tools.layout_parity import layouts, plan
 from tools.layout_parity.__main__ import main
-from tools.layout_parity.judge import exempt, judge, spread
+from tools.layout_parity.compare import compare, exempt, spread
 from tools.layout_parity.page import render
 from tools.layout_parity.worker import CHECKS, rows_of
 
@@ -37,8 +37,8 @@ def reference(*moved: float, precision: str = "fp32") -> list[dict[str, Any]]:
 
 
 def test_every_layout_and_recipe_is_planned() -> None:
-    asked = plan.Asked(recipes())
-    launches = {launch.name: launch for launch in plan.launches(asked, Path("there"))}
+    selected = plan.Selection(recipes())
+    launches = {launch.name: launch for launch in plan.launches(selected, Path("there"))}
     assert len(launches) == 1 + len(layouts.LAYOUTS) + len(layouts.RESUMED)
     for layout in layouts.LAYOUTS:
         launch = launches[f"{layout.model} {layout.name}"]
@@ -53,14 +53,14 @@ def test_every_layout_and_recipe_is_planned() -> None:
         "base"
     } == set(CHECKS)
     # each checkpoint that is loaded is written
-    written = {group["save"] for group in plan.base_launch(asked, Path("there")).groups}
+    written = {group["save"] for group in plan.base_launch(selected, Path("there")).groups}
     flags = [group["flags"] for launch in launches.values() for group in launch.groups]
     assert {line[line.index("--load") + 1] for line in flags if "--load" in line} == written
 
 
 def test_gpus_take_what_fits_and_share_the_longest_launch() -> None:
-    asked = plan.Asked(recipes(), gpus=2, precisions=("fp32", "bf16"))
-    launches = plan.launches(asked, Path("there"), reference_parts=2)
+    selected = plan.Selection(recipes(), gpus=2, precisions=("fp32", "bf16"))
+    launches = plan.launches(selected, Path("there"), reference_parts=2)
     assert max(launch.processes for launch in launches) == 2
     parts = [launch.groups[0]["recipes"] for launch in launches if launch.name.startswith("reference")]
     assert sorted(name for part in parts for name in part) == sorted(recipes())
@@ -105,38 +105,38 @@ def test_the_spread_is_that_of_any_two_runs() -> None:
         ((5.0, 4.0, 3.007), False),  # above two spreads
     ],
 )
-def test_fp32_is_judged_by_the_first_step_and_by_the_spread(found: tuple[float, ...], ok: bool) -> None:
-    (verdict,) = judge([*reference(1e-3, -2e-3), row("losses", "TP2", losses=losses(*found))])
+def test_fp32_is_compared_by_the_first_step_and_by_the_spread(found: tuple[float, ...], ok: bool) -> None:
+    (verdict,) = compare([*reference(1e-3, -2e-3), row("losses", "TP2", losses=losses(*found))])
     assert verdict.ok is ok
 
 
 def test_exact_sums_leave_no_room_but_where_it_is_said() -> None:
     rows = reference(1e-3, precision="fp64")
     off = losses(5.0, 4.0, 3.0001)
-    assert [v.ok for v in judge([*rows, row("losses", "TP2", "fp64", losses=off)])] == [False]
-    assert [v.ok for v in judge([*rows, row("losses", "DP2", "fp64", losses=off)])] == [False]
+    assert [v.ok for v in compare([*rows, row("losses", "TP2", "fp64", losses=off)])] == [False]
+    assert [v.ok for v in compare([*rows, row("losses", "DP2", "fp64", losses=off)])] == [False]
     drawn = [{**one, "recipe": "mxfp4_sr"} for one in [*rows, row("losses", "DP2", "fp64", losses=off)]]
-    (verdict,) = judge(drawn)
+    (verdict,) = compare(drawn)
     assert verdict.ok
     assert verdict.bound is None
 
 
 def test_one_other_bit_is_seen() -> None:
     ours, stock = (row("losses", "TP2", "bf16", "bf16", linears=one, losses=losses(5.0)) for one in ("ours", "stock"))
-    assert [v.ok for v in judge([ours, stock])] == [True]
-    assert [v.ok for v in judge([ours, {**stock, "losses": losses(5.0 + 1e-15)}])] == [False]
+    assert [v.ok for v in compare([ours, stock])] == [True]
+    assert [v.ok for v in compare([ours, {**stock, "losses": losses(5.0 + 1e-15)}])] == [False]
     resumed = row("resume", "PP2", "bf16", whole=losses(5.0, 4.0), resumed=losses(5.0, 4.0))
-    assert [v.ok for v in judge([resumed])] == [True]
-    assert [v.ok for v in judge([{**resumed, "resumed": losses(5.0, 4.0 + 1e-15)}])] == [False]
+    assert [v.ok for v in compare([resumed])] == [True]
+    assert [v.ok for v in compare([{**resumed, "resumed": losses(5.0, 4.0 + 1e-15)}])] == [False]
     operands = row("operands", "TP2", compared=96, layers=16, wrong=[])
-    assert [v.ok for v in judge([operands, {**operands, "wrong": ["rank 0: x"]}, {**operands, "compared": 0}])] == [
+    assert [v.ok for v in compare([operands, {**operands, "wrong": ["rank 0: x"]}, {**operands, "compared": 0}])] == [
         True,
         False,
         False,
     ]
     base = row("base", "1", recipe="bf16", weights="a", distributed=False)
-    assert [v.ok for v in judge([base, {**base, "weights": "b", "distributed": True}])] == [False]
-    assert [v.ok for v in judge([row("losses", "TP2", failed="sizes")])] == [False]
+    assert [v.ok for v in compare([base, {**base, "weights": "b", "distributed": True}])] == [False]
+    assert [v.ok for v in compare([row("losses", "TP2", failed="sizes")])] == [False]
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ def test_one_other_bit_is_seen() -> None:
 )
 def test_noise_is_independent_or_the_same(same_noise: bool, z: float, same: bool, ok: bool) -> None:
     noise = row("noise", "DP2", recipe="mxfp4_sr", same_noise=same_noise, entries=100, z=z, same=same)
-    assert [v.ok for v in judge([noise])] == [ok]
+    assert [v.ok for v in compare([noise])] == [ok]
 
 
 def test_the_page_names_what_failed() -> None:
-    verdicts = judge(
+    verdicts = compare(
         [
             *reference(1e-3),
             row("losses", "TP2", losses=losses(5.1, 4.0, 3.0)),
@@ -157,8 +157,8 @@ def test_the_page_names_what_failed() -> None:
             row("operands", "TP2", compared=96, layers=16, wrong=[]),
         ]
     )
-    page = render("Title", verdicts, FACTS, ["conditions"], ["launch x failed"], ["gpt TP2, mxfp4, losses"])
-    assert "**3 cells, 1 of them more than allowed. 1 checks have no result.**" in page
+    page = render("Title", verdicts, FACTS, "conditions", ["launch x failed"], ["gpt TP2, mxfp4, losses"])
+    assert "**3 cases, 1 of them more than allowed. 1 checks have no result.**" in page
     assert "## No result\n\n- gpt TP2, mxfp4, losses\n" in page
     assert "| `mxfp8` | **1e-1 / 0 (0.00)** | 0 / 5e-4 (0.50) |" in page
     assert "- losses, gpt TP2, mxfp8, fp32: first 1.0e-01" in page
@@ -167,8 +167,8 @@ def test_the_page_names_what_failed() -> None:
 
 
 def test_what_has_no_row_is_missing() -> None:
-    asked = plan.Asked(["bf16", "mxfp4"], ["TP2"], ["losses"], precisions=["fp32"])
-    launches = plan.launches(asked, Path("folder"))
+    selected = plan.Selection(["bf16", "mxfp4"], ["TP2"], ["losses"], precisions=["fp32"])
+    launches = plan.launches(selected, Path("folder"))
     everything = plan.missing(launches, [])
     assert "gpt TP2, fp32, mxfp4, losses" in everything
     rows = [row("losses", "TP2", recipe="mxfp4"), row("losses", "1", recipe="bf16")]
@@ -176,7 +176,7 @@ def test_what_has_no_row_is_missing() -> None:
     assert set(everything) - set(left) == {"gpt TP2, fp32, mxfp4, losses", "reference 1, fp32, bf16, losses"}
 
 
-def test_rows_are_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {
         "command": "python -m tools.layout_parity",
         "date": "2026-11-21",
@@ -189,11 +189,11 @@ def test_rows_are_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str
     }
     found = tmp_path / "found.json"
     found.write_text(json.dumps(content))
-    assert main(["--judge", str(found)]) == 0
-    assert "**1 cells hold.**" in (tmp_path / "found.md").read_text()
+    assert main(["--compare", str(found)]) == 0
+    assert "**1 cases hold.**" in (tmp_path / "found.md").read_text()
     content["rows"] = [*reference(1e-3), row("losses", "TP2", losses=losses(5.1, 4.0, 3.0))]
     found.write_text(json.dumps(content))
-    assert main(["--judge", str(found)]) == 1
+    assert main(["--judge", str(found)]) == 1, "the former name"
     assert "more than allowed: losses, gpt TP2, mxfp8, fp32" in capsys.readouterr().out
 
 
@@ -207,7 +207,7 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--layouts", "TP3"], "--layouts TP3: wants some of DP2"),
+        (["--layouts", "TP3"], "--layouts TP3: not among DP2"),
         (["--recipes", "mxfp5"], "mxfp4"),
         (["--checks", "speed"], "losses"),
         (["--precisions", "fp16"], "bf16"),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.docs.markdown import Command
 from tests.docs.test_commands import check
+from tools.bench import __main__ as bench
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/measure.sh"
@@ -23,7 +24,7 @@ PARTS = (
     "configs",
     "large",
     "scaling",
-    "matrix",
+    "layouts",
     "table2",
     "lm",
     "interrupt",
@@ -44,6 +45,15 @@ def test_commands(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert commands
     for words in commands:
         check(Command(SCRIPT, tuple(words), fenced=True), monkeypatch)
+        if words[:3] == ["python", "-m", "tools.bench"]:
+            bench.check(bench.build_parser().parse_args(words[3:]))
+
+
+def test_the_former_name_of_a_part_is_accepted(tmp_path: Path) -> None:
+    done = measure("--dry-run", str(tmp_path), "matrix", GPUS="2")
+    assert done.returncode == 0
+    assert "matrix is now layouts" in done.stderr
+    assert "tools.layout_parity" in done.stdout
 
 
 def test_the_parts_are_those_that_it_names() -> None:

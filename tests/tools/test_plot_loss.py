@@ -64,7 +64,7 @@ def test_what_is_missing_is_said_and_left_out(run: Path, tmp_path: Path, capsys:
     (tmp_path / "valid.jsonl").unlink()
     assert plot_loss.main([str(run)]) == 0
     said = capsys.readouterr().out
-    assert "no bf16 curve to draw beside it (docs/results/gpt_none_bf16.metrics.jsonl is not there)" in said
+    assert "no bf16 curve for comparison: docs/results/gpt_none_bf16.metrics.jsonl does not exist" in said
     assert "no unigram entropy: " in said
     assert "validation loss    4.5000\n" in said
 

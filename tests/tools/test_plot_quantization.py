@@ -54,7 +54,7 @@ def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], what
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "is not there: train with --log-quantization-interval N"),
+        (None, "does not exist: train with --log-quantization-interval N"),
         ("", "has no rows"),
         ('{"iteration": 1}\n', "line 1: not a row"),
         ("{\n", "line 1: not a row"),

@@ -150,7 +150,7 @@ def test_an_interrupted_preparation_goes_on(
 
     monkeypatch.setattr(shards, "write_batches", interrupted)
     assert prepared(source, "part/en") == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     assert len(list(Path("part").glob("*.bin"))) == after
     assert not Path("part/en.manifest.json").exists()
     monkeypatch.setattr(shards, "write_batches", write)

@@ -63,7 +63,7 @@ def test_as_a_program_with_workers_it_writes_the_same(inputs: list[str], tmp_pat
         (["--input", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--json-keys", "body"], "a.jsonl, line 1: no key 'body'; found: 'text', 'title'; name the right one"),
         (["--vocab-file", "nowhere.json"], "--vocab-file nowhere.json: no such file"),
-        (["--workers", "0"], "--workers 0 was asked; at least 1"),
+        (["--workers", "0"], "--workers 0: must be at least 1"),
         (["--output-prefix", f"{VOCAB}/x"], f"cannot write --output-prefix {VOCAB}/x: "),
     ],
 )

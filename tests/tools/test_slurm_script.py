@@ -92,7 +92,7 @@ def test_what_a_site_may_choose(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
 def test_torchrun_does_not_hear_and_the_ranks_are_told(tmp_path: Path, number: str) -> None:
-    # torchrun, here a shell, is sent the signal, too, as by Slurm; the ranks answer to scancel's.
+    # Like Slurm, also signal torchrun, here a shell; the ranks answer to scancel's signal.
     run = f"kill -{number} $$ $BATCH; while [ ! -e told ]; do sleep 0.1; done"
     code, calls, printed = submit(tmp_path, run)
     assert code == 0, printed

@@ -1,1 +1,1 @@
-"""Speed, measured: ``python -m tools.bench quantize|linear|step|overhead``. Every ratio is taken within one run."""
+"""Speed benchmarks: ``python -m tools.bench quantize|linear|step|scaling|ops|overhead``. README.md describes them."""

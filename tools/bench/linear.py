@@ -1,4 +1,4 @@
-"""One linear layer, forward and backward, under each recipe over bf16 in the same run."""
+"""One linear layer, forward and backward: each recipe over bf16 in the same run."""
 
 import argparse
 from collections.abc import Callable
@@ -20,23 +20,19 @@ from tools.bench.layer import (
     through_autograd,
     without_autograd,
 )
-from tools.bench.measure import Bench, Timing, errors, one_line, rank0_first
+from tools.bench.measure import Bench, Timing, cycle_inputs, errors, one_line
 from tools.bench.peers import layers as peers
-from tools.bench.report import Report
+from tools.bench.report import Column, Report, Row, spread_columns
 from tools.bench.shapes import LinearShape, linears
-from tools.bench.table import Column, Row
 
 RECIPES = ("bf16", "mxfp8", "mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr")
-BESIDE_PEERS = ("bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", *RECIPES[1:])
+WITH_PEERS = ("bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", *RECIPES[1:])
 PLAIN, BARE = "torch F.linear", "torch, bare GEMMs"
 COLUMNS = (
     Column("linear", "linear"),
     Column("size", "TxIxO"),
     Column("recipe", "recipe"),
-    Column("ms", "ms", ".4f"),
-    Column("low", "p20", ".4f"),
-    Column("high", "p80", ".4f"),
-    Column("noise", "rounds", ".1%"),
+    *spread_columns(),
     Column("over_bf16", "/bf16", ".3f"),
     Column("over_torch", "/torch", ".3f"),
     Column("graph_ms", "kernels ms", ".4f"),
@@ -47,9 +43,9 @@ COLUMNS = (
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
-    """Every chosen linear layer under every recipe, and of every peer."""
+    """Every chosen linear layer under every recipe, and in every peer library."""
     generator = torch.Generator(bench.device).manual_seed(args.seed)
-    recipes = list(dict.fromkeys(["bf16", *(args.recipes or (BESIDE_PEERS if args.peers else RECIPES))]))
+    recipes = list(dict.fromkeys(["bf16", *(args.recipes or (WITH_PEERS if args.peers else RECIPES))]))
     faults = {recipe: fault(recipe, bench.device, generator) for recipe in recipes}
     makes, notes = peers.peer_layers(args.peers, bench.device)
     faults |= {row: peers.fault(row, make, bench.device, generator) for row, make in makes.items()}
@@ -64,12 +60,12 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         report.progress(f"{shape.model} {shape.name} done")
     reasons = {str(row["no_graph"]) for row in rows if row.get("no_graph")}
     report.note(
-        "ms: forward and backward with autograd, the host included where it is slower",
+        "ms: forward and backward with autograd, including the host where it is slower",
         f"{args.rounds} rounds in turn; 'rounds': the largest difference between their medians",
         f"{PLAIN}: bf16 weight gradient, then copied to main_grad",
         f"{BARE}: three products in one autograd function, the third in fp32",
         "kernels ms: GEMMs and casts replayed as a CUDA graph; host us: until the call returns, device idle before it",
-        *(["cached: as a later microbatch of a step, which finds the quantized weight", *notes] if args.peers else []),
+        *(["cached: as a later microbatch of a step, with a cached weight", *notes] if args.peers else []),
         *(f"no graph: {reason}" for reason in sorted(reasons)),
     )
     report.table(f"linear, forward + backward, bf16, {args.tokens} tokens: {args.device}", rows, COLUMNS)
@@ -96,34 +92,31 @@ def _rows(
     gemms = _gemms(recipes, bench.device, with_cached=bool(args.peers))
     calls: dict[str, Callable[[Tensors], None]] = {PLAIN: plain_torch}
     calls |= {name: through_autograd(g) for name, g in gemms.items()}
+    kernels = {name: without_autograd(g) for name, g in gemms.items()}
     failed: list[Row] = []
     for name, make in makes.items():
         try:
             call = make(inputs[0])
             call(inputs[0])
-            calls[name] = call
+            calls[name] = kernels[name] = call
         except errors() as error:
             failed.append(_named(shape, args.tokens, name) | {"failed": one_line(error)})
-    timings = bench.compare({name: rank0_first(inputs, call) for name, call in calls.items()}, args.rounds)
-    host = {name: bench.host_microseconds(rank0_first(inputs, call)) for name, call in calls.items()}
+    cycled = {name: cycle_inputs(inputs, call) for name, call in calls.items()}
+    timings = bench.compare(cycled, args.rounds)
+    host = {name: bench.host_microseconds(call) for name, call in cycled.items()}
     graphs: dict[str, Timing | str] = {}
     if not args.no_graph:
         if bench.device.type == "cuda":
             enter_rng_step(RngStep(0, 0), bench.device)  # which the graphs' draws read
-        kernels = {name: without_autograd(g) for name, g in gemms.items()}
-        kernels |= {name: calls[name] for name in makes if name in calls}
         graphs = {name: bench.graph(partial(call, inputs[0])) for name, call in kernels.items()}
     bf16, bf16_graph = timings.get("bf16"), graphs.get("bf16")
     rows: list[Row] = []
     for name, timing in timings.items():
         row = _named(shape, args.tokens, name) | timing.row()
-        row |= {
-            "noise": timing.noise,
-            "over_bf16": timing.ms / bf16.ms if bf16 else None,
-            "over_torch": timing.ms / timings[PLAIN].ms,
-            "host_us": host[name],
-            "tflops": 3 * shape.flops(args.tokens) / timing.ms / 1e9,
-        }
+        row["over_bf16"] = timing.ms / bf16.ms if bf16 else None
+        row["over_torch"] = timing.ms / timings[PLAIN].ms
+        row["host_us"] = host[name]
+        row["tflops"] = 3 * shape.flops(args.tokens) / timing.ms / 1e9
         graph = graphs.get(name)
         if isinstance(graph, Timing):
             row["graph_ms"] = graph.ms
@@ -135,7 +128,7 @@ def _rows(
 
 
 def _gemms(recipes: list[str], device: torch.device, with_cached: bool) -> dict[str, Gemms]:
-    """Row -> the GEMMs of plain torch, of each recipe, and of each that can keep a weight with the weight kept."""
+    """Row -> GEMMs of plain torch, of each recipe, and of each recipe with cached weights if it can cache them."""
     gemms: dict[str, Gemms] = {BARE: TorchGemms()}
     for recipe in recipes:
         gemms[recipe] = RecipeGemms(recipe, device)

@@ -1,11 +1,12 @@
-"""What a number was measured on: the machine, the software, the sources."""
+"""Conditions of a measurement: machine, software versions, commit."""
 
 import datetime
 import hashlib
 import platform
 import subprocess
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,29 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
-    """Hardware, versions, commit, date and command of this run; what cannot be found out is "unknown"."""
-    on_gpu = device.type == "cuda"
+    """Hardware, versions, commit, date and command of this run; "unknown" if not available."""
+    commit = _output("git", "rev-parse", "--short=12", "HEAD")
+    changes = _output("git", "status", "--porcelain", "megatron_lowprec", "tools")
+    driver, name = None, f"CPU ({platform.machine()}), a smoke test"
+    if device.type == "cuda":
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        name = torch.cuda.get_device_name(device)
     return {
         "command": " ".join(["python -m tools.bench", *argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()}), a smoke test",
-        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"])
-        if on_gpu
-        else None,
+        "device": name,
+        "driver": driver,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton") if find_spec("triton") else "unknown",
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit if changes == "unknown" else f"{commit} with changes",
         "sources": _digest(),
     }
 
 
 def header_lines(found: dict[str, Any]) -> list[str]:
-    """The header as two lines to print above a table."""
+    """The header as two lines above a table."""
     software = ", ".join(f"{name} {found[name]}" for name in ("driver", "cuda", "torch", "triton", "python"))
     return [
         f"{found['device']}; {software}",
@@ -42,14 +46,7 @@ def header_lines(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _output(command: list[str]) -> str:
+def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=REPOSITORY, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -57,14 +54,8 @@ def _output(command: list[str]) -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _commit() -> str:
-    commit = _output(["git", "rev-parse", "--short=12", "HEAD"])
-    changes = _output(["git", "status", "--porcelain", "megatron_lowprec", "tools"])
-    return commit if changes == "unknown" else f"{commit} with changes"
-
-
 def _digest() -> str:
-    """Of the package's and this tool's Python files: names the code where the commit does not."""
+    """Digest of the Python files of the package and this tool; identifies uncommitted code."""
     total = hashlib.sha256()
     for path in sorted([*REPOSITORY.glob("megatron_lowprec/**/*.py"), *REPOSITORY.glob("tools/bench/**/*.py")]):
         total.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes())

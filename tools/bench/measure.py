@@ -1,8 +1,8 @@
-"""How a time is taken: medians of repeated runs with the L2 cache flushed, alternatives in turn, copies beside them.
+"""Timing: medians of repeated calls with the L2 cache flushed, variants in turn, device copies as a yardstick.
 
-On a GPU the times are CUDA events around a call (``triton.testing.do_bench``): where the host is slower than the GPU,
-they include the gaps between launches. ``host_microseconds`` and ``graph`` tell the two apart. On a CPU everything is
-a wall clock, good for trying this tool and for nothing else.
+On a GPU, times are CUDA events around a call (``triton.testing.do_bench``). If the host is slower than the GPU, they
+include the gaps between launches; ``host_microseconds`` and ``graph`` separate the two. On a CPU all times are wall
+clock, only good for testing this tool.
 """
 
 import time
@@ -22,7 +22,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call: median, 20th and 80th percentile; ``rounds`` are the medians that it was made from."""
+    """Milliseconds of one call: median, 20th and 80th percentile; ``rounds`` are the medians it combines."""
 
     ms: float
     low: float
@@ -30,8 +30,8 @@ class Timing:
     rounds: tuple[float, ...] = ()
 
     def row(self) -> dict[str, Any]:
-        """As columns of a row."""
-        return asdict(self)
+        """Columns of a row."""
+        return asdict(self) | {"noise": self.noise}
 
     @property
     def noise(self) -> float:
@@ -62,7 +62,7 @@ class Bench:
             return _wall_clock(call)
         from triton.testing import do_bench
 
-        # Long calls, too, are repeated ten times.
+        # At least ten calls, however long.
         rep = max(self.rep_ms, 10 * self._once(call))
         ms, low, high = do_bench(call, warmup=25, rep=rep, quantiles=[0.5, 0.2, 0.8])
         return Timing(ms, low, high, (ms,))
@@ -77,7 +77,7 @@ class Bench:
         return (time.perf_counter() - started) * 1e3
 
     def compare(self, calls: Mapping[K, Call], rounds: int) -> dict[K, Timing]:
-        """Several alternatives, measured in turn ``rounds`` times, so that a drifting clock meets all of them."""
+        """Times of several variants, measured in turn ``rounds`` times, so that clock drift affects all alike."""
         taken: dict[K, list[Timing]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
@@ -85,7 +85,7 @@ class Bench:
         return {name: combined(timings) for name, timings in taken.items()}
 
     def host_microseconds(self, call: Call, calls: int = 100) -> float:
-        """Median time until a call returns, with an idle device before it: Python and launches, not their execution."""
+        """Median time until a call returns on an idle device: Python and launches, without execution."""
         if not self.on_gpu:
             calls = 3
         samples = []
@@ -98,12 +98,12 @@ class Bench:
         return median(samples[calls // 10 :]) * 1e6
 
     def graph(self, call: Call) -> Timing | str:
-        """Time of the call's kernels alone, by replaying a CUDA graph of it, or why there is none."""
+        """Time of the call's kernels alone, as a CUDA graph, or the reason why it cannot be captured."""
         captured = self.captured(call)
         return captured if isinstance(captured, str) else self.time(captured)
 
     def captured(self, call: Call) -> Call | str:
-        """The call as the replay of a CUDA graph, which costs the host next to nothing, or why there is none."""
+        """The call as the replay of a CUDA graph, or the reason why it cannot be captured."""
         if not self.on_gpu:
             return "no CUDA graphs on a CPU"
         graph = torch.cuda.CUDAGraph()
@@ -128,11 +128,11 @@ class Bench:
         return lambda: target.copy_(source)
 
     def copy(self, tensor_bytes: int) -> "Copy":
-        """The same, timed."""
+        """That copy, timed."""
         return Copy(2 * tensor_bytes, self.time(self.copy_call(tensor_bytes)).ms)
 
     def input_sets(self, make: Callable[[], T], tensor_bytes: int) -> list[T]:
-        """One set of inputs, or several where one would stay in the L2 cache from call to call."""
+        """One set of inputs, or several if one would stay in the L2 cache between calls."""
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.on_gpu else 0
         return [make() for _ in range(max(1, min(8, -(-2 * cache // max(1, tensor_bytes)))))]
 
@@ -155,7 +155,7 @@ class Copy:
 
 
 def rate(moved_bytes: int, ms: float) -> float:
-    """TB/s of so many bytes in so many milliseconds."""
+    """TB/s."""
     return moved_bytes / ms / 1e9
 
 
@@ -165,14 +165,14 @@ def combined(timings: Sequence[Timing]) -> Timing:
     return Timing(median(medians), min(t.low for t in timings), max(t.high for t in timings), medians)
 
 
-def rank0_first(sets: Sequence[T], call: Callable[[T], object]) -> Call:
-    """A call that takes the next set of inputs each time."""
+def cycle_inputs(sets: Sequence[T], call: Callable[[T], object]) -> Call:
+    """A call that uses the next set of inputs each time."""
     following = cycle(sets)
     return lambda: call(next(following))
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """What a kernel that does not work here may raise: a row then says so, and the others are measured still."""
+    """Errors of a kernel that does not run here; its row reports them, and the others are still measured."""
     found: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, AssertionError)
     if find_spec("triton") is not None:
         from triton.errors import TritonError
@@ -182,7 +182,7 @@ def errors() -> tuple[type[Exception], ...]:
 
 
 def one_line(error: Exception) -> str:
-    """An error's beginning, for a cell of a table."""
+    """The beginning of an error message, for a table."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 

@@ -1,9 +1,10 @@
-"""The parts of a training step around its linear layers, each by this project's kernels and by torch or Megatron-core.
+"""The ops of a training step besides its linear layers, by this project's kernels and by torch or Megatron-core.
 
-A piece holds random tensors of a model's sizes and calls that do the same work on them.
+A case holds random tensors of a model's sizes and the variants that do the same work on them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,38 +16,39 @@ from tools.bench.measure import Call, errors, one_line
 from tools.bench.shapes import ModelShape
 
 EPS, DROPOUT, LAYERS = 1e-5, 0.1, 24
+Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One part of the step.
+class OpCase:
+    """One op of the step.
 
     Attributes:
-        name, size: what it is, of what size.
-        moved: bytes that one pass must read and write; None where that is not what takes the time.
-        times: how often a step of ``LAYERS`` layers does it.
-        ways: name -> call; the first is what the others are compared with.
-        results: what ``ours`` and the first way compute, in pairs, and how far apart they may be.
+        name, size: the op and the size of its tensors.
+        times: how often a step of ``LAYERS`` layers runs it.
+        moved: bytes that one pass must read and write; None if bandwidth does not bound it.
+        variants: name -> call; ratios are over the first one.
+        results: pairs of results of ``ours`` and of the first variant.
         near: largest relative distance of a pair.
     """
 
     name: str
     size: str
-    moved: int | None
     times: int
-    ways: dict[str, Call]
-    results: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]] = lambda: iter(())
+    moved: int | None
+    variants: Mapping[str, Call]
+    results: Callable[[], Pairs] = tuple
     near: float = 4e-3
 
     def fault(self) -> str | None:
-        """Why its numbers are worth nothing; None where the results agree."""
+        """The difference between the results, or an error; None if they agree."""
         try:
             for ours, theirs in self.results():
                 theirs = theirs.detach().double()
                 error = float((ours.detach().double() - theirs).norm() / theirs.norm())
-                # Triton's interpreter cuts fp32 to bf16 where a GPU rounds
+                # Triton's interpreter truncates fp32 to bf16 where a GPU rounds.
                 if not error < self.near * (1 if theirs.is_cuda else 3):
-                    return f"results are {error:.1e} apart"
+                    return f"results differ by {error:.1e}"
         except errors() as error:
             return one_line(error)
         return None
@@ -71,80 +73,57 @@ class Inputs:
         return (torch.randn(shape, generator=self.generator, device=self.device) * scale).to(torch.bfloat16)
 
 
-def norms(given: Inputs) -> Iterator[Piece]:
+def norms(given: Inputs) -> Iterator[OpCase]:
     """LayerNorm, two a layer and one at the end."""
     from megatron_lowprec.kernels.layernorm import triton as ours
 
     H = given.model.hidden
-    x, dy = given.normal(given.tokens, H), given.normal(given.tokens, H, scale=1e-3)
+    x, dy, dresidual = given.normal(given.tokens, H), *(given.normal(given.tokens, H, scale=1e-3) for _ in range(2))
     weight, bias = 1 + given.normal(H, scale=0.1), given.normal(H, scale=0.1)
     got = ours.norm(x, weight, bias, EPS)
     size, times = f"{given.tokens}x{H}", 2 * LAYERS + 1
-
-    def torchs() -> torch.Tensor:
-        return F.layer_norm(x, (H,), weight, bias, EPS)
-
     mean, rstd = got.mean, got.rstd
     assert mean is not None
 
-    def torchs_backward() -> tuple[torch.Tensor, ...]:
+    def stock() -> torch.Tensor:
+        return F.layer_norm(x, (H,), weight, bias, EPS)
+
+    def stock_backward() -> tuple[torch.Tensor, ...]:
         stats = mean[:, None], rstd[:, None]
         if not x.is_cuda:  # a CPU keeps them in the dtype of x
             stats = stats[0].to(x.dtype), stats[1].to(x.dtype)
         return torch.ops.aten.native_layer_norm_backward(dy, x, [H], *stats, weight, bias, [True] * 3)
 
     backward = partial(ours.norm_backward, dy, x, weight, mean, rstd)
-    staged = {f"ours, {n} stages": partial(backward, sizes=ours.tiling(H)._replace(stages=n)) for n in (2, 3)}
-    yield Piece(
-        "norm forward",
-        size,
-        4 * x.numel(),
-        times,
-        {"torch": torchs, "ours": lambda: ours.norm(x, weight, bias, EPS)},
-        lambda: iter([(got.y, torchs())]),
-    )
-    yield Piece(
-        "norm backward",
-        size,
-        6 * x.numel(),
-        times,
-        {"torch": torchs_backward, "ours": backward, **staged},
-        lambda: zip(_tensors(backward()), torchs_backward(), strict=True),
-    )
-    dresidual = given.normal(given.tokens, H, scale=1e-3)
+    fused = partial(backward, dresidual)
 
-    def apart() -> tuple[torch.Tensor | None, ...]:
+    def unfused() -> tuple[torch.Tensor | None, ...]:
         dx, dw, db = backward()
         return dx + dresidual, dw, db
 
-    joined = partial(backward, dresidual)
-    yield Piece(
-        "norm backward + the residual's gradient",
-        size,
-        8 * x.numel(),
-        2 * LAYERS,
-        {"apart": apart, "joined": joined},
-        lambda: zip(_tensors(joined()), _tensors(apart()), strict=True),
-    )
+    variants: dict[str, Call] = {"torch": stock, "ours": lambda: ours.norm(x, weight, bias, EPS)}
+    yield OpCase("norm forward", size, times, 4 * x.numel(), variants, lambda: [(got.y, stock())])
+    variants = {"torch": stock_backward, "ours": backward}
+    for stages in (2, 3):
+        variants[f"ours, {stages} stages"] = partial(backward, sizes=ours.tiling(H)._replace(stages=stages))
+    pairs = _pairs(backward, stock_backward)
+    yield OpCase("norm backward", size, times, 6 * x.numel(), variants, pairs)
+    variants, pairs = {"unfused": unfused, "fused": fused}, _pairs(fused, unfused)
+    yield OpCase("norm backward + the residual's gradient", size, 2 * LAYERS, 8 * x.numel(), variants, pairs)
 
 
-def qkv_bias(given: Inputs) -> Iterator[Piece]:
+def qkv_bias(given: Inputs) -> Iterator[OpCase]:
     """The bias of the linear layer before attention."""
     from megatron_lowprec.kernels.bias import triton as ours
 
     N = given.model.linears[0].out_features
     y, bias = given.normal(given.tokens, N), given.normal(N)
-    yield Piece(
-        "qkv bias",
-        f"{given.tokens}x{N}",
-        4 * y.numel(),
-        LAYERS,
-        {"torch": lambda: y + bias, "ours": lambda: ours.add_bias_(y, bias)},
-        lambda: iter([(ours.add_bias_(y.clone(), bias), y + bias)]),
-    )
+    variants: dict[str, Call] = {"torch": lambda: y + bias, "ours": lambda: ours.add_bias_(y, bias)}
+    size, pairs = f"{given.tokens}x{N}", lambda: [(ours.add_bias_(y.clone(), bias), y + bias)]
+    yield OpCase("qkv bias", size, LAYERS, 4 * y.numel(), variants, pairs)
 
 
-def gelus(given: Inputs) -> Iterator[Piece]:
+def gelus(given: Inputs) -> Iterator[OpCase]:
     """Bias and GELU; backward with the bias gradient. Megatron-core's are compiled by torch."""
     from megatron.core.fusions.fused_bias_gelu import bias_gelu, bias_gelu_back
 
@@ -153,34 +132,22 @@ def gelus(given: Inputs) -> Iterator[Piece]:
     ffn = given.model.ffn
     y, dout = given.normal(given.tokens, ffn), given.normal(given.tokens, ffn, scale=1e-3)
     bias, size = given.normal(ffn, scale=0.1), f"{given.tokens}x{ffn}"
+    near = 4e-3 if y.is_cuda else 2e-2  # uncompiled, each of Megatron-core's operations rounds to bf16
 
     def stock_backward() -> tuple[torch.Tensor, torch.Tensor]:
         dy = bias_gelu_back(dout, bias, y)
         return dy, dy.sum(0)
 
+    variants: dict[str, Call] = {"Megatron-core": partial(bias_gelu, bias, y), "ours": partial(ours.bias_gelu, y, bias)}
+    pairs: Callable[[], Pairs] = lambda: [(ours.bias_gelu(y, bias), bias_gelu(bias, y))]  # noqa: E731
+    yield OpCase("bias, GELU forward", size, LAYERS, 4 * y.numel(), variants, pairs, near)
     backward = partial(ours.bias_gelu_backward, dout, y, bias)
-    near = 4e-3 if y.is_cuda else 2e-2  # uncompiled, each of its operations rounds to bf16
-    yield Piece(
-        "bias, GELU forward",
-        size,
-        4 * y.numel(),
-        LAYERS,
-        {"Megatron-core": lambda: bias_gelu(bias, y), "ours": lambda: ours.bias_gelu(y, bias)},
-        lambda: iter([(ours.bias_gelu(y, bias), bias_gelu(bias, y))]),
-        near,
-    )
-    yield Piece(
-        "bias, GELU backward",
-        size,
-        6 * y.numel(),
-        LAYERS,
-        {"Megatron-core": stock_backward, "ours": backward, "ours, 2 stages": partial(backward, 2)},
-        lambda: zip(backward(), stock_backward(), strict=True),
-        near,
-    )
+    variants = {"Megatron-core": stock_backward, "ours": backward, "ours, 2 stages": partial(backward, 2)}
+    pairs = _pairs(backward, stock_backward)
+    yield OpCase("bias, GELU backward", size, LAYERS, 6 * y.numel(), variants, pairs, near)
 
 
-def dropouts(given: Inputs) -> Iterator[Piece]:
+def dropouts(given: Inputs) -> Iterator[OpCase]:
     """Bias, dropout and residual; backward with the bias gradient. Two a layer."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
@@ -201,42 +168,30 @@ def dropouts(given: Inputs) -> Iterator[Piece]:
         return torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=x.device)
 
     for p in (DROPOUT, 0.0):
-        torch.compiler.reset()  # what is compiled for one p and then used with another is slower
-        kept, fixed = graph(p), key()
+        torch.compiler.reset()  # code compiled for one p is slower with another
+        out, fixed = graph(p), key()
         forward = partial(ours.bias_dropout_add, x.detach(), bias.detach(), residual.detach(), p)
         backward = partial(ours.bias_dropout_add_backward, dout.detach(), p, fixed, torch.bfloat16)
 
-        def results(
-            p: float = p, forward: Any = forward, backward: Any = backward, kept: torch.Tensor = kept
-        ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            if p == 0.0:  # else the masks differ, and there is nothing to compare
-                dx, dbias, _ = stock_backward(kept)
-                yield from zip((forward(None), *backward()), (kept.detach(), dx, dbias), strict=True)
+        def pairs(p: float = p, forward: Any = forward, backward: Any = backward, out: torch.Tensor = out) -> Pairs:
+            if p:  # the masks differ
+                return []
+            dx, dbias, _ = stock_backward(out)
+            return zip((forward(None), *backward()), (out.detach(), dx, dbias), strict=True)
 
-        yield Piece(
-            f"bias, dropout {p}, add forward",
-            size,
-            6 * x.numel(),
-            2 * LAYERS,
-            {"Megatron-core": partial(graph, p), "ours": lambda forward=forward: forward(key())},  # type: ignore[misc]
-            results,
-            near=1e-2,
-        )
-        yield Piece(
-            f"bias, dropout {p}, add backward",
-            size,
-            (4 if p else 2) * x.numel(),
-            2 * LAYERS,
-            {
-                "Megatron-core": partial(stock_backward, kept),
-                "ours": backward,
-                "ours, 2 stages": partial(backward, 2),
-            },
-        )
+        variants: dict[str, Call] = {
+            "Megatron-core": partial(graph, p),
+            "ours": lambda forward=forward: forward(key()),  # type: ignore[misc]
+        }
+        name, times = f"bias, dropout {p}, add", 2 * LAYERS
+        yield OpCase(f"{name} forward", size, times, 6 * x.numel(), variants, pairs, near=1e-2)
+        variants = {"Megatron-core": partial(stock_backward, out), "ours": backward}
+        variants["ours, 2 stages"] = partial(backward, 2)
+        yield OpCase(f"{name} backward", size, times, (4 if p else 2) * x.numel(), variants)
 
 
-def casts(given: Inputs) -> Iterator[Piece]:
-    """What makes a tensor and casts it to FP8 along rows and columns by a known scale: two kernels, or one."""
+def casts(given: Inputs) -> Iterator[OpCase]:
+    """An op and a cast of its output to FP8 along rows and columns by a known scale: two kernels, or one."""
     from megatron_lowprec.formats import FORMATS
     from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue, DropoutGrad, Fp8Cast, QkvGrad, norm_output
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
@@ -246,25 +201,25 @@ def casts(given: Inputs) -> Iterator[Piece]:
 
     T, H, heads = given.tokens, given.model.hidden, given.model.heads
     dout = given.normal(T, H)
-    near = 1e-6 if dout.is_cuda else 2e-2  # the interpreter cuts to bf16 what is in memory between two kernels
+    near = 1e-6 if dout.is_cuda else 2e-2  # the interpreter truncates to bf16 between two kernels
     amax, observed = (torch.full((1,), value, device=dout.device) for value in (8.0, 0.0))
 
     def cast(source: torch.Tensor | CastPrologue, fmt: str, sums: bool = False) -> Fp8Cast:
         known = {"amax": amax, "observed": observed, "sums": sums}
         return cast_fp8(source, rules[fmt], rows=True, columns=True, **known)  # type: ignore[arg-type]
 
-    def piece(name: str, apart: Callable[[], Fp8Cast], joined: Callable[[], Fp8Cast], N: int = H) -> Piece:
-        def results() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            for ours, theirs in zip(joined()[:2], apart()[:2], strict=True):
+    def case(name: str, unfused: Callable[[], Fp8Cast], fused: Callable[[], Fp8Cast], N: int = H) -> OpCase:
+        def pairs() -> Pairs:
+            for ours, theirs in zip(fused()[:2], unfused()[:2], strict=True):
                 yield ours.elements.float(), theirs.elements.float()  # type: ignore[union-attr]
 
-        times = 2 * LAYERS if N == H else LAYERS
-        return Piece(name, f"{T}x{N}", 4 * T * N, times, {"apart": apart, "joined": joined}, results, near)
+        variants, times = {"unfused": unfused, "fused": fused}, 2 * LAYERS if N == H else LAYERS
+        return OpCase(name, f"{T}x{N}", times, 4 * T * N, variants, pairs, near)
 
     rules = {fmt: Fp8Rule(FORMATS[fmt], "tensor") for fmt in ("e4m3", "e5m2")}
     key = torch.tensor([1, -2], dtype=torch.int32, device=dout.device)
     computed = DropoutGrad(dout, key, DROPOUT)
-    yield piece(
+    yield case(
         "dropout's gradient and the bias's + cast, both",
         lambda: cast(bias_dropout_add_backward(dout, DROPOUT, key, torch.bfloat16)[0], "e5m2"),
         lambda: cast(computed, "e5m2", sums=True),
@@ -275,7 +230,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
         return norm_output(dout, weight, b, statistics(dout, EPS, b is not None))
 
     for name, b in (("LayerNorm", bias), ("RMSNorm", None)):
-        yield piece(
+        yield case(
             f"{name} + cast, both",
             lambda b=b: cast(norm(dout, weight, b, EPS).y, "e4m3"),  # type: ignore[misc]
             lambda b=b: cast(normed(b), "e4m3"),  # type: ignore[misc]
@@ -287,7 +242,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
 
     for tile, fmt in (("tensor", "e5m2"), ("1x128", "e4m3")):
         rules[tile] = Fp8Rule(FORMATS[fmt], tile)
-        yield piece(
+        yield case(
             f"gradients of q, k, v + cast {tile}, both",
             lambda tile=tile: cast(join(), tile, sums=True),  # type: ignore[misc]
             lambda tile=tile: cast(QkvGrad(dq, dk, dv, (width, width)), tile, sums=True),  # type: ignore[misc]
@@ -295,7 +250,7 @@ def casts(given: Inputs) -> Iterator[Piece]:
         )
 
 
-def losses(given: Inputs) -> Iterator[Piece]:
+def losses(given: Inputs) -> Iterator[OpCase]:
     """Cross entropy of all logits of the step, in one part. Megatron-core's are compiled by torch."""
     from megatron.core.fusions import fused_cross_entropy as stock
 
@@ -317,72 +272,60 @@ def losses(given: Inputs) -> Iterator[Piece]:
         log_total = sums.total.log() + sums.maximum
         return log_total - sums.target, log_total
 
-    kept, (_, log_total) = stock_forward(), forward()
+    saved, (_, log_total) = stock_forward(), forward()
     written = logits.clone()
 
     def stock_backward() -> torch.Tensor:
-        return stock.calculate_gradients(kept[1], dloss, *kept[2:])
+        return stock.calculate_gradients(saved[1], dloss, *saved[2:])
 
-    def results() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield forward()[0], kept[0]
-        yield ours.logits_gradient_(written, targets, 0, log_total, dloss), stock_backward()
+    def backward() -> torch.Tensor:
+        return ours.logits_gradient_(written, targets, 0, log_total, dloss)
+
+    def pairs() -> Pairs:
+        yield forward()[0], saved[0]
+        yield backward(), stock_backward()
 
     size = f"{T}x{V}"
-    yield Piece(
-        "cross entropy forward",
-        size,
-        2 * logits.numel(),
-        1,
-        {"Megatron-core": stock_forward, "ours": forward},
-        results,
-    )
-    yield Piece(
-        "cross entropy backward",
-        size,
-        4 * logits.numel(),
-        1,
-        {
-            "Megatron-core": stock_backward,
-            "ours": lambda: ours.logits_gradient_(written, targets, 0, log_total, dloss),
-        },
-    )
+    variants: dict[str, Call] = {"Megatron-core": stock_forward, "ours": forward}
+    yield OpCase("cross entropy forward", size, 1, 2 * logits.numel(), variants, pairs)
+    variants = {"Megatron-core": stock_backward, "ours": backward}
+    yield OpCase("cross entropy backward", size, 1, 4 * logits.numel(), variants)
 
 
-def attentions(given: Inputs) -> Iterator[Piece]:
-    """torch's causal attention by each of its backends; which one it chooses by itself is the first."""
+def attentions(given: Inputs) -> Iterator[OpCase]:
+    """torch's causal attention: its default backend, which is the first variant, and each backend by name."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     model = given.model
     heads, width, tokens = model.heads, model.hidden // model.heads, given.tokens // given.sequences
     qkv = given.normal(tokens, given.sequences, heads, 3, width).requires_grad_()
     q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(3))
-    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION} if qkv.is_cuda else {}
-
-    def run(p: float, backend: SDPBackend | None = None) -> torch.Tensor:
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-
     dout = given.normal(tokens, given.sequences, heads, width).permute(1, 2, 0, 3)
+    backends: dict[str, list[SDPBackend]] = {"torch's choice": []}
+    if qkv.is_cuda:
+        backends |= {"cuDNN": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION]}
 
-    def back(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(p: float, backend: list[SDPBackend]) -> torch.Tensor:
+        with sdpa_kernel(backend) if backend else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+
+    def run_backward(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    def results() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pairs() -> Pairs:
         for backend in backends.values():
-            yield run(0.0, backend), run(0.0)
+            if backend:
+                yield run(0.0, backend), run(0.0, [])
 
     size = f"{given.sequences}x{heads}x{tokens}x{width}"
-    chosen: dict[str, SDPBackend | None] = {"torch's choice": None, **backends}
     for p in (DROPOUT, 0.0):
-        forward: dict[str, Call] = {name: partial(run, p, backend) for name, backend in chosen.items()}
-        backward: dict[str, Call] = {name: partial(back, run(p, backend)) for name, backend in chosen.items()}
-        yield Piece(f"attention, dropout {p}, forward", size, None, LAYERS, forward, results, near=1e-2)
-        yield Piece(f"attention, dropout {p}, backward", size, None, LAYERS, backward)
+        forward: dict[str, Call] = {name: partial(run, p, backend) for name, backend in backends.items()}
+        backward: dict[str, Call] = {name: partial(run_backward, run(p, backend)) for name, backend in backends.items()}
+        yield OpCase(f"attention, dropout {p}, forward", size, LAYERS, None, forward, pairs, near=1e-2)
+        yield OpCase(f"attention, dropout {p}, backward", size, LAYERS, None, backward)
 
 
-PIECES: dict[str, Callable[[Inputs], Iterator[Piece]]] = {
+OPS: dict[str, Callable[[Inputs], Iterator[OpCase]]] = {
     "norm": norms,
     "bias": qkv_bias,
     "gelu": gelus,
@@ -393,5 +336,6 @@ PIECES: dict[str, Callable[[Inputs], Iterator[Piece]]] = {
 }
 
 
-def _tensors(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    return [value for value in values if value is not None]
+def _pairs(ours: Callable[[], Sequence[Any]], theirs: Callable[[], Sequence[Any]]) -> Callable[[], Pairs]:
+    """Results of both, without those that are None."""
+    return lambda: [pair for pair in zip(ours(), theirs(), strict=True) if pair[0] is not None]

@@ -1,6 +1,6 @@
-"""What a training step does around its linear layers, by this project's kernels and by torch's or Megatron-core's.
+"""The ops of a training step besides its linear layers: this project's kernels against torch's or Megatron-core's.
 
-Every pair gets the same tensors; their results are compared before anything is timed.
+All variants of an op get the same tensors; their results are compared before anything is timed.
 """
 
 import argparse
@@ -11,20 +11,16 @@ import torch
 
 from megatron_lowprec.training.distributed import startup
 from tools.bench.measure import Bench, Call, Copy, errors, one_line, rate
-from tools.bench.op_cases import LAYERS, PIECES, Inputs, Piece
-from tools.bench.report import Report
+from tools.bench.op_cases import LAYERS, OPS, Inputs, OpCase
+from tools.bench.report import Column, Report, Row, spread_columns
 from tools.bench.shapes import ModelShape, models
-from tools.bench.table import Column, Row
 
 COLUMNS = (
     Column("model", "model"),
-    Column("piece", "piece"),
+    Column("op", "op"),
     Column("size", "size"),
-    Column("way", "by"),
-    Column("ms", "ms", ".4f"),
-    Column("low", "p20", ".4f"),
-    Column("high", "p80", ".4f"),
-    Column("noise", "rounds", ".1%"),
+    Column("variant", "variant"),
+    *spread_columns(),
     Column("over", "/first", ".3f"),
     Column("tb_s", "TB/s", ".2f"),
     Column("of_copy", "of copy", ".1%"),
@@ -33,7 +29,7 @@ COLUMNS = (
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
-    """Each piece of each model's step."""
+    """Every chosen op of every chosen model."""
     startup.prepare_environment()  # before Megatron-core is imported
     if not bench.on_gpu:
         torch._dynamo.config.disable = True
@@ -45,9 +41,9 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         torch.compiler.reset()  # as in a run, which has one size
         tokens, vocabulary = ((model.micro_batch or 1) * 2048, 50304) if bench.on_gpu else (32, 500)
         given = Inputs(model, bench.device, generator, tokens, vocabulary)
-        for name in args.pieces or PIECES:
-            for piece in PIECES[name](given):
-                rows += _rows(model, piece, args.rounds, bench, large, notes)
+        for name in args.ops or OPS:
+            for op in OPS[name](given):
+                rows += _rows(model, op, args.rounds, bench, large, notes)
             report.progress(f"{model.name} {name} done")
     report.note(
         f"copy: {large.terabytes_per_second:.2f} TB/s, {large.moved_bytes >> 20} MiB moved; bf16; inputs drawn with "
@@ -56,47 +52,39 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         f"ms a step: of a model of {LAYERS} layers",
         *sorted(notes),
     )
-    report.table(f"around the linears: {args.device}", rows, COLUMNS, copy=large.row())
+    report.table(f"ops besides the linear layers: {args.device}", rows, COLUMNS, copy=large.row())
 
 
 def _rows(
-    model: ModelShape, piece: Piece, rounds: int, bench: Bench, large: Copy, notes: set[str]
+    model: ModelShape, op: OpCase, rounds: int, bench: Bench, large: Copy, notes: set[str]
 ) -> Iterator[dict[str, Any]]:
-    named = {"model": model.name, "piece": piece.name, "size": piece.size}
-    reason = piece.fault()
+    named = {"model": model.name, "op": op.name, "size": op.size}
+    reason = op.fault()
     if reason is not None:
-        yield named | {"way": "ours", "failed": reason}
+        yield named | {"variant": "ours", "failed": reason}
         return
     calls: dict[str, Call] = {}
     failed: dict[str, str] = {}
-    for way, call in piece.ways.items():
+    for variant, call in op.variants.items():
         try:
             call()
             captured = bench.captured(call)
         except errors() as error:
-            failed[way] = one_line(error)
+            failed[variant] = one_line(error)
             continue
         if isinstance(captured, str):
-            notes.add(f"not a graph, launches included: {piece.name} by {way}: {captured}")
-        calls[way] = call if isinstance(captured, str) else captured
+            notes.add(f"not a graph, launches included: {op.name} by {variant}: {captured}")
+        calls[variant] = call if isinstance(captured, str) else captured
     timings = bench.compare(calls, rounds)
-    first = timings.get(next(iter(piece.ways)))  # a way that failed is compared with nothing
-    for way in piece.ways:
-        if way in failed:
-            yield named | {"way": way, "failed": failed[way]}
+    first = timings.get(next(iter(op.variants)))  # a variant that failed is compared with nothing
+    for variant in op.variants:
+        if variant in failed:
+            yield named | {"variant": variant, "failed": failed[variant]}
             continue
-        timing = timings[way]
-        reached = None if piece.moved is None else rate(piece.moved, timing.ms)
-        yield (
-            named
-            | timing.row()
-            | {
-                "way": way,
-                "noise": timing.noise,
-                "over": None if first is None else timing.ms / first.ms,
-                "tb_s": reached,
-                "of_copy": None if reached is None else reached / large.terabytes_per_second,
-                "step_ms": piece.times * timing.ms,
-                "moved_bytes": piece.moved,
-            }
-        )
+        timing = timings[variant]
+        row = named | timing.row() | {"variant": variant, "step_ms": op.times * timing.ms, "moved_bytes": op.moved}
+        row["over"] = None if first is None else timing.ms / first.ms
+        if op.moved is not None:
+            row["tb_s"] = rate(op.moved, timing.ms)
+            row["of_copy"] = row["tb_s"] / large.terabytes_per_second
+        yield row

@@ -1,21 +1,21 @@
-"""What the Hadamard transform and stochastic rounding cost: the paper's overhead experiment, and shares of a backward.
+"""The cost of the Hadamard transform and of stochastic rounding.
 
-Table 1 (``fp8``): for each linear layer, both GEMM operands are cast from bf16 to FP8 E4M3 with one given scale and
-multiplied; the other side transforms them by RHT64 inside the cast. Table 2 (``backward``): dgrad and wgrad of a
-decoder layer's four linears under the MXFP4 recipes.
+Table 1 (``fp8``), the paper's overhead experiment: for each linear layer, both GEMM operands are cast from bf16 to FP8
+E4M3 with one given scale and multiplied, with and without RHT64 inside the cast. Table 2 (``backward``): dgrad and
+wgrad of a decoder layer's four linears under the MXFP4 recipes.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from tools.bench import layer
 from tools.bench.measure import Bench, Timing, errors, one_line, rate
-from tools.bench.report import Report
+from tools.bench.report import Column, Report, Row
 from tools.bench.shapes import LinearShape, models
-from tools.bench.table import Column, Row
 
 GROUP = 64
 RECIPES = ("bf16", "mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr")
@@ -55,7 +55,6 @@ BACKWARD_COLUMNS = (
     Column("sr", "of it SR", ".2%"),
     Column("graph_ms", "kernels ms", ".4f"),
 )
-Sides = dict[str, Callable[[], object]]
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
@@ -77,44 +76,41 @@ class CastAndMultiply:
 
         t = layer.tensors(shape, args.tokens, bench.device, generator)
         self.operands = (t.x.detach(), t.weight.detach())
-        # Half of what would bring the largest entry to the format's maximum: a transform may make a larger one.
-        self.scales = tuple(kernels.E4M3_MAX / 2 / x.abs().max().float().view(1) for x in self.operands)
-        self.inverses = tuple((1.0 / scale).view(()) for scale in self.scales)
+        # Half of what maps the largest entry to the format's maximum: the transform can produce a larger one.
+        self.scales = [kernels.E4M3_MAX / 2 / x.abs().max().float().view(1) for x in self.operands]
+        self.inverses = [(1.0 / scale).view(()) for scale in self.scales]
         self.signs = torch.randint(0, 2, (GROUP,), generator=generator, device=bench.device) * 2.0 - 1.0
         self.scaled_signs = self.signs * GROUP**-0.5
         self.fast = not args.full_accumulation
         self.kernels = kernels
-        tile = kernels.HADAMARD_TILES[1]
-        self.tiles = {"cast": kernels.CAST_TILES[1], "rht": tile, "pass": tile}
+        self.tiles = {
+            "cast": kernels.CAST_TILES[1],
+            "rht": kernels.HADAMARD_TILES[1],
+            "pass": kernels.HADAMARD_TILES[1],
+        }
 
     def cast(self) -> list[torch.Tensor]:
-        """Both operands."""
+        """Both operands in FP8."""
         pairs = zip(self.operands, self.scales, strict=True)
         return [self.kernels.cast(x, scale, self.tiles["cast"]) for x, scale in pairs]
 
     def rht_cast(self) -> list[torch.Tensor]:
-        """Both operands, transformed."""
+        """Both operands transformed, in FP8."""
         pairs = zip(self.operands, self.scales, strict=True)
         return [self.kernels.hadamard_cast(x, scale, self.scaled_signs, self.tiles["rht"]) for x, scale in pairs]
 
     def rht_pass(self) -> list[torch.Tensor]:
-        """Both operands transformed and left in bf16."""
+        """Both operands transformed, in bf16."""
         return [self.kernels.hadamard(x, self.scaled_signs, self.tiles["pass"]) for x in self.operands]
 
     def multiply(self, operands: list[torch.Tensor]) -> torch.Tensor:
         """The FP8 GEMM, bf16 out."""
         a, b = operands
-        return torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a=self.inverses[0],
-            scale_b=self.inverses[1],
-            out_dtype=torch.bfloat16,
-            use_fast_accum=self.fast,
-        )
+        scales = {"scale_a": self.inverses[0], "scale_b": self.inverses[1]}
+        return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=self.fast)
 
-    def sides(self) -> Sides:
-        """What is timed."""
+    def calls(self) -> dict[str, Callable[[], object]]:
+        """The calls to time."""
         ready = self.cast()
         return {
             "gemm": lambda: self.multiply(ready),
@@ -126,41 +122,41 @@ class CastAndMultiply:
         }
 
     def choose_tiles(self, bench: Bench) -> dict[str, tuple[int, int]]:
-        """Take the fastest tile of each kernel, as the other side has it: found by timing each once."""
-        if bench.on_gpu:
-            for name, call, tiles in (
-                ("cast", self.cast, self.kernels.CAST_TILES),
-                ("rht", self.rht_cast, self.kernels.HADAMARD_TILES),
-                ("pass", self.rht_pass, self.kernels.HADAMARD_TILES),
-            ):
-                taken = {}
-                for tile in tiles:
-                    self.tiles[name] = tile
-                    taken[tile] = bench.time(call).ms
-                self.tiles[name] = min(taken, key=lambda tile: taken[tile])
-        return self.tiles
+        """Take each kernel's fastest tile, found by timing all of them."""
+        transforms = self.kernels.HADAMARD_TILES
+        for name, call, tiles in (
+            ("cast", self.cast, self.kernels.CAST_TILES),
+            ("rht", self.rht_cast, transforms),
+            ("pass", self.rht_pass, transforms),
+        ):
+            taken = {}
+            for tile in tiles if bench.on_gpu else ():
+                self.tiles[name] = tile
+                taken[tile] = bench.time(call).ms
+            self.tiles[name] = min(taken, key=lambda tile: taken[tile], default=self.tiles[name])
+        return dict(self.tiles)
 
     def fault(self) -> str | None:
-        """How a cast differs from the reference's bits, or a product from the fp32 one; None where all is well."""
+        """A difference of the casts' bits from the reference or of a product from the fp32 one; None without."""
         transformed = [hadamard_transform(x, self.signs) for x in self.operands]
+        limit = self.kernels.E4M3_MAX
         for name, found, sources in (
             ("cast", self.cast(), [x.float() for x in self.operands]),
             ("cast with RHT", self.rht_cast(), transformed),
         ):
             for ours, source, scale in zip(found, sources, self.scales, strict=True):
-                limit = self.kernels.E4M3_MAX
                 want = (source * scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
                 different = int((ours.view(torch.uint8) != want.view(torch.uint8)).sum())
                 if different:
                     return f"{name}: {different} of {want.numel()} codes differ from the reference"
-        # Triton's interpreter cuts fp32 to bf16.
+        # Triton's interpreter truncates fp32 to bf16.
         if self.signs.is_cuda and not torch.equal(self.rht_pass()[0], transformed[0].to(torch.bfloat16)):
             return "RHT pass differs from the reference"
         exact = self.operands[0].float() @ self.operands[1].float().t()
         for name, product in (("GEMM", self.multiply(self.cast())), ("GEMM after RHT", self.multiply(self.rht_cast()))):
             error = float((product.float() - exact).norm() / exact.norm())
             if not error < 0.06:
-                return f"{name} is {error:.1e} away from the fp32 product"
+                return f"{name} differs from the fp32 product by {error:.1e}"
         return None
 
 
@@ -180,26 +176,20 @@ def _fp8(
                 rows.append(named | {"failed": reason})
                 continue
             work = CastAndMultiply(shape, args, bench, generator)
-            tiles = dict(work.choose_tiles(bench))
-            timings = bench.compare(work.sides(), args.rounds)
+            tiles = work.choose_tiles(bench)
+            parts.append(bench.compare(work.calls(), args.rounds))
             # bf16 read, FP8 written
             shape_moved = 3 * sum(x.numel() for x in work.operands)
-            rows.append(named | _fp8_row([timings], shape_moved, copy.terabytes_per_second) | {"tiles": tiles})
-            parts.append(timings)
+            rows.append(named | _fp8_row(parts[-1:], shape_moved, copy.terabytes_per_second) | {"tiles": tiles})
             moved += shape_moved
             report.progress(f"{model.name} {shape.name} done, tiles {tiles}")
         if parts:
             total = _fp8_row(parts, moved, copy.terabytes_per_second)
             rows.append({"linear": f"{model.name} layer", "size": "sum", "paper": PAPER.get(model.name)} | total)
-    accumulation = "full" if args.full_accumulation else "fast"
+    sums = "full" if args.full_accumulation else "fast"
     report.note(*PAPER_SAYS, f"large copy {copy.terabytes_per_second:.2f} TB/s; {args.rounds} rounds in turn")
-    report.table(
-        f"overhead: casts to E4M3, RHT{GROUP}, FP8 GEMM ({accumulation} sums), {args.tokens} tokens: {args.device}",
-        rows,
-        FP8_COLUMNS,
-        copy=copy.row(),
-        paper=PAPER_SAYS,
-    )
+    title = f"overhead: casts to E4M3, RHT{GROUP}, FP8 GEMM ({sums} sums), {args.tokens} tokens: {args.device}"
+    report.table(title, rows, FP8_COLUMNS, copy=copy.row(), paper=PAPER_SAYS)
 
 
 def _fp8_fault(args: argparse.Namespace, bench: Bench, generator: torch.Generator) -> str | None:
@@ -211,16 +201,10 @@ def _fp8_fault(args: argparse.Namespace, bench: Bench, generator: torch.Generato
         return one_line(error)
 
 
-def _fp8_row(parts: list[dict[str, Timing]], moved: int, copy_rate: float) -> dict[str, object]:
-    """One linear's row, or the sum of several."""
+def _fp8_row(parts: list[dict[str, Timing]], moved: int, copy_rate: float) -> dict[str, Any]:
+    """The row of one linear layer, or of the sum of several."""
     ms = {name: sum(part[name].ms for part in parts) for name in parts[0]}
-    return {
-        "gemm_ms": ms["gemm"],
-        "cast_ms": ms["cast"],
-        "rht_cast_ms": ms["rht_cast"],
-        "rht_pass_ms": ms["rht_pass"],
-        "base_ms": ms["base"],
-        "rht_ms": ms["rht"],
+    return {f"{name}_ms": value for name, value in ms.items()} | {
         "added": ms["rht"] / ms["base"] - 1,
         "by_parts": (ms["rht_cast"] - ms["cast"]) / ms["base"],
         "over_gemm": (ms["rht"] - ms["base"]) / ms["gemm"],
@@ -243,13 +227,11 @@ def _backward(
     ]
     for model in models(names):
         inputs = [layer.tensors(shape, args.tokens, bench.device, generator) for shape in model.linears]
-        calls: Sides = {recipe: _all_backwards(recipe, inputs, bench.device) for recipe in sound}
+        calls = {recipe: _all_backwards(recipe, inputs, bench.device) for recipe in sound}
         timings = bench.compare(calls, args.rounds)
         graphs = {recipe: bench.graph(call) for recipe, call in calls.items()}
         for recipe, timing in timings.items():
-            row = (
-                {"model": model.name, "recipe": recipe, "noise": timing.noise} | timing.row() | _shares(timings, recipe)
-            )
+            row = {"model": model.name, "recipe": recipe} | timing.row() | _shares(timings, recipe)
             graph = graphs[recipe]
             rows.append(row | ({"graph_ms": graph.ms} if isinstance(graph, Timing) else {"no_graph": graph}))
         report.progress(f"{model.name} backward done")
@@ -276,15 +258,11 @@ def _all_backwards(recipe: str, inputs: list[layer.Tensors], device: torch.devic
 
 
 def _shares(timings: dict[str, Timing], recipe: str) -> dict[str, float | None]:
-    """What of a recipe's time the transform and the stochastic rounding are, by the recipes that lack one of them."""
+    """Shares of transform and stochastic rounding in a recipe's time, from the recipes without one of them."""
 
     def without(part: str) -> float | None:
         other = timings.get(recipe.replace(part, ""))
         return 1 - other.ms / timings[recipe].ms if part in recipe and other is not None else None
 
     bf16 = timings.get("bf16")
-    return {
-        "over_bf16": timings[recipe].ms / bf16.ms if bf16 else None,
-        "rht": without("_rht"),
-        "sr": without("_sr"),
-    }
+    return {"over_bf16": timings[recipe].ms / bf16.ms if bf16 else None, "rht": without("_rht"), "sr": without("_sr")}

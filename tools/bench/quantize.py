@@ -1,7 +1,7 @@
-"""MX quantizers, bf16 in and dequantized bf16 out: bytes a second, as a share of a plain copy's.
+"""Bandwidth of the MX quantizers, bf16 in and dequantized bf16 out, as a share of a plain copy's.
 
-Bytes are the least that a variant must move: the input read once, each output written once. A variant is timed only
-after its bits equal the reference's on this machine.
+Bytes are the minimum that a variant must move: the input read once, each output written once. A variant is timed only
+if its bits equal the reference's on this machine.
 """
 
 import argparse
@@ -23,10 +23,9 @@ from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
-from tools.bench.measure import Bench, Copy, Timing, errors, one_line, rank0_first, rate
-from tools.bench.report import Report
+from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors, one_line, rate
+from tools.bench.report import Column, Report, Row, spread_columns
 from tools.bench.shapes import linears
-from tools.bench.table import Column, Row
 
 FORMAT_NAMES = ("e2m1", "e4m3")
 KINDS = ("nearest", "sr", "rht64", "rht64+sr")
@@ -36,25 +35,22 @@ COLUMNS = (
     Column("kind", "kind"),
     Column("direction", "direction"),
     Column("size", "size"),
-    Column("ms", "ms", ".4f"),
-    Column("low", "p20", ".4f"),
-    Column("high", "p80", ".4f"),
-    Column("noise", "rounds", ".1%"),
+    *spread_columns(),
     Column("tb_s", "TB/s", ".2f"),
     Column("of_large_copy", "of large copy", ".1%"),
     Column("of_same_copy", "of same-size copy", ".1%"),
 )
 
-_MOMENT = RngStep(3, 1)
+_RNG_STEP = RngStep(3, 1)
 _KEYS = {"rows": (0x2468ACE1, 0x13579BDF), "columns": (0x0F1E2D3C, 0xF00DCAFE)}
 _SIGN_KEYS = {"rows": (0x11111111, 0x22222222), "columns": (0x33333333, 0x44444444)}
-# An odd number of rows, and one for which Triton makes the kernel that will be timed.
+# An odd number of rows, and one for which Triton compiles the kernel that is timed.
 _CHECKED_SIZES = ((777, 1024), (2048, 512))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A quantizer to check and to time."""
+    """One variant of the quantizer."""
 
     kind: str
     direction: str
@@ -62,21 +58,21 @@ class Variant:
 
     @property
     def group(self) -> int | None:
-        """Block of the Hadamard transform."""
+        """Block size of the Hadamard transform."""
         return 64 if self.kind.startswith("rht64") else None
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Which operands it writes."""
+        """The operands that it writes."""
         return ("rows", "columns") if self.direction == "both" else (self.direction,)
 
     def moved_bytes(self, entries: int) -> int:
-        """Read once, written once a direction, two bytes an entry."""
+        """Bytes read once and written once per direction."""
         return 2 * entries * (1 + len(self.directions))
 
 
 def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[str]) -> list[Variant]:
-    """The products of these; the specs are those of the recipes ``mxfp4``, ``mxfp4_sr`` and ``mxfp8``."""
+    """All combinations, with the specs of the recipes ``mxfp4``, ``mxfp4_sr`` and ``mxfp8``."""
 
     def spec(name: str, kind: str) -> QuantSpec:
         stochastic = kind.endswith("sr")
@@ -88,7 +84,7 @@ def variants(formats: Sequence[str], kinds: Sequence[str], directions: Sequence[
 
 
 def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is timed: one call of the fused kernel. ``signs``: scaled signs by direction, made beforehand."""
+    """One call of the fused kernel, which is timed. ``signs``: precomputed scaled signs by direction."""
     from megatron_lowprec.kernels.quantize.triton import quantize_mx
 
     ways = {way: Direction(Key.of(_KEYS[way]), signs.get(way)) for way in variant.directions}
@@ -97,7 +93,7 @@ def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]
         mx_rule(variant.spec),
         rows=ways.get("rows"),
         columns=ways.get("columns"),
-        rng_step=device_rng_step(_MOMENT, x.device),
+        rng_step=device_rng_step(_RNG_STEP, x.device),
     )
     return {way: out for way, out in (("rows", rows), ("columns", columns)) if out is not None}
 
@@ -109,9 +105,8 @@ def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tens
     if variant.group is None:
         return {}
     keys = tuple(Key.of(_SIGN_KEYS[way]) for way in variant.directions)
-    return dict(
-        zip(variant.directions, scaled_signs(keys, device_rng_step(_MOMENT, device), variant.group), strict=True)
-    )
+    signs = scaled_signs(keys, device_rng_step(_RNG_STEP, device), variant.group)
+    return dict(zip(variant.directions, signs, strict=True))
 
 
 def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:
@@ -120,7 +115,7 @@ def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:
     matrix = x.t() if way == "columns" else x
     signs = None
     if variant.group is not None:
-        signs = RandomStream(_SIGN_KEYS[way], _MOMENT).signs(variant.group, x.device)
+        signs = RandomStream(_SIGN_KEYS[way], _RNG_STEP).signs(variant.group, x.device)
         matrix = pad(matrix, (0, -matrix.shape[1] % variant.group))
     elements, _ = quantize_operand(
         matrix,
@@ -131,14 +126,14 @@ def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:
         rounding=spec.rounding,
         headroom=spec.headroom,
         signs=signs,
-        uniform=RandomStream(_KEYS[way], _MOMENT).uniform(matrix.shape[1], spec.random_bits, x.device),
+        uniform=RandomStream(_KEYS[way], _RNG_STEP).uniform(matrix.shape[1], spec.random_bits, x.device),
         dequantize=True,
     )
     return elements.t() if way == "columns" else elements
 
 
 def fault(variant: Variant, device: torch.device, generator: torch.Generator) -> str | None:
-    """How the kernel differs from the reference on fresh random inputs; None where all bits agree."""
+    """The kernel's difference from the reference on random inputs; None if all bits agree."""
     try:
         return _difference(variant, device, generator)
     except errors() as error:
@@ -150,7 +145,7 @@ def _difference(variant: Variant, device: torch.device, generator: torch.Generat
     for rows, columns in sizes:
         x = random_input(rows, columns, device, generator)
         expected = {way: run_reference(x, variant, way) for way in variant.directions}
-        # Freed at once, so that the kernel's outputs are likely to begin as NaN: what it leaves unwritten is seen.
+        # Freed at once, so that the kernel's outputs probably start as NaN, which reveals unwritten entries.
         poison = [torch.full_like(x, torch.nan) for _ in expected]
         del poison
         found = run_kernel(x, variant, kernel_signs(variant, device))
@@ -165,7 +160,7 @@ def _difference(variant: Variant, device: torch.device, generator: torch.Generat
 
 
 def random_input(rows: int, columns: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """bf16 normal numbers whose rows and columns differ in size by powers of two, and one block of zeros."""
+    """bf16 normal numbers with rows and columns scaled by powers of two, and one block of zeros."""
     x = torch.randn(rows, columns, generator=generator, device=device)
     for shape in ((rows, 1), (1, columns)):
         x *= torch.randint(-6, 7, shape, generator=generator, device=device).float().exp2()
@@ -190,13 +185,13 @@ def sizes_of(args: argparse.Namespace) -> list[tuple[int, int]]:
     for text in args.sizes.split(","):
         rows, _, columns = text.partition("x")
         if not (rows.isdecimal() and columns.isdecimal()) or int(columns) % 64 or not int(rows):
-            raise UserError(f"--sizes {text}: wants ROWSxCOLUMNS, columns a multiple of 64, such as 8192x4096")
+            raise UserError(f"--sizes {text}: must be ROWSxCOLUMNS, columns a multiple of 64, such as 8192x4096")
         sizes.append((int(rows), int(columns)))
     return sizes
 
 
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
-    """Check every variant, then time the sound ones at every size, a copy of the same size among them."""
+    """Check every variant, then time the correct ones at every size, with a copy of that size."""
     large = bench.copy(args.copy_bytes)
     generator = torch.Generator(bench.device).manual_seed(args.seed)
     faults = {}
@@ -238,7 +233,7 @@ def _timed(
 
     def call(variant: Variant) -> Callable[[], object]:
         signs = kernel_signs(variant, bench.device)
-        return rank0_first(inputs, lambda x: run_kernel(x, variant, signs))
+        return cycle_inputs(inputs, lambda x: run_kernel(x, variant, signs))
 
     calls: dict[Variant | None, Callable[[], object]] = {None: bench.copy_call(tensor_bytes)}
     calls |= {variant: call(variant) for variant in sound}
@@ -249,7 +244,6 @@ def _timed(
 def _row(moved: int, timing: Timing, large: float, same: Copy) -> dict[str, Any]:
     reached = rate(moved, timing.ms)
     return timing.row() | {
-        "noise": timing.noise,
         "moved_bytes": moved,
         "tb_s": reached,
         "of_large_copy": reached / large,

@@ -1,37 +1,80 @@
-"""What a run says: progress on the way, then notes and tables, and all of it as JSON."""
+"""Output of a run: progress, notes and tables on the terminal, and everything as JSON."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.bench.machine import header_lines
-from tools.bench.table import Column, Row, render
+
+Row = Mapping[str, Any]
+"""Column key -> value; ``failed`` holds the reason of a row without numbers."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: key in a row, heading, and number format."""
+
+    key: str
+    heading: str
+    form: str = ""
+
+    def text(self, row: Row) -> str:
+        """The cell; "-" without a value."""
+        value = row.get(self.key)
+        return "-" if value is None else format(value, self.form)
+
+
+def spread_columns(digits: int = 4) -> tuple[Column, ...]:
+    """Median, percentiles and noise of a ``Timing``."""
+    form = f".{digits}f"
+    ms = Column("ms", "ms", form)
+    return ms, Column("low", "p20", form), Column("high", "p80", form), Column("noise", "rounds", ".1%")
+
+
+def render(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The table: numbers aligned right, text left; a failed row has its reason in place of numbers."""
+    texts = [[column.text(row) for column in columns] for row in rows]
+    widths = [max([len(c.heading), *(len(line[i]) for line in texts)]) for i, c in enumerate(columns)]
+
+    def line(words: Sequence[str]) -> str:
+        triples = zip(words, widths, columns, strict=True)
+        return "  ".join(word.rjust(width) if c.form else word.ljust(width) for word, width, c in triples).rstrip()
+
+    lines = [line([column.heading for column in columns]), "  ".join("-" * width for width in widths)]
+    for row, words in zip(rows, texts, strict=True):
+        if row.get("failed"):
+            named = [word if not column.form else "" for word, column in zip(words, columns, strict=True)]
+            lines.append(f"{line(named)}  FAILED: {row['failed']}")
+        else:
+            lines.append(line(words))
+    return "\n".join(lines)
 
 
 class Report:
-    """Collects the tables of one run; prints them as they come and writes them at the end.
+    """Prints the tables of one run and collects them for the JSON file.
 
     Args:
         header: of ``machine.header``.
-        arguments: what was asked for.
+        arguments: of the command line.
     """
 
     def __init__(self, header: dict[str, Any], arguments: dict[str, Any]) -> None:
         self.content: dict[str, Any] = {"header": header, "arguments": arguments, "notes": [], "tables": []}
 
     def progress(self, line: str) -> None:
-        """On stderr, at once."""
+        """Print a line on stderr."""
         print(line, file=sys.stderr, flush=True)
 
     def note(self, *lines: str) -> None:
-        """Conditions and footnotes, printed above the next table."""
+        """Print conditions and footnotes above the next table."""
         self.content["notes"] += lines
         print(*lines, sep="\n", flush=True)
 
     def table(self, title: str, rows: Sequence[Row], columns: Sequence[Column], **more: Any) -> None:
-        """A table, under the run's header; ``more`` goes into the JSON file beside its rows."""
+        """Print a table under the run's header; ``more`` goes into the JSON file."""
         self.content["tables"].append({"title": title, "rows": list(rows), **more})
         print(*header_lines(self.content["header"]), "", title, render(rows, columns), "", sep="\n", flush=True)
 
@@ -41,6 +84,6 @@ class Report:
         return any(row.get("failed") for table in self.content["tables"] for row in table["rows"])
 
     def write(self, path: Path) -> None:
-        """As one JSON object."""
+        """Write everything as one JSON object."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The one table of shapes: linear layers of the models that the project's speed is stated for."""
+"""Shapes of the benchmarked models and of their linear layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megatron_lowprec.errors import UserError
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One linear layer; its weight is [out_features, in_features]."""
+    """One linear layer; the weight is [out_features, in_features]."""
 
     model: str
     name: str
@@ -16,7 +16,7 @@ class LinearShape:
     out_features: int
 
     def flops(self, tokens: int) -> float:
-        """Operations of one of its three GEMMs."""
+        """Floating-point operations of one of the three GEMMs."""
         return 2.0 * tokens * self.in_features * self.out_features
 
 
@@ -30,7 +30,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     gated: bool
-    # for the whole step: the driver's config and the micro-batch that the bars name
+    # for a training step: the driver's config, and the micro-batch size
     config: str | None = None
     micro_batch: int | None = None
 
@@ -54,7 +54,7 @@ MODELS: dict[str, ModelShape] = {
         ModelShape("6.7b", 4096, 16384, 32, 32, False, "configs/models/gpt_6.7b.yaml", 1),
         ModelShape("7b", 4096, 11008, 32, 32, True),
         ModelShape("70b", 8192, 28672, 64, 8, True),
-        # nobody's model: small enough for --device cpu, where only the tool itself is tried
+        # small enough for --device cpu
         ModelShape("smoke", 128, 256, 4, 2, True, "configs/models/gpt_tiny.yaml", 2),
     )
 }

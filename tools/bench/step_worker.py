@@ -81,9 +81,9 @@ def main(asked: dict[str, Any]) -> None:
     def step() -> None:
         train_step(trainer, batches, config, steps, device)
 
-    kernels, idle, apart_ms, update_ms, stock_update_ms = None, None, None, None, None
+    kernels, idle, isolated_ms, update_ms, stock_update_ms = None, None, None, None, None
     if not asked["step_alone"]:
-        apart_ms = _milliseconds(step, on_gpu)
+        isolated_ms = _milliseconds(step, on_gpu)
         if on_gpu:
             events = _profiled(step)
             kernels, idle = _kernels(events), _idle(events)
@@ -105,7 +105,7 @@ def main(asked: dict[str, Any]) -> None:
         "kernel_ms": sum(kernel["ms"] for kernel in kernels) if kernels else None,
         "kernels": kernels,
         "idle": idle,
-        "apart_ms": apart_ms,
+        "isolated_ms": isolated_ms,
         "update_ms": update_ms,
         "stock_update_ms": stock_update_ms,
         "runtime": trainer.runtime.header(),

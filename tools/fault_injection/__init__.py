@@ -1,1 +1,1 @@
-"""What clusters do to a run, done to a small one: kills, signals, full disks, damaged files."""
+"""Kills, signals, full disks and damaged files during a small run: ``python -m tools.fault_injection``."""

@@ -1,10 +1,10 @@
-"""Do to a small run what clusters do to large ones, and compare its losses with an undisturbed run's, bit for bit.
+"""Disturb a small run as clusters disturb large ones, and compare its losses with an undisturbed run's, bit for bit.
 
-    python -m tools.fault_injection --moments 30 --inside-save 10 --out docs/results/2026-11-21-faults.md
+    python -m tools.fault_injection --kills 30 --kills-in-save 10 --out docs/results/2026-11-21-fault-injection.md
     python -m tools.fault_injection --only SIGTERM
 
-Two processes on CPU cores, under torchrun. It takes some seconds a start: about half an hour in full on two idle cores.
-The exit code is 1 where a run did not survive.
+The run has two processes on CPU cores, under torchrun. All faults take about half an hour on two idle cores.
+The exit code is 1 if a run did not survive.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser
+from megatron_lowprec.errors import Parser, current_names
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
-from tools.fault_injection.run import Fault
+from tools.fault_injection.run import Failure
 from tools.fault_injection.scenarios import ASYNC, SAVE_INTERVAL, Outcome, Scenarios, corrupt_tracker, truncate_shard
 
-_HEADER = """# What a run survives, {date}
+_HEADER = """# Fault injection, {date}
 
 `python -m tools.fault_injection {arguments}`: a model of 2 layers, hidden 64, on two processes (gloo, distributed
 optimizer, bf16, `fp8_mxfp4_rht_sr`: delayed scaling, Hadamard transforms, stochastic rounding; dropout 0.1),
 {iterations} iterations, a checkpoint every {interval}. Hardware: {cores} CPU cores; {versions}.
 
-Each fault strikes one and the same run again and again, start after start; each start continues by itself from
-`--save`. In the end all training, validation and test losses have to be those of an undisturbed run, bit for bit, each
-there once.
+Each fault hits the same run repeatedly, once in each start; the next start continues from `--save`. All training,
+validation and test losses must equal those of an undisturbed run, bit for bit, and each must be logged once.
 
-- moments: how often it struck; "in a save": how many of these came while a checkpoint was being written.
+- times: how often the fault was injected; "in a save": how many of these came during a save.
 - lost: the most steps that had to be repeated. An asynchronous checkpoint counts from when it is published.
 - end: the longest time from the fault to torchrun's end, in seconds; left: processes that outlived it by 10 seconds.
 
-| fault | moments | in a save | lost | end (s) | left | losses |
+| fault | times | in a save | lost | end (s) | left | losses |
 | --- | ---: | ---: | ---: | ---: | ---: | --- |
 """
+_RENAMED = {"--moments": "--kills", "--inside-save": "--kills-in-save"}
 
 
 def _split(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def _plan(scenarios: Scenarios, moments: int, inside: int, repeats: int) -> dict[str, Callable[[], Outcome]]:
-    """Name -> what to do, in the order of the table."""
+def _plan(scenarios: Scenarios, kills: int, in_save: int, repeats: int) -> dict[str, Callable[[], Outcome]]:
+    """Row of the table -> the scenario that fills it."""
     plan: dict[str, Callable[[], Outcome]] = {}
-    kills: list[tuple[str, list[str]]] = [("one", []), ("one", ASYNC), ("all", []), ("all", ASYNC)]
-    for (whom, more), count, in_save in zip(kills, _split(moments, 4), _split(inside, 4), strict=True):
+    victims: list[tuple[str, list[str]]] = [("one", []), ("one", ASYNC), ("all", []), ("all", ASYNC)]
+    for (whom, more), times, in_a_save in zip(victims, _split(kills, 4), _split(in_save, 4), strict=True):
         who = "one rank" if whom == "one" else "torchrun and all ranks"
         name = f"kill -9 of {who}" + (", asynchronous saves" if more else "")
-        plan[name] = partial(scenarios.kills, name, whom, count, in_save, more)
+        plan[name] = partial(scenarios.kills, name, whom, times, in_a_save, more)
     plan["one rank killed, the other stuck in C++"] = scenarios.stuck_rank
     for number in (signal.SIGTERM, signal.SIGUSR1):
         for place in ("a step", "an evaluation", "a save", "a start"):
@@ -71,30 +71,30 @@ def _plan(scenarios: Scenarios, moments: int, inside: int, repeats: int) -> dict
 
 
 def _row(outcome: Outcome) -> str:
-    cells = [outcome.moments, outcome.inside_a_save, outcome.most_lost, f"{outcome.slowest_end:.1f}", outcome.left_over]
+    cells = [outcome.times, outcome.in_a_save, outcome.most_lost, f"{outcome.slowest_end:.1f}", outcome.left_over]
     verdict = f"**{outcome.failure}**" if outcome.failure else "the same bits"
     return f"| {outcome.fault} | {' | '.join(map(str, cells))} | {verdict} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 where a run did not survive."""
-    parser = Parser(description=__doc__)
-    parser.add_argument("--moments", type=int, default=8, help="random moments of kill -9, over all kinds of it")
-    parser.add_argument("--inside-save", type=int, default=4, help="at least so many of them inside a save")
-    parser.add_argument("--repeats", type=int, default=2, help="signals of each kind in each place")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--seed", type=int, default=0, help="of the random moments")
-    parser.add_argument("--folder", type=Path, help="keep everything that is written there (default: a temporary one)")
-    parser.add_argument("--out", type=output_file, help="write the page there, too, and its table as JSON beside it")
+    parser = Parser(prog="python -m tools.fault_injection", description=__doc__)
+    parser.add_argument("--kills", type=int, default=8, help="number of kill -9 at random times, of all kinds")
+    parser.add_argument("--kills-in-save", type=int, default=4, help="at least this many of them during a save")
+    parser.add_argument("--repeats", type=int, default=2, help="number of signals of each kind in each place")
+    parser.add_argument("--only", default="", help="only faults whose name contains this")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
+    parser.add_argument("--folder", type=Path, help="keep all files here (default: temporary)")
+    parser.add_argument("--out", type=output_file, help="write the page here, and its table as JSON beside it")
+    argv = current_names(sys.argv[1:] if argv is None else argv, _RENAMED)
     arguments = parser.parse_args(argv)
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="fault-injection-") as temporary:
         folder = arguments.folder or Path(temporary)
         scenarios = Scenarios(folder.resolve(), arguments.seed)
-        iterations = 2 * SAVE_INTERVAL * max(_split(arguments.moments, 4)) + 5 * SAVE_INTERVAL
+        iterations = 2 * SAVE_INTERVAL * max(_split(arguments.kills, 4)) + 5 * SAVE_INTERVAL
         page = _HEADER.format(
             date=datetime.date.today().isoformat(),
-            arguments=given,
+            arguments=" ".join(argv),
             iterations=iterations,
             interval=SAVE_INTERVAL,
             cores=len(os.sched_getaffinity(0)),
@@ -104,13 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         scenarios.reference(iterations)
         print(page, end="", flush=True)
         notes, outcomes = [], []
-        for name, strike in _plan(scenarios, arguments.moments, arguments.inside_save, arguments.repeats).items():
+        for name, strike in _plan(scenarios, arguments.kills, arguments.kills_in_save, arguments.repeats).items():
             if arguments.only not in name:
                 continue
             try:
                 outcome = strike()
-            except Fault as fault:
-                outcome = Outcome(name, failure=str(fault))
+            except Failure as failure:
+                outcome = Outcome(name, failure=str(failure))
             finally:
                 scenarios.stop()
             outcomes.append(outcome)
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             table = json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
             arguments.out.with_suffix(".json").write_text(table + "\n", encoding="utf-8")
         if any(outcome.failure is not None for outcome in outcomes):
-            parser.exit(1, "faults: a run did not survive; --folder keeps its logs\n")
+            parser.exit(1, f"{parser.prog}: a run did not survive; --folder keeps its logs\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A run of the driver on two processes that can be watched and hit from outside."""
+"""A run of the driver on two processes, observed and disturbed from outside."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from megatron_lowprec.training.checkpoint import storage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-# As docs/cluster.md asks for.
+# The flags that docs/cluster.md recommends.
 _SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 _PARTIAL = "iter_*.partial.*"
-_TOKEN = "MEGATRON_LOWPREC_FAULTS"
+_TOKEN = "MEGATRON_LOWPREC_FAULT_INJECTION"
 _STEP = re.compile(r"^ iteration +\d+/", re.MULTILINE)
-_PATIENCE = 1800.0  # seconds, for machines that have other things to do
+_PATIENCE = 1800.0  # seconds, for machines under load
 
 
-class Fault(Exception):  # noqa: N818 - what a scenario has found
-    """A run that did not do what it should; the message says what, and where its output is."""
+class Failure(Exception):  # noqa: N818 - of the run, not of this tool
+    """A run did not survive a fault; the message names the symptom and the log."""
 
 
 class Run:
-    """One start of a run; more of them may follow in the same folder.
+    """One start of a run; later starts continue in the same folder.
 
     Args:
-        save: its --save folder; output goes to a file beside it.
+        save: the --save folder; the log is written next to it.
         options: of pretrain_gpt.py.
-        script: what torchrun starts.
+        script: that torchrun starts; default pretrain_gpt.py.
         launcher: more options of torchrun.
     """
 
@@ -49,8 +49,7 @@ class Run:
         number = len(list(save.parent.glob(f"{save.name}.*.log")))
         self.log = save.with_name(f"{save.name}.{number}.log")
         self._token = f"{save}.{number}"
-        # What a start before this one has left.
-        self._remains = set(save.glob(_PARTIAL))
+        self._earlier_partials = set(save.glob(_PARTIAL))
         command = [sys.executable, *_LAUNCHER, *_SIGNALS, *launcher, str(script or REPOSITORY / "pretrain_gpt.py")]
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
         save.parent.mkdir(parents=True, exist_ok=True)
@@ -68,56 +67,56 @@ class Run:
 
     @property
     def iteration(self) -> int:
-        """The last iteration that was logged, in this start or before it."""
+        """The last iteration logged by this start or an earlier one."""
         return max((row["iteration"] for row in rows(self.save) if "lm loss" in row), default=0)
 
     def ranks(self) -> list[psutil.Process]:
-        """The two processes, by rank."""
+        """The two rank processes, in order."""
         children = psutil.Process(self.torchrun.pid).children()
         return sorted((child for child in children if "RANK" in child.environ()), key=lambda p: p.environ()["RANK"])
 
     def listen(self, number: signal.Signals) -> bool:
-        """Whether both ranks answer to a signal by now; before that it ends them, as it ends any program."""
+        """Whether both ranks have a handler for a signal; without one it terminates them."""
         try:
             caught = [_caught(rank.pid) >> (number - 1) & 1 for rank in self.ranks()]
-        except (psutil.Error, OSError):  # one that is just being started
+        except (psutil.Error, OSError):  # a process that is just starting
             return False
         return caught == [1, 1]
 
     def wait(self, until: Callable[[], Any], what: str, poll: float = 0.002) -> None:
-        """Until something has come about while the run is running."""
+        """Wait for a condition; raises Failure if the run ends first."""
         end = time.monotonic() + _PATIENCE
         while not until():
             if self.torchrun.poll() is not None:
-                raise Fault(f"ended before {what}: {self.log}")
+                raise Failure(f"ended before {what}: {self.log}")
             if time.monotonic() > end:
                 self.kill_all()
-                raise Fault(f"{what} did not come about within {_PATIENCE:.0f} s: {self.log}")
+                raise Failure(f"{what} did not happen within {_PATIENCE:.0f} s: {self.log}")
             time.sleep(poll)
 
     def wait_for_iteration(self, iteration: int) -> None:
-        """Until this start has logged it; one before it may have come further than its last checkpoint."""
+        """Wait until this start has logged it; an earlier start may have logged iterations that are repeated."""
         self.wait(lambda: _STEP.search(self.printed), "a step", poll=0.05)
         self.wait(lambda: self.iteration >= iteration, f"iteration {iteration}")
 
     def wait_for_save(self) -> None:
-        """Until a checkpoint begins to be written."""
+        """Wait until a checkpoint is being written."""
         self.wait(self.partial, "a save", poll=0.0005)
 
     def partial(self) -> list[Path]:
-        """Checkpoints of this start that are not whole."""
-        return [path for path in self.save.glob(_PARTIAL) if path not in self._remains]
+        """Incomplete checkpoints of this start."""
+        return [path for path in self.save.glob(_PARTIAL) if path not in self._earlier_partials]
 
     def send(self, number: signal.Signals) -> None:
         """A signal to torchrun."""
         self.torchrun.send_signal(number)
 
     def kill_rank(self, rank: int) -> None:
-        """``kill -9`` of one rank's process."""
+        """``kill -9`` of one rank."""
         self.ranks()[rank].kill()
 
     def kill_all(self) -> None:
-        """``kill -9`` of torchrun and all that it has started: a machine that goes down."""
+        """``kill -9`` of torchrun and all its descendants, as when a machine goes down."""
         with contextlib.suppress(psutil.NoSuchProcess):
             torchrun = psutil.Process(self.torchrun.pid)
             for process in (torchrun, *torchrun.children(recursive=True)):
@@ -125,23 +124,23 @@ class Run:
                     process.kill()
 
     def ended(self) -> tuple[int, float]:
-        """Wait for the end: torchrun's exit code, and the seconds that it took."""
+        """Wait for the end; returns torchrun's exit code and the seconds waited."""
         started = time.monotonic()
         try:
             code = self.torchrun.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             self.kill_all()
-            raise Fault(f"did not end within {_PATIENCE:.0f} s: {self.log}") from None
+            raise Failure(f"did not end within {_PATIENCE:.0f} s: {self.log}") from None
         return code, time.monotonic() - started
 
     def finish(self) -> None:
-        """Wait for the end of a run that nobody disturbs."""
+        """Wait for the end of an undisturbed run, which must succeed."""
         code, _ = self.ended()
         if code:
-            raise Fault(f"exit code {code} of an undisturbed start: {self.log}")
+            raise Failure(f"exit code {code} of an undisturbed start: {self.log}")
 
     def left_over(self, patience: float = 10.0) -> int:
-        """Processes of this start that are still there some seconds after its end."""
+        """Number of processes of this start that outlive it by ``patience`` seconds."""
         end = time.monotonic() + patience
         while found := [process for process in psutil.process_iter() if self._is_mine(process)]:
             if time.monotonic() > end:
@@ -157,13 +156,13 @@ class Run:
 
 
 def _caught(pid: int) -> int:
-    """Signals that a process has handlers for, as Linux tells: bit N - 1 for signal N."""
+    """Signals that a process handles, from Linux's /proc: bit N - 1 for signal N."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return int(status.split("SigCgt:")[1].split()[0], 16)
 
 
 def rows(save: Path) -> list[dict[str, Any]]:
-    """A run's metrics; a line that is being written is left out."""
+    """A run's metrics, without a line that is being written."""
     try:
         lines = (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:
@@ -177,5 +176,5 @@ def exact(save: Path) -> list[tuple[int, str, str]]:
 
 
 def newest(save: Path) -> int:
-    """The iteration that a start would continue from; 0 without a checkpoint."""
+    """The iteration that the next start continues from; 0 without a checkpoint."""
     return storage.tracked(str(save)) or 0

@@ -1,4 +1,4 @@
-"""The faults, each done to a run that then has to go on to the losses of an undisturbed one, bit for bit."""
+"""The faults. After each, the run must continue to the losses of an undisturbed run, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.training.checkpoint import storage
-from tools.fault_injection.run import REPOSITORY, Fault, Run, exact, newest
+from tools.fault_injection.run import REPOSITORY, Failure, Run, exact, newest
 
 # Two layers, dropout on; delayed scaling, Hadamard transforms and stochastic rounding in one recipe.
 SAVE_INTERVAL, EVAL_INTERVAL = 10, 25
@@ -33,8 +33,8 @@ class Outcome:
     """One row of the table."""
 
     fault: str
-    moments: int = 0
-    inside_a_save: int = 0
+    times: int = 0
+    in_a_save: int = 0
     most_lost: int = 0
     slowest_end: float = 0.0
     left_over: int = 0
@@ -46,8 +46,8 @@ class Scenarios:
     """All faults against one reference run.
 
     Args:
-        folder: for everything that is written.
-        seed: of the random moments.
+        folder: for all files.
+        seed: of the random times.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -59,7 +59,7 @@ class Scenarios:
         self._run: Run | None = None
 
     def reference(self, iterations: int) -> None:
-        """The undisturbed run, of as many iterations as the longest scenario needs."""
+        """Run undisturbed, for as many iterations as the longest scenario needs."""
         self._iterations = iterations
         run = self._start(self.folder / "reference", [])
         times: list[float] = []
@@ -72,16 +72,16 @@ class Scenarios:
         self._save_seconds = sorted(times)[1]
         self._reference = exact(run.save)
 
-    def kills(self, fault: str, whom: str, moments: int, inside: int, more: list[str]) -> Outcome:
-        """``kill -9`` at random moments of one run, start after start; at least ``inside`` of them inside a save."""
+    def kills(self, fault: str, whom: str, times: int, in_save: int, more: list[str]) -> Outcome:
+        """``kill -9`` of each start of a run at a random time; at least ``in_save`` kills come during a save."""
         outcome = Outcome(fault)
         save = self.folder / fault.replace(" ", "_").replace(",", "")
-        while outcome.moments < moments or outcome.inside_a_save < inside:
+        while outcome.times < times or outcome.in_a_save < in_save:
             if newest(save) + 3 * SAVE_INTERVAL > self._iterations:
-                outcome.notes.append("the run was over before all moments had come")
+                outcome.notes.append("the run ended before the last kill")
                 break
             run = self._start(save, more)
-            self._wait_for_a_moment(run, in_save=outcome.inside_a_save < inside)
+            self._wait_a_random_time(run, in_save=outcome.in_a_save < in_save)
             reached = run.iteration
             if whom == "one":
                 run.kill_rank(self._random.randrange(2))
@@ -92,13 +92,13 @@ class Scenarios:
                 outcome.notes.append(f"torchrun names another root cause: {run.log.name}")
         return self._finish(save, outcome, more)
 
-    def signals(self, number: signal.Signals, place: str, moments: int, more: list[str]) -> Outcome:
-        """A signal to torchrun, which passes it on to every process: nothing at all may be lost."""
+    def signals(self, number: signal.Signals, place: str, times: int, more: list[str]) -> Outcome:
+        """A signal to torchrun, which forwards it to every process; no step may be lost."""
         cut_off = 0
         outcome = Outcome(f"{number.name} in {place}" + (", asynchronous saves" if more == ASYNC else ""))
         save = self.folder / outcome.fault.replace(" ", "_").replace(",", "")
-        for _ in range(moments):
-            # Data loaders of their own: processes that are signalled, too.
+        for _ in range(times):
+            # Data loader workers are processes that receive the signal as well.
             run = self._start(save, [*more, "--num-workers", "1"])
             before = run.iteration
             if place == "a start":
@@ -109,32 +109,32 @@ class Scenarios:
                 run.wait_for_iteration(due)
                 time.sleep(self._random.uniform(0.0, 0.05))
             else:
-                self._wait_for_a_moment(run, in_save=place == "a save")
+                self._wait_a_random_time(run, in_save=place == "a save")
             inside, reached = bool(run.partial()), run.iteration
             run.send(number)
             _, seconds = run.ended()
-            outcome.moments += 1
-            outcome.inside_a_save += inside
+            outcome.times += 1
+            outcome.in_a_save += inside
             outcome.slowest_end = max(outcome.slowest_end, seconds)
             outcome.left_over += run.left_over()
             request = save / "requeue"
             if not request.exists():
-                raise Fault(f"no {request}: {run.log}")
+                raise Failure(f"no {request}: {run.log}")
             started_anew = "before the first step" in request.read_text()
-            # Steps that were under way are finished; what was reached is saved.
+            # A step in progress is finished, and the checkpoint holds the last step.
             if not started_anew and (newest(save) < reached or newest(save) != run.iteration):
-                raise Fault(f"reached {run.iteration}, but saved {newest(save)}: {run.log}")
+                raise Failure(f"reached {run.iteration}, but saved {newest(save)}: {run.log}")
             outcome.notes += ["ended before the first step"] * started_anew
             self._same_so_far(save, run)
             at_end = {(iteration, key) for iteration, key, _ in exact(save)}
             cut_off += place == "an evaluation" and (newest(save), "lm loss validation hex") not in at_end
         if place == "an evaluation":
-            outcome.notes.append(f"{cut_off} of {moments} cut an evaluation off, the others came right after it")
+            outcome.notes.append(f"{cut_off} of {times} cut an evaluation off, the others came right after it")
         return self._finish(save, outcome, more)
 
     def damage(self, fault: str, happen: Callable[[Path], Any], lost: int) -> Outcome:
-        """A run of two and a half save intervals, something done to its folder, and the rest of the run."""
-        outcome = Outcome(fault, moments=1, most_lost=lost)
+        """Damage the folder of a run after two and a half save intervals, and let the run continue."""
+        outcome = Outcome(fault, times=1, most_lost=lost)
         save = self.folder / fault.replace(" ", "_")
         self._start(save, ["--exit-interval", "25"]).finish()
         happen(save)
@@ -143,19 +143,18 @@ class Scenarios:
         run.finish()
         words = f"at iteration {25 - lost}"
         if words not in run.printed:
-            raise Fault(f"continued elsewhere than {words} (latest {before}): {run.log}")
+            raise Failure(f"continued elsewhere than {words} (latest {before}): {run.log}")
         said = [line for line in run.printed.splitlines() if "cannot be loaded" in line or "damaged" in line]
         outcome.notes += [line.strip() for line in said]
         return self._finish(save, outcome, [], started=True)
 
     def full_disk(self, more: list[str]) -> Outcome:
-        """A file system that fills up while a checkpoint is written to it."""
-        outcome = Outcome("disk full in a save" + (", asynchronous" if more == ASYNC else ""), moments=1)
-        # The disk is --save itself: what the run prints is written elsewhere.
+        """Fill the file system while a checkpoint is written to it."""
+        outcome = Outcome("disk full in a save" + (", asynchronous" if more == ASYNC else ""), times=1)
+        # Only --save is on the small disk; the log is not.
         save = self.folder / ("full_async" if more else "full") / "out"
-        size = sum(
-            path.stat().st_size for path in max(storage.whole(str(self.folder / "reference")).items())[1].iterdir()
-        )
+        _, checkpoint = max(storage.whole(str(self.folder / "reference")).items())
+        size = sum(path.stat().st_size for path in checkpoint.iterdir())
         with _small_disk(save, 5 * size + 4 * 2**20) as kind:
             outcome.notes.append(kind)
             run = self._start(save, more)
@@ -165,24 +164,24 @@ class Scenarios:
                 file.write(bytes(max(0, shutil.disk_usage(save).free - size // 2)))
             code, outcome.slowest_end = run.ended()
             reached = run.iteration
-            # Where the checkpoint is written beside the training, the next metrics may meet the full disk first.
+            # During an asynchronous save, writing the next metrics may fail before the checkpoint does.
             if not code or "could not be written" not in run.printed or "[rank 0] Traceback" in run.printed:
-                raise Fault(f"exit code {code} and not a line about what could not be written: {run.log}")
-            outcome.inside_a_save, outcome.most_lost = 1, reached - newest(save)
+                raise Failure(f"exit code {code} without an error about the full disk: {run.log}")
+            outcome.in_a_save, outcome.most_lost = 1, reached - newest(save)
             outcome.left_over = run.left_over()
             self._same_so_far(save, run)
             ballast.unlink()
             return self._finish(save, outcome, more)
 
     def stuck_rank(self) -> Outcome:
-        """``kill -9`` of one rank while the other is stuck in C++ code, as under NCCL, and torchrun would wait long."""
+        """``kill -9`` of one rank while the other is stuck in C++ code, as under NCCL."""
         outcome = Outcome("one rank killed, the other stuck in C++")
         save = self.folder / "stuck"
         script = REPOSITORY / "tools/fault_injection/stuck_rank.py"
-        patient = ("--shutdown-timeout", "3000") if _knows_shutdown_timeout() else ()
-        if not patient:
-            outcome.notes.append("this torchrun has no --shutdown-timeout and kills after 30 s by itself")
-        run = self._start(save, [], script, patient)
+        timeout = ("--shutdown-timeout", "3000") if _knows_shutdown_timeout() else ()
+        if not timeout:
+            outcome.notes.append("this torchrun has no --shutdown-timeout and kills ranks after 30 s")
+        run = self._start(save, [], script, timeout)
         run.wait(lambda: "rank 0 is stuck" in run.printed, "a stuck rank")
         reached = run.iteration
         run.kill_rank(1)
@@ -190,7 +189,7 @@ class Scenarios:
         return self._finish(save, outcome, [])
 
     def stop(self) -> None:
-        """End what is still running."""
+        """Kill the run in progress."""
         if self._run is not None:
             self._run.kill_all()
 
@@ -198,8 +197,8 @@ class Scenarios:
         self._run = Run(save, [*MODEL, "--train-iters", str(self._iterations), *more], script, launcher)
         return self._run
 
-    def _wait_for_a_moment(self, run: Run, in_save: bool) -> None:
-        """Some steps or saves from where the run goes on, and then a part of a step or of a save."""
+    def _wait_a_random_time(self, run: Run, in_save: bool) -> None:
+        """Wait for some steps or saves, and then for part of a step or of a save."""
         start = newest(run.save)
         if in_save:
             if self._random.random() < 0.5:
@@ -211,10 +210,10 @@ class Scenarios:
             time.sleep(self._random.uniform(0.0, 0.1))
 
     def _after(self, run: Run, outcome: Outcome, reached: int) -> None:
-        """Note how a start ended that was killed, and check what it has left."""
+        """Record how a killed start ended, and check its losses."""
         _, seconds = run.ended()
-        outcome.moments += 1
-        outcome.inside_a_save += bool(run.partial())
+        outcome.times += 1
+        outcome.in_a_save += bool(run.partial())
         outcome.slowest_end = max(outcome.slowest_end, seconds)
         outcome.left_over += run.left_over()
         reached = max(reached, run.iteration)
@@ -225,17 +224,17 @@ class Scenarios:
         expected = set(self._reference)
         for row in exact(save):
             if row not in expected:
-                raise Fault(f"another loss than undisturbed, {row}: {run.log}")
+                raise Failure(f"the loss differs from the undisturbed run's, {row}: {run.log}")
 
     def _finish(self, save: Path, outcome: Outcome, more: list[str], started: bool = False) -> Outcome:
-        """Let the run go on to its end, and compare all of it."""
+        """Let the run continue to its end, and compare all losses."""
         run = self._start(save, more)
         continued = newest(save)
         run.finish()
         if continued and not started and f"at iteration {continued}" not in run.printed:
-            raise Fault(f"did not continue at iteration {continued}: {run.log}")
+            raise Failure(f"did not continue at iteration {continued}: {run.log}")
         if exact(save) != self._reference:
-            raise Fault(f"losses differ from the undisturbed run's: {run.log}")
+            raise Failure(f"losses differ from the undisturbed run's: {run.log}")
         if outcome.left_over:
             outcome.failure = f"{outcome.left_over} processes were left over"
         return outcome
@@ -244,12 +243,9 @@ class Scenarios:
 @contextlib.contextmanager
 def _small_disk(folder: Path, size: int) -> Iterator[str]:
     folder.mkdir(parents=True)
-    mounted = (
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=False).returncode
-        == 0
-    )
-    if not mounted:
-        raise Fault("a small tmpfs cannot be mounted here; this fault needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False).returncode:
+        raise Failure("a small tmpfs cannot be mounted here; this fault needs root")
     try:
         yield f"tmpfs of {size / 2**20:.0f} MiB"
     finally:
@@ -263,13 +259,12 @@ def _knows_shutdown_timeout() -> bool:
 
 
 def truncate_shard(save: Path) -> None:
-    """The newest checkpoint's largest file loses its second half."""
-    shard = max(
-        storage.iteration_folder(str(save), newest(save)).glob("*.distcp"), key=lambda path: path.stat().st_size
-    )
+    """Cut the largest file of the newest checkpoint in half."""
+    folder = storage.iteration_folder(str(save), newest(save))
+    shard = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
 
 
 def corrupt_tracker(save: Path) -> None:
-    """``latest`` is no text."""
+    """Overwrite ``latest`` with bytes that are not text."""
     (save / storage.TRACKER).write_bytes(b"\xff\xfe\x00garbage")

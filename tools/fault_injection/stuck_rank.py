@@ -1,4 +1,4 @@
-"""The driver, whose rank 0 gets stuck in C++ code after some steps, as a rank under NCCL does when another died."""
+"""The driver with a rank 0 that blocks in C++ code after some steps, as under NCCL when another rank has died."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 12
 
 
 def main(argv: list[str]) -> int:
-    """``pretrain_gpt.main`` with a step that never ends."""
+    """``pretrain_gpt.main`` with a step that never returns."""
     import torch.distributed as dist
 
     from megatron_lowprec.training import loop
@@ -25,10 +25,10 @@ def main(argv: list[str]) -> int:
         if dist.get_rank() == 0 and arguments[3] == STEPS:
             print("rank 0 is stuck", flush=True)
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            store.wait(["what never comes"], timedelta(hours=1))
+            store.wait(["a key that is never set"], timedelta(hours=1))
         return step(*arguments)
 
-    setattr(loop, "train_step", stuck)  # noqa: B010 - a stand-in of another type
+    setattr(loop, "train_step", stuck)  # noqa: B010 - a stub of another type
     return pretrain_gpt.main(argv)
 
 

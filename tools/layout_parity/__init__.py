@@ -1,1 +1,1 @@
-"""Whether a recipe means the same on every parallel layout: ``python -m tools.layout_parity``."""
+"""Every recipe on every parallel layout against one process: ``python -m tools.layout_parity``."""

@@ -1,10 +1,10 @@
-"""Every recipe on every layout against one process: losses, operands, stock layers, resuming, rounding noise.
+"""Compare every recipe on every parallel layout with one process: losses, operands, resuming, rounding noise.
 
     python -m tools.layout_parity                      # two and four processes on CPU cores
     python -m tools.layout_parity --gpus 4             # by NCCL, on two and four of them
     python -m tools.layout_parity --layouts TP2,PP2 --recipes mxfp4_rht_sr
 
-The exit code is 1 where anything differs by more than it may, or a launch failed.
+The exit code is 1 if anything differs by more than allowed, or if a launch failed.
 """
 
 from __future__ import annotations
@@ -22,40 +22,38 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, current_names, run_tool
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
 from tools.layout_parity import layouts, plan
-from tools.layout_parity.judge import judge
+from tools.layout_parity.compare import compare
 from tools.layout_parity.launch import REPOSITORY, Runner
 from tools.layout_parity.page import render
-from tools.layout_parity.plan import Asked
 
-_PARTS = 6  # that the one-process runs are cut into at most
+_REFERENCE_PARTS = 6  # at most, of the one-process runs
+_RENAMED = {"--judge": "--compare"}
 
 Content = dict[str, Any]
-"""What the JSON file holds."""
+"""Content of the JSON file."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = Parser(prog="python -m tools.layout_parity", description=__doc__)
     known = ", ".join(dict.fromkeys(layout.name for layout in layouts.LAYOUTS))
-    parser.add_argument("--gpus", type=int, default=0, help="use so many GPUs of this machine; 0 for its CPU cores")
-    parser.add_argument("--launches-at-once", type=int, help="default: one a GPU, which they share; on a CPU one")
+    parser.add_argument("--gpus", type=int, default=0, help="number of GPUs to use; 0 for CPU cores (default)")
+    parser.add_argument("--launches-at-once", type=int, help="launches that share the GPUs (default: one a GPU, or 1)")
     parser.add_argument("--recipes", type=_names, help="default: all of the registry")
     parser.add_argument("--layouts", type=_names, default=[], help=f"default: all that fit, of {known}")
     parser.add_argument("--checks", type=_names, default=list(plan.CHECKS), help=f"of {', '.join(plan.CHECKS)}")
     parser.add_argument("--precisions", type=_names, help="of fp64, fp32, bf16; default fp64,fp32, on GPUs fp32,bf16")
-    parser.add_argument("--steps", type=int, default=6, help="of each run")
-    parser.add_argument("--seeds", type=int, default=6, help="perturbed runs of one process; their seeds are 1, 2, …")
-    parser.add_argument("--folder", type=Path, help="keep what is written, and go on from there; default temporary")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=6, help="number of perturbed one-process runs, seeds 1, 2, …")
+    parser.add_argument("--folder", type=Path, help="keep all files here, and continue from them (default: temporary)")
     parser.add_argument(
-        "--out", type=output_file, help="default docs/results/DATE-matrix-cpu.md, or -gpu-2.md; .json beside it"
+        "--out", type=output_file, help="default docs/results/DATE-layout-parity-cpu.md, or -gpu-2.md; .json beside it"
     )
-    parser.add_argument(
-        "--judge", type=Path, metavar="FILE.json", help="run nothing: judge the rows of that file again"
-    )
+    parser.add_argument("--compare", type=Path, metavar="FILE.json", help="run nothing: compare that file's rows again")
     return parser
 
 
@@ -65,54 +63,57 @@ def _names(text: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code."""
+    argv = current_names(sys.argv[1:] if argv is None else argv, _RENAMED)
     arguments = build_parser().parse_args(argv)
-    if arguments.judge is not None:
-        return _publish(json.loads(arguments.judge.read_text(encoding="utf-8")), arguments.out or arguments.judge)
-    given = " ".join(sys.argv[1:] if argv is None else argv)
-    try:
-        asked = _asked(arguments)
-    except UserError as error:
-        print(f"python -m tools.layout_parity: error: {error}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory(prefix="matrix-") as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        return _run(asked, arguments, folder, given)
+    if arguments.compare is not None:
+        return _publish(json.loads(arguments.compare.read_text(encoding="utf-8")), arguments.out or arguments.compare)
+    return run_tool("python -m tools.layout_parity", lambda: _run(_selection(arguments), arguments, " ".join(argv)))
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _selection(arguments: argparse.Namespace) -> plan.Selection:
     chosen = arguments.recipes or [name for name in recipes() if not get_recipe(name).changes_training]
     for name in chosen:
         if get_recipe(name).changes_training:
             raise UserError(
-                f"--recipes {name}: the matrix changes recipes under one fp32 optimizer, and this one has its own; "
+                f"--recipes {name}: this tool changes recipes under one fp32 optimizer, and this one has its own; "
                 "tests/distributed/test_fp8_lm.py trains it on layouts"
             )
     precisions = arguments.precisions or (["fp32", "bf16"] if arguments.gpus else ["fp64", "fp32"])
     known = {layout.name for layout in (*layouts.LAYOUTS, *layouts.RESUMED)}
-    for given, allowed, what in (
-        (arguments.layouts, known, "--layouts"),
-        (arguments.checks, plan.CHECKS, "--checks"),
-        (precisions, ("fp64", "fp32", "bf16"), "--precisions"),
+    for flag, given, allowed in (
+        ("--layouts", arguments.layouts, known),
+        ("--checks", arguments.checks, plan.CHECKS),
+        ("--precisions", precisions, ("fp64", "fp32", "bf16")),
     ):
         unknown = [name for name in given if name not in allowed]
         if unknown:
-            raise UserError(f"{what} {','.join(unknown)}: wants some of {', '.join(sorted(allowed))}")
+            raise UserError(f"{flag} {','.join(unknown)}: not among {', '.join(sorted(allowed))}")
     if arguments.gpus:
         import torch
 
         if torch.cuda.device_count() < arguments.gpus:
             raise UserError(f"--gpus {arguments.gpus}: torch sees {torch.cuda.device_count()}")
     seeds = tuple(range(1, arguments.seeds + 1))
-    return Asked(chosen, arguments.layouts, arguments.checks, arguments.steps, seeds, arguments.gpus, precisions)
+    return plan.Selection(
+        chosen, arguments.layouts, arguments.checks, arguments.steps, seeds, arguments.gpus, precisions
+    )
 
 
-def _run(asked: Asked, arguments: argparse.Namespace, folder: Path, given: str) -> int:
-    out = arguments.out or _default_out(asked.gpus)
-    runner = Runner(folder, asked.gpus, arguments.launches_at_once or max(1, asked.gpus))
+def _run(selected: plan.Selection, arguments: argparse.Namespace, given: str) -> int:
+    with tempfile.TemporaryDirectory(prefix="layout-parity-") as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return _run_in(folder, selected, arguments, given)
+
+
+def _run_in(folder: Path, selected: plan.Selection, arguments: argparse.Namespace, given: str) -> int:
+    where = f"gpu-{selected.gpus}" if selected.gpus else "cpu"
+    name = f"{datetime.date.today().isoformat()}-layout-parity-{where}.md"
+    out = arguments.out or REPOSITORY / "docs" / "results" / name
+    runner = Runner(folder, selected.gpus, arguments.launches_at_once or max(1, selected.gpus))
     started = time.monotonic()
-    wanted = plan.launches(asked, folder, min(runner.at_once, _PARTS))
-    header = _header(asked, given)
+    planned = plan.launches(selected, folder, min(runner.at_once, _REFERENCE_PARTS))
+    header = _header(selected, given)
     written, shown = -1, 0
 
     def content() -> Content:
@@ -122,11 +123,11 @@ def _run(asked: Asked, arguments: argparse.Namespace, folder: Path, given: str) 
             "minutes": round((time.monotonic() - started) / 60, 1),
             "launches": [asdict(one) for one in runner.done],
             "rows": rows,
-            "missing": plan.missing(wanted, rows),
+            "missing": plan.missing(planned, rows),
         }
 
     def tick() -> None:
-        """Say what has ended, and keep what there is: a run that is killed leaves it behind."""
+        """Print finished launches, and write the rows so far, which survive if this process is killed."""
         nonlocal written, shown
         for one in runner.done[shown:]:
             print(f"{one.name}: {one.seconds:.0f} s" + (f", FAILED: {one.said}" if one.code else ""), flush=True)
@@ -136,9 +137,9 @@ def _run(asked: Asked, arguments: argparse.Namespace, folder: Path, given: str) 
             _write(found, out)
 
     try:
-        runner.run([plan.base_launch(asked, folder)], tick)
+        runner.run([plan.base_launch(selected, folder)], tick)
         if not any(one.code for one in runner.done):
-            runner.run(wanted, tick)
+            runner.run(planned, tick)
     finally:
         result = _publish(content(), out)
     return result
@@ -150,54 +151,45 @@ def _write(content: Content, out: Path) -> None:
 
 
 def _publish(content: Content, out: Path) -> int:
-    """Rows, verdicts and the page of them; the exit code."""
-    verdicts = judge(content["rows"])
+    """Compare the rows, write JSON and page, and return the exit code."""
+    verdicts = compare(content["rows"])
     _write({**content, "verdicts": [asdict(verdict) for verdict in verdicts]}, out)
     failed = [f"launch {one['name']} failed: {one['said']}" for one in content["launches"] if one["code"]]
-    took = f"Took {content['minutes']} minutes."
+    notes = [*failed, f"Took {content['minutes']} minutes."]
     versions_of = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     conditions = f"`{content['command']}`: {content['device']}; {versions_of}."
     title = f"Recipes on parallel layouts, {content['device']}, {content['date']}"
     missing = content.get("missing", [])
-    page = render(title, verdicts, content["facts"], [conditions], [*failed, took], missing)
+    page = render(title, verdicts, content["facts"], conditions, notes, missing)
     out.with_suffix(".md").write_text(page, encoding="utf-8")
     wrong = [verdict for verdict in verdicts if not verdict.ok]
     for verdict in wrong:
-        where = f"{verdict.check}, {verdict.model} {verdict.layout}, {verdict.recipe}, {verdict.precision}"
-        print(f"more than allowed: {where}: {verdict.says}", flush=True)
+        print(f"more than allowed: {verdict}", flush=True)
     without = f", {len(missing)} checks without a result" if missing else ""
-    print(f"{len(verdicts)} cells, {len(wrong)} more than allowed{without}; {out.with_suffix('.md')}")
+    print(f"{len(verdicts)} cases, {len(wrong)} more than allowed{without}; {out.with_suffix('.md')}")
     return 1 if failed or wrong or missing or not verdicts else 0
 
 
-def _default_out(gpus: int) -> Path:
-    where = f"gpu-{gpus}" if gpus else "cpu"
-    return REPOSITORY / "docs" / "results" / f"{datetime.date.today().isoformat()}-matrix-{where}.md"
+def _header(selected: plan.Selection, given: str) -> Content:
+    device = f"{len(os.sched_getaffinity(0))} CPU cores, gloo"
+    if selected.gpus:
+        import torch
 
-
-def _header(asked: Asked, given: str) -> Content:
+        device = f"{selected.gpus} x {torch.cuda.get_device_name(0)}, NCCL"
     return {
         "command": f"python -m tools.layout_parity {given}".strip(),
         "date": datetime.date.today().isoformat(),
-        "device": _device(asked.gpus),
+        "device": device,
         "versions": dict(versions()),
         "facts": {
             "base": plan.BASE_STEPS,
-            "steps": asked.steps,
+            "steps": selected.steps,
             "batch": layouts.BATCH,
             "microbatch": layouts.MICROBATCH,
             "sequence": layouts.SEQUENCE,
-            "seeds": list(asked.seeds),
+            "seeds": list(selected.seeds),
         },
     }
-
-
-def _device(gpus: int) -> str:
-    if not gpus:
-        return f"{len(os.sched_getaffinity(0))} CPU cores, gloo"
-    import torch
-
-    return f"{gpus} x {torch.cuda.get_device_name(0)}, NCCL"
 
 
 if __name__ == "__main__":

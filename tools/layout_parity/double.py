@@ -1,8 +1,8 @@
-"""A model whose sums are in fp64: what its layouts differ by is no longer the order of sums.
+"""A model that computes in fp64, so that the order of sums has no effect on the losses.
 
-Quantizers see fp32 all the same. One layout's sums and another's then round to the same fp32 numbers, and so to the
-same codes, but for one chance in some 10^8; in fp32 the order of a sum decides a code near a rounding boundary, and
-the layers behind it multiply the difference.
+Quantizers still see fp32. The sums of two layouts round to the same fp32 numbers, and so to the same codes, but for
+one chance in some 10^8. In fp32, the order of a sum decides a code near a rounding boundary, and later layers amplify
+the difference.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron_lowprec.training import model
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Models that are built inside are of fp64; the driver itself has no such option."""
+    """Models built inside are fp64; the driver has no such option."""
     stock = model._gpt_chunks
 
     def chunks(config: Any, transformer: Any, *more: Any) -> list[torch.nn.Module]:
         transformer.params_dtype = transformer.pipeline_dtype = torch.float64
         return [chunk.double() for chunk in stock(config, transformer, *more)]
 
-    # Megatron-core's takes logits to fp32 first.
+    # Megatron-core casts logits to fp32 first.
     keep = staticmethod(lambda logits: (logits, torch.max(logits, dim=-1)[0]))
     with (
         mock.patch.object(model, "_gpt_chunks", chunks),

@@ -1,4 +1,4 @@
-"""Launches of torchrun, several at a time where there are GPUs for them; their rows are there while they run."""
+"""Runs launches of torchrun, several at a time if there are GPUs for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tools.layout_parity.plan import Launch
 from tools.layout_parity.worker import rows_of
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Done:
-    """How a launch ended."""
+    """The result of a launch; ``said`` holds its errors."""
 
     name: str
     seconds: float
@@ -34,8 +34,8 @@ class Runner:
     """Starts launches in a folder.
 
     Args:
-        gpus: of this machine to use; 0 for CPU cores.
-        at_once: launches that may run at a time; each takes those GPUs on which the fewest run, for they are small.
+        gpus: number of GPUs of this machine to use; 0 for CPU cores.
+        at_once: launches that run at the same time; each takes the GPUs with the fewest launches.
         timeout: seconds of one launch.
     """
 
@@ -46,16 +46,16 @@ class Runner:
     done: list[Done] = field(default_factory=list)
 
     def run(self, launches: Iterable[Launch], tick: Callable[[], None] = lambda: None) -> None:
-        """All of them, larger ones first; ``tick`` is called about every second."""
+        """All of them, larger ones first; ``tick`` is called while they run."""
         waiting = sorted(launches, key=lambda launch: -launch.processes)
         running: list[_Running] = []
         try:
             while waiting or running:
                 while waiting and len(running) < self.at_once:
                     launch = waiting.pop(0)
-                    taken = Counter(gpu for one in running for gpu in one.gpus)
-                    mine = sorted(range(self.gpus), key=lambda gpu: (taken[gpu], gpu))[: launch.processes]
-                    running.append(_Running(launch, mine, self))
+                    load = Counter(gpu for one in running for gpu in one.gpus)
+                    gpus = sorted(range(self.gpus), key=lambda gpu: (load[gpu], gpu))[: launch.processes]
+                    running.append(_Running(launch, gpus, self))
                 time.sleep(0.2)
                 for one in list(running):
                     if one.ended():
@@ -76,24 +76,26 @@ class _Running:
         self.launch, self.gpus, self._started = launch, gpus, time.monotonic()
         self._end = self._started + runner.timeout
         stem = runner.folder / launch.name.replace(" ", "-").replace(",", "")
-        asked = stem.with_suffix(".asked.json")
-        asked.write_text(json.dumps({"out": f"{stem}.rows.jsonl", "groups": launch.groups}), encoding="utf-8")
-        self._log: IO[str] = Path(f"{stem}.log").open("w+", encoding="utf-8")  # noqa: SIM115 - closed in done()
+        job = Path(f"{stem}.job.json")
+        job.write_text(json.dumps({"out": f"{stem}.rows.jsonl", "groups": launch.groups}), encoding="utf-8")
+        self._log = Path(f"{stem}.log")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(launch.processes), "-m", "tools.layout_parity.worker", str(asked)]
-        cache = Path("~/.cache/megatron_lowprec/triton").expanduser()
+        command += ["--nproc-per-node", str(launch.processes), "-m", "tools.layout_parity.worker", str(job)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(gpu) for gpu in range(runner.gpus)]
         environment = {
-            # Kernels are compiled once for all launches; at these sizes there is nothing to tune.
-            "TRITON_CACHE_DIR": str(cache),
+            # Kernels are compiled once for all launches; at these sizes tuning gains nothing.
+            "TRITON_CACHE_DIR": str(Path("~/.cache/megatron_lowprec/triton").expanduser()),
             "MEGATRON_LOWPREC_TUNE": "0",
             "OMP_NUM_THREADS": "1",
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "CUDA_VISIBLE_DEVICES": ",".join(_visible(gpu) for gpu in gpus),
+            "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus),
         }
-        self._process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=self._log, stderr=subprocess.STDOUT, text=True
-        )
+        with self._log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True
+            )
 
     def ended(self) -> bool:
         if self._process.poll() is None and time.monotonic() > self._end:
@@ -101,7 +103,7 @@ class _Running:
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """End it; torchrun ends its processes."""
+        """Terminate torchrun, which terminates its ranks."""
         self._process.terminate()
         try:
             self._process.wait(15)
@@ -109,16 +111,7 @@ class _Running:
             self._process.kill()
 
     def done(self) -> Done:
-        code = self._process.wait()
-        self._log.seek(0)
-        said = self._log.read()
-        self._log.close()
-        errors = [line for line in said.splitlines() if "Error" in line and "ChildFailed" not in line]
+        code, text = self._process.wait(), self._log.read_text(encoding="utf-8", errors="replace")
+        errors = [line for line in text.splitlines() if "Error" in line and "ChildFailed" not in line]
         seconds = round(time.monotonic() - self._started, 1)
-        return Done(self.launch.name, seconds, code, "" if code == 0 else "\n".join(errors[:3]) or said[-1000:])
-
-
-def _visible(gpu: int) -> str:
-    """The machine's name for one of the GPUs that this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[gpu] if visible else str(gpu)
+        return Done(self.launch.name, seconds, code, "" if code == 0 else "\n".join(errors[:3]) or text[-1000:])

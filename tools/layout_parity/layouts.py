@@ -1,4 +1,4 @@
-"""The tables of the matrix: which layouts, of which model, on how many processes."""
+"""Tables of models and of parallel layouts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ _GPT = [
 ]
 MODELS: Mapping[str, Sequence[str]] = {
     "gpt": _GPT,
-    # Its fc1 holds two projections, each cut by itself; its operands alone are looked at.
+    # fc1 holds two projections, each sharded separately; only its operands are compared.
     "gated": [*_GPT, "--swiglu", "--group-query-attention", "--num-query-groups", "2"],
-    # Optimizer state does not go from one process to expert parallelism.
+    # One process's optimizer state cannot be loaded under expert parallelism.
     "moe_tiny": ["--config", "configs/models/moe_tiny.yaml", "--no-load-optim", *_COMMON],
 }
-"""Flags of the models; dropout and precision are the checks' own."""
+"""Flags of each model; the checks set dropout and precision."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to cut a model and its data.
+    """One way to distribute a model and its data.
 
     Attributes:
-        regroups: where experts are cut, or the sequence before they see it: the tokens that an expert multiplies with
-            at once, or their order, are others than on one process. Data parallelism alone leaves a rank's microbatch
-            what it was.
+        regroups: an expert's tokens, or their order, differ from one process's, because experts or the sequence
+            are sharded. Data parallelism alone does not change a rank's microbatch.
     """
 
     name: str
@@ -52,12 +51,12 @@ class Layout:
 
     @property
     def tensor_parallel(self) -> int:
-        """Ranks that share every linear layer."""
+        """Size of the tensor-parallel group."""
         return self._size("--tensor-model-parallel-size")
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.processes // (self.tensor_parallel * self._size("--pipeline-model-parallel-size"))
 
     def _size(self, flag: str) -> int:
@@ -71,7 +70,7 @@ _EP2 = ("--expert-model-parallel-size", "2")
 _DISTRIBUTED = ("--use-distributed-optimizer",)
 
 ONE = (Layout("1", 1), Layout("1", 1, model="moe_tiny"))
-"""What the others are compared with."""
+"""The references."""
 
 LAYOUTS = (
     Layout("TP2", 2, _TP2),
@@ -86,10 +85,7 @@ LAYOUTS = (
     Layout("TP2+SP", 2, (*_TP2, *_SP), "moe_tiny", regroups=True),
 )
 
-RESUMED = (
-    Layout("TP2+SP distributed optimizer", 2, (*_TP2, *_SP, *_DISTRIBUTED)),
-    Layout("PP2", 2, _PP2),
-)
-"""Where runs are stopped and resumed."""
+RESUMED = (Layout("TP2+SP distributed optimizer", 2, (*_TP2, *_SP, *_DISTRIBUTED)), Layout("PP2", 2, _PP2))
+"""Layouts of the runs that are stopped and resumed."""
 
 SAME_NOISE = "--share-rng-across-dp"

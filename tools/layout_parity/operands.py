@@ -1,7 +1,7 @@
-"""Given the same operand, a layout's codes and scales are one process's, bit for bit; and what rounding noise shares.
+"""Codes and scales of a layout against one process's for the same operand, and the correlation of rounding noise.
 
-Every linear layer of this rank quantizes its part of operands that are seeded by the layer, through the numerics (and
-the collectives) that it trains with; beside it stands the unsharded layer, built here.
+Every linear layer of this rank quantizes its shard of operands that the layer's name seeds, with the GEMMs and
+collectives of training. The unsharded layer, built here, quantizes the whole operands.
 """
 
 from __future__ import annotations
@@ -26,39 +26,36 @@ from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 from tools.layout_parity.setup import Setup
 
 _TOKENS = 128
-_MOMENT = RngStep(5, 1)
-_SLICE = 1000
+_RNG_STEP = RngStep(5, 1)
 
 
 @dataclass
 class _Layer:
-    """One linear layer of this rank, its unsharded twin, and the whole operands of both."""
+    """One linear layer of this rank, its unsharded twin, and the whole operands; ``share`` ranks split the layer."""
 
     linear_gemms: LinearGemms
     twin: LinearGemms
     operands: dict[str, torch.Tensor]
+    share: int = 1
 
     def parts(self) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
         """(GEMM, operand, this rank's part, the whole), contracted dimension last."""
         for (gemm, operand), dims in DIMS.items():
-            whole = self.operands[operand] if dims in ("TI", "OI", "TO") else self.operands[operand].t()
-            part = whole
+            by_row = dims in ("TI", "OI", "TO")
+            whole = part = self.operands[operand] if by_row else self.operands[operand].t()
             for dimension, name in enumerate(dims):
                 part = part.index_select(dimension, self.indices(name, whole.shape[dimension]))
-            by_row = dims in ("TI", "OI", "TO")
             yield gemm, operand, (part.contiguous() if by_row else part.t().contiguous().t()), whole
 
     def indices(self, name: str, size: int) -> torch.Tensor:
-        """Where this rank's part of dimension I, O or T lies."""
+        """Indices of this rank's shard in dimension I, O or T."""
         span = self.linear_gemms.place.spans.get(name, ShardSlice())
         local = size // self.share if name == self.linear_gemms.place.split else size
         return span.place(torch.arange(local)).to(self.operands["input"].device)
 
-    share: int = 1
-
 
 def operands(setup: Setup, recipe: str) -> dict[str, Any]:
-    """How many operands were compared on all ranks, and which of them differ."""
+    """The number of operands compared on all ranks, and the names of those that differ."""
     setup.enter(recipe)
     layers = list(_layers(setup))
     wrong: list[str] = []
@@ -93,10 +90,10 @@ def operands(setup: Setup, recipe: str) -> dict[str, Any]:
 
 
 def noise(setup: Setup, recipe: str, layers: int | None = None) -> dict[str, Any]:
-    """Rounding errors of the same operands on data-parallel ranks 0 and 1: the z of their correlation, or equality.
+    """Correlation (in standard deviations) and equality of the rounding errors of data-parallel ranks 0 and 1.
 
     Args:
-        layers: of the first so many linear layers; None for all.
+        layers: number of linear layers, from the first; None for all.
     """
     setup.enter(recipe)
     errors = []
@@ -107,7 +104,7 @@ def noise(setup: Setup, recipe: str, layers: int | None = None) -> dict[str, Any
             if quant is None or quant.rounding != "stochastic":
                 continue
             elements, _ = _quantized(layer.linear_gemms, gemm, operand, whole)
-            transform = layer.linear_gemms.emulated.transform(gemm, _MOMENT)
+            transform = layer.linear_gemms.emulated.transform(gemm, _RNG_STEP)
             exact = whole if transform is None else transform.apply(whole)
             errors.append((elements.float() - quant.headroom * exact.float()).flatten().double())
     mine = torch.cat(errors)
@@ -122,7 +119,7 @@ def noise(setup: Setup, recipe: str, layers: int | None = None) -> dict[str, Any
 def _layers(setup: Setup) -> Iterator[_Layer]:
     config, seed = setup.config, setup.config.seed
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    for number, module in enumerate(m for c in setup.trainer.chunks for m in c.modules()):
+    for module in (module for chunk in setup.trainer.chunks for module in chunk.modules()):
         if not isinstance(module, LowPrecLinearMixin):
             continue
         mine = module.bound_gemms
@@ -132,8 +129,7 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
             out_features *= share
         elif place.split == "I":
             in_features *= share
-        # SavedForBackward in bf16 by the recipe, or not.
-        recipe: Recipe = mine.recipe
+        recipe: Recipe = mine.recipe  # the layer's: the run's recipe, or bf16 for layers kept in bf16
         alone = LinearId(place.layer, place.name, place.expert, place.data_parallel_rank)
         stored = setup.trainer.runtime.recipe
         device = setup.device
@@ -151,12 +147,11 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
         made = {operand: _seeded(f"{name} {operand}", *shape).to(device, dtype) for operand, shape in shapes.items()}
         for linear_gemms, weight in ((mine, module.weight), (twin, made["weight"])):
             linear_gemms.choose_products(weight)
-        assert number >= 0
         yield _Layer(mine, twin, made, share)
 
 
 def _seeded(name: str, *shape: int) -> torch.Tensor:
-    """Normal, with a column and a row that stick out: amaxes of parts differ."""
+    """Normal, with an outlier column and row, so that the amaxes of shards differ."""
     generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little") % 2**31)
     made = torch.randn(shape, generator=generator)
     made[:, int(torch.randint(shape[1], (), generator=generator))] *= 16
@@ -172,8 +167,8 @@ def _name(layer: _Layer) -> str:
 def _quantized(
     linear_gemms: LinearGemms, gemm: str, operand: str, matrix: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Elements, and decode scales where they are apart from them."""
-    made = linear_gemms._quantize(gemm, linear_gemms._native_names, operand, matrix, _MOMENT)
+    """Elements, and decode scales where they are stored separately."""
+    made = linear_gemms._quantize(gemm, linear_gemms._native_names, operand, matrix, _RNG_STEP)
     if isinstance(made, ScaledOperand):
         return made.elements[: made.rows].float(), made.decode_scale()
     return made.elements, made.scale

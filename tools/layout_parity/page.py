@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.layout_parity.judge import FIRST, SPREADS, Verdict
+from tools.layout_parity.compare import FIRST, SPREADS, Verdict
 
 _INTRODUCTION = """Every layout starts from one checkpoint, written by a single process after {base} steps, and takes
 {steps} steps on the same samples ({batch} an iteration in microbatches of {microbatch}, {sequence} tokens each); `gpt`
@@ -12,26 +12,22 @@ has 4 layers, hidden 256. A number is the difference to one process's loss, in n
 """
 _FP64 = """## Exact sums (fp64)
 
-What follows from the layout and not from the order of sums: the model computes in fp64, quantizers see fp32 as always.
-First step / largest difference after it. Allowed is {first:.0e} both times, but where the table says why later steps
-are others: (n) data-parallel ranks draw numbers of their own, (c) the calibration of delayed scaling sees gradients
-of another size at scale 1, (g) experts see their tokens in other groups.
+The model computes in fp64, so the order of sums has no effect; quantizers see fp32 as always. First step / largest
+difference after it. Allowed is {first:.0e} both times, except where later steps differ by design: (n) data-parallel
+ranks draw numbers of their own, (c) the calibration of delayed scaling sees gradients of another size at scale 1, (g)
+experts see their tokens in other groups.
 """
 _SPREAD = """## {precision} compute
 
-First step / largest difference after it, and in brackets what part this is of the spread: the largest difference
-between any two of {runs} one-process runs, of which {moved} began with embedding weights that were moved by one unit in
-the last place (seeds {seeds}). Marked n and g: these also took each iteration's samples in another order. If a layout
-were one more such run, one cell in {chance} would be above 1 by chance; of these {cells}, {above} are.
-{rule}
+First step / largest difference after it, and in brackets its share of the spread: the largest difference between any
+two of {runs} one-process runs, of which {moved} began with embedding weights moved by one unit in the last place (seeds
+{seeds}). Marked n and g: these also took each iteration's samples in another order. If a layout were one more such run,
+one case in {chance} would be above 1 by chance; of these {cases}, {above} are.
+Allowed are {first_rule}two spreads, or {first:.0e}{after}.
 """
-_FIRST_RULE = (
-    "Allowed are {first:.0e} for the first step (marked g: two spreads), and two spreads, or {first:.0e}, after it."
-)
-_BF16_RULE = "Allowed are two spreads, or {first:.0e}."
 _FLIPPED = f"""Sums in another order differ in their last bits, which can move a number across the middle between two
 codes; a single code can move a loss by more than {FIRST:.0e}, in the first step already. The table of exact sums (fp64)
-says what is left without that.
+shows the differences without that effect.
 """
 _TITLES = {
     "operands": "## Given the same operand: codes and scales, bit for bit",
@@ -46,66 +42,66 @@ def render(
     title: str,
     verdicts: Sequence[Verdict],
     facts: dict[str, object],
-    conditions: Sequence[str],
+    conditions: str,
     notes: Sequence[str],
     missing: Sequence[str] = (),
 ) -> str:
     """The page.
 
     Args:
-        missing: what has no result.
+        missing: checks without a result.
         facts: base, steps, batch, microbatch, sequence and seeds of the introductions.
     """
     wrong = [verdict for verdict in verdicts if not verdict.ok]
-    looked = (
-        f"{len(verdicts)} cells, {len(wrong)} of them more than allowed." if wrong else f"{len(verdicts)} cells hold."
-    )
-    if missing:
-        looked = f"{looked} {len(missing)} checks have no result."
-    parts = [f"# {title}", "\n".join(conditions), f"**{looked}**", _INTRODUCTION.format(**facts)]
+    result = f"{len(verdicts)} cases" + (f", {len(wrong)} of them more than allowed." if wrong else " hold.")
+    result += f" {len(missing)} checks have no result." if missing else ""
+    parts = [f"# {title}", conditions, f"**{result}**", _INTRODUCTION.format(**facts)]
     losses = [verdict for verdict in verdicts if verdict.check == "losses"]
     for precision in dict.fromkeys(v.precision for v in losses):
-        parts.append(_losses([v for v in losses if v.precision == precision], precision, facts))  # noqa: PERF401
+        parts += _losses([v for v in losses if v.precision == precision], precision, facts)
     for check, heading in _TITLES.items():
         found = [verdict for verdict in verdicts if verdict.check == check]
-        if found:
-            parts.append(f"{heading}\n\n{_list(found)}")
-    if wrong:
-        lines = [f"- {v.check}, {v.model} {v.layout}, {v.recipe}, {v.precision}: {v.says}" for v in wrong]
-        parts.append("## More than allowed\n\n" + "\n".join(lines))
-        if any(v.precision != "fp64" and v.check == "losses" for v in wrong):
-            parts.append(_FLIPPED)
-    if missing:
-        parts.append("## No result\n\n" + "\n".join(f"- {what}" for what in missing))
-    if notes:
-        parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in notes))
+        parts += [f"{heading}\n\n{_list(found)}"] if found else []
+    flipped = any(v.precision != "fp64" and v.check == "losses" for v in wrong)
+    for heading, lines, comment in (
+        ("More than allowed", wrong, _FLIPPED if flipped else ""),
+        ("No result", missing, ""),
+        ("Notes", notes, ""),
+    ):
+        if lines:
+            parts.append("\n".join([f"## {heading}\n", *(f"- {line}" for line in lines)]))
+            parts += [comment] if comment else []
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _losses(verdicts: Sequence[Verdict], precision: str, facts: dict[str, object]) -> str:
+def _losses(verdicts: Sequence[Verdict], precision: str, facts: dict[str, object]) -> list[str]:
+    """The introduction of a precision and a table for each model."""
     seeds = list(facts["seeds"])  # type: ignore[call-overload]
-    rule = (_BF16_RULE if precision == "bf16" else _FIRST_RULE).format(first=FIRST)
-    parts = [_FP64.format(first=FIRST)]
-    if precision != "fp64":
+    if precision == "fp64":
+        parts = [_FP64.format(first=FIRST)]
+    else:
         text = _SPREAD.format(
             precision=precision,
             runs=len(seeds) + 1,
             moved=len(seeds),
             seeds=", ".join(map(str, seeds)),
-            rule=rule,
             chance=len(seeds) * (len(seeds) + 1) // 2 + 1,
-            cells=len(verdicts),
+            cases=len(verdicts),
             above=sum(verdict.bound is not None and _spreads(verdict) > 1 for verdict in verdicts),
+            first=FIRST,
+            first_rule="" if precision == "bf16" else f"{FIRST:.0e} for the first step (marked g: two spreads), and ",
+            after="" if precision == "bf16" else ", after it",
         )
         parts = [text]
     for model in dict.fromkeys(v.model for v in verdicts):
         mine = {(v.recipe, v.layout): v for v in verdicts if v.model == model}
         layouts = list(dict.fromkeys(layout for _, layout in mine))
-        parts.append(f"| {model} | " + " | ".join(layouts) + " |\n| --- |" + " ---: |" * len(layouts))
+        lines = [f"| {model} | " + " | ".join(layouts) + " |", "| --- |" + " ---: |" * len(layouts)]
         for recipe in dict.fromkeys(recipe for recipe, _ in mine):
             cells = [_cell(mine.get((recipe, layout))) for layout in layouts]
-            parts[-1] += f"\n| `{recipe}` | " + " | ".join(cells) + " |"
-    return "\n\n".join(part.strip() for part in parts)
+            lines.append(f"| `{recipe}` | " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines))
+    return parts
 
 
 def _cell(verdict: Verdict | None) -> str:
@@ -113,29 +109,26 @@ def _cell(verdict: Verdict | None) -> str:
         return ""
     mark = next((mark for start, mark in _MARKS.items() if verdict.why.startswith(start)), "")
     part = f" ({_spreads(verdict):.2f})" if verdict.bound and verdict.precision != "fp64" else ""
-    text = f"{_number(verdict.first)} / {_number(verdict.later)}{part}{mark}"
+    first, later = (f"{value:.0e}".replace("e-0", "e-") if value else "0" for value in (verdict.first, verdict.later))
+    text = f"{first} / {later}{part}{mark}"
     return text if verdict.ok else f"**{text}**"
 
 
 def _spreads(verdict: Verdict) -> float:
-    """A later difference in spreads; of nothing but 1e-5 in halves of it."""
+    """A later difference in spreads; where nothing is claimed, in halves of 1e-5."""
     return SPREADS * verdict.later / (verdict.bound or FIRST)
 
 
-def _number(value: float) -> str:
-    return f"{value:.0e}".replace("e-0", "e-") if value else "0"
-
-
 def _list(verdicts: Sequence[Verdict]) -> str:
-    """One line for all that hold on a layout, and one for each that does not."""
+    """One line for the verdicts of a layout that hold, and one for each that does not."""
     lines = []
-    for model, layout, precision in dict.fromkeys((v.model, v.layout, v.precision) for v in verdicts):
-        mine = [v for v in verdicts if (v.model, v.layout, v.precision) == (model, layout, precision)]
+    for case in dict.fromkeys((v.model, v.layout, v.precision) for v in verdicts):
+        where = "{} {}, {}".format(*case)
+        mine = [v for v in verdicts if (v.model, v.layout, v.precision) == case]
         held = [v for v in mine if v.ok]
-        if held:
-            said = dict.fromkeys(v.says for v in held)
-            each = held[0].says if len(said) == 1 else "; ".join(f"`{v.recipe}` {v.says}" for v in held)
-            named = f"{len(held)} recipes: " if len(said) == 1 and len(held) > 1 else ""
-            lines.append(f"- {model} {layout}, {precision}: {named}{each}")
-        lines += [f"- **{model} {layout}, {precision}, `{v.recipe}`: {v.says}**" for v in mine if not v.ok]
+        if len({v.text for v in held}) == 1:
+            lines.append(f"- {where}: {f'{len(held)} recipes: ' if len(held) > 1 else ''}{held[0].text}")
+        elif held:
+            lines.append(f"- {where}: " + "; ".join(f"`{v.recipe}` {v.text}" for v in held))
+        lines += [f"- **{where}, `{v.recipe}`: {v.text}**" for v in mine if not v.ok]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A model on a layout, built as the driver builds it, once for all recipes: each finds it as the checkpoint has it."""
+"""A model on a layout, built once as the driver builds it, and restored to its checkpoint for each recipe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def configured(flags: Sequence[str], ranks: Ranks) -> Config:
 
 
 class Shuffled:
-    """The same samples in each iteration, in another order: other microbatches, other draws, the same mean."""
+    """The same samples in each iteration, in another order: other microbatches, other random draws, the same mean."""
 
     def __init__(self, samples: Any, batch: int, seed: int) -> None:
         self._samples, self._batch = samples, batch
@@ -49,7 +49,7 @@ class Shuffled:
 
 
 class Snapshot:
-    """Weights, main weights and the optimizer's state, to go back to."""
+    """A copy of weights, main weights and optimizer state."""
 
     def __init__(self, trainer: model.Trainer) -> None:
         self._trainer = trainer
@@ -60,8 +60,8 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Everything as it was."""
-        # Whoever loads a checkpoint puts other tensors in the place of some.
+        """Copy everything back."""
+        # In place, and by position: loading a checkpoint replaces some tensors.
         for tensor, kept in zip(_tensors(self._trainer), self._kept, strict=True):
             tensor.copy_(kept)
         for group, kept_group in zip(_groups(self._trainer), self._groups, strict=True):
@@ -70,7 +70,7 @@ class Snapshot:
 
     @torch.no_grad()
     def spoil(self) -> None:
-        """Nothing as it was: whoever loads a checkpoint now has it from there alone."""
+        """Overwrite everything, so that only a checkpoint can restore it."""
         for tensor in _tensors(self._trainer):
             tensor.fill_(0.5)
         self._trainer.scheduler.num_steps = 0
@@ -92,7 +92,7 @@ def _tensors(trainer: model.Trainer) -> Iterator[torch.Tensor]:
 
 @dataclass
 class Setup:
-    """What every check of a group works on."""
+    """The state that all checks of a group share."""
 
     config: Config
     ranks: Ranks
@@ -106,7 +106,7 @@ class Setup:
 
     @staticmethod
     def of(config: Config, ranks: Ranks, device: torch.device) -> Setup:
-        """Model and checkpoint (--load); the layout must be laid out."""
+        """Build the model and load --load; the process groups must exist."""
         tokenizer = tokenizer_of(config)
         vocabulary = padded_vocab_size(
             tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
@@ -123,11 +123,11 @@ class Setup:
             if not config.no_load_optim:
                 resume.check_optimizer(found, config)
             progress = checkpoint.load(found, trainer, config, layout_of(config, ranks)).progress
-        optimizer_state.prime_adam(trainer.optimizer)  # moments that no step has made yet are part of the snapshot
+        optimizer_state.prime_adam(trainer.optimizer)  # the snapshot includes moments that no step has created yet
         return Setup(config, ranks, device, trainer, split, plan, vocabulary, progress, Snapshot(trainer))
 
     def enter(self, recipe: str) -> None:
-        """The model as it was loaded, under a recipe that has seen nothing yet; UserError where sizes forbid it."""
+        """The model as loaded, under a recipe without history; raises UserError if its blocks do not fit the sizes."""
         spec = load_recipe(recipe, [])
         sites, layers = linear_sites(self.config), require(self.config.num_layers)
         check_sizes(spec, sites, layers, self.config.tensor_model_parallel_size)
@@ -136,7 +136,7 @@ class Setup:
             self.trainer.runtime = model.bind(self.config, spec, self.trainer.chunks)
 
     def calibrate(self) -> None:
-        """Fill the histories of delayed scaling, which the checkpoint has none of, as the driver does."""
+        """Fill the amax histories of delayed scaling, which the checkpoint lacks, as the driver does."""
         if self.trainer.runtime.recipe.delayed_operands():
             update_num_microbatches(self.progress.consumed_samples)
             calibrate(
@@ -159,14 +159,14 @@ class Setup:
         return losses
 
     def save(self, folder: Path, progress: Progress) -> None:
-        """A checkpoint of the driver's."""
+        """Write a checkpoint as the driver does."""
         config = replace(self.config, save=str(folder))
         recipe = self.trainer.runtime.recipe
         content = resume.content(config, recipe, self.schedule, self.vocabulary, layout_of(config, self.ranks), None)
         CheckpointWriter(config, content, lambda line: None).save(self.trainer, progress)
 
     def load(self, folder: Path) -> Progress:
-        """Go on from it, histories included."""
+        """Load a checkpoint, amax histories included."""
         config = replace(self.config, load=str(folder))
         found, _ = resume.find_checkpoint(config)
         assert found is not None
@@ -209,7 +209,7 @@ class Setup:
 
 
 def layout_of(config: Config, ranks: Ranks) -> dict[str, int]:
-    """As a checkpoint names it."""
+    """The layout, in the form that checkpoints store."""
     return {
         "tensor": config.tensor_model_parallel_size,
         "pipeline": config.pipeline_model_parallel_size,

@@ -1,8 +1,8 @@
-"""One launch: ``torchrun -m tools.layout_parity.worker ASKED.json``, one layout or several of as many processes.
+"""One launch: ``torchrun -m tools.layout_parity.worker JOB.json``, one layout or several with as many processes.
 
-ASKED.json holds ``out``, a file for rows as JSON lines, and groups. A group is a model on a layout at a precision: it
-is built once, and every recipe of it runs the checks that the group names. Rows are written as they come, and what has
-a row is not run again: a launch that was killed goes on.
+JOB.json holds ``out``, a file for rows as JSON lines, and groups. A group is a model on a layout at a precision. It is
+built once, and each of its recipes runs the group's checks. Rows are written as they come. A check that has a row is
+not repeated, so a launch that was killed continues.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +23,21 @@ from megatron_lowprec.training.distributed import startup
 Row = dict[str, Any]
 
 
-def main(asked: Mapping[str, Any]) -> None:
-    """All groups; a recipe that a layout's sizes forbid is a row that says so, any other error ends the launch."""
+def main(job: Mapping[str, Any]) -> None:
+    """Run all groups; a recipe that does not fit a layout's sizes gets a failed row, other errors end the launch."""
     ranks = startup.prepare_environment()
     import torch.distributed as dist
 
     from tools.layout_parity.double import in_double
-    from tools.layout_parity.plan import row_key
+    from tools.layout_parity.plan import keys_of, row_key
     from tools.layout_parity.setup import Setup, configured
 
-    # Before the process group: no rank writes yet.
-    there = {row_key(row) for row in rows_of(Path(asked["out"]))}
+    # Before the process group is initialized: no rank writes yet.
+    present = {row_key(row) for row in rows_of(Path(job["out"]))}
     device = None
-    with Path(asked["out"]).open("a", encoding="utf-8") as file:
-
-        def write(row: Row) -> None:
-            if ranks.rank == 0:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-
-        for group in asked["groups"]:
-            missing = [
-                (recipe, check)
-                for recipe in group["recipes"]
-                for check in group["checks"]
-                if row_key({**group["name"], "recipe": recipe, "check": check}) not in there
-            ]
+    with Path(job["out"]).open("a", encoding="utf-8") as file:
+        for group in job["groups"]:
+            missing = [pair for pair, key in keys_of(group).items() if key not in present]
             if not missing:
                 continue
             config = configured(group["flags"], ranks)
@@ -57,8 +47,7 @@ def main(asked: Mapping[str, Any]) -> None:
                 dist.barrier()
                 startup.take_down_layout()
                 startup.lay_out(config)
-            double = group["name"]["precision"] == "fp64"
-            with in_double() if double else nullcontext():
+            with in_double() if group["name"]["precision"] == "fp64" else nullcontext():
                 setup = Setup.of(config, ranks, device)
                 for recipe, check in missing:
                     started = time.perf_counter()
@@ -67,13 +56,16 @@ def main(asked: Mapping[str, Any]) -> None:
                     except UserError as error:
                         found = {"failed": str(error)}
                     seconds = round(time.perf_counter() - started, 3)
-                    write({**group["name"], "recipe": recipe, "check": check, **found, "seconds": seconds})
+                    row = {**group["name"], "recipe": recipe, "check": check, **found, "seconds": seconds}
+                    if ranks.rank == 0:
+                        file.write(json.dumps(row) + "\n")
+                        file.flush()
     if device is not None:
         startup.finalize()
 
 
 def rows_of(path: Path) -> list[Row]:
-    """The rows of a file that may be in the making, or not be there."""
+    """The complete rows of a file that may be incomplete or absent."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -81,7 +73,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def _base(setup: Any, recipe: str, group: Row) -> Row:
-    """Some steps from nothing, and the checkpoint that all layouts load."""
+    """Some steps from initialization, and the checkpoint that all layouts load."""
     setup.enter(recipe)
     setup.train(group["steps"], setup.progress)
     setup.save(Path(group["save"]), setup.progress)
@@ -91,16 +83,13 @@ def _base(setup: Any, recipe: str, group: Row) -> Row:
 def _losses(setup: Any, recipe: str, group: Row) -> Row:
     setup.enter(recipe)
     setup.calibrate()
-    runs = setup.trainer.runtime
-    return {
-        "losses": _exact(setup.train(group["steps"])),
-        # Megatron-core's own layers have no recipe.
-        "gemms": runs.gemms() if not setup.config.no_lowprec_linears else {},
-    }
+    losses = _exact(setup.train(group["steps"]))
+    # Megatron-core's own layers have no recipe.
+    return {"losses": losses, "gemms": {} if setup.config.no_lowprec_linears else setup.trainer.runtime.gemms()}
 
 
 def _spread(setup: Any, recipe: str, group: Row) -> Row:
-    """The same steps from weights that were moved by one unit in the last place; and in another order of samples."""
+    """The same steps from weights moved by one unit in the last place, and also with samples in another order."""
     found: Row = {kind: {} for kind in group["spreads"][recipe]}
     for kind in found:
         for seed in group["seeds"]:
@@ -112,9 +101,7 @@ def _spread(setup: Any, recipe: str, group: Row) -> Row:
 
 
 def _resume(setup: Any, recipe: str, group: Row) -> Row:
-    """Twice as many steps at once; then half of them, a checkpoint, everything spoiled, loaded, the other half."""
-    from dataclasses import replace
-
+    """2n steps in one run; then n steps, a checkpoint, all state overwritten, the checkpoint loaded, n steps."""
     import torch.distributed as dist
 
     steps, folder = group["steps"], Path(group["save"])

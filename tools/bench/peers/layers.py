@@ -50,7 +50,7 @@ def absent(name: str, device: torch.device) -> str | None:
     """Why a peer cannot be measured here, or None; imports it."""
     distribution, module = PEERS[name]
     if importlib.util.find_spec(distribution) is None:
-        return "not installed; see tools/bench/peers"
+        return "not installed; tools/bench/README.md says how to install it"
     if name == "te" and device.type != "cuda":
         return "it runs on a GPU alone"
     # Read when TransformerEngine is imported: fp32 scales for its blocks, as our recipe has them.

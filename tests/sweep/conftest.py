@@ -95,8 +95,8 @@ class Fake:
     def program(self) -> list[str]:
         """scripts/sweep.py with the stand-in."""
         code = (
-            "import sys; from megatron_lowprec.sweep import cells, cli, local; "
-            f"cells.DRIVER = {str(self.driver)!r}; local.visible_gpus = lambda: []; "
+            "import sys; from megatron_lowprec.sweep import cli, jobs, local; "
+            f"jobs.DRIVER = {str(self.driver)!r}; local.visible_gpus = lambda: []; "
             f"vars(local).update({self.constants!r}); sys.exit(cli.main(sys.argv[1:]))"
         )
         return [sys.executable, "-c", code]

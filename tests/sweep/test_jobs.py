@@ -158,8 +158,8 @@ def test_what_a_run_is(write_sweep: WriteSweep) -> None:
 def test_expanding_loads_neither_torch_nor_megatron(write_sweep: WriteSweep) -> None:
     code = f"""
 import sys
-from megatron_lowprec.sweep import cells, cli, spec
-print(len(cells.expand(spec.read({write_sweep()!r}), {{}}, 1)))
+from megatron_lowprec.sweep import cli, jobs, spec
+print(len(jobs.expand(spec.read({write_sweep()!r}), {{}}, 1)))
 print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "megatron", "triton", "rich"}}))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

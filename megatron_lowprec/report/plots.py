@@ -37,18 +37,18 @@ _EARLY = 0.1  # share of the run that does not set the limits of a difference
 _FIRST = 0.04  # likewise of a loss
 
 
-def training(group: Group, look: Mapping[str, Look], theme: Theme) -> bytes:
-    """PNG: smoothed training losses over tokens, and their difference to the reference."""
-    return _losses(group, look, theme, "training loss", lambda run: _smoothed(run), markers=False)
+def training(group: Group, look: Mapping[str, Look], theme: Theme) -> bytes | None:
+    """PNG: smoothed training losses over tokens, and their difference to the reference; None without a run's losses."""
+    return _losses(group, look, theme, "training loss", _smoothed, markers=False)
 
 
-def validation(group: Group, look: Mapping[str, Look], theme: Theme) -> bytes:
+def validation(group: Group, look: Mapping[str, Look], theme: Theme) -> bytes | None:
     """PNG: validation losses over tokens, and their difference to the reference."""
     return _losses(group, look, theme, "validation loss", _validation, markers=True)
 
 
 def gaps(
-    group: Group, fit: Fit, look: Mapping[str, Look], published: Mapping[str, Sequence[float]], theme: Theme
+    group: Group, fit: Fit | None, look: Mapping[str, Look], published: Mapping[str, Sequence[float]], theme: Theme
 ) -> bytes | None:
     """PNG: perplexity gap to the reference at the end, with intervals, single seeds and published gaps (percent).
 
@@ -56,7 +56,7 @@ def gaps(
     """
     results = group.final_losses()
     labels = [label for label in group.labels if any(label == each for each, _ in results)]
-    if group.reference not in labels or len(labels) < 2:
+    if fit is None or group.reference not in labels or len(labels) < 2:
         return None
     labels.remove(group.reference)
     figure = new_figure(theme, 1.5 + 0.42 * len(labels))
@@ -116,8 +116,10 @@ def _losses(
     name: str,
     series: Callable[[Run], Series],
     markers: bool,
-) -> bytes:
+) -> bytes | None:
     """Two panels: mean over seeds with their range, and paired differences to the reference with theirs."""
+    if all(run.curve is None for run in group.runs):
+        return None
     finished = {label: _common(group.of(label, Status.FINISHED), series) for label in group.labels}
     finished = {label: found for label, found in finished.items() if len(found[0])}
     compared = [label for label in finished if label != group.reference and group.reference in finished]

@@ -40,12 +40,12 @@ class Report:
             fit = self.fits[group.name]
             confidence = self.claims.rules.confidence
             found += ["", f"{group.name}: {_described(group)}", ""]
-            found += [*tables.text(tables.quality(group, fit, confidence)), ""]
+            found += [*tables.quality(group, fit, confidence).lines(), ""]
             found += tables.resolution(group, fit, confidence)
             looks = self.looks[group.name]
             if looks:
                 found += ["", "what quantization did to operands, medians over layers and seeds at the last look:", ""]
-                found += tables.text(operand_tables.in_short(looks))
+                found += operand_tables.in_short(looks).lines()
         ended = [run for run in self.runs if run.status is not Status.FINISHED]
         if ended:
             found += ["", "not finished:"]

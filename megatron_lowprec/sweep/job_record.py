@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import atomic_write
 from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
 from megatron_lowprec.sweep.jobs import Cell
-from megatron_lowprec.training.distributed.whole_file import write_whole
 
 RECORD = "cell.json"
 State = Literal["running", "done", "failed", "interrupted"]
@@ -59,7 +59,7 @@ def read(run: Path) -> Record | None:
 
 def write(run: Path, record: Record) -> None:
     """Put ``record`` into a cell's folder."""
-    write_whole(run / RECORD, json.dumps(asdict(record), indent=1) + "\n")
+    atomic_write(run / RECORD, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def begin(cell: Cell, run: Path, command: list[str]) -> Record:

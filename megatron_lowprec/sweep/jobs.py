@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import atomic_write
 from megatron_lowprec.recipe.coverage import check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.schema import Recipe
@@ -20,7 +21,6 @@ from megatron_lowprec.training.config.arguments import KINDS, REPOSITORY, find, 
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
-from megatron_lowprec.training.distributed.whole_file import write_whole
 from megatron_lowprec.training.models.sizes import linear_sites, sized
 
 MANIFEST = "sweep.json"
@@ -164,7 +164,7 @@ def write_manifest(out: Path, sweep: Sweep, cells: Sequence[Cell]) -> None:
     ]
     out.mkdir(parents=True, exist_ok=True)
     content = {"name": sweep.name, "size": sweep.size, "cells": rows}
-    write_whole(out / MANIFEST, json.dumps(content, indent=1) + "\n")
+    atomic_write(out / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(out: Path) -> dict[str, Any]:

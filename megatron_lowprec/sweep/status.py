@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_lowprec.sweep import job_record, lock
 from megatron_lowprec.sweep.jobs import read_manifest
+from megatron_lowprec.text_tables import plain_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -118,10 +119,8 @@ def summary(found: Sequence[Row]) -> str:
 
 
 def lines(found: Sequence[Row]) -> list[str]:
-    """The table as plain text, its columns as wide as they need to be."""
-    table = [_COLUMNS, *(_texts(row) for row in found)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    """The table as plain text."""
+    return plain_table(_COLUMNS, [_texts(row) for row in found], rule=False)
 
 
 def table(found: Sequence[Row], caption: str) -> Table:

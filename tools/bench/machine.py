@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.training.monitoring.run_metadata import commit
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -28,7 +30,7 @@ def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit("megatron_lowprec", "tools") or "unknown",
         "sources": _digest(),
     }
 
@@ -55,12 +57,6 @@ def _output(command: list[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def _commit() -> str:
-    commit = _output(["git", "rev-parse", "--short=12", "HEAD"])
-    changes = _output(["git", "status", "--porcelain", "megatron_lowprec", "tools"])
-    return commit if changes == "unknown" else f"{commit} with changes"
 
 
 def _digest() -> str:

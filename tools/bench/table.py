@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_lowprec.text_tables import plain_table
+
 Row = Mapping[str, Any]
 """Column key -> value; ``failed`` holds the reason where there is no number to print."""
 
@@ -24,21 +26,10 @@ class Column:
 
 def render(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """The table: numbers to the right, text to the left, a failed row's reason in place of its numbers."""
-    texts = [[column.text(row) for column in columns] for row in rows]
-    widths = [max([len(c.heading), *(len(line[i]) for line in texts)]) for i, c in enumerate(columns)]
-
-    def line(cells: Sequence[str]) -> str:
-        aligned = [
-            cell.rjust(width) if column.form else cell.ljust(width)
-            for cell, width, column in zip(cells, widths, columns, strict=True)
-        ]
-        return "  ".join(aligned).rstrip()
-
-    lines = [line([column.heading for column in columns]), "  ".join("-" * width for width in widths)]
-    for row, cells in zip(rows, texts, strict=True):
-        if row.get("failed"):
-            named = [cell if not column.form else "" for cell, column in zip(cells, columns, strict=True)]
-            lines.append(f"{line(named)}  FAILED: {row['failed']}")
-        else:
-            lines.append(line(cells))
-    return "\n".join(lines)
+    texts = [["" if row.get("failed") and c.form else c.text(row) for c in columns] for row in rows]
+    left = [column.heading for column in columns if not column.form]
+    head, rule, *lines = plain_table([column.heading for column in columns], texts, left)
+    told = [
+        f"{line}  FAILED: {row['failed']}" if row.get("failed") else line for line, row in zip(lines, rows, strict=True)
+    ]
+    return "\n".join([head, rule, *told])

@@ -3,7 +3,7 @@
     python tools/plot_quantization.py runs/gpt_tiny-mxfp4_rht_sr
 
 reads quantization.jsonl in that folder, which --log-quantization-interval writes, draws quantization.png there and
-prints the operands that were represented worst in the last iteration looked at. Experts are one line, their worst.
+prints the operands that were represented worst in the last snapshot. Experts are one line, their worst.
 """
 
 import math
@@ -145,7 +145,7 @@ def _rows(path: Path) -> list[Row]:
     if not rows and not path.is_file():
         raise UserError(f"{path} is not there: train with --log-quantization-interval N, and name the run's folder")
     if not rows:
-        raise UserError(f"{path} has no rows: the run ended before its first look, or quantizes nothing")
+        raise UserError(f"{path} has no rows: the run ended before its first snapshot, or quantizes nothing")
     return rows
 
 

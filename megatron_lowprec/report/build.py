@@ -14,7 +14,7 @@ from megatron_lowprec.report import html, operand_plots, operand_tables, plot_st
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.claims import Claims
 from megatron_lowprec.report.groups import Group, group_runs
-from megatron_lowprec.report.operands import RecipeLooks, find_looks
+from megatron_lowprec.report.operands import Snapshots, find_snapshots
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all, published_gaps
@@ -29,7 +29,7 @@ class Report:
     runs: tuple[Run, ...]
     groups: tuple[Group, ...]
     fits: Mapping[str, Fit | None]
-    looks: Mapping[str, Sequence[RecipeLooks]]
+    snapshots: Mapping[str, Sequence[Snapshots]]
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
 
@@ -42,10 +42,14 @@ class Report:
             found += ["", f"{group.name}: {_described(group)}", ""]
             found += [*tables.quality(group, fit, confidence).lines(), ""]
             found += tables.resolution(group, fit, confidence)
-            looks = self.looks[group.name]
-            if looks:
-                found += ["", "what quantization did to operands, medians over layers and seeds at the last look:", ""]
-                found += operand_tables.in_short(looks).lines()
+            snapshots = self.snapshots[group.name]
+            if snapshots:
+                found += [
+                    "",
+                    "what quantization did to operands, medians over layers and seeds at the last snapshot:",
+                    "",
+                ]
+                found += operand_tables.in_short(snapshots).lines()
         ended = [run for run in self.runs if run.status is not Status.FINISHED]
         if ended:
             found += ["", "not finished:"]
@@ -65,10 +69,10 @@ class Report:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {folder}: cannot be made a folder ({error.strerror}); name another") from None
-        look = plot_style.looks(
+        styles = plot_style.styles(
             list(dict.fromkeys(label for group in self.groups for label in group.labels)), self.groups[0].reference
         )
-        sections = [self._section(group, look) for group in self.groups]
+        sections = [self._section(group, styles) for group in self.groups]
         for number, section in enumerate(sections, 1):
             prefix = f"group{number}_" if len(sections) > 1 else ""
             for name, picture in section["pictures"].items():
@@ -89,15 +93,15 @@ class Report:
         path.write_text(text, encoding="utf-8")
         return path
 
-    def _section(self, group: Group, look: Mapping[str, plot_style.Look]) -> dict[str, Any]:
+    def _section(self, group: Group, styles: Mapping[str, plot_style.Style]) -> dict[str, Any]:
         """What the page shows of a group."""
-        fit, looks, confidence = self.fits[group.name], self.looks[group.name], self.claims.rules.confidence
+        fit, snapshots, confidence = self.fits[group.name], self.snapshots[group.name], self.claims.rules.confidence
         published = published_gaps(self.claims, group)
         drawings: dict[str, Callable[[plot_style.Theme], bytes | None]] = {
-            "gaps": lambda theme: plots.gaps(group, fit, look, published, theme),
-            "training_loss": lambda theme: plots.training(group, look, theme),
-            "validation_loss": lambda theme: plots.validation(group, look, theme),
-            "operand_snr": lambda theme: operand_plots.snr(looks, look, theme),
+            "gaps": lambda theme: plots.gaps(group, fit, styles, published, theme),
+            "training_loss": lambda theme: plots.training(group, styles, theme),
+            "validation_loss": lambda theme: plots.validation(group, styles, theme),
+            "operand_snr": lambda theme: operand_plots.snr(snapshots, styles, theme),
         }
         pictures = {}
         for name, draw in drawings.items():
@@ -110,7 +114,7 @@ class Report:
             "pictures": pictures,
             "quality": tables.quality(group, fit, confidence),
             "resolution": tables.resolution(group, fit, confidence),
-            "operands": operand_tables.of_every_operand(looks) if looks else None,
+            "operands": operand_tables.of_every_operand(snapshots) if snapshots else None,
             "cost": tables.cost(group),
         }
 
@@ -143,16 +147,16 @@ def build(runs: Sequence[Run], notes: Sequence[str], claims: Claims, reference: 
     found = list(notes)
     if lost:
         found.append(f"{len(lost)} of the runs hold no configuration to place them by; they are listed at the end.")
-    fits, looks = {}, {}
+    fits, snapshots = {}, {}
     for group in groups:
         losses = group.final_losses()
         fits[group.name] = Fit(losses, claims.rules.confidence, claims.prior_noise.validation_loss) if losses else None
-        looks[group.name], unread = find_looks(group)
+        snapshots[group.name], unread = find_snapshots(group)
         found += unread
         if reference not in group.labels:
             found.append(f"{group.name} has no run of {reference}, so no gaps to it.")
     verdicts = tuple(judge_all(claims, groups))
-    return Report(title, claims, tuple(runs), tuple(groups), fits, looks, verdicts, tuple(found))
+    return Report(title, claims, tuple(runs), tuple(groups), fits, snapshots, verdicts, tuple(found))
 
 
 def _described(group: Group) -> str:

@@ -13,10 +13,13 @@ setup(
     # Spelled out although it is the default: with it an editable install puts the repository's root on sys.path, so
     # that tests, tools and pretrain_gpt.py can be imported too.
     package_dir={"": "."},
+    package_data={"megatron_lowprec.report": ["*.jinja"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.16.1,<0.17",
         "numpy>=1.26",
+        "scipy>=1.13",
+        "Jinja2>=3.1",
         "pyyaml>=6.0",  # megatron-core needs it without saying so
         "psutil>=5.9",  # likewise: without it its checkpoint writer hangs
         "tokenizers>=0.20",

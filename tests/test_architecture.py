@@ -22,21 +22,24 @@ MAX_MODULES, MAX_LINES = 15, 400
 MAY_IMPORT = {
     "": {"errors", "recipe"},  # the public names
     "errors": set(),
+    "files": set(),
+    "text_tables": set(),
     "formats": set(),
     "recipe": {"errors", "formats"},
-    "report": {"errors", "recipe"},
-    "kernels": {"formats"},
+    "report": {"errors", "recipe", "text_tables"},
+    "kernels": {"files", "formats"},
     "quantization": {"errors", "formats", "kernels", "recipe"},
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
     "linear": {"errors", "formats", "kernels", "recipe", "quantization"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
-    "training": {"errors", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore"},
+    "training": {"errors", "files", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore"},
     # reads only torch-free modules of training
-    "sweep": {"errors", "recipe", "training"},
+    "sweep": {"errors", "files", "recipe", "text_tables", "training"},
 }
 SEES_MEGATRON = {"mcore", "training"}
-PURE = {"", "errors", "formats", "recipe", "report", "sweep"}  # no torch: --list-recipes is instant
+# Without torch, so that --list-recipes is instant.
+PURE = {"", "errors", "files", "formats", "recipe", "report", "sweep", "text_tables"}
 
 
 def part_of(path: Path) -> str:

@@ -25,6 +25,7 @@ from megatron_lowprec.recipe.native_support import why_emulated
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
+from megatron_lowprec.text_tables import markdown_table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
@@ -98,8 +99,7 @@ _ABSENT = ("compute dtype", "", "", "")
 
 def _markdown(rows: Sequence[Row]) -> str:
     head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+    return "".join(f"{line}\n" for line in markdown_table(head, body))
 
 
 def _recipe(name: str) -> Recipe:

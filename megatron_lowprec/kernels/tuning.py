@@ -8,13 +8,14 @@ first of such a size where who asks names sizes apart.
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
+
+from megatron_lowprec.files import atomic_write
 
 SWITCH = "MEGATRON_LOWPREC_TUNE"
 FOLDER = "MEGATRON_LOWPREC_CACHE"
@@ -112,9 +113,6 @@ def _remember(path: Path, name: str, best: int) -> None:
     """Write into the cache atomically: other ranks write the same file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # goes, with what is in it, if the disk is full
-            made = Path(folder, path.name)
-            made.write_text(json.dumps(_read(path) | {name: best}, indent=1), encoding="utf-8")
-            os.replace(made, path)
+        atomic_write(path, json.dumps(_read(path) | {name: best}, indent=1))
     except OSError:  # a home that cannot be written costs a measurement at each start, and nothing else
         return

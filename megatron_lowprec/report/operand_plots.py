@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.operands import KINDS, RecipeLooks, median
+from megatron_lowprec.report.operands import KINDS, Snapshots, median
 from megatron_lowprec.report.plot_style import (
     NOT_FINISHED,
-    Look,
+    Style,
     Theme,
     band,
     legend,
@@ -30,12 +30,12 @@ _COLUMNS = 2  # the operands of a GEMM stand side by side
 _MARKED = 12  # points at most that each have a marker
 
 
-def snr(looks: Sequence[RecipeLooks], look: Mapping[str, Look], theme: Theme) -> bytes | None:
+def snr(snapshots: Sequence[Snapshots], styles: Mapping[str, Style], theme: Theme) -> bytes | None:
     """PNG: signal-to-noise ratios over iterations, a panel for each operand of each GEMM, median and range of layers.
 
     None where nothing was lost.
     """
-    found = {kind: {each.label: each.snr(kind) for each in looks if kind in each.kinds} for kind in KINDS}
+    found = {kind: {each.label: each.snr(kind) for each in snapshots if kind in each.kinds} for kind in KINDS}
     shown = {kind: series for kind, series in found.items() if series}
     seen = [value for series in shown.values() for each in series.values() for at in each.values() for value in at]
     if not seen:
@@ -47,9 +47,9 @@ def snr(looks: Sequence[RecipeLooks], look: Mapping[str, Look], theme: Theme) ->
     for axes, (kind, series) in zip(panels, shown.items()):
         plain(axes, theme)
         axes.set_title(" ".join(kind), loc="left", fontsize=9.5, color=theme.text)
-        for each in looks:
+        for each in snapshots:
             if each.label in series:
-                _layers(axes, each, series[each.label], look[each.label], theme)
+                _layers(axes, each, series[each.label], styles[each.label], theme)
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     _axes(panels[: len(shown)], columns, seen)
@@ -57,13 +57,13 @@ def snr(looks: Sequence[RecipeLooks], look: Mapping[str, Look], theme: Theme) ->
     return png(figure, theme)
 
 
-def _layers(axes: Axes, each: RecipeLooks, series: Mapping[int, Sequence[float]], look: Look, theme: Theme) -> None:
+def _layers(axes: Axes, each: Snapshots, series: Mapping[int, Sequence[float]], style: Style, theme: Theme) -> None:
     """Median and range, broken where no layer has a ratio; dotted where no run finished."""
     middle, low, high = (
         np.array([take(values) if values else math.nan for values in series.values()]) for take in (median, min, max)
     )
-    how = look if each.finished else replace(look, dashes=NOT_FINISHED)
-    band(axes, np.array(list(series)), middle, (low, high), how, theme, each.title, len(series) <= _MARKED)
+    style = style if each.finished else replace(style, dashes=NOT_FINISHED)
+    band(axes, np.array(list(series)), middle, (low, high), style, theme, each.title, len(series) <= _MARKED)
 
 
 def _axes(panels: Sequence[Axes], columns: int, seen: Sequence[float]) -> None:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from megatron_lowprec.report.amounts import DASH, number, signed
-from megatron_lowprec.report.operands import KINDS, RecipeLooks, Row, by_snr, full_name, median, not_finite
+from megatron_lowprec.report.operands import KINDS, Row, Snapshots, by_snr, full_name, median, not_finite
 from megatron_lowprec.report.tables import Table
 
 
-def of_every_operand(looks: Sequence[RecipeLooks]) -> Table:
+def of_every_operand(snapshots: Sequence[Snapshots]) -> Table:
     """A row for each operand of each GEMM that a recipe quantizes."""
     columns = (
         "recipe",
@@ -18,7 +18,7 @@ def of_every_operand(looks: Sequence[RecipeLooks]) -> Table:
         "operand",
         "format",
         "runs",
-        "last look\niteration",
+        "last snapshot\niteration",
         "SNR\ndB",
         "bias\n%",
         "underflow\n%",
@@ -26,9 +26,9 @@ def of_every_operand(looks: Sequence[RecipeLooks]) -> Table:
         "worst layer",
     )
     rows = []
-    for each in looks:
+    for each in snapshots:
         runs = f"{len(each.runs)}{'' if each.finished else ', not finished'}"
-        ends = " to ".join(f"{end:,}" for end in dict.fromkeys((each.ends[0], each.ends[-1])))
+        ends = " to ".join(f"{end:,}" for end in dict.fromkeys((min(each.ends), max(each.ends))))
         for kind in each.kinds:
             last = each.last(kind)
             formats = " / ".join(dict.fromkeys(str(row["format"]).upper() for row in last)) or DASH
@@ -42,9 +42,9 @@ def of_every_operand(looks: Sequence[RecipeLooks]) -> Table:
     return Table(columns, tuple(rows), frozenset({"recipe", "GEMM", "operand", "format", "worst layer"}))
 
 
-def in_short(looks: Sequence[RecipeLooks]) -> Table:
+def in_short(snapshots: Sequence[Snapshots]) -> Table:
     """A row a recipe: the SNR of each operand, the other numbers of the operand where they are worst."""
-    kinds = [kind for kind in KINDS if any(kind in each.kinds for each in looks)]
+    kinds = [kind for kind in KINDS if any(kind in each.kinds for each in snapshots)]
     columns = (
         "recipe",
         *(f"{gemm}\n{operand}" for gemm, operand in kinds),
@@ -54,7 +54,7 @@ def in_short(looks: Sequence[RecipeLooks]) -> Table:
         "worst layer",
     )
     rows = []
-    for each in looks:
+    for each in snapshots:
         cells = [number(_median(each.last(kind), "snr"), 1) for kind in kinds]
         cells.append(_percent(_largest(each, "bias")))
         cells += [number(100 * _largest(each, quantity), 2) for quantity in ("underflow", "saturation")]
@@ -67,9 +67,9 @@ def _median(rows: Sequence[Row], quantity: str) -> float:
     return median(row[quantity] for row in rows if row["amax"] is not None)
 
 
-def _largest(looks: RecipeLooks, quantity: str) -> float:
+def _largest(snapshots: Snapshots, quantity: str) -> float:
     """The median of the operand where it is farthest from zero; NaN where none has one."""
-    found = [_median(looks.last(kind), quantity) for kind in looks.kinds]
+    found = [_median(snapshots.last(kind), quantity) for kind in snapshots.kinds]
     return max((value for value in found if not math.isnan(value)), key=abs, default=math.nan)
 
 

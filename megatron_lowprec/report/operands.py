@@ -1,11 +1,12 @@
-"""What quantization.jsonl holds: how well each operand of a run was represented, look by look."""
+"""Reads quantization.jsonl: snapshots of the quantization error of each operand of a run."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ _FIELDS = ("iteration", "linear", "gemm", "operand", "format", "amax", "snr", "b
 def read_rows(path: Path) -> list[Row]:
     """All complete lines of a quantization.jsonl, which a run may be writing; none where there is no such file.
 
-    Of an operand that a continued run looked at again in the same iteration, the later row counts.
+    Where a continued run repeats an operand in the same iteration, the later row counts.
 
     Raises:
         UserError: a complete line is no such row.
@@ -75,71 +76,53 @@ def median(values: Iterable[float | None]) -> float:
 
 
 @dataclass(frozen=True)
-class Looks:
-    """What the rows of one run say.
+class Snapshots:
+    """Quantization-error snapshots of a recipe's runs.
 
     Attributes:
-        iteration: of the last look.
-        last: its rows.
-        snr: operand of a GEMM -> iteration -> every layer's signal-to-noise ratio in dB, where it has one.
+        label: of the recipe.
+        finished: whether ``runs`` are those that finished; all of them where none did.
+        runs: all rows of each run, at least one.
     """
-
-    iteration: int
-    last: tuple[Row, ...]
-    snr: Mapping[Kind, Mapping[int, Sequence[float]]]
-
-    @staticmethod
-    def of(rows: Sequence[Row]) -> Looks:
-        """Of a run's rows, at least one."""
-        iteration = max(row["iteration"] for row in rows)
-        snr: dict[Kind, dict[int, list[float]]] = {}
-        for row in rows:
-            values = snr.setdefault((row["gemm"], row["operand"]), {}).setdefault(row["iteration"], [])
-            if row["snr"] is not None:
-                values.append(row["snr"])
-        return Looks(iteration, tuple(row for row in rows if row["iteration"] == iteration), snr)
-
-
-@dataclass(frozen=True)
-class RecipeLooks:
-    """The looks at a recipe's runs: at those that finished, or at all where none did."""
 
     label: str
     finished: bool
-    runs: tuple[Looks, ...]
+    runs: tuple[Sequence[Row], ...]
 
     @property
     def title(self) -> str:
         """Its label, marked where no run finished."""
         return self.label if self.finished else f"{self.label}, not finished"
 
-    @property
+    @cached_property
     def kinds(self) -> list[Kind]:
         """What the recipe quantizes, in the order of ``KINDS``."""
-        return [kind for kind in KINDS if any(kind in run.snr for run in self.runs)]
+        found = {_kind(row) for rows in self.runs for row in rows}
+        return [kind for kind in KINDS if kind in found]
 
-    @property
+    @cached_property
     def ends(self) -> list[int]:
-        """The iterations of the runs' last looks, each once."""
-        return sorted({run.iteration for run in self.runs})
+        """Iteration of each run's last snapshot."""
+        return [max(row["iteration"] for row in rows) for rows in self.runs]
 
     def last(self, kind: Kind | None = None) -> list[Row]:
-        """Rows of every run's last look, of one operand or of all."""
-        rows = [row for run in self.runs for row in run.last]
-        return [row for row in rows if kind in (None, (row["gemm"], row["operand"]))]
+        """Rows of every run's last snapshot, of one operand or of all."""
+        rows = [row for end, rows in zip(self.ends, self.runs) for row in rows if row["iteration"] == end]
+        return [row for row in rows if kind in (None, _kind(row))]
 
     def snr(self, kind: Kind) -> dict[int, list[float]]:
-        """Iteration -> every layer's and run's signal-to-noise ratio, by rising iteration."""
-        series = [run.snr.get(kind, {}) for run in self.runs]
-        iterations = sorted({iteration for each in series for iteration in each})
-        return {at: [value for each in series for value in each.get(at, ())] for at in iterations}
+        """Iteration -> every layer's and run's signal-to-noise ratio in dB, where it has one; by rising iteration."""
+        series: dict[int, list[float]] = {}
+        for row in (row for rows in self.runs for row in rows if _kind(row) == kind):
+            series.setdefault(row["iteration"], []).extend([] if row["snr"] is None else [row["snr"]])
+        return dict(sorted(series.items()))
 
 
-def find_looks(group: Group) -> tuple[list[RecipeLooks], list[str]]:
-    """Of each recipe with a run that was looked at, in the group's order, and notes about files that cannot be read."""
+def find_snapshots(group: Group) -> tuple[list[Snapshots], list[str]]:
+    """Snapshots of each recipe that has any, in the group's order, and notes about files that cannot be read."""
     found, notes = [], []
     for label in group.labels:
-        looked: list[tuple[Run, Looks]] = []
+        recorded: list[tuple[Run, list[Row]]] = []
         for run in group.of(label):
             try:
                 rows = read_rows(run.folder / "quantization.jsonl")
@@ -147,8 +130,12 @@ def find_looks(group: Group) -> tuple[list[RecipeLooks], list[str]]:
                 notes.append(f"{error}; nothing of that file is shown.")
                 continue
             if rows:
-                looked.append((run, Looks.of(rows)))
-        finished = tuple(looks for run, looks in looked if run.status is Status.FINISHED)
-        if looked:
-            found.append(RecipeLooks(label, bool(finished), finished or tuple(looks for _, looks in looked)))
+                recorded.append((run, rows))
+        finished = tuple(rows for run, rows in recorded if run.status is Status.FINISHED)
+        if recorded:
+            found.append(Snapshots(label, bool(finished), finished or tuple(rows for _, rows in recorded)))
     return found, notes
+
+
+def _kind(row: Row) -> Kind:
+    return row["gemm"], row["operand"]

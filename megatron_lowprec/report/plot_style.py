@@ -42,7 +42,7 @@ DARK = Theme("#e6edf3", "#9da7b1", "#30363d", "#161b22", 0.3)
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """How a label is drawn, in every figure of a report."""
 
     color: str | None
@@ -57,7 +57,7 @@ class Look:
         return "#" + "".join(f"{round(part + theme.lift * (255 - part)):02x}" for part in parts)
 
 
-def looks(labels: Sequence[str], reference: str) -> dict[str, Look]:
+def styles(labels: Sequence[str], reference: str) -> dict[str, Style]:
     """A colour a label: the same in every report for the best known, the next free one for others."""
     taken = {_USUAL[label] for label in labels if label in _USUAL}
     free = [at for at in range(len(_PALETTE)) if at not in taken] or list(range(len(_PALETTE)))
@@ -66,7 +66,7 @@ def looks(labels: Sequence[str], reference: str) -> dict[str, Look]:
     for at, label in enumerate(labels):
         dashes: tuple[int, tuple[float, ...]] = (0, ())
         if label == reference:
-            found[label] = Look(None, "o", dashes)
+            found[label] = Style(None, "o", dashes)
             continue
         if label in _USUAL:
             color = _USUAL[label]
@@ -74,7 +74,7 @@ def looks(labels: Sequence[str], reference: str) -> dict[str, Look]:
             color = free[others % len(free)]
             dashes = (0, _DASHES[min(others // len(free), len(_DASHES) - 1)])
             others += 1
-        found[label] = Look(_PALETTE[color], _MARKERS[(at + 1) % len(_MARKERS)], dashes)
+        found[label] = Style(_PALETTE[color], _MARKERS[(at + 1) % len(_MARKERS)], dashes)
     return found
 
 
@@ -111,15 +111,15 @@ def band(
     x: np.ndarray,
     middle: np.ndarray,
     ends: tuple[np.ndarray, np.ndarray] | None,
-    look: Look,
+    style: Style,
     theme: Theme,
     label: str,
     markers: bool,
 ) -> None:
     """A line, and the range around it where there is one."""
-    paint = look.paint(theme)
-    style: dict[str, Any] = {"marker": look.marker, "markersize": 4} if markers else {}
-    axes.plot(x, middle, color=paint, linewidth=1.5, linestyle=look.dashes, label=wrapped(label), **style)
+    paint = style.paint(theme)
+    marks: dict[str, Any] = {"marker": style.marker, "markersize": 4} if markers else {}
+    axes.plot(x, middle, color=paint, linewidth=1.5, linestyle=style.dashes, label=wrapped(label), **marks)
     if ends is not None:
         axes.fill_between(x, *ends, color=paint, alpha=0.18, linewidth=0)
 
@@ -128,8 +128,8 @@ def legend(figure: Figure, panels: Sequence[Axes], theme: Theme) -> None:
     """Under the figure: every label of the panels once."""
     entries = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
     columns = 2 if max(map(len, entries), default=0) > 20 else 3
-    look: dict[str, Any] = {"frameon": False, "labelcolor": theme.text, "fontsize": 9}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **look)
+    options: dict[str, Any] = {"frameon": False, "labelcolor": theme.text, "fontsize": 9}
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **options)
 
 
 def wrapped(label: str) -> str:

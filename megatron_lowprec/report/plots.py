@@ -13,7 +13,7 @@ from megatron_lowprec.report.curve import Floats, Series, smooth
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.plot_style import (
     NOT_FINISHED,
-    Look,
+    Style,
     Theme,
     band,
     legend,
@@ -37,18 +37,18 @@ _EARLY = 0.1  # share of the run that does not set the limits of a difference
 _FIRST = 0.04  # likewise of a loss
 
 
-def training(group: Group, look: Mapping[str, Look], theme: Theme) -> bytes:
-    """PNG: smoothed training losses over tokens, and their difference to the reference."""
-    return _losses(group, look, theme, "training loss", lambda run: _smoothed(run), markers=False)
+def training(group: Group, styles: Mapping[str, Style], theme: Theme) -> bytes | None:
+    """PNG: smoothed training losses over tokens, and their difference to the reference; None without a run's losses."""
+    return _losses(group, styles, theme, "training loss", _smoothed, markers=False)
 
 
-def validation(group: Group, look: Mapping[str, Look], theme: Theme) -> bytes:
+def validation(group: Group, styles: Mapping[str, Style], theme: Theme) -> bytes | None:
     """PNG: validation losses over tokens, and their difference to the reference."""
-    return _losses(group, look, theme, "validation loss", _validation, markers=True)
+    return _losses(group, styles, theme, "validation loss", _validation, markers=True)
 
 
 def gaps(
-    group: Group, fit: Fit, look: Mapping[str, Look], published: Mapping[str, Sequence[float]], theme: Theme
+    group: Group, fit: Fit | None, styles: Mapping[str, Style], published: Mapping[str, Sequence[float]], theme: Theme
 ) -> bytes | None:
     """PNG: perplexity gap to the reference at the end, with intervals, single seeds and published gaps (percent).
 
@@ -56,7 +56,7 @@ def gaps(
     """
     results = group.final_losses()
     labels = [label for label in group.labels if any(label == each for each, _ in results)]
-    if group.reference not in labels or len(labels) < 2:
+    if fit is None or group.reference not in labels or len(labels) < 2:
         return None
     labels.remove(group.reference)
     figure = new_figure(theme, 1.5 + 0.42 * len(labels))
@@ -65,7 +65,7 @@ def gaps(
     axes.axvline(0, color=theme.muted, linewidth=1)
     ends = []
     for row, label in enumerate(labels):
-        paint = look[label].paint(theme)
+        paint = styles[label].paint(theme)
         difference = fit.difference(label, group.reference)
         middle = _percent(difference.value)
         ends.append(middle)
@@ -80,7 +80,7 @@ def gaps(
         ]
         ends += seeds
         axes.plot(seeds, [row + 0.24] * len(seeds), "|", color=paint, markersize=7, markeredgewidth=1.4)
-        axes.plot(middle, row, look[label].marker, color=paint, markersize=7)
+        axes.plot(middle, row, styles[label].marker, color=paint, markersize=7)
         for gap in published.get(label, ()):
             ends.append(gap)
             axes.plot(gap, row - 0.24, "D", markersize=5.5, markerfacecolor="none", markeredgecolor=theme.text)
@@ -111,13 +111,15 @@ def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
 
 def _losses(
     group: Group,
-    look: Mapping[str, Look],
+    styles: Mapping[str, Style],
     theme: Theme,
     name: str,
     series: Callable[[Run], Series],
     markers: bool,
-) -> bytes:
+) -> bytes | None:
     """Two panels: mean over seeds with their range, and paired differences to the reference with theirs."""
+    if all(run.curve is None for run in group.runs):
+        return None
     finished = {label: _common(group.of(label, Status.FINISHED), series) for label in group.labels}
     finished = {label: found for label, found in finished.items() if len(found[0])}
     compared = [label for label in finished if label != group.reference and group.reference in finished]
@@ -129,12 +131,12 @@ def _losses(
     seen: list[Floats] = []
     for label, (iterations, values) in finished.items():
         x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
-        _band(top, x, values, look[label], theme, label, markers)
+        _band(top, x, values, styles[label], theme, label, markers)
         seen.append(values[:, x >= _FIRST * x[-1]])
     for run in rest:
         iterations, values = series(run)
         x = run.tokens_at(iterations)
-        _unfinished(top, x, values, look[run.label].paint(theme), run.label)
+        _unfinished(top, x, values, styles[run.label].paint(theme), run.label)
         if not finished:  # otherwise the limits are theirs, and a loss that ran away leaves the picture
             seen.append(values[None, x >= _FIRST * x[-1]])
     _loss_axis(top, seen, name, theme)
@@ -146,7 +148,7 @@ def _losses(
         for label in compared:
             iterations, differences = _paired(group, label, series)
             x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
-            _band(bottom, x, differences, look[label], theme, label, markers)
+            _band(bottom, x, differences, styles[label], theme, label, markers)
             ends += list(differences[:, x >= _EARLY * x[-1]].ravel())
         limits(bottom.set_ylim, [0.0, *ends])
         bottom.set_ylabel(f"less {group.reference}'s, nats a token")
@@ -193,10 +195,10 @@ def _paired(group: Group, label: str, series: Callable[[Run], Series]) -> tuple[
     return iterations, np.stack([row[id(one)] - row[id(other)] for one, other in pairs])
 
 
-def _band(axes: Axes, x: Floats, values: Floats, look: Look, theme: Theme, label: str, markers: bool) -> None:
+def _band(axes: Axes, x: Floats, values: Floats, style: Style, theme: Theme, label: str, markers: bool) -> None:
     """The mean over seeds, a row each, and their range."""
     ends = (values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None
-    band(axes, x, values.mean(axis=0), ends, look, theme, label, markers and len(x) <= _MARKED)
+    band(axes, x, values.mean(axis=0), ends, style, theme, label, markers and len(x) <= _MARKED)
 
 
 def _unfinished(axes: Axes, x: Floats, values: Floats, paint: str, label: str) -> None:

@@ -12,6 +12,7 @@ from megatron_lowprec.report.amounts import DASH, amount, number, signed
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import BLOCKS, NONE, PRIOR, Fit
+from megatron_lowprec.text_tables import plain_table
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     left: frozenset[str]
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        return plain_table(self.columns, self.rows, self.left)
 
 
 def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
@@ -200,22 +205,6 @@ def device(run: Run) -> str:
     """Its name and how many processes."""
     name = run.record.get("device")
     return f"{run.record.get('processes', '?')} x {name}" if name else "not recorded"
-
-
-def text(table: Table) -> list[str]:
-    """Lines for a terminal; units stand under their names."""
-    heads = [column.split("\n") for column in table.columns]
-    depth = max(len(head) for head in heads)
-    lines = [tuple(head[at] if at < len(head) else "" for head in heads) for at in range(depth)] + list(table.rows)
-    widths = [max(len(line[at]) for line in lines) for at in range(len(table.columns))]
-    aligned = [
-        "  ".join(
-            cell.ljust(width) if column in table.left else cell.rjust(width)
-            for cell, width, column in zip(line, widths, table.columns)
-        ).rstrip()
-        for line in lines
-    ]
-    return [*aligned[:depth], "  ".join("-" * width for width in widths), *aligned[depth:]]
 
 
 def _median(values: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from megatron_lowprec.errors import Parser, UserError
 from megatron_lowprec.sweep import job_record, local, lock, slurm, status
 from megatron_lowprec.sweep.jobs import (
     MANIFEST,
-    Cell,
+    Job,
     check_data,
     command,
     expand,
@@ -23,7 +23,7 @@ from megatron_lowprec.sweep.jobs import (
     settings_of,
     write_manifest,
 )
-from megatron_lowprec.sweep.spec import Options, Sweep, read, sbatch_options
+from megatron_lowprec.sweep.spec import RENAMED, Options, Sweep, read, sbatch_options
 from megatron_lowprec.sweep.view import View
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import check_folder
@@ -34,7 +34,7 @@ TO_BE_CONTINUED = 75
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0, 1 where a cell failed, 2 for what a user can mend, 75 where a signal came before the end."""
+    """Exit code: 0, 1 where a job failed, 2 for what a user can mend, 75 where a signal came before the end."""
     args = _parser().parse_args(argv)
     try:
         return _main(args)
@@ -52,29 +52,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("sweep", help="a file such as configs/sweeps/paper_table2.yaml")
     parser.add_argument("--size", help="one of the file's sizes; default the first")
     parser.add_argument("--out", help="folder of the sweep; default runs/sweeps/NAME-SIZE")
-    cells = parser.add_argument_group("cells")
-    cells.add_argument("--data-path", nargs="+", help="as --set data-path=")
-    cells.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all cells; null takes one away"
+    jobs = parser.add_argument_group("jobs")
+    jobs.add_argument("--data-path", nargs="+", help="as --set data-path=")
+    jobs.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all jobs; null takes one away"
     )
-    cells.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN", help="cells by a glob, or a part, of their names"
+    jobs.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="jobs by a glob, or a part, of their names"
     )
-    cells.add_argument("--cell", type=int, metavar="N", help="the one cell of this number, from 0: a task of an array")
-    cells.add_argument("--rerun", action="store_true", help="start cells anew, whose options have changed since")
-    cells.add_argument("--max-failures", type=int, metavar="N", help="start no more cells after so many have failed")
+    jobs.add_argument("--job", "--cell", type=int, metavar="N", help="the one job of this number, from 0")
+    jobs.add_argument("--rerun", action="store_true", help="start jobs anew, whose options have changed since")
+    jobs.add_argument("--max-failures", type=int, metavar="N", help="start no more jobs after so many have failed")
     where = parser.add_argument_group("where they run")
     where.add_argument("--gpus", help="such as 0,1: these alone of the machine's GPUs")
-    for name in ("gpus-per-cell", "cells-per-gpu", "processes-per-cell", "cells-at-once"):
-        where.add_argument(f"--{name}", type=int, metavar="N", help="instead of the file's resources")
-    where.add_argument("--slurm", action="store_true", help="submit a job array, one task a cell")
+    for new, old in RENAMED.items():
+        flags = [f"--{name.replace('_', '-')}" for name in (new, old)]
+        where.add_argument(*flags, type=int, metavar="N", help="instead of the file's resources")
+    where.add_argument("--slurm", action="store_true", help="submit a job array, one task a job")
     where.add_argument("--slurm-dry-run", action="store_true", help="print its script and stop")
     where.add_argument(
         "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="an option of sbatch, such as partition=gpu"
     )
     look = parser.add_argument_group("looking")
-    look.add_argument("--dry-run", action="store_true", help="a line a cell: name, recipe, model, seed, command")
-    look.add_argument("--status", action="store_true", help="a table of the sweep, whoever runs it")
+    look.add_argument("--dry-run", action="store_true", help="a line a job: name, recipe, model, seed, command")
+    look.add_argument("--status", action="store_true", help="a table of the sweep's jobs")
     return parser
 
 
@@ -86,38 +87,37 @@ def _main(args: argparse.Namespace) -> int:
         return _status(out)
     check_folder(out, "--out")
     on_slurm = args.slurm or args.slurm_dry_run
-    gpus = [] if on_slurm or (args.dry_run and sweep.resources.gpus_per_cell) else _gpus(args.gpus)
+    gpus = [] if on_slurm or (args.dry_run and sweep.resources.gpus_per_job) else _gpus(args.gpus)
     processes = local.processes_of(sweep.resources, gpus)
     if on_slurm and slurm.gpus(sweep):
-        processes = sweep.resources.gpus_per_cell or 1
-    cells = expand(sweep, _settings(args), processes)
-    chosen = [_numbered(cells, args.cell, out)] if args.cell is not None else selected(cells, args.only)
+        processes = sweep.resources.gpus_per_job or 1
+    jobs = expand(sweep, _settings(args), processes)
+    chosen = [_numbered(jobs, args.job, out)] if args.job is not None else selected(jobs, args.only)
     if args.dry_run:
-        for cell in chosen:
-            words = local.launch(command(cell, out / cell.id), processes)
-            print(cell.id, cell.label, cell.model, cell.seed, shlex.join(words), sep="\t")
+        for job in chosen:
+            words = local.launch(command(job, out / job.id), processes)
+            print(job.id, job.label, job.model, job.seed, shlex.join(words), sep="\t")
         return 0
     local.check(out, chosen, args.rerun)
-    todo = [cell for cell in chosen if args.rerun or not _done(out, cell)]
+    todo = [job for job in chosen if args.rerun or not _done(out, job)]
     if args.slurm_dry_run:
-        print(slurm.script(sweep, cells, todo or chosen, out, Path.cwd(), _passed_on(args, out)), end="")
+        print(slurm.script(sweep, jobs, todo or chosen, out, Path.cwd(), _passed_on(args, out)), end="")
         return 0
     if not on_slurm:  # whose nodes may see other disks
         check_data(todo)
     where = [] if on_slurm else local.places(sweep.resources, gpus, len(os.sched_getaffinity(0)))
-    if args.cell is None or not (out / MANIFEST).exists():
-        write_manifest(out, sweep, cells)
+    if args.job is None or not (out / MANIFEST).exists():
+        write_manifest(out, sweep, jobs)
     if args.slurm:
-        return _submit(sweep, cells, todo, out, args)
+        return _submit(sweep, jobs, todo, out, args)
     return _run(args, sweep, chosen, todo, where, out)
 
 
 def _with_flags(sweep: Sweep, args: argparse.Namespace) -> Sweep:
     """The sweep with the command line's resources and sbatch options."""
-    names = ("gpus_per_cell", "cells_per_gpu", "processes_per_cell", "cells_at_once")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.cell is not None:  # which has all of the task's cores
-        given |= {"cells_per_gpu": 1, "cells_at_once": 1}
+    given = {name: getattr(args, name) for name in RENAMED if getattr(args, name) is not None}
+    if args.job is not None:  # which has all of the task's cores
+        given |= {"jobs_per_gpu": 1, "jobs_at_once": 1}
     pairs = {key: value for key, equals, value in (text.partition("=") for text in args.sbatch) if equals}
     if len(pairs) < len(args.sbatch):
         raise UserError(f"--sbatch {' '.join(args.sbatch)}: write each as KEY=VALUE, such as partition=gpu, once")
@@ -144,60 +144,60 @@ def _gpus(names: str | None) -> list[str]:
     return wanted
 
 
-def _numbered(cells: Sequence[Cell], number: int, out: Path) -> Cell:
-    """The cell of that number, which must still be what it was when the array was submitted."""
-    if not 0 <= number < len(cells):
-        raise UserError(f"--cell {number}: the sweep has {len(cells)} cells, 0 to {len(cells) - 1}")
-    cell = cells[number]
+def _numbered(jobs: Sequence[Job], number: int, out: Path) -> Job:
+    """The job of that number, which must still be what it was when the array was submitted."""
+    if not 0 <= number < len(jobs):
+        raise UserError(f"--job {number}: the sweep has {len(jobs)} jobs, 0 to {len(jobs) - 1}")
+    job = jobs[number]
     if (out / MANIFEST).exists():
         known = [entry["id"] for entry in read_manifest(out)["cells"]]
-        if known[number : number + 1] != [cell.id]:
+        if known[number : number + 1] != [job.id]:
             raise UserError(
-                f"--cell {number} is {cell.id} now, but the sweep in {out} was begun with other cells; its file has "
+                f"--job {number} is {job.id} now, but the sweep in {out} was begun with other jobs; its file has "
                 "changed: submit it again"
             )
-    return cell
+    return job
 
 
-def _done(out: Path, cell: Cell) -> bool:
-    known = job_record.read(out / cell.id)
+def _done(out: Path, job: Job) -> bool:
+    known = job_record.read(out / job.id)
     return known is not None and known.state == "done"
 
 
 def _run(
     args: argparse.Namespace,
     sweep: Sweep,
-    chosen: Sequence[Cell],
-    todo: Sequence[Cell],
+    chosen: Sequence[Job],
+    todo: Sequence[Job],
     where: Sequence[local.Place],
     out: Path,
 ) -> int:
-    view = View(out, [cell.id for cell in chosen])
+    view = View(out, [job.id for job in chosen])
     at_size = f" at size {sweep.size}" if sweep.size else ""
     done = f", {len(chosen) - len(todo)} of them done before" if len(todo) < len(chosen) else ""
-    view.say(f"{sweep.name}{at_size}: {len(chosen)} cells{done}, {min(len(where), len(todo))} at a time, in {out}")
+    view.say(f"{sweep.name}{at_size}: {len(chosen)} jobs{done}, {min(len(where), len(todo))} at a time, in {out}")
     result = local.Runner(out, todo, view, args.rerun, args.max_failures).run(where)
-    found = [status.row(out, cell.id) for cell in chosen]
-    if args.cell is None and not view.on_terminal:
+    found = [status.row(out, job.id) for job in chosen]
+    if args.job is None and not view.on_terminal:
         print(*status.lines(found), sep="\n")
     print(f"{sweep.name}: {status.summary(found)}; in {out}", flush=True)
     if result.signal is not None and (result.left or result.ended["interrupted"]):
         print(f"stopped by {result.signal}; the same command goes on where it stopped")
         return TO_BE_CONTINUED
     if result.ended["failed"]:
-        print("the same command tries the failed cells again, each from its last checkpoint")
-    held = args.cell is not None and result.held
+        print("the same command tries the failed jobs again, each from its last checkpoint")
+    held = args.job is not None and result.held
     return 1 if result.ended["failed"] or held else 0
 
 
-def _submit(sweep: Sweep, cells: Sequence[Cell], todo: Sequence[Cell], out: Path, args: argparse.Namespace) -> int:
+def _submit(sweep: Sweep, jobs: Sequence[Job], todo: Sequence[Job], out: Path, args: argparse.Namespace) -> int:
     """Hand an array to Slurm for what is neither done nor being run."""
-    free = [cell for cell in todo if lock.holder(out, cell.id) is None]
+    free = [job for job in todo if lock.holder(out, job.id) is None]
     if not free:
         print(f"{sweep.name}: nothing to submit; {status.summary(status.rows(out))}")
         return 0
-    job = slurm.submit(slurm.script(sweep, cells, free, out, Path.cwd(), _passed_on(args, out)), out)
-    print(f"job {job}: {len(free)} of {len(cells)} cells; logs in {out / slurm.LOGS}")
+    array = slurm.submit(slurm.script(sweep, jobs, free, out, Path.cwd(), _passed_on(args, out)), out)
+    print(f"job {array}: {len(free)} of {len(jobs)} jobs; logs in {out / slurm.LOGS}")
     print(f"how it stands: {shlex.join(['python', *_names(args, out), '--status'])}")
     return 0
 
@@ -211,7 +211,7 @@ def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
     """What a task of an array is told, beside its number."""
     words = [*_names(args, out), *(["--data-path", *args.data_path] if args.data_path else [])]
     words += [word for text in args.set for word in ("--set", text)]
-    for name in ("gpus_per_cell", "processes_per_cell"):
+    for name in ("gpus_per_job", "processes_per_job"):
         value = getattr(args, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     return [*words, *(["--rerun"] if args.rerun else [])]

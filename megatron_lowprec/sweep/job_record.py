@@ -1,4 +1,4 @@
-"""What is known about a cell: cell.json in its folder, written whole at each change of state."""
+"""What is known about a job: cell.json in its folder, written whole at each change of state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import atomic_write
 from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
-from megatron_lowprec.sweep.jobs import Cell
-from megatron_lowprec.training.distributed.whole_file import write_whole
+from megatron_lowprec.sweep.jobs import Job
 
 RECORD = "cell.json"
 State = Literal["running", "done", "failed", "interrupted"]
@@ -21,13 +21,13 @@ State = Literal["running", "done", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class Record:
-    """A cell's state and history.
+    """A job's state and history.
 
     Attributes:
         state: "done" alone is never run again; "running" may also be the last word of a killed process (see ``lock``).
         exit_code: of the last attempt's process.
         seconds: of all finished attempts.
-        hash: of ``resolved``, which is ``Cell.resolved``.
+        hash: of ``resolved``, which is ``Job.resolved``.
         command: of the last attempt.
     """
 
@@ -47,7 +47,7 @@ class Record:
 
 
 def read(run: Path) -> Record | None:
-    """The record in a cell's folder, or None where it was never started; UserError for a file of another kind."""
+    """The record in a job's folder, or None where it was never started; UserError for a file of another kind."""
     try:
         content = json.loads((run / RECORD).read_text(encoding="utf-8"))
         return Record(**{field.name: content[field.name] for field in fields(Record)})
@@ -58,15 +58,15 @@ def read(run: Path) -> Record | None:
 
 
 def write(run: Path, record: Record) -> None:
-    """Put ``record`` into a cell's folder."""
-    write_whole(run / RECORD, json.dumps(asdict(record), indent=1) + "\n")
+    """Put ``record`` into a job's folder."""
+    atomic_write(run / RECORD, json.dumps(asdict(record), indent=1) + "\n")
 
 
-def begin(cell: Cell, run: Path, command: list[str]) -> Record:
+def begin(job: Job, run: Path, command: list[str]) -> Record:
     """The record of an attempt that starts now, written."""
     before = read(run)
     record = Record(
-        id=cell.id,
+        id=job.id,
         state="running",
         exit_code=None,
         attempts=before.attempts + 1 if before else 1,
@@ -74,10 +74,10 @@ def begin(cell: Cell, run: Path, command: list[str]) -> Record:
         started=now(),
         ended=None,
         iteration=before.iteration if before else 0,
-        train_iters=cell.train_iters,
-        seq_length=cell.seq_length,
-        hash=digest(cell.resolved),
-        resolved=cell.resolved,
+        train_iters=job.train_iters,
+        seq_length=job.seq_length,
+        hash=digest(job.resolved),
+        resolved=job.resolved,
         command=command,
     )
     write(run, record)
@@ -109,11 +109,11 @@ def digest(resolved: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def differences(record: Record, cell: Cell) -> list[str]:
-    """What the cell is now and was not when its folder was begun, field by field."""
-    if record.hash == digest(cell.resolved):
+def differences(record: Record, job: Job) -> list[str]:
+    """What the job is now and was not when its folder was begun, field by field."""
+    if record.hash == digest(job.resolved):
         return []
-    before, after = dict(_flat(_today(record.resolved))), dict(_flat(cell.resolved))
+    before, after = dict(_flat(_today(record.resolved))), dict(_flat(job.resolved))
     return [
         f"{name} {_shown(after.get(name))} (was {_shown(before.get(name))})"
         for name in sorted(before.keys() | after.keys())

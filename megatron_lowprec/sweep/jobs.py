@@ -1,4 +1,4 @@
-"""A sweep -> its cells: one run of pretrain_gpt.py each, checked as far as that goes without torch."""
+"""A sweep -> its jobs: one run of pretrain_gpt.py each, checked as far as that goes without torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import atomic_write
 from megatron_lowprec.recipe.coverage import check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.schema import Recipe
@@ -20,7 +21,6 @@ from megatron_lowprec.training.config.arguments import KINDS, REPOSITORY, find, 
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
-from megatron_lowprec.training.distributed.whole_file import write_whole
 from megatron_lowprec.training.models.sizes import linear_sites, require
 
 MANIFEST = "sweep.json"
@@ -38,7 +38,7 @@ _NOT_THE_RUN = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class Job:
     """One run.
 
     Attributes:
@@ -64,42 +64,42 @@ class Cell:
     seq_length: int
 
 
-def expand(sweep: Sweep, settings: Options, processes: int) -> list[Cell]:
-    """All cells, the first seed's before the next one's, so that a whole table is there early.
+def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
+    """All jobs, the first seed's before the next one's, so that a whole table is there early.
 
     Args:
-        settings: options that win over the file's, for all cells.
-        processes: of each cell.
+        settings: options that win over the file's, for all jobs.
+        processes: of each job.
 
     Raises:
-        UserError: what the driver would refuse, an option that must be given and was not, two cells of one name.
+        UserError: what the driver would refuse, an option that must be given and was not, two jobs of one name.
     """
     for need in sweep.needs:
         if not any(settings.get(name) for name in rivals_of(need)):
             raise UserError(
                 f"{sweep.name} at size {sweep.size} needs {flag(need)}: give {flag(need)} or --set {need}=VALUE"
             )
-    cells: list[Cell] = []
+    jobs: list[Job] = []
     for seed in sweep.seeds:
         for model in sweep.models:
             for variant in sweep.variants:
                 for recipe in sweep.recipes:
                     options = merge(merge(merge(sweep.options, model.options), variant.options), settings)
-                    cells.append(_cell(len(cells), recipe, model, variant, seed, options, processes))
-    ids = [cell.id for cell in cells]
+                    jobs.append(_job(len(jobs), recipe, model, variant, seed, options, processes))
+    ids = [job.id for job in jobs]
     twice = sorted({name for name in ids if ids.count(name) > 1})
     if twice:
-        raise UserError(f"{sweep.name}: more than one cell would be {', '.join(twice)}; give them labels of their own")
-    return cells
+        raise UserError(f"{sweep.name}: more than one job would be {', '.join(twice)}; give them labels of their own")
+    return jobs
 
 
-def check_data(cells: Sequence[Cell]) -> None:
-    """Refuse data that is not there, once, in the place of a failure of every cell."""
-    for cell in cells:
-        config = resolve_run(resolve_model(parse(cell.arguments)[0]), cell.processes, gpus=True)
+def check_data(jobs: Sequence[Job]) -> None:
+    """Refuse data that is not there, once, in the place of a failure of every job."""
+    for job in jobs:
+        config = resolve_run(resolve_model(parse(job.arguments)[0]), job.processes, gpus=True)
         for path in all_paths(config):
             if not any(Path(name).is_file() for name in (path, f"{path}.idx")):
-                raise UserError(f"{cell.id}: data path {path}: no such file, nor {path}.idx; check the path")
+                raise UserError(f"{job.id}: data path {path}: no such file, nor {path}.idx; check the path")
 
 
 def settings_of(texts: Sequence[str]) -> Options:
@@ -127,44 +127,44 @@ def _value(text: str, name: str, value: str) -> Any:
         raise UserError(f"--set {text}: wants {'a whole number' if kind.element is int else 'a number'}") from None
 
 
-def selected(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Cells whose id matches one of the patterns, globs or parts of a name; all without patterns.
+def selected(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
+    """Jobs whose id matches one of the patterns, globs or parts of a name; all without patterns.
 
     Raises:
         UserError: a pattern that matches none.
     """
     globs = [pattern if set(pattern) & set("*?[") else f"*{pattern}*" for pattern in patterns]
     for pattern, glob in zip(patterns, globs, strict=True):
-        if not any(fnmatchcase(cell.id, glob) for cell in cells):
-            raise UserError(f"--only {pattern} matches no cell; --dry-run prints them all")
-    return [cell for cell in cells if not globs or any(fnmatchcase(cell.id, glob) for glob in globs)]
+        if not any(fnmatchcase(job.id, glob) for job in jobs):
+            raise UserError(f"--only {pattern} matches no job; --dry-run prints them all")
+    return [job for job in jobs if not globs or any(fnmatchcase(job.id, glob) for glob in globs)]
 
 
-def command(cell: Cell, run: Path) -> list[str]:
+def command(job: Job, run: Path) -> list[str]:
     """The driver's arguments with its folder: it continues where that holds a checkpoint, and saves at SIGTERM."""
     place = ["--save", str(run), "--exit-signal-handler"]
     if (run / TRACKER).exists():
         place += ["--load", str(run)]
-    return [DRIVER, *cell.arguments, *place]
+    return [DRIVER, *job.arguments, *place]
 
 
-def write_manifest(out: Path, sweep: Sweep, cells: Sequence[Cell]) -> None:
+def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:
     """``sweep.json``, which tells other tools what the folders are; ``run`` is relative to it."""
     rows = [
         {
-            "id": cell.id,
-            "label": cell.label,
-            "recipe": cell.recipe,
-            "model": cell.model,
-            "variant": cell.variant,
-            "seed": cell.seed,
-            "run": cell.id,
+            "id": job.id,
+            "label": job.label,
+            "recipe": job.recipe,
+            "model": job.model,
+            "variant": job.variant,
+            "seed": job.seed,
+            "run": job.id,
         }
-        for cell in cells
+        for job in jobs
     ]
     out.mkdir(parents=True, exist_ok=True)
     content = {"name": sweep.name, "size": sweep.size, "cells": rows}
-    write_whole(out / MANIFEST, json.dumps(content, indent=1) + "\n")
+    atomic_write(out / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(out: Path) -> dict[str, Any]:
@@ -176,9 +176,9 @@ def read_manifest(out: Path) -> dict[str, Any]:
     return content
 
 
-def _cell(
+def _job(
     index: int, recipe: RecipeChoice, model: ModelChoice, variant: Variant, seed: int, options: Options, processes: int
-) -> Cell:
+) -> Job:
     name = "-".join(part for part in (model.label, recipe.label, variant.label, f"s{seed}") if part)
     chosen = ["--config", str(find(model.file)), "--recipe", _found(recipe.recipe)]
     chosen += [word for override in recipe.recipe_override for word in ("--recipe-override", override)]
@@ -191,7 +191,7 @@ def _cell(
         run = resolve_run(resolve_recipe(sizes, loaded)[0], processes, gpus=True)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
-    return Cell(
+    return Job(
         index=index,
         id=name,
         label=recipe.label,

@@ -1,4 +1,4 @@
-"""Run cells on the GPUs, or the cores, of this machine: as many at a time as there are places for."""
+"""Run jobs on the GPUs, or the cores, of this machine: as many at a time as there are places for."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import psutil
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep import job_record as record
 from megatron_lowprec.sweep.job_record import Record, State
-from megatron_lowprec.sweep.jobs import Cell, command
+from megatron_lowprec.sweep.jobs import Job, command
 from megatron_lowprec.sweep.lock import Holder, Lock
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.status import read_progress
 from megatron_lowprec.sweep.view import View
 
 REQUEUE = "requeue"
-"""In a cell's folder: it was interrupted and wants to be started again. The driver writes it, and so do we."""
+"""In a job's folder: it was interrupted and wants to be started again. The driver writes it, and so do we."""
 LOG = "log.txt"
 # Slurm sends SIGTERM to all processes of a task. torchrun would kill its ranks half a minute later, saved or not; this
 # one ends with the last of them.
@@ -39,7 +39,7 @@ _TWICE = 1.0  # seconds; a Ctrl-C that comes sooner is the same one, passed on b
 
 @dataclass(frozen=True)
 class Place:
-    """Where one cell runs at a time: GPUs by CUDA's names, none of them on a CPU, and threads of each process."""
+    """Where one job runs at a time: GPUs by CUDA's names, none of them on a CPU, and threads of each process."""
 
     gpus: tuple[str, ...]
     processes: int
@@ -60,26 +60,26 @@ def visible_gpus() -> list[str]:
 
 
 def processes_of(resources: Resources, gpus: Sequence[str]) -> int:
-    """Processes of a cell on these GPUs; on a CPU where there are none."""
-    return resources.gpus_per_cell or (1 if gpus else resources.processes_per_cell)
+    """Processes of a job on these GPUs; on a CPU where there are none."""
+    return resources.gpus_per_job or (1 if gpus else resources.processes_per_job)
 
 
 def places(resources: Resources, gpus: Sequence[str], cores: int) -> list[Place]:
     """Places on the GPUs, or on the cores where there are no GPUs.
 
     Raises:
-        UserError: a cell asks for more GPUs than there are.
+        UserError: a job asks for more GPUs than there are.
     """
-    size, share, limit = resources.gpus_per_cell, resources.cells_per_gpu, resources.cells_at_once
+    size, share, limit = resources.gpus_per_job, resources.jobs_per_gpu, resources.jobs_at_once
     if size is not None and size > len(gpus):
         raise UserError(
-            f"a cell needs {size} GPU{'s' * (size > 1)} (gpus_per_cell), found {len(gpus)}; run it where they are, or "
+            f"a job needs {size} GPU{'s' * (size > 1)} (gpus_per_job), found {len(gpus)}; run it where they are, or "
             "submit it with --slurm"
         )
     processes = processes_of(resources, gpus)
     if gpus:
         sets = [tuple(gpus[start : start + processes]) for start in range(0, len(gpus) - processes + 1, processes)]
-        # all GPUs get a cell before one gets a second
+        # all GPUs get a job before one gets a second
         sets = [chosen for _ in range(share) for chosen in sets][:limit]
     else:
         sets = [()] * (limit or 1)
@@ -104,9 +104,9 @@ def outcome(exit_code: int, asked_to_stop: bool, asks_requeue: bool, iteration: 
 
 @dataclass
 class _Running:
-    """A cell that has a place."""
+    """A job that has a place."""
 
-    cell: Cell
+    job: Job
     place: Place
     record: Record
     process: subprocess.Popen[bytes]
@@ -117,7 +117,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class Result:
-    """What a call has done: ids of cells that ended, by state; that others were running; that were not started."""
+    """What a call has done: ids of jobs that ended, by state; that others were running; that were not started."""
 
     ended: dict[State, list[str]]
     held: list[str]
@@ -126,11 +126,11 @@ class Result:
 
 
 class Runner:
-    """Runs cells in places, one call of ``run`` each."""
+    """Runs jobs in places, one call of ``run`` each."""
 
-    def __init__(self, out: Path, cells: Sequence[Cell], view: View, rerun: bool, max_failures: int | None) -> None:
+    def __init__(self, out: Path, jobs: Sequence[Job], view: View, rerun: bool, max_failures: int | None) -> None:
         self._out, self._view, self._rerun, self._max_failures = out, view, rerun, max_failures
-        self._waiting = list(cells)
+        self._waiting = list(jobs)
         self._running: list[_Running] = []
         self._ended: dict[State, list[str]] = {"done": [], "failed": [], "interrupted": []}
         self._held: list[str] = []
@@ -139,7 +139,7 @@ class Runner:
         self._told = self._kill_asked = self._killed = False
 
     def run(self, where: Sequence[Place]) -> Result:
-        """Run all cells that are not done; at SIGINT, SIGTERM or SIGUSR1 let the running ones save, and stop."""
+        """Run all jobs that are not done; at SIGINT, SIGTERM or SIGUSR1 let the running ones save, and stop."""
         free = list(where)
         with _signals(self._on_signal), self._view:
             try:
@@ -148,7 +148,7 @@ class Runner:
                     self._view.refresh()
             finally:  # after an error of our own, too
                 self._stop()
-        return Result(self._ended, self._held, [cell.id for cell in self._waiting], self._signal)
+        return Result(self._ended, self._held, [job.id for job in self._waiting], self._signal)
 
     def _step(self, free: list[Place]) -> bool:
         """Take what has ended, start what can start; whether anything runs."""
@@ -171,18 +171,18 @@ class Runner:
     def _too_many_failures(self) -> bool:
         return self._max_failures is not None and len(self._ended["failed"]) >= self._max_failures
 
-    def _start(self, cell: Cell, free: list[Place]) -> None:
-        """Start a cell in a free place, unless it is done or another process runs it."""
-        lock, run = Lock(self._out, cell.id), self._out / cell.id
+    def _start(self, job: Job, free: list[Place]) -> None:
+        """Start a job in a free place, unless it is done or another process runs it."""
+        lock, run = Lock(self._out, job.id), self._out / job.id
         other = lock.acquire()
         if other is not None:
-            self._skip(cell, other)
+            self._skip(job, other)
             return
         try:
             before = record.read(run)
-            if before is not None and record.differences(before, cell):
+            if before is not None and record.differences(before, job):
                 assert self._rerun, "check() refuses it"
-                self._view.say(f"{cell.id}: changed since it was begun; its folder is now {move_aside(run).name}")
+                self._view.say(f"{job.id}: changed since it was begun; its folder is now {move_aside(run).name}")
                 before = None
             if before is not None and before.state == "done":
                 lock.release()
@@ -190,8 +190,8 @@ class Runner:
             run.mkdir(parents=True, exist_ok=True)
             (run / REQUEUE).unlink(missing_ok=True)  # an old request must not outlive its answer
             place = free.pop(0)
-            words = launch(command(cell, run), place.processes)
-            begun = record.begin(cell, run, words)
+            words = launch(command(job, run), place.processes)
+            begun = record.begin(job, run, words)
             log = (run / LOG).open("ab", buffering=0)
             log.write(f"# {begun.started}, attempt {begun.attempts}: {shlex.join(words)}\n".encode())
             # A session of its own: Ctrl-C at the terminal reaches this process alone, which passes it on.
@@ -207,39 +207,39 @@ class Runner:
             lock.release()
             raise
         lock.add(process.pid)
-        self._running.append(_Running(cell, place, begun, process, log, lock, time.monotonic()))
+        self._running.append(_Running(job, place, begun, process, log, lock, time.monotonic()))
         on = f" on GPU {','.join(place.gpus)}" if place.gpus else ""
         again = f", attempt {begun.attempts}" if begun.attempts > 1 else ""
-        self._view.say(f"{cell.id}: started{on}{again}")
+        self._view.say(f"{job.id}: started{on}{again}")
 
-    def _skip(self, cell: Cell, other: Holder) -> None:
-        self._held.append(cell.id)
-        self._view.say(f"{cell.id}: left to {other.words}")
+    def _skip(self, job: Job, other: Holder) -> None:
+        self._held.append(job.id)
+        self._view.say(f"{job.id}: left to {other.words}")
 
     def _finish(self, running: _Running) -> Place:
-        """Record what a cell has come to; its place is free."""
-        cell, run, code = running.cell, self._out / running.cell.id, running.process.returncode
+        """Record what a job has come to; its place is free."""
+        job, run, code = running.job, self._out / running.job.id, running.process.returncode
         progress, seconds = read_progress(run), time.monotonic() - running.started
-        state = outcome(code, self._told, (run / REQUEUE).exists(), progress.iteration, cell.train_iters)
+        state = outcome(code, self._told, (run / REQUEUE).exists(), progress.iteration, job.train_iters)
         if state == "interrupted" and self._told and not (run / REQUEUE).exists():
             (run / REQUEUE).write_text(f"{self._signal} at iteration {progress.iteration}\n", encoding="utf-8")
         running.log.close()
         record.end(run, running.record, state, code, seconds, progress.iteration)
         running.lock.release()
         self._running.remove(running)
-        self._ended[state].append(cell.id)
-        self._view.ended(cell.id, state, seconds, progress, code, run / LOG)
+        self._ended[state].append(job.id)
+        self._view.ended(job.id, state, seconds, progress, code, run / LOG)
         return running.place
 
     def _stop(self) -> None:
-        """Ask what runs to save and end; again and again, for a cell that is just starting does not listen yet."""
+        """Ask what runs to save and end; again and again, for a job that is just starting does not listen yet."""
         if not self._running or (self._told and time.monotonic() - self._told_at < _ASK_AGAIN):
             return
         first, self._told, self._told_at = not self._told, True, time.monotonic()
         for running in self._running:
             ask_to_stop(running.process.pid, running.place.processes)
         if first:
-            names = ", ".join(running.cell.id for running in self._running)
+            names = ", ".join(running.job.id for running in self._running)
             self._view.say(f"{self._signal or 'an error'}: waiting for {names} to save; Ctrl-C again kills")
 
     def _kill(self) -> None:
@@ -253,22 +253,22 @@ class Runner:
                     os.kill(pid, signal.SIGKILL)
 
 
-def check(out: Path, cells: Sequence[Cell], rerun: bool) -> None:
-    """Refuse cells whose folders were begun as other runs, before anything starts.
+def check(out: Path, jobs: Sequence[Job], rerun: bool) -> None:
+    """Refuse jobs whose folders were begun as other runs, before anything starts.
 
     Raises:
         UserError: naming what differs in the first of them.
     """
     changed = {}
-    for cell in cells:
-        before = record.read(out / cell.id)
-        differing = record.differences(before, cell) if before is not None else []
+    for job in jobs:
+        before = record.read(out / job.id)
+        differing = record.differences(before, job) if before is not None else []
         if differing:
-            changed[cell.id] = differing
+            changed[job.id] = differing
     if changed and not rerun:
         name, differing = next(iter(changed.items()))
         raise UserError(
-            f"{len(changed)} of {len(cells)} cells were begun as other runs than they would be now: {name} has "
+            f"{len(changed)} of {len(jobs)} jobs were begun as other runs than they would be now: {name} has "
             f"{', '.join(differing[:6])}{' and more' if len(differing) > 6 else ''}; give the options of then, another "
             "--out, or --rerun to move the old folders aside and start anew"
         )
@@ -283,7 +283,7 @@ def move_aside(run: Path) -> Path:
 
 
 def environment(place: Place) -> dict[str, str]:
-    """A cell's environment: its GPUs, its share of the cores."""
+    """A job's environment: its GPUs, its share of the cores."""
     found = {"OMP_NUM_THREADS": str(place.threads), **os.environ, "PYTHONUNBUFFERED": "1"}
     if place.gpus:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)

@@ -1,4 +1,4 @@
-"""One process at a time runs a cell. A cell's own process outlives a sweep that was killed, and then holds it alone."""
+"""One process at a time runs a job. A job's own process outlives a sweep that was killed, and then holds it alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ FOLDER = "locks"
 
 
 class Lock(ProcessLock):
-    """The right to run one cell of the sweep in ``out``."""
+    """The right to run one job of the sweep in ``out``."""
 
-    def __init__(self, out: Path, cell_id: str) -> None:
-        super().__init__(out / FOLDER / cell_id)
+    def __init__(self, out: Path, job_id: str) -> None:
+        super().__init__(out / FOLDER / job_id)
 
 
-def holder(out: Path, cell_id: str) -> Holder | None:
-    """Who runs a cell; None where it is free, as ``process_lock.holder``."""
-    return process_lock.holder(out / FOLDER / cell_id)
+def holder(out: Path, job_id: str) -> Holder | None:
+    """Who runs a job; None where it is free, as ``process_lock.holder``."""
+    return process_lock.holder(out / FOLDER / job_id)

@@ -1,4 +1,4 @@
-"""A sweep as a Slurm job array: one task a cell, which saves and requeues itself when it is interrupted."""
+"""A sweep as a Slurm job array: one task a job of the sweep, which saves and requeues itself when it is interrupted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.sweep.jobs import Cell
+from megatron_lowprec.sweep.jobs import Job
 from megatron_lowprec.sweep.spec import Sweep
 from megatron_lowprec.training.config.arguments import REPOSITORY
 
@@ -27,34 +27,34 @@ set -u
 cd {folder} || exit 1
 source {functions} || exit 1
 
-cells=({cells})
-cell=${{cells[$SLURM_ARRAY_TASK_ID]}}
-echo "$(date +%FT%T) $(hostname): $cell, restart ${{SLURM_RESTART_COUNT:-0}}"
+jobs=({jobs})
+job=${{jobs[$SLURM_ARRAY_TASK_ID]}}
+echo "$(date +%FT%T) $(hostname): $job, restart ${{SLURM_RESTART_COUNT:-0}}"
 # Who is just starting does not listen yet, and must not die of a signal that comes again.
-save_and_requeue {out}/"$cell" bash -c 'trap "" TERM USR1; exec "$@"' bash \\
-    {command} --cell "$SLURM_ARRAY_TASK_ID"
+save_and_requeue {out}/"$job" bash -c 'trap "" TERM USR1; exec "$@"' bash \\
+    {command} --job "$SLURM_ARRAY_TASK_ID"
 exit $?
 """
 
 
 def script(
-    sweep: Sweep, cells: Sequence[Cell], chosen: Sequence[Cell], out: Path, folder: Path, arguments: Sequence[str]
+    sweep: Sweep, jobs: Sequence[Job], chosen: Sequence[Job], out: Path, folder: Path, arguments: Sequence[str]
 ) -> str:
     """The batch script.
 
     Args:
-        cells: all of the sweep, which the task ids count.
+        jobs: all of the sweep, which the task ids count.
         chosen: those that get a task.
         folder: where the tasks run, which relative data paths start from.
-        arguments: of scripts/sweep.py, but for --cell.
+        arguments: of scripts/sweep.py, but for --job.
     """
-    limit = f"%{sweep.resources.cells_at_once}" if sweep.resources.cells_at_once else ""
+    limit = f"%{sweep.resources.jobs_at_once}" if sweep.resources.jobs_at_once else ""
     name = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
     options = {
         "job-name": name,
         **{key: value for key, value in sweep.slurm.items() if key not in _ASK_FOR_GPUS},
         **gpus(sweep),
-        "array": indices([cell.index for cell in chosen]) + limit,
+        "array": indices([job.index for job in chosen]) + limit,
         "nodes": "1",
         "ntasks": "1",
         "requeue": None,
@@ -65,7 +65,7 @@ def script(
     head = [f"#SBATCH --{key}" + ("" if value is None else f"={value}") for key, value in options.items()]
     body = _BODY.format(
         folder=shlex.quote(str(folder)),
-        cells=" ".join(cell.id for cell in cells),
+        jobs=" ".join(job.id for job in jobs),
         out=shlex.quote(str(out)),
         command=shlex.join([sys.executable, *arguments]),
         functions=shlex.quote(_FUNCTIONS),
@@ -74,7 +74,7 @@ def script(
 
 
 def submit(text: str, out: Path) -> str:
-    """Write the script into ``out`` and hand it to sbatch; the job's number.
+    """Write the script into ``out`` and hand it to sbatch; the number of the Slurm job.
 
     Raises:
         UserError: no sbatch, or one that refuses.
@@ -98,9 +98,9 @@ def indices(numbers: Sequence[int]) -> str:
 
 
 def gpus(sweep: Sweep) -> Mapping[str, str]:
-    """The request for a cell's GPUs: the sweep's own where it has one, else by gpus_per_cell; none where it is 0."""
+    """The request for a job's GPUs: the sweep's own where it has one, else by gpus_per_job; none where it is 0."""
     own = {key: value for key, value in sweep.slurm.items() if key in _ASK_FOR_GPUS}
-    asked = own or {"gpus": str(sweep.resources.gpus_per_cell or 1)}
+    asked = own or {"gpus": str(sweep.resources.gpus_per_job or 1)}
     return {key: value for key, value in asked.items() if value != "0"}
 
 

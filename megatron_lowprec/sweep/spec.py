@@ -3,16 +3,16 @@
 ::
 
     summary: one line
-    options: {eval-iters: 16}                # of every cell, named as in configs/models
+    options: {eval-iters: 16}                # of every job, named as in configs/models
     models: [gpt_tiny]                       # a name in configs/models, a file, or {label, model, options}
     recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_override}
     overrides: {base: {}, low: {lr: 1.0e-4}} # named variants; may be left out
     seeds: [1234, 1235]
-    resources: {gpus_per_cell: 1}
+    resources: {gpus_per_job: 1}
     slurm: {time: "04:00:00"}                # sbatch's long options
     sizes: {tiny: {...}, small: {...}}       # the same keys: a list replaces the one above, a mapping adds to it
 
-The only thing here is what the file says, checked; ``cells`` makes runs of it.
+The only thing here is what the file says, checked; ``jobs`` makes runs of it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,16 @@ from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS
 Options = dict[str, Any]
 """Names of ``Config``'s fields -> values."""
 
+RENAMED = {
+    "gpus_per_job": "gpus_per_cell",
+    "jobs_per_gpu": "cells_per_gpu",
+    "processes_per_job": "processes_per_cell",
+    "jobs_at_once": "cells_at_once",
+}
+"""Resources by their names of today -> those of before, which files and command lines may still use."""
+
 LABEL = re.compile(r"[A-Za-z0-9_.+-]+")
-# What a sweep says itself, for each cell.
+# What a sweep says itself, for each job.
 _OWN = {
     "config": "models:",
     "recipe": "recipes:",
@@ -57,7 +65,7 @@ class RecipeChoice:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A file of options, what the sweep calls it, and options for its cells alone."""
+    """A file of options, what the sweep calls it, and options for its jobs alone."""
 
     label: str
     file: str
@@ -74,19 +82,19 @@ class Variant:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a cell runs on.
+    """What a job runs on.
 
     Attributes:
-        gpus_per_cell: GPUs, and so processes, of a cell; None: one where there are any, else the CPU.
-        cells_per_gpu: cells that share a GPU.
-        processes_per_cell: processes of a cell on a CPU.
-        cells_at_once: cells that run at one time: on a CPU (None: 1), at most on GPUs and in a Slurm array (None: all).
+        gpus_per_job: GPUs, and so processes, of a job; None: one where there are any, else the CPU.
+        jobs_per_gpu: jobs that share a GPU.
+        processes_per_job: processes of a job on a CPU.
+        jobs_at_once: jobs that run at one time: on a CPU (None: 1), at most on GPUs and in a Slurm array (None: all).
     """
 
-    gpus_per_cell: int | None = None
-    cells_per_gpu: int = 1
-    processes_per_cell: int = 1
-    cells_at_once: int | None = None
+    gpus_per_job: int | None = None
+    jobs_per_gpu: int = 1
+    processes_per_job: int = 1
+    jobs_at_once: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -95,9 +103,9 @@ class Resources:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"resources: {field.name} is {value!r}; write a whole number of at least 1")
-        if self.cells_per_gpu > 1 and (self.gpus_per_cell or 1) > 1:
+        if self.jobs_per_gpu > 1 and (self.gpus_per_job or 1) > 1:
             raise UserError(
-                f"resources: {self.gpus_per_cell} gpus_per_cell and {self.cells_per_gpu} cells_per_gpu: cells either "
+                f"resources: {self.gpus_per_job} gpus_per_job and {self.jobs_per_gpu} jobs_per_gpu: jobs either "
                 "share a GPU or have several; set one of the two to 1"
             )
 
@@ -174,7 +182,7 @@ def options_of(where: str, content: Mapping[Any, Any]) -> Options:
     """Options by field name, checked; those that a sweep sets itself are refused."""
     options = checked_options(where, content)
     for name in options.keys() & _OWN.keys():
-        raise UserError(f"{where}: {name.replace('_', '-')} is not an option of a cell; it belongs to {_OWN[name]}")
+        raise UserError(f"{where}: {name.replace('_', '-')} is not an option of a job; it belongs to {_OWN[name]}")
     return options
 
 
@@ -280,5 +288,7 @@ def _seed(path: str, seed: Any) -> int:
 
 
 def _resources(path: str, content: Mapping[Any, Any]) -> Resources:
-    _known(f"{path}: resources", content, [field.name for field in fields(Resources)])
-    return Resources(**{str(key): value for key, value in content.items()})
+    today = {old: new for new, old in RENAMED.items()}
+    content = {today.get(key, key): value for key, value in content.items()}
+    _known(f"{path}: resources", content, list(RENAMED))
+    return Resources(**content)

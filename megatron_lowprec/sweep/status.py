@@ -1,4 +1,4 @@
-"""Where every cell of a sweep stands, read from its folder while whoever runs it writes there."""
+"""Where every job of a sweep stands, read from its folder while whoever runs it writes there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_lowprec.sweep import job_record, lock
 from megatron_lowprec.sweep.jobs import read_manifest
+from megatron_lowprec.text_tables import plain_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Shown = Literal["waiting", "running", "done", "failed", "interrupted"]
 LAST = 10  # iterations that loss and speed are taken over
 _TAIL = 1 << 16  # bytes; some 150 rows
-_COLUMNS = ("cell", "state", "iteration", "loss", "validation", "tokens/s", "took", "left")
+_COLUMNS = ("job", "state", "iteration", "loss", "validation", "tokens/s", "took", "left")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Row:
-    """One cell for a person: ``seconds`` of training so far, ``left`` of it to come."""
+    """One job for a person: ``seconds`` of training so far, ``left`` of it to come."""
 
     id: str
     state: Shown
@@ -81,16 +82,16 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def rows(out: Path) -> list[Row]:
-    """All cells of the sweep in ``out``; UserError where none was started there."""
-    return [row(out, cell["id"]) for cell in read_manifest(out)["cells"]]
+    """All jobs of the sweep in ``out``; UserError where none was started there."""
+    return [row(out, job["id"]) for job in read_manifest(out)["cells"]]
 
 
-def row(out: Path, cell_id: str) -> Row:
-    """One cell."""
-    run = out / cell_id
-    known, held = job_record.read(run), lock.holder(out, cell_id)
+def row(out: Path, job_id: str) -> Row:
+    """One job."""
+    run = out / job_id
+    known, held = job_record.read(run), lock.holder(out, job_id)
     if known is None:
-        return Row(cell_id, "waiting", "", Progress(), None, None, 0.0, None)
+        return Row(job_id, "waiting", "", Progress(), None, None, 0.0, None)
     state: Shown = known.state
     if held is not None:
         state = "running"
@@ -107,7 +108,7 @@ def row(out: Path, cell_id: str) -> Row:
     seconds = known.seconds
     if state == "running":
         seconds += max(0.0, (datetime.now().astimezone() - datetime.fromisoformat(known.started)).total_seconds())
-    return Row(cell_id, state, where, progress, known.train_iters, speed, seconds, left)
+    return Row(job_id, state, where, progress, known.train_iters, speed, seconds, left)
 
 
 def summary(found: Sequence[Row]) -> str:
@@ -118,10 +119,8 @@ def summary(found: Sequence[Row]) -> str:
 
 
 def lines(found: Sequence[Row]) -> list[str]:
-    """The table as plain text, its columns as wide as they need to be."""
-    table = [_COLUMNS, *(_texts(row) for row in found)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    """The table as plain text."""
+    return plain_table(_COLUMNS, [_texts(row) for row in found], rule=False)
 
 
 def table(found: Sequence[Row], caption: str) -> Table:
@@ -131,7 +130,7 @@ def table(found: Sequence[Row], caption: str) -> Table:
     colours = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow", "waiting": "dim"}
     drawn = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
     for name in _COLUMNS:
-        drawn.add_column(name, justify="left" if name in ("cell", "state") else "right", no_wrap=True)
+        drawn.add_column(name, justify="left" if name in ("job", "state") else "right", no_wrap=True)
     for row in found:
         drawn.add_row(*_texts(row), style=colours[row.state])
     return drawn

@@ -1,4 +1,4 @@
-"""What a person sees while cells run: a live table on a terminal, plain lines elsewhere."""
+"""What a person sees while jobs run: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-_LOG_LINES = 15  # of a failed cell
+_LOG_LINES = 15  # of a failed job
 
 
 class View:
-    """Tells of cells as they start and end; a context, within which a terminal shows the table."""
+    """Tells of jobs as they start and end; a context, within which a terminal shows the table."""
 
     def __init__(self, out: Path, ids: Sequence[str], seconds: float = 1.0) -> None:
         from rich.console import Console
@@ -53,13 +53,13 @@ class View:
         else:
             print(line, flush=True)
 
-    def ended(self, cell_id: str, state: str, seconds: float, progress: Progress, exit_code: int, log: Path) -> None:
-        """A cell's end; of a failure the end of its log, too."""
+    def ended(self, job_id: str, state: str, seconds: float, progress: Progress, exit_code: int, log: Path) -> None:
+        """A job's end; of a failure the end of its log, too."""
         loss = "" if progress.loss is None else f", loss {progress.loss:.4f}"
         valid = "" if progress.validation is None else f", validation {progress.validation:.4f}"
         code = f" with exit code {exit_code}" if state == "failed" else ""
         where = f" at iteration {progress.iteration}" if state != "done" else ""
-        self.say(f"{cell_id}: {state}{code}{where} after {duration(seconds)}{loss}{valid}")
+        self.say(f"{job_id}: {state}{code}{where} after {duration(seconds)}{loss}{valid}")
         if state == "failed":
             text = log.read_text(encoding="utf-8", errors="replace").splitlines()
             for line in text[-_LOG_LINES:]:
@@ -73,7 +73,7 @@ class View:
             self._drawn = time.monotonic()
 
     def _table(self) -> Table:
-        found = [status.row(self._out, cell_id) for cell_id in self._ids]
+        found = [status.row(self._out, job_id) for job_id in self._ids]
         room = max(5, self._console.size.height - 8)
         shown = found if len(found) <= room else [row for row in found if row.state in ("running", "failed")][-room:]
         return status.table(shown, status.summary(found))

@@ -170,9 +170,7 @@ def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return check_driver(rest)
     assert (ROOT / script).is_file(), f"{script} is not there"
     assert script.startswith(("tools/", "scripts/")), f"python {script}: no test knows it"
-    given = parse_of_tool(script.removesuffix(".py").replace("/", "."), rest, monkeypatch)
-    if script == "tools/train_recipes.py":
-        check_driver([*given.more, "..."])
+    parse_of_tool(script.removesuffix(".py").replace("/", "."), rest, monkeypatch)
     return None
 
 

@@ -124,7 +124,7 @@ def operand_row(
     return {"iteration": iteration, **named, **found, **more}
 
 
-def write_looks(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+def write_snapshots(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """quantization.jsonl in a run's folder, which need not be there."""
     folder.mkdir(exist_ok=True)
     (folder / "quantization.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -18,9 +18,9 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.gemms import DIMS
 from megatron_lowprec.report import operand_plots, operand_tables, plot_style
 from megatron_lowprec.report.groups import Group, group_runs
-from megatron_lowprec.report.operands import KINDS, RecipeLooks, find_looks, read_rows
+from megatron_lowprec.report.operands import KINDS, Snapshots, find_snapshots, read_rows
 from megatron_lowprec.report.runs import find_runs
-from tests.report.synthetic import operand_row, write_looks, write_run
+from tests.report.synthetic import operand_row, write_run, write_snapshots
 from tools import report
 
 Rows = list[dict[str, Any]]
@@ -32,16 +32,16 @@ def group_of(*folders: Path) -> Group:
     return group
 
 
-def looks(*folders: Path) -> list[RecipeLooks]:
-    found, notes = find_looks(group_of(*folders))
+def snapshots(*folders: Path) -> list[Snapshots]:
+    found, notes = find_snapshots(group_of(*folders))
     assert notes == []
     return found
 
 
-def looked_at(tmp_path: Path) -> tuple[Path, ...]:
-    """Two seeds of mxfp4, three layers each, and a bf16 run that has nothing to look at."""
+def observed(tmp_path: Path) -> tuple[Path, ...]:
+    """Two seeds of mxfp4, three layers each, and a bf16 run without snapshots."""
     values = {
-        # layer's SNR, bias, underflow, saturation at the last look of either seed
+        # layer's SNR, bias, underflow, saturation at the last snapshot of either seed
         1: [(10.0, -0.04, 0.10, 0.0), (12.0, -0.02, 0.12, 0.01), (20.0, 0.01, 0.40, 0.02)],
         2: [(14.0, -0.03, 0.20, 0.0), (16.0, -0.01, 0.30, 0.03), (11.0, -0.05, 0.22, 0.04)],
     }
@@ -54,7 +54,7 @@ def looked_at(tmp_path: Path) -> tuple[Path, ...]:
             rows += [operand_row(100, linear, 1.0), operand_row(200, linear, snr, **numbers)]
             rows.append(operand_row(200, linear, 30.0 + number, "wgrad", "input", bias=2e-3, format="e4m3"))
         rows.sort(key=lambda row: int(row["iteration"]))
-        folders.append(write_looks(write_run(tmp_path / f"mxfp4-{seed}", "mxfp4", seed), rows))
+        folders.append(write_snapshots(write_run(tmp_path / f"mxfp4-{seed}", "mxfp4", seed), rows))
     return tuple(folders)
 
 
@@ -65,7 +65,7 @@ def test_kinds_are_those_of_the_layers() -> None:
 def test_of_rows_that_repeat_an_operand_the_later_counts(tmp_path: Path) -> None:
     first = [operand_row(at, name, 9.0) for at in (10, 20) for name in ("layers.1.a", "layers.2.a")]
     again = [operand_row(20, "layers.1.a", 7.0), operand_row(20, "layers.1.a", 8.0, "wgrad")]
-    path = write_looks(tmp_path / "run", [*first, *again]) / "quantization.jsonl"
+    path = write_snapshots(tmp_path / "run", [*first, *again]) / "quantization.jsonl"
     assert [(row["iteration"], row["linear"], row["gemm"], row["snr"]) for row in read_rows(path)] == [
         (10, "layers.1.a", "dgrad", 9.0),
         (10, "layers.2.a", "dgrad", 9.0),
@@ -111,7 +111,7 @@ def test_a_whole_line_that_is_none_is_refused(tmp_path: Path, line: bytes) -> No
 
 
 def test_the_table_has_medians_of_the_last_look_and_the_worst_layer(tmp_path: Path) -> None:
-    gradients, inputs = operand_tables.of_every_operand(looks(*looked_at(tmp_path))).rows
+    gradients, inputs = operand_tables.of_every_operand(snapshots(*observed(tmp_path))).rows
     # SNR of 10 11 12 14 16 20, bias of -5 -4 -3 -2 -1 1, underflow of 10 12 20 22 30 40, saturation of 0 0 1 2 3 4
     assert gradients[:6] == ("mxfp4", "dgrad", "grad_output", "E2M1", "2", "200")
     assert gradients[6:] == ("13.0", "−2.50", "21.00", "1.50", "layers.1.mlp.linear_fc1, 10.0 dB")
@@ -120,7 +120,7 @@ def test_the_table_has_medians_of_the_last_look_and_the_worst_layer(tmp_path: Pa
 
 
 def test_the_terminal_has_a_line_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [str(folder) for folder in looked_at(tmp_path)]
+    folders = [str(folder) for folder in observed(tmp_path)]
     assert report.main([*folders, "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out.partition("what quantization did to operands")[2].splitlines()
     assert re.split(r"\s{2,}", said[2]) == [
@@ -134,7 +134,7 @@ def test_the_terminal_has_a_line_a_recipe(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_page_has_the_table_and_the_figure(tmp_path: Path) -> None:
-    folders = [str(folder) for folder in looked_at(tmp_path)]
+    folders = [str(folder) for folder in observed(tmp_path)]
     assert report.main([*folders, "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert text.count(HEADING) == 1
@@ -156,7 +156,7 @@ def test_runs_without_rows_show_nothing(
 
 
 def test_a_damaged_file_is_told_and_takes_no_other_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = looked_at(tmp_path)
+    folders = observed(tmp_path)
     path = folders[2] / "quantization.jsonl"
     path.write_text("{\n" + path.read_text())
     assert report.main([*map(str, folders), "--out", str(tmp_path / "out")]) == 0
@@ -170,21 +170,23 @@ def test_a_damaged_file_is_told_and_takes_no_other_with_it(tmp_path: Path, capsy
 
 
 def test_runs_that_finished_count_and_others_only_where_none_did(tmp_path: Path) -> None:
-    whole = write_looks(write_run(tmp_path / "a", "mxfp4", 1), [operand_row(400, "layers.1.a", 9.0)])
+    whole = write_snapshots(write_run(tmp_path / "a", "mxfp4", 1), [operand_row(400, "layers.1.a", 9.0)])
     cut = [operand_row(at, "layers.1.a", 3.0) for at in (100, 200)]
-    half = write_looks(write_run(tmp_path / "b", "mxfp4", 2, ends_at=200), cut)
-    other = write_looks(write_run(tmp_path / "c", "mxfp8", 1, ends_at=200), cut)
-    mxfp4, mxfp8 = operand_tables.of_every_operand(looks(whole, half, other)).rows
+    half = write_snapshots(write_run(tmp_path / "b", "mxfp4", 2, ends_at=200), cut)
+    other = write_snapshots(write_run(tmp_path / "c", "mxfp8", 1, ends_at=200), cut)
+    mxfp4, mxfp8 = operand_tables.of_every_operand(snapshots(whole, half, other)).rows
     assert mxfp4[4:7] == ("1", "400", "9.0")
     assert mxfp8[4:7] == ("1, not finished", "200", "3.0")
-    labels = [row[0] for row in operand_tables.in_short(looks(whole, half, other)).rows]
+    labels = [row[0] for row in operand_tables.in_short(snapshots(whole, half, other)).rows]
     assert labels == ["mxfp4", "mxfp8, not finished"]
 
 
 def test_last_looks_at_different_iterations_are_told(tmp_path: Path) -> None:
     for seed, at in ((1, 400), (2, 390)):
-        write_looks(write_run(tmp_path / str(seed), "mxfp4", seed), [operand_row(at, "layers.1.a", 9.0 + seed)])
-    ((*_, runs, ends, snr, _, _, _, _),) = operand_tables.of_every_operand(looks(tmp_path / "1", tmp_path / "2")).rows
+        write_snapshots(write_run(tmp_path / str(seed), "mxfp4", seed), [operand_row(at, "layers.1.a", 9.0 + seed)])
+    ((*_, runs, ends, snr, _, _, _, _),) = operand_tables.of_every_operand(
+        snapshots(tmp_path / "1", tmp_path / "2")
+    ).rows
     assert (runs, ends, snr) == ("2", "390 to 400", "10.5")
 
 
@@ -192,25 +194,25 @@ def test_what_is_not_finite_comes_first_and_is_in_no_median(tmp_path: Path) -> N
     finite = ((1, 9.0, 0.1), (2, 5.0, 0.2), (4, 7.0, 0.3))
     rows = [operand_row(1, f"layers.{layer}.a", snr, underflow=underflow) for layer, snr, underflow in finite]
     rows.insert(2, operand_row(1, "layers.3.a", None, amax=None, bias=None, underflow=1.0))
-    run = write_looks(write_run(tmp_path / "run", "mxfp4"), rows)
-    (row,) = operand_tables.of_every_operand(looks(run)).rows
+    run = write_snapshots(write_run(tmp_path / "run", "mxfp4"), rows)
+    (row,) = operand_tables.of_every_operand(snapshots(run)).rows
     assert (row[6], row[8], row[-1]) == ("7.0", "20.00", "layers.3.a, not finite (1 of 4)")
-    (short,) = operand_tables.in_short(looks(run)).rows
+    (short,) = operand_tables.in_short(snapshots(run)).rows
     assert short[-1] == "layers.3.a dgrad grad_output, not finite (1 of 4)"
 
 
 def test_what_lost_nothing_is_a_dash(tmp_path: Path) -> None:
-    run = write_looks(write_run(tmp_path / "run", "mxfp4"), [operand_row(1, "layers.1.a", None, bias=None)])
-    found = looks(run)
+    run = write_snapshots(write_run(tmp_path / "run", "mxfp4"), [operand_row(1, "layers.1.a", None, bias=None)])
+    found = snapshots(run)
     (row,) = operand_tables.of_every_operand(found).rows
     assert row[6:] == ("–", "–", "25.00", "0.00", "–")
-    assert operand_plots.snr(found, plot_style.looks(["mxfp4"], "bf16"), plot_style.LIGHT) is None
+    assert operand_plots.snr(found, plot_style.styles(["mxfp4"], "bf16"), plot_style.LIGHT) is None
 
 
-def drawn(found: Sequence[RecipeLooks], monkeypatch: pytest.MonkeyPatch) -> Figure:
+def drawn(found: Sequence[Snapshots], monkeypatch: pytest.MonkeyPatch) -> Figure:
     figures: list[Figure] = []
     monkeypatch.setattr(operand_plots, "png", lambda figure, theme: figures.append(figure) or b"")
-    operand_plots.snr(found, plot_style.looks([each.label for each in found], "bf16"), plot_style.LIGHT)
+    operand_plots.snr(found, plot_style.styles([each.label for each in found], "bf16"), plot_style.LIGHT)
     (figure,) = figures
     return figure
 
@@ -218,14 +220,14 @@ def drawn(found: Sequence[RecipeLooks], monkeypatch: pytest.MonkeyPatch) -> Figu
 def test_the_figure_has_the_median_and_the_range_of_layers_and_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gradients, inputs = (axes for axes in drawn(looks(*looked_at(tmp_path)), monkeypatch).axes if axes.get_visible())
+    gradients, inputs = (axes for axes in drawn(snapshots(*observed(tmp_path)), monkeypatch).axes if axes.get_visible())
     assert [axes.get_title(loc="left") for axes in (gradients, inputs)] == ["dgrad grad_output", "wgrad input"]
     (line,), (range_,) = gradients.lines, gradients.collections
     np.testing.assert_array_equal(line.get_xydata(), [[100, 1.0], [200, 13.0]])
     assert isinstance(range_, FillBetweenPolyCollection)
     corners = {(float(x), float(y)) for x, y in range_.get_paths()[0].vertices}
     assert corners == {(100.0, 1.0), (200.0, 10.0), (200.0, 20.0)}
-    assert line.get_color() == plot_style.looks(["mxfp4"], "bf16")["mxfp4"].paint(plot_style.LIGHT)
+    assert line.get_color() == plot_style.styles(["mxfp4"], "bf16")["mxfp4"].paint(plot_style.LIGHT)
     np.testing.assert_array_equal(inputs.lines[0].get_xydata(), [[200, 32.0]])
 
 
@@ -235,7 +237,7 @@ def test_a_curve_is_broken_where_nothing_is_finite_and_dotted_where_no_run_finis
     hows = []
     monkeypatch.setattr(operand_plots, "band", lambda *args: (hows.append(args[4].dashes), plot_style.band(*args)))
     rows: Rows = [operand_row(at, "layers.1.a", snr) for at, snr in ((10, 9.0), (20, None), (30, 8.0))]
-    figure = drawn(looks(write_looks(write_run(tmp_path / "run", "mxfp4", ends_at=200), rows)), monkeypatch)
+    figure = drawn(snapshots(write_snapshots(write_run(tmp_path / "run", "mxfp4", ends_at=200), rows)), monkeypatch)
     (axes,) = figure.axes
     (line,) = axes.lines
     np.testing.assert_array_equal(line.get_ydata(), [9.0, math.nan, 8.0])
@@ -248,8 +250,8 @@ def test_panels_are_the_operands_that_any_recipe_quantizes(tmp_path: Path, monke
     """Recipes that quantize different GEMMs; of five operands the last stands alone in its row."""
     for recipe, kinds in (("mxfp4", KINDS[2:]), ("mxfp8", KINDS[:3])):
         rows = [operand_row(10, "layers.1.a", 9.0, *kind) for kind in kinds if kind != KINDS[-1]]
-        write_looks(write_run(tmp_path / recipe, recipe), rows)
-    figure = drawn(looks(tmp_path / "mxfp4", tmp_path / "mxfp8"), monkeypatch)
+        write_snapshots(write_run(tmp_path / recipe, recipe), rows)
+    figure = drawn(snapshots(tmp_path / "mxfp4", tmp_path / "mxfp8"), monkeypatch)
     panels = [axes for axes in figure.axes if axes.get_visible()]
     assert [axes.get_title(loc="left") for axes in panels] == [" ".join(kind) for kind in KINDS[:-1]]
     assert [bool(axes.get_xlabel()) for axes in panels] == [False, False, False, True, True]

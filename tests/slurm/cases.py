@@ -188,7 +188,7 @@ def _preempt(job: Job, node: str) -> None:
 def array(slurm: Slurm, folder: Path) -> None:
     """A sweep as an array, one of whose tasks is preempted, with grace; and the same sweep without Slurm."""
     options = {**SWEEP["options"], "train-iters": 80, "eval-iters": 2, "save-interval": 20, "log-interval": 1}
-    sweep = {**SWEEP, "recipes": ["bf16", "mxfp4_sr"], "options": options, "resources": {"cells_at_once": 2}}
+    sweep = {**SWEEP, "recipes": ["bf16", "mxfp4_sr"], "options": options, "resources": {"jobs_at_once": 2}}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     program = [sys.executable, str(REPOSITORY / "scripts" / "sweep.py"), "sweep.yaml"]
     on = [f"--sbatch={option}" for option in ("gpus=0", "partition=grace", "nodelist=n8", "cpus-per-task=2")]

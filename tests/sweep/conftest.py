@@ -22,7 +22,7 @@ from tests.waiting import Started, wait_for
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 
-# What a cell needs to be accepted; small enough for a real one, too.
+# What a job needs to be accepted; small enough for a real one, too.
 OPTIONS: dict[str, Any] = {
     "train-iters": 4,
     "eval-iters": 0,
@@ -53,7 +53,7 @@ def write_sweep(tmp_path: Path) -> WriteSweep:
 
 
 class Fake:
-    """A sweep in ``out`` whose cells run the stand-in."""
+    """A sweep in ``out`` whose jobs run the stand-in."""
 
     def __init__(self, folder: Path) -> None:
         self.out = folder / "out"
@@ -95,28 +95,28 @@ class Fake:
     def program(self) -> list[str]:
         """scripts/sweep.py with the stand-in."""
         code = (
-            "import sys; from megatron_lowprec.sweep import cells, cli, local; "
-            f"cells.DRIVER = {str(self.driver)!r}; local.visible_gpus = lambda: []; "
+            "import sys; from megatron_lowprec.sweep import cli, jobs, local; "
+            f"jobs.DRIVER = {str(self.driver)!r}; local.visible_gpus = lambda: []; "
             f"vars(local).update({self.constants!r}); sys.exit(cli.main(sys.argv[1:]))"
         )
         return [sys.executable, "-c", code]
 
-    def record(self, cell_id: str) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.out / cell_id / "cell.json").read_text())
+    def record(self, job_id: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.out / job_id / "cell.json").read_text())
         return content
 
-    def calls(self, cell_id: str) -> list[dict[str, Any]]:
+    def calls(self, job_id: str) -> list[dict[str, Any]]:
         """What the stand-in noted of each of its starts."""
-        path = self.out / cell_id / "calls.jsonl"
+        path = self.out / job_id / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_until_held(self, cell_id: str, processes: int = 1) -> None:
-        """Until all processes of a cell wait in mode ``hold``."""
-        files = [self.out / cell_id / f"holding.{rank}" for rank in range(processes)]
-        wait_for(lambda: all(file.exists() for file in files), f"{cell_id} at iteration 2")
+    def wait_until_held(self, job_id: str, processes: int = 1) -> None:
+        """Until all processes of a job wait in mode ``hold``."""
+        files = [self.out / job_id / f"holding.{rank}" for rank in range(processes)]
+        wait_for(lambda: all(file.exists() for file in files), f"{job_id} at iteration 2")
 
     def release(self) -> None:
-        """Let cells in mode ``hold`` go on, now and from now on."""
+        """Let jobs in mode ``hold`` go on, now and from now on."""
         self.driver.with_name("release").touch()
 
 

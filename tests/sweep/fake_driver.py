@@ -8,7 +8,7 @@ modes.json beside this script says by recipe what happens:
 ``hold``: after iteration 2 writes ``holding.RANK`` and waits for SIGTERM, after which it saves iteration 3, or for the
     file ``release`` beside this script.
 ``deaf``: ``hold``, and a first SIGTERM is lost, as while a run is being imported.
-``meet``: two cells at a time wait for each other.
+``meet``: two jobs at a time wait for each other.
 """
 
 import json
@@ -60,8 +60,8 @@ print(f"{recipe} from {begun}", flush=True)
 if mode == "meet":
     for other in save.parent.glob("*/running"):
         if other != running and not other.with_name("met").exists():
-            for cell in (save, other.parent):
-                (cell / "met").touch()
+            for job in (save, other.parent):
+                (job / "met").touch()
     wait((save / "met").exists)
 
 

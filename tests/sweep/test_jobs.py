@@ -1,4 +1,4 @@
-"""From a sweep to the command lines of its cells."""
+"""From a sweep to the command lines of its jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep.jobs import (
-    Cell,
+    Job,
     command,
     expand,
     flags,
@@ -26,23 +26,23 @@ from megatron_lowprec.training.config.arguments import parse
 from tests.sweep.conftest import REPOSITORY, WriteSweep
 
 
-def cells(path: str, *settings: str, processes: int = 1) -> list[Cell]:
+def jobs(path: str, *settings: str, processes: int = 1) -> list[Job]:
     return expand(read(path), settings_of(settings), processes)
 
 
 def test_every_combination_once_the_first_seed_first(write_sweep: WriteSweep) -> None:
     path = write_sweep(seeds=[1, 2], overrides={"base": {}, "low": {"lr": 5.0e-4}}, models=["gpt_tiny", "gpt_25m"])
-    found = cells(path, "global-batch-size=8")
-    assert [cell.index for cell in found] == list(range(16))
-    assert [cell.id for cell in found[:5]] == [
+    found = jobs(path, "global-batch-size=8")
+    assert [job.index for job in found] == list(range(16))
+    assert [job.id for job in found[:5]] == [
         "gpt_tiny-bf16-base-s1",
         "gpt_tiny-mxfp4-base-s1",
         "gpt_tiny-bf16-low-s1",
         "gpt_tiny-mxfp4-low-s1",
         "gpt_25m-bf16-base-s1",
     ]
-    assert {cell.id for cell in found[8:]} == {cell.id.replace("-s1", "-s2") for cell in found[:8]}
-    low = next(cell for cell in found if cell.id == "gpt_25m-mxfp4-low-s2")
+    assert {job.id for job in found[8:]} == {job.id.replace("-s1", "-s2") for job in found[:8]}
+    low = next(job for job in found if job.id == "gpt_25m-mxfp4-low-s2")
     assert (low.label, low.model, low.variant, low.seed) == ("mxfp4", "gpt_25m", "low", 2)
     config, _, _ = parse(low.arguments)
     assert (config.recipe, config.seed, config.lr, config.micro_batch_size) == ("mxfp4", 2, 5e-4, 8)
@@ -55,8 +55,8 @@ def test_the_later_wins(write_sweep: WriteSweep) -> None:
     path = write_sweep(
         options=options, models=[model], overrides={"a": {"clip-grad": 4.0, "weight-decay": 0.4}}, recipes=["bf16"]
     )
-    (cell,) = cells(path, "weight-decay=0.5")
-    config, _, _ = parse(cell.arguments)
+    (job,) = jobs(path, "weight-decay=0.5")
+    config, _, _ = parse(job.arguments)
     found = (config.adam_beta2, config.lr, config.min_lr, config.clip_grad, config.weight_decay)
     assert found == (0.95, 1e-1, 2e-5, 4.0, 0.5)
 
@@ -94,26 +94,26 @@ def test_settings_that_are_wrong(text: str, message: str) -> None:
 def test_data_on_the_command_line_replaces_the_file_s_in_any_form(write_sweep: WriteSweep) -> None:
     path = write_sweep(needs=["data-path"], recipes=["bf16"], options={"train-data-path": ["x"], "train-iters": 2})
     for setting, names in (("data-path=y", {"data_path"}), ("train-data-path=y", {"train_data_path"})):
-        (cell,) = cells(path, setting)
-        config, _, _ = parse(cell.arguments)
+        (job,) = jobs(path, setting)
+        config, _, _ = parse(job.arguments)
         assert {n for n in ("data_path", "train_data_path") if getattr(config, n)} == names
     for settings in ([], ["data-path=null"]):
         with pytest.raises(UserError, match="needs --data-path"):
-            cells(path, *settings)
+            jobs(path, *settings)
 
 
 def test_what_the_driver_refuses_is_refused_before_anything_starts(write_sweep: WriteSweep) -> None:
     with pytest.raises(UserError, match=r"gpt_tiny-mxfp4-s1: .*198 output features are no multiple of 32"):
-        cells(write_sweep(), "hidden-size=66", "ffn-hidden-size=66", "num-attention-heads=1")
+        jobs(write_sweep(), "hidden-size=66", "ffn-hidden-size=66", "num-attention-heads=1")
     with pytest.raises(UserError, match=r"gpt_tiny-bf16-s1: .*3 processes are not divisible by tensor 2"):
-        cells(write_sweep(), "tensor-model-parallel-size=2", processes=3)
+        jobs(write_sweep(), "tensor-model-parallel-size=2", processes=3)
     with pytest.raises(UserError, match="there is no recipe 'mxfp5'"):
-        cells(write_sweep(recipes=["mxfp5"]))
+        jobs(write_sweep(recipes=["mxfp5"]))
 
 
-def test_one_name_for_two_cells_is_refused(write_sweep: WriteSweep) -> None:
-    with pytest.raises(UserError, match="more than one cell would be gpt_tiny-bf16-s1"):
-        cells(write_sweep(recipes=["bf16", {"label": "bf16", "recipe": "mxfp4"}]))
+def test_one_name_for_two_jobs_is_refused(write_sweep: WriteSweep) -> None:
+    with pytest.raises(UserError, match="more than one job would be gpt_tiny-bf16-s1"):
+        jobs(write_sweep(recipes=["bf16", {"label": "bf16", "recipe": "mxfp4"}]))
 
 
 def test_switches_that_are_off(write_sweep: WriteSweep) -> None:
@@ -122,20 +122,20 @@ def test_switches_that_are_off(write_sweep: WriteSweep) -> None:
         flags({"disable_bias_linear": False})
 
 
-def test_cells_by_pattern(write_sweep: WriteSweep) -> None:
-    found = cells(write_sweep(recipes=["mxfp4", "mxfp4_sr"], seeds=[1, 11]))
-    assert [cell.id for cell in selected(found, ["*-mxfp4-s1"])] == ["gpt_tiny-mxfp4-s1"]
+def test_jobs_by_pattern(write_sweep: WriteSweep) -> None:
+    found = jobs(write_sweep(recipes=["mxfp4", "mxfp4_sr"], seeds=[1, 11]))
+    assert [job.id for job in selected(found, ["*-mxfp4-s1"])] == ["gpt_tiny-mxfp4-s1"]
     assert len(selected(found, ["_sr"])) == 2
     assert selected(found, []) == found
-    with pytest.raises(UserError, match="--only nothing matches no cell"):
+    with pytest.raises(UserError, match="--only nothing matches no job"):
         selected(found, ["_sr", "nothing"])
 
 
 def test_it_loads_where_there_is_a_checkpoint(write_sweep: WriteSweep, tmp_path: Path) -> None:
-    cell = cells(write_sweep())[0]
-    assert "--load" not in command(cell, tmp_path)
+    job = jobs(write_sweep())[0]
+    assert "--load" not in command(job, tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    words = command(cell, tmp_path)
+    words = command(job, tmp_path)
     assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(tmp_path)
     config, _, _ = parse(words[1:])
     assert config.exit_signal_handler
@@ -144,22 +144,22 @@ def test_it_loads_where_there_is_a_checkpoint(write_sweep: WriteSweep, tmp_path:
 def test_what_a_run_is(write_sweep: WriteSweep) -> None:
     """Not how often it speaks; but the file behind its model, its recipe's fields, its processes."""
     path = write_sweep(recipes=["mxfp4_rht"])
-    (before,) = cells(path)
-    (talks,) = cells(path, "log-interval=7", "save-interval=2")
+    (before,) = jobs(path)
+    (talks,) = jobs(path, "log-interval=7", "save-interval=2")
     assert talks.resolved == before.resolved
-    (other,) = cells(path, "lr=0.5")
+    (other,) = jobs(path, "lr=0.5")
     assert other.resolved["options"] == {**before.resolved["options"], "lr": 0.5}
     assert before.resolved["options"]["adam_beta2"] == 0.95
     assert before.resolved["recipe"]["dgrad"]["hadamard"]["block"] == 64
-    assert cells(path, processes=2)[0].resolved["processes"] == 2
+    assert jobs(path, processes=2)[0].resolved["processes"] == 2
     assert json.loads(json.dumps(before.resolved)) == before.resolved
 
 
 def test_expanding_loads_neither_torch_nor_megatron(write_sweep: WriteSweep) -> None:
     code = f"""
 import sys
-from megatron_lowprec.sweep import cells, cli, spec
-print(len(cells.expand(spec.read({write_sweep()!r}), {{}}, 1)))
+from megatron_lowprec.sweep import cli, jobs, spec
+print(len(jobs.expand(spec.read({write_sweep()!r}), {{}}, 1)))
 print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "megatron", "triton", "rich"}}))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)

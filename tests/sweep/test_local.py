@@ -1,4 +1,4 @@
-"""Cells on this machine, with the stand-in for the driver; one real cell at the end."""
+"""Jobs on this machine, with the stand-in for the driver; one real job at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"
 # ---- outcomes
 
 
-def test_finished_cells_are_never_repeated(
+def test_finished_jobs_are_never_repeated(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_sweep()
@@ -36,11 +36,11 @@ def test_finished_cells_are_never_repeated(
     assert record["seconds"] > 0
     assert "bf16 from 0" in (fake.out / BF16 / "log.txt").read_text()
     manifest = json.loads((fake.out / "sweep.json").read_text())
-    assert [cell["run"] for cell in manifest["cells"]] == [BF16, MXFP4]
+    assert [job["run"] for job in manifest["cells"]] == [BF16, MXFP4]
     assert not list((fake.out / "locks").glob("[!.]*"))
     capsys.readouterr()
     assert fake.run(path) == 0
-    assert "2 cells, 2 of them done before" in capsys.readouterr().out
+    assert "2 jobs, 2 of them done before" in capsys.readouterr().out
     assert (len(fake.calls(BF16)), fake.record(BF16)) == (1, record)
 
 
@@ -55,7 +55,7 @@ def test_data_that_is_not_there_starts_nothing(
     assert fake.run(path, "--data-path", prefix) == 0
 
 
-def test_a_failed_cell_is_tried_again_from_its_checkpoint(
+def test_a_failed_job_is_tried_again_from_its_checkpoint(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.behave(bf16="fail_once")
@@ -83,7 +83,7 @@ def test_exit_code_0_before_the_end_is_not_the_end(fake: Fake, write_sweep: Writ
     assert fake.record(BF16)["state"] == "done"
 
 
-def test_a_cell_that_asks_for_another_start_is_not_finished(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_a_job_that_asks_for_another_start_is_not_finished(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="requeue")
     path = write_sweep(recipes=["bf16"])
     fake.run(path)
@@ -117,10 +117,10 @@ def test_max_failures_starts_no_more(fake: Fake, write_sweep: WriteSweep, capsys
     assert "2 failed, 2 waiting" in capsys.readouterr().out
 
 
-# ---- changed cells
+# ---- changed jobs
 
 
-def test_a_cell_that_has_changed_is_refused_and_rerun_only_when_asked(
+def test_a_job_that_has_changed_is_refused_and_rerun_only_when_asked(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_sweep()
@@ -129,7 +129,7 @@ def test_a_cell_that_has_changed_is_refused_and_rerun_only_when_asked(
     capsys.readouterr()
     assert fake.run(path, "--set", "lr=0.5") == 2
     error = capsys.readouterr().err
-    assert f"2 of 2 cells were begun as other runs than they would be now: {BF16} has lr 0.5 (was 0.0015)" in error
+    assert f"2 of 2 jobs were begun as other runs than they would be now: {BF16} has lr 0.5 (was 0.0015)" in error
     assert "--rerun" in error
     assert fake.run(path, "--set", "lr=0.5", "--only", "bf16", "--rerun") == 0
     assert len(fake.calls(BF16)) == 1
@@ -154,7 +154,7 @@ def test_a_change_of_a_recipe_s_fields_is_named(
     assert "recipe.dgrad.hadamard.block 64 (was 32)" in capsys.readouterr().err
 
 
-def test_fields_that_recipes_get_later_change_no_cell(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_fields_that_recipes_get_later_change_no_job(fake: Fake, write_sweep: WriteSweep) -> None:
     path = write_sweep(recipes=["mxfp4"])
     fake.run(path)
     record = fake.record(MXFP4)
@@ -171,22 +171,22 @@ def test_fields_that_recipes_get_later_change_no_cell(fake: Fake, write_sweep: W
 def test_gpus_one_each_shared_or_several() -> None:
     one = local.places(Resources(), ["0", "1"], cores=8)
     assert [(place.gpus, place.processes, place.threads) for place in one] == [(("0",), 1, 4), (("1",), 1, 4)]
-    shared = local.places(Resources(cells_per_gpu=2), ["0", "1"], cores=8)
+    shared = local.places(Resources(jobs_per_gpu=2), ["0", "1"], cores=8)
     assert [place.gpus for place in shared] == [("0",), ("1",), ("0",), ("1",)]
-    several = local.places(Resources(gpus_per_cell=2), ["0", "2", "3", "5", "7"], cores=8)
+    several = local.places(Resources(gpus_per_job=2), ["0", "2", "3", "5", "7"], cores=8)
     assert [(place.gpus, place.processes, place.threads) for place in several] == [
         (("0", "2"), 2, 2),
         (("3", "5"), 2, 2),
     ]
-    assert len(local.places(Resources(cells_at_once=1), ["0", "1"], cores=8)) == 1
+    assert len(local.places(Resources(jobs_at_once=1), ["0", "1"], cores=8)) == 1
 
 
 def test_cores_where_there_are_no_gpus() -> None:
     assert local.places(Resources(), [], cores=8) == [local.Place((), 1, 8)]
-    assert local.places(Resources(processes_per_cell=2, cells_at_once=2), [], cores=8) == [local.Place((), 2, 2)] * 2
-    assert local.places(Resources(cells_at_once=4), [], cores=2)[0].threads == 1
-    with pytest.raises(UserError, match=r"a cell needs 2 GPUs \(gpus_per_cell\), found 1"):
-        local.places(Resources(gpus_per_cell=2), ["0"], cores=8)
+    assert local.places(Resources(processes_per_job=2, jobs_at_once=2), [], cores=8) == [local.Place((), 2, 2)] * 2
+    assert local.places(Resources(jobs_at_once=4), [], cores=2)[0].threads == 1
+    with pytest.raises(UserError, match=r"a job needs 2 GPUs \(gpus_per_job\), found 1"):
+        local.places(Resources(gpus_per_job=2), ["0"], cores=8)
 
 
 def test_the_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +200,13 @@ def test_the_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local.visible_gpus() == ["5", "GPU-1234"]
 
 
-def test_each_cell_sees_its_own_gpu(
+def test_each_job_sees_its_own_gpu(
     fake: Fake, write_sweep: WriteSweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local, "visible_gpus", lambda: ["0", "1", "3"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     fake.behave(bf16="meet", mxfp4="meet")
-    path = write_sweep(seeds=[1, 2], resources={"gpus_per_cell": 1})
+    path = write_sweep(seeds=[1, 2], resources={"gpus_per_job": 1})
     assert fake.run(path, "--gpus", "1,3") == 0
     calls = [fake.calls(f"gpt_tiny-{recipe}-s{seed}")[0] for recipe in ("bf16", "mxfp4") for seed in (1, 2)]
     assert sorted(call["CUDA_VISIBLE_DEVICES"] for call in calls) == ["1", "1", "3", "3"]
@@ -217,9 +217,10 @@ def test_each_cell_sees_its_own_gpu(
     assert "there is no GPU 2 here" in capsys.readouterr().err
 
 
-def test_cells_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep) -> None:
+@pytest.mark.parametrize("flag", ["--jobs-at-once", "--cells-at-once"])  # the old name
+def test_jobs_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep, flag: str) -> None:
     fake.behave(bf16="meet", mxfp4="meet")
-    assert fake.run(write_sweep(), "--cells-at-once", "2") == 0
+    assert fake.run(write_sweep(), flag, "2") == 0
     assert max(call["at_once"] for call in (*fake.calls(BF16), *fake.calls(MXFP4))) == 2
 
 
@@ -227,7 +228,7 @@ def test_cells_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_lets_cells_save_and_the_same_command_goes_on(
+def test_a_signal_lets_jobs_save_and_the_same_command_goes_on(
     fake: Fake, write_sweep: WriteSweep, number: signal.Signals
 ) -> None:
     fake.behave(bf16="hold")
@@ -280,7 +281,7 @@ def test_a_ctrl_c_that_a_program_between_passes_on_is_the_same_one(
 def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: WriteSweep) -> None:
     """torchrun kills its workers half a minute after a SIGTERM of its own, and exits with 1."""
     fake.behave(bf16="hold")
-    sweep = fake.start(write_sweep(recipes=["bf16"], resources={"processes_per_cell": 2}))
+    sweep = fake.start(write_sweep(recipes=["bf16"], resources={"processes_per_job": 2}))
     fake.wait_until_held(BF16, processes=2)
     sweep.process.send_signal(signal.SIGTERM)
     code, printed = sweep.ended()
@@ -290,7 +291,7 @@ def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: Write
     assert (fake.out / BF16 / "log.txt").read_text().count("saved") == 2
 
 
-def test_a_cell_that_does_not_listen_yet_is_asked_again(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_a_job_that_does_not_listen_yet_is_asked_again(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="deaf")
     sweep = fake.start(write_sweep(recipes=["bf16"]))
     fake.wait_until_held(BF16)
@@ -304,12 +305,12 @@ def test_a_cell_that_does_not_listen_yet_is_asked_again(fake: Fake, write_sweep:
 # ---- two sweeps
 
 
-def test_two_sweeps_run_each_cell_once(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_two_sweeps_run_each_job_once(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="hold", mxfp4="hold")
     path = write_sweep(seeds=[1, 2, 3])
     sweeps = [fake.start(path) for _ in range(2)]
-    # both begin with the first cell, so one has found it taken and begun the next
-    wait_for(lambda: len(list(fake.out.glob("*/holding.0"))) == 2, "a cell of each sweep")
+    # both begin with the first job, so one has found it taken and begun the next
+    wait_for(lambda: len(list(fake.out.glob("*/holding.0"))) == 2, "a job of each sweep")
     fake.release()
     ends = [sweep.ended() for sweep in sweeps]
     assert [code for code, _ in ends] == [0, 0], ends
@@ -319,7 +320,7 @@ def test_two_sweeps_run_each_cell_once(fake: Fake, write_sweep: WriteSweep) -> N
     assert {fake.record(name)["state"] for name in ids} == {"done"}
 
 
-def test_a_cell_outlives_a_killed_sweep_and_is_not_started_twice(
+def test_a_job_outlives_a_killed_sweep_and_is_not_started_twice(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.behave(bf16="hold")
@@ -334,32 +335,32 @@ def test_a_cell_outlives_a_killed_sweep_and_is_not_started_twice(
     assert f"{BF16}: left to process" in capsys.readouterr().out
     assert len(fake.calls(BF16)) == 1
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: ended(pid), "the end of the cell")
+    wait_for(lambda: ended(pid), "the end of the job")
     fake.behave()
     assert fake.run(path) == 0
     assert (fake.record(BF16)["state"], len(fake.calls(BF16))) == ("done", 2)
 
 
-# ---- one cell, the dry run
+# ---- one job, the dry run
 
 
-def test_one_cell_by_number(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_sweep(resources={"cells_at_once": 2})
-    assert fake.run(path, "--cell", "1") == 0
+def test_one_job_by_number(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sweep(resources={"jobs_at_once": 2})
+    assert fake.run(path, "--job", "1") == 0
     assert (fake.calls(BF16), len(fake.calls(MXFP4))) == ([], 1)
     assert len(json.loads((fake.out / "sweep.json").read_text())["cells"]) == 2
     capsys.readouterr()
-    assert fake.run(path, "--cell", "2") == 2
-    assert "--cell 2: the sweep has 2 cells, 0 to 1" in capsys.readouterr().err
-    assert fake.run(write_sweep(recipes=["mxfp8", "mxfp4"]), "--cell", "0") == 2
+    assert fake.run(path, "--job", "2") == 2
+    assert "--job 2: the sweep has 2 jobs, 0 to 1" in capsys.readouterr().err
+    assert fake.run(write_sweep(recipes=["mxfp8", "mxfp4"]), "--job", "0") == 2
     assert "its file has changed: submit it again" in capsys.readouterr().err
 
 
-def test_one_cell_that_another_process_runs_is_an_error(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_one_job_that_another_process_runs_is_an_error(fake: Fake, write_sweep: WriteSweep) -> None:
     path = write_sweep()
     fake.run(path, "--only", "mxfp4")
     assert Lock(fake.out, BF16).acquire() is None
-    assert fake.run(path, "--cell", "0") == 1
+    assert fake.run(path, "--job", "0") == 1
     assert fake.run(path) == 0, "a whole sweep leaves it to the other"
     assert not fake.calls(BF16)
 
@@ -367,7 +368,7 @@ def test_one_cell_that_another_process_runs_is_an_error(fake: Fake, write_sweep:
 def test_the_dry_run_prints_the_commands_and_starts_nothing(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_sweep(seeds=[7], resources={"gpus_per_cell": 2})
+    path = write_sweep(seeds=[7], resources={"gpus_per_job": 2})
     assert fake.run(path, "--dry-run", "--set", "lr=0.25") == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [line[:4] for line in lines] == [
@@ -392,7 +393,7 @@ def test_a_mistake_is_one_line(fake: Fake, write_sweep: WriteSweep, capsys: pyte
 
 
 @pytest.mark.slow
-def test_a_real_cell_is_interrupted_continued_and_finished(
+def test_a_real_job_is_interrupted_continued_and_finished(
     tmp_path: Path, write_sweep: WriteSweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "visible_gpus", list)

@@ -1,4 +1,4 @@
-"""Who may run a cell."""
+"""Who may run a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from megatron_lowprec.sweep.lock import Lock, holder
 from megatron_lowprec.training.distributed import process_lock
 
-CELL = "gpt_tiny-bf16-s1"
+JOB = "gpt_tiny-bf16-s1"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def write(out: Path, processes: dict[str, float], host: str | None = None, job: str | None = None) -> None:
-    path = out / "locks" / CELL
+    path = out / "locks" / JOB
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"host": host or socket.gethostname(), "processes": processes, "slurm_job": job}))
 
@@ -55,70 +55,70 @@ def program(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_taken_until_released(tmp_path: Path) -> None:
-    mine = Lock(tmp_path, CELL)
+    mine = Lock(tmp_path, JOB)
     assert mine.acquire() is None
-    other = Lock(tmp_path, CELL).acquire()
+    other = Lock(tmp_path, JOB).acquire()
     assert other is not None
     assert other.words == f"process {os.getpid()} on {socket.gethostname()}"
     assert Lock(tmp_path, "another").acquire() is None
     mine.release()
-    assert Lock(tmp_path, CELL).acquire() is None
+    assert Lock(tmp_path, JOB).acquire() is None
 
 
 def test_a_dead_process_holds_nothing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     write(tmp_path, {str(sleeper.pid): started(sleeper.pid)})
-    assert holder(tmp_path, CELL) is not None
+    assert holder(tmp_path, JOB) is not None
     sleeper.kill()
     assert sleeper.wait() != 0
-    assert holder(tmp_path, CELL) is None
-    assert Lock(tmp_path, CELL).acquire() is None
+    assert holder(tmp_path, JOB) is None
+    assert Lock(tmp_path, JOB).acquire() is None
 
 
 def test_a_zombie_holds_nothing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     write(tmp_path, {str(sleeper.pid): started(sleeper.pid)})
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert holder(tmp_path, CELL) is None
+    assert holder(tmp_path, JOB) is None
 
 
 def test_a_number_that_another_process_has_now_holds_nothing(tmp_path: Path) -> None:
     write(tmp_path, {str(os.getpid()): started(os.getpid()) - 100})
-    assert holder(tmp_path, CELL) is None
+    assert holder(tmp_path, JOB) is None
 
 
-def test_the_cell_s_own_process_holds_it_after_its_sweep_is_gone(
+def test_the_job_s_own_process_holds_it_after_its_sweep_is_gone(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    mine = Lock(tmp_path, CELL)
+    mine = Lock(tmp_path, JOB)
     mine.acquire()
     mine.add(sleeper.pid)
-    content = json.loads((tmp_path / "locks" / CELL).read_text())
+    content = json.loads((tmp_path / "locks" / JOB).read_text())
     assert set(content["processes"]) == {str(os.getpid()), str(sleeper.pid)}
     write(tmp_path, {"4194304": 5.0, str(sleeper.pid): started(sleeper.pid)})
-    assert holder(tmp_path, CELL) is not None
+    assert holder(tmp_path, JOB) is not None
 
 
 def test_a_half_written_file_holds_nothing(tmp_path: Path) -> None:
     (tmp_path / "locks").mkdir()
-    (tmp_path / "locks" / CELL).write_text('{"host": "a')
-    assert holder(tmp_path, CELL) is None
+    (tmp_path / "locks" / JOB).write_text('{"host": "a')
+    assert holder(tmp_path, JOB) is None
 
 
 def test_on_another_host_nothing_is_known(tmp_path: Path) -> None:
     write(tmp_path, {"1": 1.0}, host="elsewhere")
-    assert holder(tmp_path, CELL) is not None
+    assert holder(tmp_path, JOB) is not None
 
 
 def test_a_requeued_job_takes_its_own_lock_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"1": 1.0}, host="elsewhere", job="12_3")
-    assert holder(tmp_path, CELL) is not None
+    assert holder(tmp_path, JOB) is not None
     monkeypatch.setenv("SLURM_JOB_ID", "99")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
-    assert holder(tmp_path, CELL) is not None
+    assert holder(tmp_path, JOB) is not None
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert Lock(tmp_path, CELL).acquire() is None
-    assert json.loads((tmp_path / "locks" / CELL).read_text())["slurm_job"] == "12_3"
+    assert Lock(tmp_path, JOB).acquire() is None
+    assert json.loads((tmp_path / "locks" / JOB).read_text())["slurm_job"] == "12_3"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_slurm_is_asked_for_the_job_of_another_host(
     asked = tmp_path / "asked"
     program(tmp_path, "squeue", f'echo "$@" > {asked}; {answer}', monkeypatch)
     write(tmp_path, {"1": 1.0}, host="elsewhere", job="12_3")
-    assert (holder(tmp_path, CELL) is not None) == lives
+    assert (holder(tmp_path, JOB) is not None) == lives
     assert asked.read_text().split()[-2:] == ["--jobs", "12_3"]
 
 

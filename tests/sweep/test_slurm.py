@@ -61,7 +61,7 @@ def test_the_script_of_every_size(fake: Fake, capsys: pytest.CaptureFixture[str]
         "signal": "B:USR1@180",
         **gpus[size],
     }
-    (command,) = [line for line in text.splitlines() if "--cell" in line]
+    (command,) = [line for line in text.splitlines() if " --job " in line]
     assert f"{REPOSITORY}/scripts/sweep.py {REPOSITORY}/configs/sweeps/paper_table2.yaml --size {size}" in command
     assert ("--data-path 'a text_document'" in command) == (size != "tiny")
     assert not fake.out.exists()
@@ -70,10 +70,10 @@ def test_the_script_of_every_size(fake: Fake, capsys: pytest.CaptureFixture[str]
 def test_a_request_for_gpus_of_ones_own(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_sweep(resources={"gpus_per_cell": 2})
+    path = write_sweep(resources={"gpus_per_job": 2})
     for flags, expected in (
         ([], {"gpus": "2"}),
-        (["--gpus-per-cell", "4"], {"gpus": "4"}),
+        (["--gpus-per-job", "4"], {"gpus": "4"}),
         (["--sbatch", "gres=gpu:h200:2"], {"gres": "gpu:h200:2"}),
         (["--sbatch", "gpus=0"], {}),
     ):
@@ -85,12 +85,12 @@ def test_a_request_for_gpus_of_ones_own(
 def test_resources_and_settings_reach_the_tasks(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--set", "lr=1e-2", "--processes-per-cell", "2", "--cells-at-once", "3", "--rerun"]
+    flags = ["--set", "lr=1e-2", "--processes-per-job", "2", "--jobs-at-once", "3", "--rerun"]
     assert fake.run(write_sweep(), "--slurm-dry-run", *flags) == 0
     text = capsys.readouterr().out
     assert options(text)["array"] == "0-1%3"
-    (command,) = [line for line in text.splitlines() if "--cell" in line]
-    assert "--set lr=1e-2 --processes-per-cell 2 --rerun --cell" in command
+    (command,) = [line for line in text.splitlines() if " --job " in line]
+    assert "--set lr=1e-2 --processes-per-job 2 --rerun --job" in command
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_submitting_writes_the_script_and_the_manifest(
     assert (fake.out / "sweep.json").exists()
     assert not fake.calls(BF16), "nothing runs here"
     printed = capsys.readouterr().out
-    assert "job 4242: 4 of 6 cells" in printed
+    assert "job 4242: 4 of 6 jobs" in printed
     assert f"--out {fake.out} --status" in printed
 
 
@@ -172,7 +172,7 @@ def prepare(fake: Fake, path: str, capsys: pytest.CaptureFixture[str]) -> Path:
     lines = capsys.readouterr().out.splitlines()
     program, code = fake.program()[0], fake.driver.with_name("program.py")
     code.write_text(fake.program()[2])
-    (at,) = [i for i, line in enumerate(lines) if "--cell" in line]
+    (at,) = [i for i, line in enumerate(lines) if " --job " in line]
     arguments = lines[at].strip().split(" ", 2)
     assert arguments[1].endswith("scripts/sweep.py")
     lines[at] = f"{program} {code} {arguments[2]}"
@@ -192,7 +192,7 @@ def task(fake: Fake, path: str, number: int, capsys: pytest.CaptureFixture[str])
     return start(fake, prepare(fake, path, capsys), number)
 
 
-def test_a_task_runs_its_cell(
+def test_a_task_runs_its_job(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = task(fake, write_sweep(), 1, capsys)
@@ -203,7 +203,7 @@ def test_a_task_runs_its_cell(
     assert calls(programs, "scontrol") == []
 
 
-def test_a_failed_cell_is_a_failed_task(
+def test_a_failed_job_is_a_failed_task(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.behave(bf16="fail")
@@ -238,7 +238,7 @@ def test_an_interrupted_task_saves_requeues_itself_and_goes_on(
     assert calls(programs, "scontrol") == ["requeue 70_0"], "and not once more"
 
 
-def test_a_cell_that_asks_by_its_file_is_requeued_whatever_the_exit_code(
+def test_a_job_that_asks_by_its_file_is_requeued_whatever_the_exit_code(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.behave(mxfp4="requeue")

@@ -24,7 +24,7 @@ def test_a_check_of_kernels_has_each_recipe_native_and_emulated_with_two_seeds()
     sweep = read("configs/sweeps/fp8_native.yaml", None)
     found = expand(sweep, {"data_path": ["a_text_document"]}, 1)
     assert len(found) == len(sweep.recipes) * 2 * 2
-    assert {cell.resolved["options"].get("emulate", False) for cell in found} == {True, False}
+    assert {job.resolved["options"].get("emulate", False) for job in found} == {True, False}
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "full"])
@@ -33,23 +33,23 @@ def test_every_shipped_sweep_expands_at_every_size(path: Any, size: str) -> None
     sweep = read(str(path), size)
     assert sweep.summary
     settings = {} if size == "tiny" else {"data_path": ["a_text_document"]}
-    found = expand(sweep, settings, sweep.resources.gpus_per_cell or sweep.resources.processes_per_cell)
+    found = expand(sweep, settings, sweep.resources.gpus_per_job or sweep.resources.processes_per_job)
     labels = [choice.label for choice in sweep.recipes]
     assert "bf16" in labels
     assert len(found) == len(labels) * len(sweep.models) * len(sweep.seeds)
     # the same run under two names would be a waste
-    assert len({str(cell.resolved) + str(cell.seed) for cell in found}) == len(found)
+    assert len({str(job.resolved) + str(job.seed) for job in found}) == len(found)
     if size == "small":
         assert len(sweep.seeds) == 2
-        options = [cell.resolved["options"] for cell in found]
+        options = [job.resolved["options"] for job in found]
         assert {(o["seq_length"], o["global_batch_size"], o["lr"], o["min_lr"]) for o in options} == {
             (1024, 64, 1e-3, 1e-4)
         }
         assert {(o["lr_decay_style"], o["lr_warmup_fraction"]) for o in options} == {("cosine", 0.02)}
-        assert {cell.train_iters * 64 * 1024 for cell in found} == {1100 * 64 * 1024}
+        assert {job.train_iters * 64 * 1024 for job in found} == {1100 * 64 * 1024}
     if size != "tiny":
         with pytest.raises(UserError, match="needs --data-path: give --data-path or --set data_path=VALUE"):
-            expand(sweep, {}, sweep.resources.gpus_per_cell or 1)
+            expand(sweep, {}, sweep.resources.gpus_per_job or 1)
 
 
 def test_the_table_s_recipes_are_the_source_s() -> None:
@@ -58,7 +58,7 @@ def test_the_table_s_recipes_are_the_source_s() -> None:
     ]
 
 
-def test_the_fp8_scaling_sweep_quantizes_something_in_every_cell() -> None:
+def test_the_fp8_scaling_sweep_quantizes_something_in_every_job() -> None:
     sweep = read("configs/sweeps/fp8_scaling.yaml", "tiny")
     assert sweep.options["num_layers"] > 2
 
@@ -100,7 +100,7 @@ def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
         ({"recipe": ["bf16"]}, "unknown key 'recipe'; the nearest one is recipes"),
         ({"options": {"train-iter": 3}}, "unknown key 'train-iter'; the nearest one is train-iters"),
         ({"options": {"lr": "1e-3"}}, "which YAML 1.1 reads as text"),
-        ({"options": {"seed": 3}}, "seed is not an option of a cell; it belongs to seeds:"),
+        ({"options": {"seed": 3}}, "seed is not an option of a job; it belongs to seeds:"),
         ({"options": {"recipe-override": ["a=1"]}}, "it belongs to recipes:"),
         ({"options": {"save": "x"}}, "it belongs to --out"),
         ({"options": {"fp8-format": "hybrid"}}, "it belongs to recipes:"),
@@ -116,9 +116,9 @@ def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
         ({"seeds": [True]}, "True is not a whole number"),
         ({"overrides": {"a b": {}}}, "the label 'a b'"),
         ({"needs": ["data-pat"]}, "unknown key 'data-pat'; the nearest one is data-path"),
-        ({"resources": {"gpu_per_cell": 1}}, "unknown key 'gpu_per_cell'; the nearest one is gpus_per_cell"),
-        ({"resources": {"gpus_per_cell": 0}}, "gpus_per_cell is 0; write a whole number of at least 1"),
-        ({"resources": {"gpus_per_cell": 2, "cells_per_gpu": 2}}, "set one of the two to 1"),
+        ({"resources": {"gpu_per_cell": 1}}, "unknown key 'gpu_per_cell'; the nearest one is gpus_per_job"),
+        ({"resources": {"gpus_per_job": 0}}, "gpus_per_job is 0; write a whole number of at least 1"),
+        ({"resources": {"gpus_per_job": 2, "jobs_per_gpu": 2}}, "set one of the two to 1"),
         ({"slurm": {"array": "0-3"}}, "array is set by the sweep"),
         ({"slurm": {"time": 43200}}, "put it into quotes"),
         ({"slurm": {"exclusive": True}}, "write text or a number"),
@@ -149,6 +149,11 @@ def test_yaml_makes_no_objects(tmp_path: Any) -> None:
     (tmp_path / "evil.yaml").write_text("summary: !!python/object/apply:os.getcwd []")
     with pytest.raises(UserError, match="no valid YAML"):
         read(str(tmp_path / "evil.yaml"))
+
+
+def test_resources_are_read_under_their_old_names(write_sweep: WriteSweep) -> None:
+    old = {"gpus_per_cell": 2, "cells_per_gpu": 1, "processes_per_cell": 3, "cells_at_once": 4}
+    assert read(write_sweep(resources=old)).resources == Resources(2, 1, 3, 4)
 
 
 def test_resources_default_to_whatever_is_there() -> None:

@@ -1,4 +1,4 @@
-"""What is read from the folders of cells."""
+"""What is read from the folders of jobs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_states_while_others_run(fake: Fake, write_sweep: WriteSweep, capsys: py
     fake.behave(bf16="fail")
     path = write_sweep(seeds=[1, 2, 3])
     fake.run(path, "--only", "bf16-s1", "--only", "s2", "--only", "mxfp4-s3")
-    # a cell that is being run by somebody, here by this very process
+    # a job that is being run by somebody, here by this very process
     assert Lock(fake.out, "gpt_tiny-bf16-s2").acquire() is None
     # one whose process died without a word
     record = {**fake.record("gpt_tiny-mxfp4-s3"), "state": "running"}
@@ -59,7 +59,7 @@ def test_states_while_others_run(fake: Fake, write_sweep: WriteSweep, capsys: py
     capsys.readouterr()
     assert fake.run(path, "--status") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["cell", "state", "iteration", "loss", "validation", "tokens/s", "took", "left"]
+    assert lines[0].split() == ["job", "state", "iteration", "loss", "validation", "tokens/s", "took", "left"]
     assert {line.split()[0]: line.split()[1] for line in lines[1:-1]} == {
         BF16: "failed",
         MXFP4: "waiting",
@@ -82,7 +82,7 @@ def test_speed_and_time_left(fake: Fake, write_sweep: WriteSweep) -> None:
     assert row.where == "exit code 1"
 
 
-def test_the_terminal_s_table_has_every_cell(fake: Fake, write_sweep: WriteSweep) -> None:
+def test_the_terminal_s_table_has_every_job(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.run(write_sweep())
     shown = io.StringIO()
     Console(file=shown, width=120).print(status.table(status.rows(fake.out), "2 done"))
@@ -93,7 +93,7 @@ def test_the_terminal_s_table_has_every_cell(fake: Fake, write_sweep: WriteSweep
 
 
 def test_a_terminal_gets_a_live_table(fake: Fake, write_sweep: WriteSweep) -> None:
-    """On a pseudo-terminal: the table is drawn while cells run, and lines that stay above it."""
+    """On a pseudo-terminal: the table is drawn while jobs run, and lines that stay above it."""
     pid, terminal = os.forkpty()
     if pid == 0:
         os.environ.update(PYTHONPATH=str(Path(__file__).parents[2]), TERM="xterm", COLUMNS="120", LINES="30")

@@ -65,8 +65,8 @@ def test_the_lock_holds_what_setup_asks_for(group: str) -> None:
 def test_runtime_and_extras_are_the_published_ones() -> None:
     groups = {name: {requirement.name for requirement in group} for name, group in declared().items()}
     assert groups[""] == {
-        *("torch", "megatron-core", "numpy", "pyyaml", "psutil"),
-        *("tokenizers", "safetensors", "tensorboard", "matplotlib", "rich"),
+        *("torch", "megatron-core", "numpy", "scipy", "pyyaml", "psutil"),
+        *("tokenizers", "safetensors", "tensorboard", "matplotlib", "rich", "Jinja2"),
     }
     assert set(groups) == {"", "wandb", "datasets", "te", "zstd", "lm-eval", "dev"}
 

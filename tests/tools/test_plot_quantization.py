@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.report.synthetic import operand_row as row
-from tests.report.synthetic import write_looks
+from tests.report.synthetic import write_snapshots
 from tools import plot_quantization
 
 
@@ -41,7 +41,7 @@ def test_the_worst_bias_is_the_largest_and_what_is_not_finite_is_no_number() -> 
 @pytest.mark.parametrize("what", plot_quantization.QUANTITIES)
 def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
     rows = [row(i, f"layers.{n}.a", 10.0 + n - i / 10) for i in (10, 20) for n in range(1, 8)]
-    run = write_looks(tmp_path / "run", rows)
+    run = write_snapshots(tmp_path / "run", rows)
     output = tmp_path / "x.png"
     assert plot_quantization.main([str(run), "--what", what, "--output", str(output)]) == 0
     assert output.read_bytes()[:4] == b"\x89PNG"

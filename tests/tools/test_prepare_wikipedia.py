@@ -170,18 +170,18 @@ def test_titles_beyond_the_last_whole_shard_do_not_count(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     source = jsonl_files(tmp_path)
     assert prepared(source, "whole/en") == 0
-    replace = shards._replace
+    replace = shards.atomic_write
 
-    def killed(path: Path, content: bytes) -> None:
+    def killed(path: Path, content: str) -> None:
         if path.name == "en.partial.json" and len(json.loads(content)["shards"]) == 3:
             raise KeyboardInterrupt
         replace(path, content)
 
-    monkeypatch.setattr(shards, "_replace", killed)
+    monkeypatch.setattr(shards, "atomic_write", killed)
     assert prepared(source, "part/en") == 130
     assert len(np.fromfile("part/en.titles", np.uint64)) == 15
     assert json.loads(Path("part/en.partial.json").read_text())["titles"] == 10
-    monkeypatch.setattr(shards, "_replace", replace)
+    monkeypatch.setattr(shards, "atomic_write", replace)
     unfinished = Path("part/.en-00002_text_document.abc")
     unfinished.mkdir()
     (unfinished / "corpus.bin").write_bytes(b"half")

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.training.monitoring.run_metadata import commit
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
     """Hardware, versions, commit, date and command of this run; "unknown" if not available."""
-    commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    changes = _output("git", "status", "--porcelain", "megatron_lowprec", "tools")
     driver, name = None, f"CPU ({platform.machine()}), a smoke test"
     if device.type == "cuda":
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
@@ -32,7 +32,7 @@ def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version("triton") if find_spec("triton") else "unknown",
         "python": platform.python_version(),
-        "commit": commit if changes == "unknown" else f"{commit} with changes",
+        "commit": commit("megatron_lowprec", "tools") or "unknown",
         "sources": _digest(),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_lowprec.text_tables import markdown_table
 from tools.layout_parity.compare import FIRST, SPREADS, Verdict
 
 _INTRODUCTION = """Every layout starts from one checkpoint, written by a single process after {base} steps, and takes
@@ -96,11 +97,11 @@ def _losses(verdicts: Sequence[Verdict], precision: str, facts: dict[str, object
     for model in dict.fromkeys(v.model for v in verdicts):
         mine = {(v.recipe, v.layout): v for v in verdicts if v.model == model}
         layouts = list(dict.fromkeys(layout for _, layout in mine))
-        lines = [f"| {model} | " + " | ".join(layouts) + " |", "| --- |" + " ---: |" * len(layouts)]
-        for recipe in dict.fromkeys(recipe for recipe, _ in mine):
-            cells = [_cell(mine.get((recipe, layout))) for layout in layouts]
-            lines.append(f"| `{recipe}` | " + " | ".join(cells) + " |")
-        parts.append("\n".join(lines))
+        rows = [
+            [f"`{recipe}`", *(_cell(mine.get((recipe, layout))) for layout in layouts)]
+            for recipe in dict.fromkeys(recipe for recipe, _ in mine)
+        ]
+        parts.append("\n".join(markdown_table([model, *layouts], rows, left=[model])))
     return parts
 
 

@@ -15,6 +15,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_lowprec.files import atomic_write
+
 TRACKER = "latest_checkpointed_iteration.txt"
 _WHOLE = re.compile(r"iter_(\d{7,})")
 _REPLACED = ".old"
@@ -77,11 +79,7 @@ def publish(partial: Path, folder: str, iteration: int) -> Path:
         final.rename(replaced)
     partial.rename(final)
     _sync(Path(folder))
-    tracker = Path(folder) / TRACKER
-    temporary = tracker.with_name(f".{TRACKER}.partial")
-    temporary.write_text(f"{iteration}\n", encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, tracker)
+    atomic_write(Path(folder) / TRACKER, f"{iteration}\n", durable=True)
     _sync(Path(folder))
     shutil.rmtree(replaced, ignore_errors=True)
     return final

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import atomic_write
 from megatron_lowprec.training.data import jsonl
 from megatron_lowprec.training.data.wikipedia import Article, Source
 from megatron_lowprec.training.data.corpus_writer import Progress, write_batches
@@ -239,7 +240,7 @@ class _Work:
         self.shards.append(shard)
         self.titles.keep()
         content = {"state": state, "titles": self.titles.kept, **self._content()}
-        _replace(self._partial, (json.dumps(content, indent=1) + "\n").encode())
+        atomic_write(self._partial, json.dumps(content, indent=1) + "\n")
 
     def finish(self, last_duplicates: int) -> dict[str, Any]:
         """Write the manifest and remove what only an unfinished preparation needs."""
@@ -249,7 +250,7 @@ class _Work:
             raise UserError(f"{self._settings.source}: no article in it; nothing was written")
         prefixes = [os.path.basename(shard.prefix) for shard in self.shards]
         content = {**totals, "data_path": prefixes, **self._content()}
-        _replace(Path(f"{self._prefix}.manifest.json"), (json.dumps(content, indent=1) + "\n").encode())
+        atomic_write(Path(f"{self._prefix}.manifest.json"), json.dumps(content, indent=1) + "\n")
         for path in (self._partial, self._titles_file, Path(f"{self._prefix}.lock")):
             path.unlink(missing_ok=True)
         return content
@@ -289,9 +290,3 @@ def _beside(manifest: Path, prefix: str) -> str:
 def _sha256(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".new")
-    partial.write_bytes(content)
-    os.replace(partial, path)

@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
+from megatron_lowprec.files import atomic_write
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed.subprocesses import SIGNALS
-from megatron_lowprec.training.distributed.whole_file import write_whole
 
 REQUEUE = "requeue"
 
@@ -151,7 +151,7 @@ def ask_requeue(save: str | None, iteration: int | None, reason: str) -> None:
         return
     Path(save).mkdir(parents=True, exist_ok=True)
     where = "before the first step" if iteration is None else f"at iteration {iteration}"
-    write_whole(Path(save) / REQUEUE, f"{reason} {where}\n")
+    atomic_write(Path(save) / REQUEUE, f"{reason} {where}\n")
 
 
 def clear_requeue(save: str | None) -> None:

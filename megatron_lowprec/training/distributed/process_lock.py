@@ -8,7 +8,6 @@ goes down.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,15 +15,16 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 import psutil
 
-from megatron_lowprec.training.distributed.whole_file import write_whole
+from megatron_lowprec.files import atomic_write
+from megatron_lowprec.training.distributed.file_lock import lock
 
 BEAT = 20.0
 """Seconds between heartbeats."""
@@ -86,7 +86,8 @@ class ProcessLock:
 
     def acquire(self) -> Holder | None:
         """Take the lock, or say who has it. Where it is held already, but its file is gone, write the file again."""
-        with _guard(self._path.parent):
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with lock(str(self._path.parent / _GUARD)):  # checking and taking are one step
             if self._is_mine():
                 return None
             other = holder(self._path)
@@ -112,7 +113,7 @@ class ProcessLock:
     def _write(self) -> None:
         mine = Holder(socket.gethostname(), self._processes, slurm_job(), _namespace(), self._beats)
         self._written = json.dumps(asdict(mine))
-        write_whole(self._path, self._written)
+        atomic_write(self._path, self._written)
 
     def _is_mine(self) -> bool:
         try:
@@ -186,13 +187,3 @@ def _slurm_knows(job: str, moment: int) -> bool:
     if answer.returncode:
         return "Invalid job id" not in answer.stderr
     return any(state not in _ENDED for state in answer.stdout.split())
-
-
-@contextmanager
-def _guard(folder: Path) -> Iterator[None]:
-    """Looking at a lock and taking it are one step for processes that see the same file system."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _GUARD).open("w") as file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

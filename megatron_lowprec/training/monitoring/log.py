@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import atomic_write
 from megatron_lowprec.mcore.debug.operand_probe import OperandId
 from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.options import Config
@@ -243,9 +243,7 @@ def _drop_rows_after(metrics: Path, iteration: int, evaluated: int) -> None:
             continue
         if row["iteration"] <= (iteration if "lm loss" in row else evaluated):
             kept.append(line + "\n")
-    partial = metrics.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, metrics)
+    atomic_write(metrics, "".join(kept))
 
 
 def _start_wandb(config: Config, paths: RunPaths, resolved: Mapping[str, Any]) -> Any:

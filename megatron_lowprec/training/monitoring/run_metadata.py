@@ -31,7 +31,7 @@ class RunRecord:
         before = _read(path) if continues else {}
         self._facts = {
             **facts,
-            "commit": commit(),
+            "commit": commit("megatron_lowprec", "pretrain_gpt.py"),
             "started": _now(),
             "ended": None,
             "iteration": None,
@@ -51,12 +51,12 @@ class RunRecord:
         self._path.write_text(json.dumps(self._facts, indent=1) + "\n", encoding="utf-8")
 
 
-def commit() -> str | None:
-    """The sources' git commit, "with changes" where tracked files of the package differ; None outside a checkout."""
+def commit(*paths: str) -> str | None:
+    """The sources' git commit, "with changes" where tracked files in ``paths`` differ; None outside a checkout."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if head is None:
         return None
-    changed = _git("status", "--porcelain", "--untracked-files=no", "megatron_lowprec", "pretrain_gpt.py")
+    changed = _git("status", "--porcelain", "--untracked-files=no", *paths)
     return head if changed == "" else f"{head} with changes"
 
 

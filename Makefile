@@ -11,7 +11,7 @@ ARGS ?=
 TEST_WORKERS ?= 2
 TESTS ?= tests
 MATRIX ?=
-FAULTS ?= --moments 30 --inside-save 10 --out docs/results/$(shell date +%F)-faults.md
+FAULTS ?= --moments 30 --inside-save 10 --out docs/results/fault-injection.md
 
 # Names are tried by running them: a name on the PATH may be a shim without an interpreter behind it.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by batch scripts: a step that saves when Slurm is about to end its job, and the job back in the queue after that.
-# docs/cluster.md says what Slurm does when.
+# docs/guide/clusters.md says what Slurm does when.
 
 # save_and_requeue SAVE SRUN_ARGUMENTS...
 #

@@ -79,7 +79,9 @@ def test_recipes_are_listed_by_a_process(tmp_path: Path) -> None:
 def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = processed("python pretrain_gpt.py --recipe mxfp4_sr_rht", tmp_path)
     assert done.returncode == 2
-    (message,) = [error for command, error in refusals(ROOT / "docs/faq.md") if "mxfp4_sr_rht" in command.words]
+    (message,) = [
+        error for command, error in refusals(ROOT / "docs/guide/troubleshooting.md") if "mxfp4_sr_rht" in command.words
+    ]
     assert done.stderr == f"pretrain_gpt.py: error: {message}\n"
 
 

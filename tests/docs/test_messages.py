@@ -17,7 +17,9 @@ from megatron_lowprec.training import run as driver
 from megatron_lowprec.training.distributed.startup import Ranks
 from tests.docs.markdown import PAGES, ROOT, fences, refusals
 
-QUOTING = [ROOT / name for name in ("docs/faq.md", "docs/quickstart.md", "docs/bad_numbers.md")]
+QUOTING = [
+    ROOT / name for name in ("docs/guide/troubleshooting.md", "docs/guide/quickstart.md", "docs/guide/nan-and-inf.md")
+]
 _PROGRAM = re.compile(r"^[\w. ]+\.py: (error: )?")
 # In a template, what stands for a value.
 _HOLE = "\0"
@@ -116,7 +118,7 @@ def test_quoted_lines_are_in_the_source(line: str) -> None:
 
 
 def test_reasons_in_the_table_are_in_the_source() -> None:
-    page = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
     table = page.split("| reason | what to do |\n", 1)[1].split("\n\n", 1)[0]
     reasons = re.findall(r"^\| `([^`]+)`", table, re.M)
     assert len(reasons) == 4

@@ -1,6 +1,6 @@
 """Do to a small run what clusters do to large ones, and compare its losses with an undisturbed run's, bit for bit.
 
-    python -m tools.fault_injection --moments 30 --inside-save 10 --out docs/results/2026-11-21-faults.md
+    python -m tools.fault_injection --moments 30 --inside-save 10 --out docs/results/fault-injection.md
     python -m tools.fault_injection --only SIGTERM
 
 Two processes on CPU cores, under torchrun. It takes some seconds a start: about half an hour in full on two idle cores.

@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=6, help="perturbed runs of one process; their seeds are 1, 2, …")
     parser.add_argument("--folder", type=Path, help="keep what is written, and go on from there; default temporary")
     parser.add_argument(
-        "--out", type=output_file, help="default docs/results/DATE-matrix-cpu.md, or -gpu-2.md; .json beside it"
+        "--out", type=output_file, help="default docs/results/layout-parity-cpu.md or -gpu.md; .json beside it"
     )
     parser.add_argument(
         "--judge", type=Path, metavar="FILE.json", help="run nothing: judge the rows of that file again"
@@ -171,8 +171,7 @@ def _publish(content: Content, out: Path) -> int:
 
 
 def _default_out(gpus: int) -> Path:
-    where = f"gpu-{gpus}" if gpus else "cpu"
-    return REPOSITORY / "docs" / "results" / f"{datetime.date.today().isoformat()}-matrix-{where}.md"
+    return REPOSITORY / "docs" / "results" / f"layout-parity-{'gpu' if gpus else 'cpu'}.md"
 
 
 def _header(asked: Asked, given: str) -> Content:

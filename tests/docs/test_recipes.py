@@ -169,10 +169,6 @@ def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    if page == ROOT / "README.md":
-        from megatron_lowprec.formats import Format
-
-        names["Format"] = Format
     for fence in fences(page):
         if fence.language == "python":
             exec(compile(fence.body, f"{name_of(page)}, python", "exec"), names)

@@ -30,7 +30,7 @@ help:  ## this list
 
 setup: $(INSTALLED)  ## make .venv: locked versions, and this package as editable
 
-$(INSTALLED): $(LOCK) setup.py | $(BIN)/python
+$(INSTALLED): $(LOCK) pyproject.toml setup.py | $(BIN)/python
 	@echo "installing $(LOCK) into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -126,7 +126,7 @@ def check_pip(words: Sequence[str], line: str) -> None:
             continue
         requirement = Requirement(word)
         if requirement.name.replace("_", "-") == "megatron-lowprec":
-            assert requirement.extras <= set(declared()), f"setup.py has no extra of {word}"
+            assert requirement.extras <= set(declared()), f"pyproject.toml has no extra of {word}"
         elif requirement.name == "transformer-engine":
             assert word in INSTALL
         else:

@@ -37,7 +37,7 @@ from tests.docs.markdown import (
 )
 from tests.tools.test_packaging import declared
 
-# Those that a page shows an error of are run in test_messages.py.
+# Those that a page shows an error of are run in test_commands_run.py.
 _REFUSED = {command for page in PAGES for command, _ in refusals(page)}
 COMMANDS = [command for page in PAGES for command in commands(page) if command not in _REFUSED]
 # What the reader puts in, or what another command of the page writes.
@@ -251,7 +251,8 @@ def known_flags() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_in_the_text_exist(page: Path) -> None:
     known = known_flags()
-    assert [flag for span in spans(page) for flag in _FLAG.findall(span) if flag not in known] == []
+    outputs = [fence.body for fence in fences(page) if fence.language == "text"]
+    assert [flag for text in spans(page) + outputs for flag in _FLAG.findall(text) if flag not in known] == []
 
 
 # ---- the tests themselves

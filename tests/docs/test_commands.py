@@ -122,7 +122,7 @@ def check_make(words: Sequence[str]) -> None:
 def check_pip(words: Sequence[str], line: str) -> None:
     assert words[0] == "install", words
     for word in words[1:]:
-        if word.startswith("-"):
+        if word.startswith("-") or word == ".":
             continue
         requirement = Requirement(word)
         if requirement.name.replace("_", "-") == "megatron-lowprec":
@@ -231,7 +231,16 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
 # Other programs' flags that the pages speak of.
 _FOREIGN = {
     *("--nproc-per-node", "--nnodes", "--node-rank", "--standalone", "--shutdown-timeout", "--signals-to-handle"),
-    *("--signal", "--requeue", "--kill-on-bad-exit", "--help", "--no-build-isolation", "--nodes", "--gpus-per-node"),
+    *(
+        "--signal",
+        "--requeue",
+        "--kill-on-bad-exit",
+        "--help",
+        "--no-build-isolation",
+        "--no-deps",
+        "--nodes",
+        "--gpus-per-node",
+    ),
     *("--no-bias-gelu-fusion", "--apply-layernorm-1p"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,

@@ -159,7 +159,7 @@ def test_yaml_examples_are_recipes_or_sweeps(fence: Fence, tmp_path: Path) -> No
 
 
 def test_every_sweep_that_is_shipped_is_in_the_table() -> None:
-    named = table_after(ROOT / "docs/guide/sweeps.md", "What is shipped")
+    named = table_after(ROOT / "docs/guide/sweeps.md", "Shipped sweeps")
     assert set(named) == {file.stem for file in (ROOT / "configs/sweeps").glob("*.yaml")}
 
 

@@ -241,7 +241,7 @@ _FOREIGN = {
         "--nodes",
         "--gpus-per-node",
     ),
-    *("--no-bias-gelu-fusion", "--apply-layernorm-1p"),
+    *("--no-deps", "--no-bias-gelu-fusion", "--apply-layernorm-1p"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,
 }

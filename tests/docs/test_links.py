@@ -15,7 +15,7 @@ _FOLDERS = ("configs", "data", "docs", "megatron_lowprec", "requirements", "scri
 # Names in the pages that are made by what the page describes, or that are the reader's own.
 _MADE = ("data/cache", "data/wikipedia", "runs/", "reports/", "SAVE/", "corpus", "my_")
 _FILE = re.compile(r"(?:[\w.*{},-]+/)*[\w.*{},-]+\.(?:py|yaml|yml|sbatch|toml|txt|md|jsonl?|xz|png)\b(?!\.)")
-# Written by a run, a tool or a model of somebody else's.
+# Written by a run, a tool or another project's model.
 _OUTPUTS = {
     *("config.yaml", "run.json", "sweep.json", "metrics.jsonl", "metadata.json", "model.yaml", "requeue", "loss.png"),
     *(

@@ -109,7 +109,7 @@ def test_fields_of_an_operand() -> None:
 
 
 def test_fields_of_a_gemm_and_of_the_whole() -> None:
-    table = table_after(ROOT / "docs/recipes/custom.md", "Fields of a GEMM and of the whole")
+    table = table_after(ROOT / "docs/recipes/custom.md", "Fields of a GEMM and of the recipe")
     wanted = {f"hadamard.{field.name}": field.default for field in dataclasses.fields(HadamardSpec)}
     wanted |= {"fast_accumulation": GemmSpec().fast_accumulation}
     for part, spec in (("keep_bf16", KeepBf16), ("optimizer", OptimizerSpec), ("gradients", GradientSpec)):

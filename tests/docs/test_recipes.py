@@ -58,7 +58,7 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
     plain = QuantSpec("e4m3", "tensor")
     others = {
         "format": "e5m2",
-        "tile": "row",
+        "granularity": "row",
         "scale_format": "e8m0",
         "scale_rule": "amax_pow2",
         "rounding": "stochastic",
@@ -76,7 +76,7 @@ def test_a_table_of_an_operand_shows_every_field() -> None:
         changes: dict[str, object] = {name: value}
         before = plain
         if name == "scale_format":
-            before, changes = dataclasses.replace(plain, tile="1x32"), {name: value, "scale_rule": "floor"}
+            before, changes = dataclasses.replace(plain, granularity="1x32"), {name: value, "scale_rule": "floor"}
         if name == "random_bits":
             before = dataclasses.replace(plain, rounding="stochastic")
         if name in ("history", "history_rule", "history_update", "margin"):

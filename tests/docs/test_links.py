@@ -109,6 +109,15 @@ def _exists(page: Path, name: str) -> bool:
     return all(any(any(base.glob(pattern.rstrip("/"))) for base in bases) for pattern in patterns)
 
 
+def test_pages_that_the_code_names_exist() -> None:
+    code = [
+        file for folder in _FOLDERS for suffix in ("py", "yaml", "sh") for file in (ROOT / folder).rglob(f"*.{suffix}")
+    ]
+    named = {name for file in code for name in re.findall(r"\bdocs/[\w/.-]+\.md\b", file.read_text(encoding="utf-8"))}
+    assert len(named) > 8
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
 def test_a_missing_name_is_noticed() -> None:
     page = ROOT / "README.md"
     assert _exists(page, "configs/models/gpt_tiny.yaml")

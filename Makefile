@@ -11,7 +11,7 @@ ARGS ?=
 TEST_WORKERS ?= 2
 TESTS ?= tests
 LAYOUT_PARITY ?= $(MATRIX)
-FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/$(shell date +%F)-fault-injection.md)
+FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/fault-injection.md)
 
 # Names are tried by running them: a name on the PATH may be a shim without an interpreter behind it.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -30,7 +30,7 @@ help:  ## this list
 
 setup: $(INSTALLED)  ## make .venv: locked versions, and this package as editable
 
-$(INSTALLED): $(LOCK) setup.py | $(BIN)/python
+$(INSTALLED): $(LOCK) pyproject.toml setup.py | $(BIN)/python
 	@echo "installing $(LOCK) into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by batch scripts: runs a job step that saves before Slurm ends the job, and requeues the job.
-# docs/cluster.md describes when Slurm sends which signal.
+# docs/guide/clusters.md describes when Slurm sends which signal.
 
 # save_and_requeue SAVE SRUN_ARGUMENTS...
 #

@@ -64,7 +64,6 @@ def page_of(name: str) -> list[Path]:
         page
         for page in pages()
         if any(what[0] in described and name in what[1:] for what in tables_of(page.read_text(encoding="utf-8")))
-        and page.parent != DOCS
     ]
 
 

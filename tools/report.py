@@ -4,7 +4,7 @@
     python tools/report.py runs/gpt_25m-bf16 'runs/gpt_25m-mxfp4*' --out reports/mxfp4
 
 takes run folders of pretrain_gpt.py, folders that hold a sweep.json, and patterns, and writes one HTML file that opens
-anywhere, with its figures as PNG beside it. docs/report.md has the rules.
+anywhere, with its figures as PNG beside it. docs/guide/report.md has the rules.
 """
 
 import sys

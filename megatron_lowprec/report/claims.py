@@ -29,7 +29,7 @@ SIZES = ("parameters", "tokens")
 
 @dataclass(frozen=True)
 class Rules:
-    """How verdicts are found; docs/report.md."""
+    """How verdicts are found; docs/guide/report.md."""
 
     confidence: float = 0.95
     comparable_scale: float = 0.5

@@ -18,7 +18,7 @@ from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
 
 Row = dict[str, Any]
-"""A line of the file; docs/observing.md says what its numbers are."""
+"""A line of the file; docs/guide/quantization-error.md says what its numbers are."""
 
 Kind = tuple[str, str]
 """A GEMM and an operand of it."""

@@ -1,4 +1,4 @@
-"""A claim beside the runs: what was measured, and what that says. docs/report.md states the rules in words."""
+"""A claim beside the runs: what was measured, and what that says. docs/guide/report.md states the rules in words."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="sweep.py",
-        description="Run recipes x models x overrides x seeds; docs/sweeps.md has the whole of it.",
+        description="Run recipes x models x overrides x seeds; docs/guide/sweeps.md has the whole of it.",
         allow_abbrev=False,
     )
     parser.add_argument("sweep", help="a file such as configs/sweeps/paper_table2.yaml")

@@ -37,7 +37,7 @@ from tests.docs.markdown import (
 )
 from tests.tools.test_packaging import declared
 
-# Those that a page shows an error of are run in test_messages.py.
+# Those that a page shows an error of are run in test_commands_run.py.
 _REFUSED = {command for page in PAGES for command, _ in refusals(page)}
 COMMANDS = [command for page in PAGES for command in commands(page) if command not in _REFUSED]
 # What the reader puts in, or what another command of the page writes.
@@ -122,11 +122,11 @@ def check_make(words: Sequence[str]) -> None:
 def check_pip(words: Sequence[str], line: str) -> None:
     assert words[0] == "install", words
     for word in words[1:]:
-        if word.startswith("-"):
+        if word.startswith("-") or word == ".":
             continue
         requirement = Requirement(word)
         if requirement.name.replace("_", "-") == "megatron-lowprec":
-            assert requirement.extras <= set(declared()), f"setup.py has no extra of {word}"
+            assert requirement.extras <= set(declared()), f"pyproject.toml has no extra of {word}"
         elif requirement.name == "transformer-engine":
             assert word in INSTALL
         else:
@@ -229,8 +229,17 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
 # Other programs' flags that the pages speak of.
 _FOREIGN = {
     *("--nproc-per-node", "--nnodes", "--node-rank", "--standalone", "--shutdown-timeout", "--signals-to-handle"),
-    *("--signal", "--requeue", "--kill-on-bad-exit", "--help", "--no-build-isolation", "--nodes", "--gpus-per-node"),
-    *("--no-bias-gelu-fusion", "--apply-layernorm-1p"),
+    *(
+        "--signal",
+        "--requeue",
+        "--kill-on-bad-exit",
+        "--help",
+        "--no-build-isolation",
+        "--no-deps",
+        "--nodes",
+        "--gpus-per-node",
+    ),
+    *("--no-deps", "--no-bias-gelu-fusion", "--apply-layernorm-1p"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,
 }
@@ -249,7 +258,8 @@ def known_flags() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_in_the_text_exist(page: Path) -> None:
     known = known_flags()
-    assert [flag for span in spans(page) for flag in _FLAG.findall(span) if flag not in known] == []
+    outputs = [fence.body for fence in fences(page) if fence.language == "text"]
+    assert [flag for text in spans(page) + outputs for flag in _FLAG.findall(text) if flag not in known] == []
 
 
 # ---- the tests themselves

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser as torchrun_parser
 
-from megatron_lowprec import recipes
+from megatron_lowprec import UserError, recipes
 from megatron_lowprec.training import run as driver
 from megatron_lowprec.training.distributed.startup import Ranks
-from tests.docs.markdown import ELLIPSES, PAGES, ROOT, Command, commands, refusals
+from tests.docs.markdown import ELLIPSES, ERROR, PAGES, ROOT, Command, commands, refusals
 from tests.waiting import PATIENCE
 
 _PRINT_AND_STOP = {"--list-recipes", "--explain-recipe", "--memory-plan"}
@@ -69,18 +70,37 @@ def processed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_recipes_are_listed_by_a_process(tmp_path: Path) -> None:
-    done = processed("python pretrain_gpt.py --list-recipes", tmp_path)
-    assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(recipes())
-    assert done.stderr == ""
-
-
 def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = processed("python pretrain_gpt.py --recipe mxfp4_sr_rht", tmp_path)
     assert done.returncode == 2
-    (message,) = [error for command, error in refusals(ROOT / "docs/faq.md") if "mxfp4_sr_rht" in command.words]
-    assert done.stderr == f"pretrain_gpt.py: error: {message}\n"
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(ERROR)
+
+
+REFUSED = [command.words for page in PAGES for command, _ in refusals(page)]
+
+
+def test_there_are_refused_commands() -> None:
+    assert len(REFUSED) > 8
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_command_is_refused_before_the_run_starts(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    processes, arguments = 1, list(words[2:])
+    if words[0] == "torchrun":
+        given = torchrun_parser().parse_args(list(words[1:]))
+        processes, arguments = int(given.nproc_per_node), given.training_script_args
+
+    def started(*_: object) -> None:
+        raise AssertionError("the run would have started")
+
+    monkeypatch.setattr(driver, "initialize", started)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # as on the machine of the page's reader
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError):
+        driver.run(arguments, Ranks(0, processes, 0, processes))
 
 
 def test_two_iterations_under_a_changed_recipe(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ _FOLDERS = ("configs", "data", "docs", "megatron_lowprec", "requirements", "scri
 # Names in the pages that are made by what the page describes, or that are the reader's own.
 _MADE = ("data/cache", "data/wikipedia", "runs/", "reports/", "SAVE/", "corpus", "my_")
 _FILE = re.compile(r"(?:[\w.*{},-]+/)*[\w.*{},-]+\.(?:py|yaml|yml|sbatch|toml|txt|md|jsonl?|xz|png)\b(?!\.)")
-# Written by a run, a tool or a model of somebody else's.
+# Written by a run, a tool or another project's model.
 _OUTPUTS = {
     *("config.yaml", "run.json", "sweep.json", "metrics.jsonl", "metadata.json", "model.yaml", "requeue", "loss.png"),
     *(
@@ -109,6 +109,15 @@ def _exists(page: Path, name: str) -> bool:
     return all(any(any(base.glob(pattern.rstrip("/"))) for base in bases) for pattern in patterns)
 
 
+def test_pages_that_the_code_names_exist() -> None:
+    code = [
+        file for folder in _FOLDERS for suffix in ("py", "yaml", "sh") for file in (ROOT / folder).rglob(f"*.{suffix}")
+    ]
+    named = {name for file in code for name in re.findall(r"\bdocs/[\w/.-]+\.md\b", file.read_text(encoding="utf-8"))}
+    assert len(named) > 8
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
 def test_a_missing_name_is_noticed() -> None:
     page = ROOT / "README.md"
     assert _exists(page, "configs/models/gpt_tiny.yaml")
@@ -124,4 +133,4 @@ def test_fences_are_closed_and_of_known_kinds() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert len(re.findall(r"^```", text, re.M)) == 2 * len(fences(page)), name_of(page)
-        assert {fence.language for fence in fences(page)} <= {"", "text", "python", "yaml"}, name_of(page)
+        assert {fence.language for fence in fences(page)} <= {"", "text", "python", "yaml", "mermaid"}, name_of(page)

@@ -1,10 +1,10 @@
-"""The lock works anywhere, agrees with setup.py, and the shipped files are the ones their README describes."""
+"""The lock works anywhere, agrees with pyproject.toml, and the shipped files are the ones their README describes."""
 
-import ast
 import hashlib
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,9 @@ def locked() -> dict[str, Requirement]:
 
 
 def declared() -> dict[str, list[Requirement]]:
-    """What setup.py asks for, by extra; the runtime's under the empty name."""
-    tree = ast.parse((REPOSITORY / "setup.py").read_text())
-    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup")
-    values = {k.arg: k.value for k in call.keywords if k.arg in ("install_requires", "extras_require")}
-    groups = {"": ast.literal_eval(values["install_requires"]), **ast.literal_eval(values["extras_require"])}
+    """What pyproject.toml requires, by extra; the runtime's under the empty name."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
     return {name: [Requirement(line) for line in lines] for name, lines in groups.items()}
 
 
@@ -55,7 +53,7 @@ def test_the_pins_that_cpu_and_gpu_share() -> None:
 
 
 @pytest.mark.parametrize("group", ["", "dev"])
-def test_the_lock_holds_what_setup_asks_for(group: str) -> None:
+def test_the_lock_holds_what_the_project_requires(group: str) -> None:
     lock = locked()
     for requirement in declared()[group]:
         (pin,) = lock[canonicalize_name(requirement.name)].specifier

@@ -1,6 +1,6 @@
 """Disturb a small run as clusters disturb large ones, and compare its losses with an undisturbed run's, bit for bit.
 
-    python -m tools.fault_injection --kills 30 --kills-in-save 10 --out docs/results/2026-11-21-fault-injection.md
+    python -m tools.fault_injection --kills 30 --kills-in-save 10 --out docs/results/fault-injection.md
     python -m tools.fault_injection --only SIGTERM
 
 The run has two processes on CPU cores, under torchrun. All faults take about half an hour on two idle cores.

@@ -20,7 +20,7 @@ from megatron_lowprec.training.checkpoint import storage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-# The flags that docs/cluster.md recommends.
+# The flags that docs/guide/clusters.md recommends.
 _SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 _PARTIAL = "iter_*.partial.*"
 _TOKEN = "MEGATRON_LOWPREC_FAULT_INJECTION"

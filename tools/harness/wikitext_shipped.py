@@ -5,8 +5,9 @@
     lm_eval --model hf --model_args pretrained=my_model,dtype=float32 --include_path tools/harness \
         --tasks wikitext_shipped
 
-The harness's own task `wikitext` is the same on articles that it downloads. docs/checkpoints.md says how its figures
-and evaluate's come to agree. Another file in WikiText's format, plain or .xz: ``--metadata '{"file": "wiki.raw"}'``.
+The harness's own task `wikitext` is the same on articles that it downloads. docs/guide/checkpoints.md says how its
+figures and those of evaluate come to agree. Another file in WikiText's format, plain or .xz: ``--metadata '{"file":
+"wiki.raw"}'``.
 The harness imports this module by its path, and needs the package installed or in PYTHONPATH.
 """
 

@@ -328,7 +328,7 @@ class _Tiling(NamedTuple):
 def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochastic: bool) -> tuple[_Tiling, ...]:
     """A program's tile, about a group a thread, with whole groups in each direction; fastest on an H200 first.
 
-    Few warps a program, since they share nothing; see docs/kernels.md for what was tried.
+    Few warps a program, since they share nothing; see docs/design/kernels.md for what was tried.
     """
     limit = 128 if transformed and stochastic and group <= 64 else None
     if rows and columns:

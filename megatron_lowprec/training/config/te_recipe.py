@@ -98,7 +98,7 @@ def te_recipe(recipe: Recipe) -> TERecipe:
     shared = ", ".join(name for name in recipes() if _counterpart(get_recipe(name)) is not None)
     raise UserError(
         f"--recipe {recipe.name} does not exist in TransformerEngine, which runs {shared}; choose one of these (which "
-        "of their fields may differ: docs/recipes.md), or --transformer-impl local"
+        "of their fields may differ: docs/guide/transformer-engine.md), or --transformer-impl local"
     )
 
 

@@ -62,7 +62,7 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
         "update": "update of the weights, when no activations are left",
     }
     lines += [_row(names[name], size) for name, size in [*found.kept.items(), *found.transient.items()]]
-    lines += [_row("peak", found.peak), "(*) one after the other: the larger counts; docs/memory.md has the formulas"]
+    lines += [_row("peak", found.peak), "(*) not at the same time: the larger counts; formulas: docs/guide/memory.md"]
     lines.append("a layer keeps of a microbatch:")
     lines += [_row(name, size) for name, size in layer_activations(config, found.runs).items()]
     if device is not None:

@@ -44,7 +44,7 @@ def small(gpus: int = 1, **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("name", "batch", "recipe", "gib"),
     [
-        # Peak allocated, one H200: docs/results/2026-11-20-h200-step-{345m,1.3b}.json.
+        # Peak allocated, one H200: docs/results/emulated-mx-step-{345m,1.3b}.json.
         ("gpt_345m", 16, "bf16", 33.4),
         ("gpt_345m", 16, "fp8_delayed", 29.7),
         ("gpt_345m", 16, "fp8_blockwise", 29.9),

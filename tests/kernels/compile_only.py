@@ -157,7 +157,7 @@ def main(arch: int) -> None:
         return plain(fmt, torch.device("cuda"))
 
     plain = rule.code_constants
-    users = ("cast.rule", "cast_many.triton", "scaled_adam.triton")
+    users = ("cast_fp8.rule", "multi_tensor_cast.triton", "scaled_adam.triton")
     large = 0 if arch == 90 else 1 << 62  # all tilings where kernels are tuned; the first one elsewhere, to save time
     driver.set_active(_Driver(arch))
     with (

@@ -7,12 +7,21 @@ import signal
 import pytest
 import torch
 
+WHOLE_RUNS = {"drive", "checkpoints"}
+"""Fixtures that train in this process: a second or more, and a process beside it for each checkpoint."""
+
 
 def pytest_configure() -> None:
     # several workers share few cores (make test); a test of seconds gains nothing from more threads
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and all that it would start
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if WHOLE_RUNS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -69,6 +69,7 @@ def processed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_recipes_are_listed_by_a_process(tmp_path: Path) -> None:
     done = processed("python pretrain_gpt.py --list-recipes", tmp_path)
     assert done.returncode == 0
@@ -76,6 +77,7 @@ def test_recipes_are_listed_by_a_process(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = processed("python pretrain_gpt.py --recipe mxfp4_sr_rht", tmp_path)
     assert done.returncode == 2
@@ -83,6 +85,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert done.stderr == f"pretrain_gpt.py: error: {message}\n"
 
 
+@pytest.mark.slow
 def test_two_iterations_under_a_changed_recipe(tmp_path: Path) -> None:
     done = processed(
         "python pretrain_gpt.py --config configs/models/gpt_tiny.yaml --mock-data --no-save --train-iters 2 "

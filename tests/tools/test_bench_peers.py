@@ -142,6 +142,7 @@ def test_a_slimmer_wheel_s_record_is_of_its_files(tmp_path: Path) -> None:
         assert b"a" * 100 not in archive.read("fat/lib.so")
 
 
+@pytest.mark.slow
 def test_install_builds_the_binding_and_leaves_alone_what_is_there(tmp_path: Path) -> None:
     """With wheels and a source that have the peers' names and nothing else of them."""
     wheels, cuda = tmp_path / "wheels", tmp_path / "cuda"
@@ -353,6 +354,7 @@ def test_which_recipes_keep_a_weight(recipe: str, generator: torch.Generator) ->
     assert not any(outputs(cached=False))
 
 
+@pytest.mark.slow
 def test_a_peer_s_failure_costs_its_number_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,6 +379,7 @@ def test_a_peer_s_failure_costs_its_number_alone(
     assert "peer te: of this test" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_step_compares_with_the_peer_s_own_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[list[str]] = []
 

@@ -13,6 +13,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_a_table_with_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "tiny.yaml"
     config.write_text("bf16: true\n")

@@ -1,10 +1,14 @@
 """What all tests share."""
 
+import gc
 import os
 import signal
 
 import pytest
 import torch
+
+WHOLE_RUNS = {"drive", "checkpoints"}
+"""Fixtures that train in this process: a second or more, and a process beside it for each checkpoint."""
 
 
 def pytest_configure() -> None:
@@ -12,6 +16,18 @@ def pytest_configure() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and all that it would start
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if WHOLE_RUNS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    # modules and collected tests stay until the end: later collections skip half a million objects
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

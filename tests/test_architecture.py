@@ -70,6 +70,7 @@ def wrong_imports(path: Path) -> Iterator[str]:
             yield f"{where} imports {name}"
 
 
+@pytest.mark.slow
 def test_layout() -> None:
     """Imports one way; at most 15 modules a folder and 400 lines a module; no module name twice."""
     paths = sorted(PACKAGE.rglob("*.py"))
@@ -95,6 +96,7 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_neither_torch_nor_megatron() -> None:
     code = """
 import sys
@@ -106,6 +108,7 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron"
     assert run_python(code).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_public_names_all_resolve() -> None:
     code = """
 import megatron_lowprec
@@ -118,6 +121,7 @@ except AttributeError as error:
     assert run_python(code).splitlines() == ["[]", "module 'megatron_lowprec' has no attribute 'nothing'"]
 
 
+@pytest.mark.slow
 def test_importing_mcore_patches_nothing() -> None:
     """Only cpu_compat.install() may change anything, when it is called."""
     code = """

@@ -120,6 +120,7 @@ def inside() -> torch.Tensor:
     return mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_mean_of_what_was_cast(found: dict[str, Any], name: str, dtype: torch.dtype) -> None:
@@ -131,6 +132,7 @@ def test_it_is_the_mean_of_what_was_cast(found: dict[str, Any], name: str, dtype
     assert torch.equal(found[f"{name} {dtype}"][~inside()], torch.zeros(int((~inside()).sum())))
 
 
+@pytest.mark.slow
 def test_it_is_near_the_mean(found: dict[str, Any]) -> None:
     exact = sum(gradients(rank, 1).double() for rank in range(RANKS)) / RANKS
     for name, most in (("e4m3 torch.float32", 0.04), ("e5m2 torch.float32", 0.08)):  # "sums" may saturate
@@ -139,11 +141,13 @@ def test_it_is_near_the_mean(found: dict[str, Any]) -> None:
             assert 0 < error < most if size else error == 0, name
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_scale_may_be_few(found: dict[str, Any]) -> None:
     ranks = [gradients(rank, 1) for rank in range(RANKS)]
     torch.testing.assert_close(found["sharers"].double(), by_definition(ranks, SPECS["e4m3"])[0], rtol=2.0**-22, atol=0)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_on_one_rank_is_seen_by_all(found: dict[str, Any]) -> None:
     broken = found["broken"]
     assert broken[128:460].isnan().all()
@@ -152,6 +156,7 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all(found: dict[str, Any]) ->
     assert broken[512:891].isfinite().all()
 
 
+@pytest.mark.slow
 def test_mu_follows_how_many_sums_saturate(found: dict[str, Any]) -> None:
     mu, entries = 1.0, SIZE
     for step in range(6):

@@ -152,6 +152,7 @@ def chat_on_one_process(tmp_path_factory: pytest.TempPathFactory, launch: Launch
     return rows(folder / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [*LAYOUTS, "distributed"])
 def test_answers_are_weighed_by_tokens_on_any_layout(
     chat_on_one_process: list[dict[str, Any]], launch: Launch, layout: str
@@ -161,10 +162,12 @@ def test_answers_are_weighed_by_tokens_on_any_layout(
     assert len(launch.losses(f"chat {layout}")) == 4
 
 
+@pytest.mark.slow
 def test_only_bad_numbers_failed(launch: Launch) -> None:
     assert set(launch.errors) == {"bad numbers data", "bad numbers pipeline"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["data plain", "tensor plain", "data distributed", "tensor distributed", "overlapped", "sequence parallel"]
 )
@@ -179,6 +182,7 @@ def compare(mine: list[dict[str, Any]], reference: list[dict[str, Any]], norm: f
                 assert row[key] == pytest.approx(expected[key], rel=norm if key == "grad-norm" else 2e-6), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
@@ -189,22 +193,26 @@ def test_a_checkpoint_goes_on_under_another_layout(launch: Launch, before: str, 
         assert launch.losses(f"{before} to {after} {optimizer}") == launch.losses(f"{before} {optimizer}")[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_is_bit_equal(launch: Launch, name: str) -> None:
     assert launch.losses(f"{name} resumed") == launch.losses(f"{name} whole")
     assert len(launch.losses(f"{name} whole")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_unquantized_linears_are_megatron_s_own(launch: Launch, precision: str) -> None:
     assert launch.losses(f"ours {precision}") == launch.losses(f"stock {precision}")
     assert len(launch.losses(f"ours {precision}")) == 3
 
 
+@pytest.mark.slow
 def test_experts_over_two_ranks(launch: Launch) -> None:
     assert len(launch.losses("experts")) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data", "pipeline"])
 def test_all_ranks_agree_on_where_bad_numbers_come_from(launch: Launch, layout: str) -> None:
     # The first update at that learning rate overflows.
@@ -219,6 +227,7 @@ def test_all_ranks_agree_on_where_bad_numbers_come_from(launch: Launch, layout: 
     assert not (launch.folder / name / "latest_checkpointed_iteration.txt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

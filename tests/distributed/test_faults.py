@@ -26,6 +26,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Run]]:
         run.kill_all()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_a_signal_to_one_saves(tmp_path: Path, runs: list[Run]) -> None:
     save, options = tmp_path / "out", [*ENDLESS, "--num-workers", "1"]
     killed = Run(save, options, PATIENT)
@@ -69,6 +70,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_run_starts_ends_it(tmp_path: Path, runs: list[Run]) -> None:
     script = tmp_path / "building.py"
     script.write_text(BUILDING)

@@ -115,6 +115,7 @@ def values(found: list[dict[str, Any]], key: str) -> list[float]:
     return [row[key] for row in found if key in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ALIKE)
 def test_the_state_means_the_same_on_any_layout(one_process: list[dict[str, Any]], launch: Path, layout: str) -> None:
     # In fp32 compute. Gradients differ by the order of their sums, which moves an entry's code here and there: its
@@ -125,12 +126,14 @@ def test_the_state_means_the_same_on_any_layout(one_process: list[dict[str, Any]
         assert values(found, key) == pytest.approx(values(one_process, key), rel=tolerance), key
 
 
+@pytest.mark.slow
 def test_collectives_on_their_way_change_no_bit(launch: Path) -> None:
     assert losses(launch / "state data, overlapped") == losses(launch / "state data")
     assert losses(launch / "exchange overlapped") == losses(launch / "exchange")
     assert len(losses(launch / "exchange")) == 4
 
 
+@pytest.mark.slow
 def test_it_trains_as_fp8_delayed_does_and_not_the_same(launch: Path) -> None:
     reference = values(rows(launch / "fp8_delayed"), "lm loss")
     for name in ("exchange", "exchange, rounded sums"):
@@ -144,12 +147,14 @@ def test_it_trains_as_fp8_delayed_does_and_not_the_same(launch: Path) -> None:
     assert losses(launch / "exchange") != losses(launch / "exchange, rounded sums")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_is_bit_equal(launch: Path, name: str) -> None:
     assert losses(launch / f"{name} resumed") == losses(launch / f"{name} whole")
     assert len(losses(launch / f"{name} whole")) == 4
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_any_layout_s_and_any_recipe_s(launch: Path) -> None:
     whole = values(rows(launch / "data whole"), "lm loss")[2:]
     # Dropout draws otherwise on another layout.
@@ -160,18 +165,21 @@ def test_its_checkpoint_is_any_layout_s_and_any_recipe_s(launch: Path) -> None:
     assert values(rows(launch / "from fp8_delayed"), "lm loss") == pytest.approx(delayed, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_without_an_optimizer_s_state_main_weights_are_the_loaded_weights(launch: Path) -> None:
     found, reference = (values(rows(launch / f"from weights{more}"), "lm loss") for more in ("", ", fp8_delayed"))
     assert found[0] == reference[0]
     assert found == pytest.approx(reference, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_take_no_step(launch: Path) -> None:
     (error,) = json.loads((launch / "errors.json").read_text()).values()
     assert "2 iterations in a row were skipped" in error
     assert [row["skipped iterations"] for row in rows(launch / "bad numbers")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_what_it_needs_is_switched_on_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with driving(tmp_path) as call:
         call(argv(save="out", no_save=True, recipe="fp8_lm", train_iters=1))

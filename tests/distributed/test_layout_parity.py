@@ -101,6 +101,7 @@ def test_the_cover_is_whole() -> None:
     assert families | {"mxfp4_rht_sr"} <= set(COVER.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", COVER)
 @pytest.mark.parametrize("check", ["losses", "operands"])
 def test_a_layout_changes_no_recipe(verdicts: list[Verdict], layout: str, check: str) -> None:
@@ -111,6 +112,7 @@ def test_a_layout_changes_no_recipe(verdicts: list[Verdict], layout: str, check:
         assert max(found[0].first, found[0].later) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("check", "count"), [("stock", 1), ("noise", 2), ("operands", len(COVER) + 1)])
 def test_all_other_checks_hold(verdicts: list[Verdict], check: str, count: int) -> None:
     found = [verdict for verdict in verdicts if verdict.check == check]

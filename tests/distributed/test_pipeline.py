@@ -58,12 +58,14 @@ def freed(folder: Path, stage: int) -> dict[str, list[bool]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_with_all_outputs_kept(launch: tuple[Path, str], name: str) -> None:
     assert len(losses(launch[0] / name)) == STEPS
     assert losses(launch[0] / name) == losses(launch[0] / f"{name} kept")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SENT_AT_ONCE)
 def test_nothing_else_holds_a_stage_s_output(launch: tuple[Path, str], name: str) -> None:
     first, last = (freed(launch[0], stage) for stage in range(2))
@@ -72,6 +74,7 @@ def test_nothing_else_holds_a_stage_s_output(launch: tuple[Path, str], name: str
     assert last[name] == []  # a loss is not sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in SENT_AT_ONCE])
 def test_an_output_that_may_still_be_on_its_way_is_kept(launch: tuple[Path, str], name: str) -> None:
     found = freed(launch[0], 0)[name]
@@ -79,11 +82,13 @@ def test_an_output_that_may_still_be_on_its_way_is_kept(launch: tuple[Path, str]
     assert not any(found)
 
 
+@pytest.mark.slow
 def test_gathers_are_started_by_the_schedule_alone(launch: tuple[Path, str]) -> None:
     assert "already been dispatched" not in launch[1]
     assert losses(launch[0] / "interleaved, overlapped") == losses(launch[0] / "interleaved")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "random, interleaved"])
 def test_a_recomputation_finds_its_microbatch_among_those_in_flight(launch: tuple[Path, str], name: str) -> None:
     assert losses(launch[0] / f"{name}, recomputed") == losses(launch[0] / name)

@@ -72,6 +72,7 @@ def operands(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     return by_place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layout_says_what_one_process_says(folder: Path, recipe: str, layout: str) -> None:
@@ -100,6 +101,7 @@ def test_a_layout_says_what_one_process_says(folder: Path, recipe: str, layout: 
             assert other["underflow"] == pytest.approx(row["underflow"], abs=1e-3), place
 
 
+@pytest.mark.slow
 def test_experts_of_all_ranks_are_there(folder: Path) -> None:
     want, got = operands(folder / "experts one"), operands(folder / "experts")
     assert got.keys() == want.keys()

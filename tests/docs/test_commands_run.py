@@ -70,6 +70,7 @@ def processed(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = processed("python pretrain_gpt.py --recipe mxfp4_sr_rht", tmp_path)
     assert done.returncode == 2
@@ -103,6 +104,7 @@ def test_command_is_refused_before_the_run_starts(
         driver.run(arguments, Ranks(0, processes, 0, processes))
 
 
+@pytest.mark.slow
 def test_two_iterations_under_a_changed_recipe(tmp_path: Path) -> None:
     done = processed(
         "python pretrain_gpt.py --config configs/models/gpt_tiny.yaml --mock-data --no-save --train-iters 2 "

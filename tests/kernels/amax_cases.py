@@ -9,7 +9,9 @@ import torch
 
 from tests.kernels.interpreted import main
 
-SIZES = ((70, 96), (9, 1000), (33, 2048))
+SIZES = ((70, 96), (9, 1000), (3, 2056))
+# dtype of what is written, amax before: a smaller one is raised and a larger one stays
+STARTS = ((torch.bfloat16, 0.0), (torch.bfloat16, 1e6), (torch.float32, 0.0))
 
 
 def made(rows: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -37,18 +39,17 @@ def made(rows: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Ca
 def faults(device: str) -> Iterator[str]:
     """Every amax that is not that of the output, a line each."""
     for rows, width in SIZES:
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype, before in STARTS:
             for name, run in made(rows, width, dtype, device).items():
-                for before in (0.0, 1e6):
-                    amax = torch.full((1,), before, device=device)
-                    largest = run(amax).abs().amax().float().clamp(min=before).view(1)
-                    if not torch.equal(amax, largest) and not (amax.isnan().all() and largest.isnan().all()):
-                        yield f"{name} {rows}x{width} {dtype} from {before}: {amax.item()}, not {largest.item()}"
+                amax = torch.full((1,), before, device=device)
+                largest = run(amax).abs().amax().float().clamp(min=before).view(1)
+                if not torch.equal(amax, largest) and not (amax.isnan().all() and largest.isnan().all()):
+                    yield f"{name} {rows}x{width} {dtype} from {before}: {amax.item()}, not {largest.item()}"
 
 
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
-    return len(SIZES) * 2 * 8 * 2, list(faults(device))
+    return len(SIZES) * len(STARTS) * 8, list(faults(device))
 
 
 if __name__ == "__main__":

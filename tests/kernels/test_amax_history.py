@@ -6,6 +6,7 @@ from tests.kernels import amax_history_cases
 from tests.kernels.interpreted import assert_no_differences
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
     assert "192 compared" in assert_no_differences("tests.kernels.amax_history_cases")
 

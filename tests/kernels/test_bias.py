@@ -13,6 +13,7 @@ def test_references() -> None:
     assert differences("cpu", reference=True)[1] == []
 
 
+@pytest.mark.slow
 def test_interpreted_kernels() -> None:
     assert_no_differences("tests.kernels.bias_cases")
 

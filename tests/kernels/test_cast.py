@@ -10,6 +10,7 @@ from tests.kernels.cast_cases import Case, differences, gpu_cases, scale_differe
 from tests.kernels.interpreted import assert_no_differences
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_equal_the_reference() -> None:
     assert f"{len(small_cases())} cases compared" in assert_no_differences("tests.kernels.cast_cases")
 

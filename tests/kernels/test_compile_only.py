@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["90", "100"])
 def test_every_kernel_compiles_for_hopper_and_blackwell(tmp_path: Path, arch: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")

@@ -14,6 +14,7 @@ def test_reference_against_float64() -> None:
     assert differences("cpu", reference)[1] == []
 
 
+@pytest.mark.slow
 def test_interpreted_kernel_against_float64() -> None:
     assert_no_differences("tests.kernels.norm_cases")
 

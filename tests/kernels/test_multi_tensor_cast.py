@@ -6,6 +6,7 @@ from tests.kernels import multi_tensor_cast_cases
 from tests.kernels.interpreted import assert_no_differences
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
     assert "67 compared" in assert_no_differences("tests.kernels.multi_tensor_cast_cases")
 

@@ -6,8 +6,9 @@ from tests.kernels import scaled_adam_cases
 from tests.kernels.interpreted import assert_no_differences
 
 
+@pytest.mark.slow
 def test_interpreted() -> None:
-    assert "2052 compared" in assert_no_differences("tests.kernels.scaled_adam_cases")
+    assert "1368 compared" in assert_no_differences("tests.kernels.scaled_adam_cases")
 
 
 @pytest.mark.gpu

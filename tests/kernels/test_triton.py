@@ -7,6 +7,7 @@ from tests.kernels.interpreted import assert_no_differences
 from tests.kernels.mx_cases import Case, differences, gpu_cases, small_cases
 
 
+@pytest.mark.slow
 def test_interpreted_kernel_equals_the_reference() -> None:
     assert f"{len(small_cases())} cases compared" in assert_no_differences("tests.kernels.mx_cases")
 

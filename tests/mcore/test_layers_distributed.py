@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.environment import python_path
 from tests.mcore import worker
 from tests.waiting import PATIENCE
@@ -13,6 +15,7 @@ from tests.waiting import PATIENCE
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_all_checks_on_two_processes(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

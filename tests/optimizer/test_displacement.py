@@ -73,6 +73,7 @@ def displacements(spec: OptimizerSpec | None, lr: float, kind: str) -> dict[str,
     return {name: Displacement(float(m.mean()), float(m.std())) for name, m in zip(start, moved, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("lr", LEARNING_RATES)
 def test_every_kind_of_weight_moves_as_under_fp32_adamw(lr: float, kind: str) -> None:

@@ -155,6 +155,7 @@ def test_what_a_run_is(write_sweep: WriteSweep) -> None:
     assert json.loads(json.dumps(before.resolved)) == before.resolved
 
 
+@pytest.mark.slow
 def test_expanding_loads_neither_torch_nor_megatron(write_sweep: WriteSweep) -> None:
     code = f"""
 import sys

@@ -26,6 +26,7 @@ BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"
 # ---- outcomes
 
 
+@pytest.mark.slow
 def test_finished_jobs_are_never_repeated(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,6 +45,7 @@ def test_finished_jobs_are_never_repeated(
     assert (len(fake.calls(BF16)), fake.record(BF16)) == (1, record)
 
 
+@pytest.mark.slow
 def test_data_that_is_not_there_starts_nothing(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -55,6 +57,7 @@ def test_data_that_is_not_there_starts_nothing(
     assert fake.run(path, "--data-path", prefix) == 0
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_tried_again_from_its_checkpoint(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +76,7 @@ def test_a_failed_job_is_tried_again_from_its_checkpoint(
     assert "attempt 2" in (fake.out / BF16 / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_exit_code_0_before_the_end_is_not_the_end(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="short")
     path = write_sweep(recipes=["bf16"])
@@ -83,6 +87,7 @@ def test_exit_code_0_before_the_end_is_not_the_end(fake: Fake, write_sweep: Writ
     assert fake.record(BF16)["state"] == "done"
 
 
+@pytest.mark.slow
 def test_a_job_that_asks_for_another_start_is_not_finished(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="requeue")
     path = write_sweep(recipes=["bf16"])
@@ -111,6 +116,7 @@ def test_outcomes(arguments: tuple[int, bool, bool, int, int], state: str) -> No
     assert local.outcome(*arguments) == state
 
 
+@pytest.mark.slow
 def test_max_failures_starts_no_more(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
     fake.behave(bf16="fail", mxfp4="fail")
     assert fake.run(write_sweep(seeds=[1, 2]), "--max-failures", "2") == 1
@@ -120,6 +126,7 @@ def test_max_failures_starts_no_more(fake: Fake, write_sweep: WriteSweep, capsys
 # ---- changed jobs
 
 
+@pytest.mark.slow
 def test_a_job_that_has_changed_is_refused_and_rerun_only_when_asked(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +148,7 @@ def test_a_job_that_has_changed_is_refused_and_rerun_only_when_asked(
     assert not (fake.out / f"{BF16}.2").exists()
 
 
+@pytest.mark.slow
 def test_a_change_of_a_recipe_s_fields_is_named(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +162,7 @@ def test_a_change_of_a_recipe_s_fields_is_named(
     assert "recipe.dgrad.hadamard.block 64 (was 32)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fields_that_recipes_get_later_change_no_job(fake: Fake, write_sweep: WriteSweep) -> None:
     path = write_sweep(recipes=["mxfp4"])
     fake.run(path)
@@ -200,6 +209,7 @@ def test_the_gpus_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local.visible_gpus() == ["5", "GPU-1234"]
 
 
+@pytest.mark.slow
 def test_each_job_sees_its_own_gpu(
     fake: Fake, write_sweep: WriteSweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +227,7 @@ def test_each_job_sees_its_own_gpu(
     assert "there is no GPU 2 here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--jobs-at-once", "--cells-at-once"])  # the old name
 def test_jobs_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep, flag: str) -> None:
     fake.behave(bf16="meet", mxfp4="meet")
@@ -227,6 +238,7 @@ def test_jobs_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep, flag: str) -
 # ---- signals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_lets_jobs_save_and_the_same_command_goes_on(
     fake: Fake, write_sweep: WriteSweep, number: signal.Signals
@@ -250,6 +262,7 @@ def test_a_signal_lets_jobs_save_and_the_same_command_goes_on(
     assert [call["begun"] for call in fake.calls(BF16)] == [0, 3]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="hold")
     fake.constants["_TWICE"] = 0.0
@@ -278,6 +291,7 @@ def test_a_ctrl_c_that_a_program_between_passes_on_is_the_same_one(
     assert kills == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: WriteSweep) -> None:
     """torchrun kills its workers half a minute after a SIGTERM of its own, and exits with 1."""
     fake.behave(bf16="hold")
@@ -291,6 +305,7 @@ def test_workers_of_torchrun_are_asked_themselves(fake: Fake, write_sweep: Write
     assert (fake.out / BF16 / "log.txt").read_text().count("saved") == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_listen_yet_is_asked_again(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="deaf")
     sweep = fake.start(write_sweep(recipes=["bf16"]))
@@ -305,6 +320,7 @@ def test_a_job_that_does_not_listen_yet_is_asked_again(fake: Fake, write_sweep: 
 # ---- two sweeps
 
 
+@pytest.mark.slow
 def test_two_sweeps_run_each_job_once(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="hold", mxfp4="hold")
     path = write_sweep(seeds=[1, 2, 3])
@@ -320,6 +336,7 @@ def test_two_sweeps_run_each_job_once(fake: Fake, write_sweep: WriteSweep) -> No
     assert {fake.record(name)["state"] for name in ids} == {"done"}
 
 
+@pytest.mark.slow
 def test_a_job_outlives_a_killed_sweep_and_is_not_started_twice(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,6 +361,7 @@ def test_a_job_outlives_a_killed_sweep_and_is_not_started_twice(
 # ---- one job, the dry run
 
 
+@pytest.mark.slow
 def test_one_job_by_number(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_sweep(resources={"jobs_at_once": 2})
     assert fake.run(path, "--job", "1") == 0
@@ -356,6 +374,7 @@ def test_one_job_by_number(fake: Fake, write_sweep: WriteSweep, capsys: pytest.C
     assert "its file has changed: submit it again" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_job_that_another_process_runs_is_an_error(fake: Fake, write_sweep: WriteSweep) -> None:
     path = write_sweep()
     fake.run(path, "--only", "mxfp4")
@@ -412,6 +431,7 @@ def test_a_real_job_is_interrupted_continued_and_finished(
     assert "continuing from" in (run / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_scripts_sweep_is_that_program(write_sweep: WriteSweep, tmp_path: Path) -> None:
     command = [sys.executable, cli.PROGRAM, write_sweep(), "--out", str(tmp_path / "out"), "--status"]
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.PROGRAM).parents[1])}

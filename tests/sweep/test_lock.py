@@ -65,6 +65,7 @@ def test_taken_until_released(tmp_path: Path) -> None:
     assert Lock(tmp_path, JOB).acquire() is None
 
 
+@pytest.mark.slow
 def test_a_dead_process_holds_nothing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     write(tmp_path, {str(sleeper.pid): started(sleeper.pid)})
     assert holder(tmp_path, JOB) is not None
@@ -74,6 +75,7 @@ def test_a_dead_process_holds_nothing(tmp_path: Path, sleeper: subprocess.Popen[
     assert Lock(tmp_path, JOB).acquire() is None
 
 
+@pytest.mark.slow
 def test_a_zombie_holds_nothing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     write(tmp_path, {str(sleeper.pid): started(sleeper.pid)})
     sleeper.kill()
@@ -86,6 +88,7 @@ def test_a_number_that_another_process_has_now_holds_nothing(tmp_path: Path) -> 
     assert holder(tmp_path, JOB) is None
 
 
+@pytest.mark.slow
 def test_the_job_s_own_process_holds_it_after_its_sweep_is_gone(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
@@ -121,6 +124,7 @@ def test_a_requeued_job_takes_its_own_lock_over(tmp_path: Path, monkeypatch: pyt
     assert json.loads((tmp_path / "locks" / JOB).read_text())["slurm_job"] == "12_3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "lives"),
     [

@@ -38,6 +38,7 @@ def is_bash(text: str) -> bool:
     return subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["tiny", "small", "full"])
 def test_the_script_of_every_size(fake: Fake, capsys: pytest.CaptureFixture[str], size: str) -> None:
     path = ["configs/sweeps/paper_table2.yaml", "--size", size]
@@ -119,6 +120,7 @@ def calls(folder: Path, name: str) -> list[str]:
     return [line for line in path.read_text().splitlines() if "show" not in line] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_submitting_writes_the_script_and_the_manifest(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +139,7 @@ def test_submitting_writes_the_script_and_the_manifest(
     assert f"--out {fake.out} --status" in printed
 
 
+@pytest.mark.slow
 def test_nothing_to_submit(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +150,7 @@ def test_nothing_to_submit(
     assert not calls(programs, "sbatch")
 
 
+@pytest.mark.slow
 def test_without_sbatch_and_with_one_that_refuses(
     fake: Fake,
     write_sweep: WriteSweep,
@@ -192,6 +196,7 @@ def task(fake: Fake, path: str, number: int, capsys: pytest.CaptureFixture[str])
     return start(fake, prepare(fake, path, capsys), number)
 
 
+@pytest.mark.slow
 def test_a_task_runs_its_job(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +208,7 @@ def test_a_task_runs_its_job(
     assert calls(programs, "scontrol") == []
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_a_failed_task(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +220,7 @@ def test_a_failed_job_is_a_failed_task(
     assert calls(programs, "scontrol") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_an_interrupted_task_saves_requeues_itself_and_goes_on(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
@@ -238,6 +245,7 @@ def test_an_interrupted_task_saves_requeues_itself_and_goes_on(
     assert calls(programs, "scontrol") == ["requeue 70_0"], "and not once more"
 
 
+@pytest.mark.slow
 def test_a_job_that_asks_by_its_file_is_requeued_whatever_the_exit_code(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +257,7 @@ def test_a_job_that_asks_by_its_file_is_requeued_whatever_the_exit_code(
     assert calls(programs, "scontrol") == ["requeue 70_1"]
 
 
+@pytest.mark.slow
 def test_an_old_request_is_not_answered_by_a_task_that_cannot_start(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +275,7 @@ def test_an_old_request_is_not_answered_by_a_task_that_cannot_start(
     assert calls(programs, "scontrol") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "requeued"), [("COMPLETING", False), ("CANCELLED", False), ("SUSPENDED", True)])
 def test_a_cancelled_task_does_not_come_back(
     fake: Fake,
@@ -282,6 +292,7 @@ def test_a_cancelled_task_does_not_come_back(
     assert calls(programs, "scontrol") == ["requeue 70_0"] * requeued
 
 
+@pytest.mark.slow
 def test_a_task_that_cannot_be_requeued_says_so(
     fake: Fake, write_sweep: WriteSweep, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,6 +304,7 @@ def test_a_task_that_cannot_be_requeued_says_so(
     assert "submit it again to go on" in printed
 
 
+@pytest.mark.slow
 def test_a_path_with_spaces(fake: Fake, write_sweep: WriteSweep, programs: Path, tmp_path: Path) -> None:
     fake.out = tmp_path / "a folder"
     assert fake.run(write_sweep(), "--slurm") == 0

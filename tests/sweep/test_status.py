@@ -47,6 +47,7 @@ def test_durations(seconds: float, text: str) -> None:
     assert status.duration(seconds) == text
 
 
+@pytest.mark.slow
 def test_states_while_others_run(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
     fake.behave(bf16="fail")
     path = write_sweep(seeds=[1, 2, 3])
@@ -73,6 +74,7 @@ def test_states_while_others_run(fake: Fake, write_sweep: WriteSweep, capsys: py
     assert running[2:5] == ["2/4", "5.0000", "2,560"], "4 samples of 32 tokens in 50 ms"
 
 
+@pytest.mark.slow
 def test_speed_and_time_left(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.behave(bf16="fail")
     fake.run(write_sweep(recipes=["bf16"]), "--set", "train-iters=10")
@@ -82,6 +84,7 @@ def test_speed_and_time_left(fake: Fake, write_sweep: WriteSweep) -> None:
     assert row.where == "exit code 1"
 
 
+@pytest.mark.slow
 def test_the_terminal_s_table_has_every_job(fake: Fake, write_sweep: WriteSweep) -> None:
     fake.run(write_sweep())
     shown = io.StringIO()
@@ -92,6 +95,7 @@ def test_the_terminal_s_table_has_every_job(fake: Fake, write_sweep: WriteSweep)
     ]
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_live_table(fake: Fake, write_sweep: WriteSweep) -> None:
     """On a pseudo-terminal: the table is drawn while jobs run, and lines that stay above it."""
     pid, terminal = os.forkpty()

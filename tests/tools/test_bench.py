@@ -69,6 +69,7 @@ def test_configs_of_the_table_have_the_same_sizes() -> None:
             assert [(site.in_features, site.out_features) for site in sites] == expected, model.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -142,6 +143,7 @@ def kernel_is_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "kernel_signs", lambda variant, device: {})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernel_is_reference")
 def test_one_wrong_bit_costs_the_number(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -234,6 +236,7 @@ def test_sizes_of_shapes_are_activations_and_weights() -> None:
         quantize.sizes_of(argparse.Namespace(shapes=["1b"], linears=["proj"], tokens=512))
 
 
+@pytest.mark.slow
 def test_linear_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "linear.json"
     asked = ["--shapes", "smoke", "--linears", "proj", "--recipes", "mxfp4_rht_sr", "--tokens", "32", "--rounds", "1"]
@@ -325,6 +328,7 @@ def test_step_end_to_end(tmp_path: Path) -> None:
     assert plain["tokens_per_second"] == pytest.approx(2 * 128 / plain["ms"] * 1e3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "says"), [("1,x", "numbers of GPUs"), ("0", "numbers of GPUs")])
 def test_scaling_names_mistakes(gpus: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scaling", "--gpus", gpus, "--device", "cpu"]) == 2

@@ -186,6 +186,7 @@ def test_which_recipes_keep_a_weight(recipe: str, generator: torch.Generator) ->
     assert not any(outputs(cached=False))
 
 
+@pytest.mark.slow
 def test_a_peer_s_failure_costs_its_number_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_peer_s_failure_costs_its_number_alone(
     assert "peer te: of this test" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_step_compares_with_the_peer_s_own_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[list[str]] = []
 

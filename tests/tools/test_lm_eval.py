@@ -82,6 +82,7 @@ def test_text_is_put_back_together_by_the_harness_s_rules() -> None:
     assert detokenize(raw) == theirs.wikitext_detokenizer({"page": raw})
 
 
+@pytest.mark.slow
 def test_it_can_be_read_without_what_trains_a_model() -> None:
     code = "import sys; import tools.harness.wikitext_shipped; print({'torch', 'megatron'} & set(sys.modules))"
     done = subprocess.run(

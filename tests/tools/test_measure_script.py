@@ -37,6 +37,7 @@ def measure(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_commands(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = measure("--dry-run", str(tmp_path), part, GPUS="2", DATA="my_corpus_text_document")
@@ -61,12 +62,14 @@ def test_the_parts_are_those_that_it_names() -> None:
     assert tuple(named.partition("none of: ")[2].partition('"')[0].split()) == PARTS
 
 
+@pytest.mark.slow
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     done = measure("--dry-run", str(tmp_path), "speed", GPUS="0")
     assert done.returncode == 2
     assert "speed is none of: tests" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_part_that_is_done_is_not_repeated_and_one_that_failed_is(tmp_path: Path) -> None:
     programs, out = tmp_path / "bin", tmp_path / "out"
     programs.mkdir()

@@ -80,6 +80,7 @@ def test_shipped_data_has_the_checksums_of_its_readme() -> None:
         assert hashlib.sha256((data / name).read_bytes()).hexdigest() == checksum, name
 
 
+@pytest.mark.slow
 def test_make_without_a_usable_python_says_what_to_do(tmp_path: Path) -> None:
     command = ["make", "setup", "PYTHON=/nowhere/python3", f"VENV={tmp_path / 'venv'}"]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -89,6 +90,7 @@ def test_make_without_a_usable_python_says_what_to_do(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.slow
 def test_make_help_lists_every_target() -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
     (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)

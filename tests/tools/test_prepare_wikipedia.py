@@ -191,6 +191,7 @@ def test_titles_beyond_the_last_whole_shard_do_not_count(tmp_path: Path, monkeyp
     assert len(list(Path("part").iterdir())) == 3 * 5 + 1
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = jsonl_files(tmp_path)

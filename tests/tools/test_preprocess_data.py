@@ -45,6 +45,7 @@ def test_each_key_becomes_a_corpus_by_megatrons_name(
     assert "40 documents" in said.err  # both keys of the first file, past the 25 asked for
 
 
+@pytest.mark.slow
 def test_as_a_program_with_workers_it_writes_the_same(inputs: list[str], tmp_path: Path) -> None:
     alone, shared = str(tmp_path / "alone"), str(tmp_path / "shared")
     assert preprocess_data.main(["--input", *inputs, "--output-prefix", alone, *BPE]) == 0

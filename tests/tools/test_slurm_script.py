@@ -52,6 +52,7 @@ def submit(folder: Path, run: str, **more: str) -> tuple[int, list[str], str]:
     return done.returncode, (folder / "calls").read_text().splitlines(), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_requeued(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     code, calls, _ = submit(tmp_path, "echo SIGTERM > out/requeue; exit 1")
@@ -59,6 +60,7 @@ def test_an_interrupted_run_is_requeued(tmp_path: Path) -> None:
     assert calls[-1] == "scontrol requeue 7"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_run_that_ended_is_not_and_an_old_request_is_no_reason(tmp_path: Path, code: int) -> None:
     (tmp_path / "out").mkdir()
@@ -68,6 +70,7 @@ def test_a_run_that_ended_is_not_and_an_old_request_is_no_reason(tmp_path: Path,
     assert not [call for call in calls if "requeue" in call]
 
 
+@pytest.mark.slow
 def test_torchrun_is_told_of_nodes_and_signals(tmp_path: Path) -> None:
     _, calls, _ = submit(tmp_path, 'echo "environment $SRUN_CPUS_PER_TASK $OMP_NUM_THREADS $MASTER_ADDR" >> calls')
     (call,) = [call for call in calls if call.startswith("torchrun")]
@@ -80,6 +83,7 @@ def test_torchrun_is_told_of_nodes_and_signals(tmp_path: Path) -> None:
     assert "environment 96 12 node1" in calls
 
 
+@pytest.mark.slow
 def test_what_a_site_may_choose(tmp_path: Path) -> None:
     own = {"PROCESSES_PER_NODE": "4", "OMP_NUM_THREADS": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     wrapped = {"SRUN_OPTIONS": "--mpi=none", "CONTAINER": "env INSIDE=yes", "SLURM_CPUS_PER_TASK": "40"}
@@ -90,6 +94,7 @@ def test_what_a_site_may_choose(tmp_path: Path) -> None:
     assert "srun --kill-on-bad-exit=1 --mpi=none" in calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
 def test_torchrun_does_not_hear_and_the_ranks_are_told(tmp_path: Path, number: str) -> None:
     # Like Slurm, also signal torchrun, here a shell; the ranks answer to scancel's signal.
@@ -100,6 +105,7 @@ def test_torchrun_does_not_hear_and_the_ranks_are_told(tmp_path: Path, number: s
     assert f"SIG{number}: asking for a checkpoint" in printed
 
 
+@pytest.mark.slow
 def test_nothing_tells_the_job_any_more_once_it_is_back_in_the_queue(tmp_path: Path) -> None:
     # scancel tries for minutes where a job is ending, and would tell the next start, too
     tries = 'echo $$ > told; while [ ! -e requeued ]; do sleep 0.1; done; touch "told again"'
@@ -113,6 +119,7 @@ def test_nothing_tells_the_job_any_more_once_it_is_back_in_the_queue(tmp_path: P
     assert not (tmp_path / "told again").exists()
 
 
+@pytest.mark.slow
 def test_a_job_from_another_folder_says_where_it_belongs(tmp_path: Path) -> None:
     script = ["bash", str(ROOT / "scripts/pretrain.sbatch"), "runs/x"]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)

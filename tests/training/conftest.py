@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,11 +43,15 @@ def driving(folder: Path) -> Iterator[Drive]:
 
 
 def _take_down() -> None:
-    """What a run that ended by an error has left standing."""
+    """Destroy what a run that ended by an error has left, and free the process groups of any run.
+
+    Groups lie in reference cycles. Each one keeps threads that wake up a hundred times a second.
+    """
     if dist.is_initialized():
         destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    gc.collect()
 
 
 @pytest.fixture

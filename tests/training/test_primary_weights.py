@@ -122,6 +122,7 @@ def by_layer(digests: dict[str, str]) -> dict[str, str]:
 
 
 # ---- the same codes at every layout
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "interleaved"])
 def test_the_same_main_weights_have_the_same_codes_on_any_layout(
     one: tuple[str, Path, Digests], launch: Path, layout: str
@@ -134,6 +135,7 @@ def test_the_same_main_weights_have_the_same_codes_on_any_layout(
     assert mine.items() <= whole.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_layout_steps(launch: Path, recipe: str) -> None:
     for layout in LAYOUTS:
@@ -149,6 +151,7 @@ def test_every_layout_steps(launch: Path, recipe: str) -> None:
 RESUMED = [f"{recipe} {layout}" for recipe in RECIPES for layout in ("data", "tensor", "overlapped")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*RESUMED, "gated tensor"])
 def test_resume_is_bit_equal(launch: Path, name: str) -> None:
     whole, rest = digests_of(launch, name), digests_of(launch, f"{name} rest")
@@ -156,17 +159,20 @@ def test_resume_is_bit_equal(launch: Path, name: str) -> None:
     assert losses(launch / f"{name} rest") == losses(launch / name)[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_checkpoint_has_the_same_codes_on_another_layout(launch: Path, recipe: str) -> None:
     assert digests_of(launch, f"{recipe} data to tensor rest")[1] == digests_of(launch, f"{recipe} data")[2]
 
 
+@pytest.mark.slow
 def test_a_part_s_own_scale_is_honoured(launch: Path) -> None:
     own, shared = (digests_of(launch, name)[0] for name in ("own scales", "fp8_current tensor"))
     assert own.keys() == shared.keys()
     assert own != shared
 
 
+@pytest.mark.slow
 def test_experts(launch: Path) -> None:
     first = digests_of(launch, "experts")[0]
     assert len(first) == 2 * (2 + 2 * 2)  # of each layer attention's, and both of two experts here
@@ -182,6 +188,7 @@ def lm_losses(folder: Path) -> list[float]:
     return [row["lm loss"] for row in rows(folder) if "lm loss" in row]
 
 
+@pytest.mark.slow
 def test_it_trains_as_with_bf16_weights(one: tuple[str, Path, Digests]) -> None:
     recipe, folder, _ = one
     with driving(folder) as call:
@@ -234,6 +241,7 @@ def stored(folder: Path, marker: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_is_what_a_run_without_the_flag_writes(one: tuple[str, Path, Digests]) -> None:
     recipe, folder, _ = one
@@ -250,6 +258,7 @@ def test_a_checkpoint_is_what_a_run_without_the_flag_writes(one: tuple[str, Path
         assert torch.equal(primary[name], primary[main + name].bfloat16()), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_flag_may_come_and_go(one: tuple[str, Path, Digests]) -> None:
     recipe, folder, digests = one
@@ -282,6 +291,7 @@ def expected_digest(weight: torch.Tensor, spec: QuantSpec) -> str:
     return hashlib.sha256(made.codes.numpy().tobytes() + made.decode_scale.numpy().tobytes()).hexdigest()[:16]
 
 
+@pytest.mark.slow
 def test_weights_alone_begin_a_fine_tuning(one: tuple[str, Path, Digests]) -> None:
     _, folder, _ = one
     with driving(folder) as call, looking() as found:
@@ -306,6 +316,7 @@ def test_histories_that_a_checkpoint_lacks_are_filled(drive: Drive, capsys: pyte
     assert lm_losses(Path("primary")) == pytest.approx(lm_losses(Path("plain")), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_and_exported(one: tuple[str, Path, Digests], monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder, _ = one
     monkeypatch.chdir(folder)

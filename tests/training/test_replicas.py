@@ -32,6 +32,7 @@ def run(tmp_path: Path, arguments: list[str], **environment: str) -> dict[str, o
     return found
 
 
+@pytest.mark.slow
 def test_copies_stay_copies_on_cpus(tmp_path: Path) -> None:
     arguments = argv(
         recipe="fp8_delayed", bf16=True, tensor_model_parallel_size=2, train_iters=4, no_save=True, save="run"

@@ -205,6 +205,7 @@ def test_a_sequence_over_two_ranks_trains_the_same(tmp_path: Path) -> None:
                 assert mine[key] == pytest.approx(reference[key], rel=2e-6), key
 
 
+@pytest.mark.slow
 def test_a_recipe_that_the_machine_does_not_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TE_STAND_IN_NO_BLOCKS", "1")
     sizes = {"hidden_size": 128, "ffn_hidden_size": 256, "no_save": True}
@@ -216,6 +217,7 @@ def test_a_recipe_that_the_machine_does_not_run_is_one_line(tmp_path: Path, monk
     )
 
 
+@pytest.mark.slow
 def test_experts_do_not_change_hands(tmp_path: Path) -> None:
     common = {"num_experts": 2, "train_iters": 1}
     must_run(tmp_path, "ours", "local", **common)
@@ -225,6 +227,7 @@ def test_experts_do_not_change_hands(tmp_path: Path) -> None:
     assert "a layer with experts" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:
     package = tmp_path / "site/transformer_engine"
     package.mkdir(parents=True)

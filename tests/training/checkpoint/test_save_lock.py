@@ -88,6 +88,7 @@ def test_a_second_start_leaves_the_first_alone(drive: Drive, monkeypatch: pytest
     assert not list(tmp_path.rglob(FILE)), "a run that has ended holds nothing"
 
 
+@pytest.mark.slow
 def test_all_ranks_are_refused_in_one_line(held: Path, tmp_path: Path) -> None:
     (held / "requeue").write_text("SIGTERM at iteration 2\n")
     done = torchrun(2, argv(save="out"), tmp_path)
@@ -96,6 +97,7 @@ def test_all_ranks_are_refused_in_one_line(held: Path, tmp_path: Path) -> None:
     assert (held / "requeue").exists(), "it is the holder's"
 
 
+@pytest.mark.slow
 def test_ranks_share_the_lock_of_the_first(tmp_path: Path) -> None:
     for iterations in (1, 2):
         done = torchrun(2, argv(save="out", train_iters=iterations), tmp_path)
@@ -125,6 +127,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_holder_blocks_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDING, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **python_path()}) as process:

@@ -194,6 +194,7 @@ def test_splits_cut_conversations_in_their_order(tmp_path: Path, gpt2: Tokenizer
         samples(path, gpt2, 40, (0.0, 0.0))
 
 
+@pytest.mark.slow
 def test_a_file_is_tokenized_once_and_by_any_number_of_workers(
     tmp_path: Path, gpt2: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def made(tmp_path: Path, tiny: Tokenizer) -> str:
     return prefix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "name", "documents", "tokens", "entropy"),
     [
@@ -110,6 +111,7 @@ def test_ids_that_do_not_fit_16_bits_take_32(tmp_path: Path, ids: int, dtype: ty
     indexed_dataset.check_prefix(prefix, tokenizer)
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_workers(tmp_path: Path, tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "_BATCH_BYTES", 3000)
     documents = [f"document {i}: {'words ' * (i % 40)}" for i in range(400)] + ["", "end"]
@@ -199,6 +201,7 @@ def prepare_in_process(source: str, cache: str, results: "multiprocessing.Queue[
     results.put((prefix, len(said)))
 
 
+@pytest.mark.slow
 def test_processes_that_prepare_at_once_write_once(tmp_path: Path, tiny: Tokenizer) -> None:
     source = write_text(tmp_path / "text.jsonl", DOCUMENTS * 20)
     context = multiprocessing.get_context("spawn")

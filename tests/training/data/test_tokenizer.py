@@ -177,6 +177,7 @@ def test_unusable_arguments_name_the_flag(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_importing_loads_neither_megatron_nor_the_backend() -> None:
     code = (
         "import sys, megatron_lowprec.training.data.corpus_writer; print({'megatron', 'tokenizers'} & set(sys.modules))"

@@ -148,6 +148,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_before_the_first_step_asks_for_no_other_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_an_old_request_does_not_outlive_a_start_that_fails(drive: Drive) -> Non
     assert not Path("out/requeue").exists()
 
 
+@pytest.mark.slow
 def test_helpers_sit_signals_out() -> None:
     read, write = os.pipe()
     with subprocesses.helpers():
@@ -231,6 +233,7 @@ def test_helpers_sit_signals_out() -> None:
     shared.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["forked", "manager"])
 def test_helpers_end_with_their_process(kind: str) -> None:
     read, write = os.pipe()

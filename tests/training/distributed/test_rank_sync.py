@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.waiting import PATIENCE, wait_for
 
 STEPS = 6
@@ -100,6 +102,7 @@ def answers_of(work: Callable[[int, str, Any], None], tmp_path: Path) -> dict[in
     return found
 
 
+@pytest.mark.slow
 def test_who_waits_for_work_waits_as_long_as_it_takes(tmp_path: Path) -> None:
     found = answers_of(take_turns, tmp_path)
     for rank in range(2):
@@ -110,6 +113,7 @@ def test_who_waits_for_work_waits_as_long_as_it_takes(tmp_path: Path) -> None:
         assert (timeout, alone, gathered) == (timedelta(days=7), True, 4)
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
     found = answers_of(ask, tmp_path)
     # A step later than the one that it happened in.

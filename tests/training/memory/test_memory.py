@@ -134,6 +134,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_plan_is_what_two_processes_hold(name: str, tmp_path: Path) -> None:
     changes = LAYOUTS[name]

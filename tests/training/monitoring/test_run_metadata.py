@@ -20,6 +20,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_record_is_there_from_the_start_and_whole_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     written = run_metadata.RunRecord(path, True, {"device": "some GPU"}, continues=False)
@@ -32,6 +33,7 @@ def test_a_record_is_there_from_the_start_and_whole_at_the_end(tmp_path: Path) -
     assert ended["ended"] >= ended["started"]
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_keeps_the_larger_peak(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     for peak, continues, expected in ((5, False, 5), (3, True, 5), (None, True, 5), (7, True, 7), (2, False, 2)):
@@ -44,6 +46,7 @@ def test_another_rank_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_commit_says_whether_the_package_has_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]

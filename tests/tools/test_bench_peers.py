@@ -135,9 +135,9 @@ def test_the_gate_lets_fp8_through_and_nothing_else(
     install_emulated(monkeypatch, Emulated(honest=False))
     makes = layers._te_layers()
     assert layers.fault("TE bf16", makes["TE bf16"], CPU, generator) is None
-    assert "away from the exact one; 0.01 to 0.15" in str(
-        layers.fault("TE fp8_current", makes["TE fp8_current"], CPU, generator)
-    ), "that was bf16"
+    assert "expected 0.01 to 0.15" in str(layers.fault("TE fp8_current", makes["TE fp8_current"], CPU, generator)), (
+        "that was bf16"
+    )
 
     def broken(t: layer.Tensors) -> layers.Layer:
         raise RuntimeError("no such kernel")

@@ -1,6 +1,6 @@
-"""bf16 -> FP8 E4M3 with one given scale, plain or after a Hadamard transform: the two casts of the overhead experiment.
+"""Casts of the overhead experiment: bf16 -> FP8 E4M3 with one given scale, with and without a Hadamard transform.
 
-Both read the operand once and write it once. The transform is the product's own, ``triton_ops.hadamard``.
+Both read the operand once and write it once. The transform is the package's, ``triton_ops.hadamard``.
 """
 
 import torch
@@ -13,7 +13,7 @@ from megatron_lowprec.kernels.cast_fp8.triton_ops import to_fp8
 from megatron_lowprec.kernels.quantize.triton_ops import hadamard as group_hadamard
 
 E4M3_MAX = FORMATS["e4m3"].max
-# (entries or groups a program, warps); the fastest of each kind is taken on the machine at hand.
+# (entries or groups per program, warps); the benchmark takes the fastest of each kind.
 CAST_TILES = ((2048, 4), (4096, 4), (8192, 8), (16384, 8))
 HADAMARD_TILES = ((32, 1), (64, 2), (128, 4), (64, 1), (128, 2))
 
@@ -49,7 +49,7 @@ def _hadamard_kernel(  # type: ignore[no-untyped-def]
     if TO_FP8:
         v = y * tl.load(scale_ptr)
         v = tl.minimum(tl.maximum(v, -CODES.MAX), CODES.MAX)
-        # As bytes, so that only a quarter of fp32's size goes through shared memory on the way back.
+        # As bytes, so that the transpose moves a quarter of fp32's size through shared memory.
         out = to_fp8(v, CODES)
     else:
         out = y.to(out_ptr.dtype.element_ty)
@@ -68,35 +68,22 @@ def cast(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.T
 
 def hadamard_cast(x: torch.Tensor, scale: torch.Tensor, signs: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """As ``cast`` after a Hadamard transform of groups along K; signs fp32 [g] of +-1/sqrt(g); K a multiple of g."""
-    out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    _transform(x, out, signs, scale, tile, casts=True)
-    return out.view(torch.float8_e4m3fn)
+    return _transform(x, signs, scale, tile, torch.uint8).view(torch.float8_e4m3fn)
 
 
 def hadamard(x: torch.Tensor, signs: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """The transform as a pass of its own: bf16 [R, K] -> bf16 [R, K]."""
-    out = torch.empty_like(x)
-    _transform(x, out, signs, signs, tile, casts=False)
-    return out
+    """The transform as a separate pass: bf16 [R, K] -> bf16 [R, K]."""
+    return _transform(x, signs, signs, tile, x.dtype)
 
 
 def _transform(
-    x: torch.Tensor, out: torch.Tensor, signs: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int], casts: bool
-) -> None:
-    size = signs.numel()
+    x: torch.Tensor, signs: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    size, (at_once, warps) = signs.numel(), tile
     if x.shape[-1] % size or not x.is_contiguous():
-        raise ValueError(f"the transform wants contiguous rows of a multiple of {size}, got {tuple(x.shape)}")
-    groups = x.numel() // size
-    at_once, warps = tile
-    _hadamard_kernel[(triton.cdiv(groups, at_once),)](
-        x,
-        out,
-        signs,
-        scale,
-        groups,
-        CODES=code_constants(FORMATS["e4m3"], x.device),
-        GROUP=size,
-        P=at_once,
-        TO_FP8=casts,
-        num_warps=warps,
-    )
+        raise ValueError(f"the transform needs contiguous rows of a multiple of {size}, got {tuple(x.shape)}")
+    groups, out = x.numel() // size, torch.empty(x.shape, dtype=dtype, device=x.device)
+    constants = {"CODES": code_constants(FORMATS["e4m3"], x.device), "GROUP": size, "P": at_once}
+    launch = _hadamard_kernel[(triton.cdiv(groups, at_once),)]
+    launch(x, out, signs, scale, groups, **constants, TO_FP8=dtype == torch.uint8, num_warps=warps)
+    return out

@@ -1,7 +1,7 @@
-"""One linear layer without bias, forward and backward, as plain torch has it and as a recipe does.
+"""One linear layer without bias, forward and backward, in plain torch and under a recipe.
 
-The only place in this tool that calls ``LinearGemms``. Weight gradients go into an fp32 ``main_grad`` in all of
-them, as in Megatron's layers: put there by a step's first microbatch, added by later ones (with cached weights).
+The only place in this tool that calls ``LinearGemms``. All weight gradients go into an fp32 ``main_grad``,
+as in Megatron's layers: a step's first microbatch writes it, later ones (with cached weights) add to it.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tools.bench.shapes import LinearShape
 
 @dataclass(frozen=True)
 class Tensors:
-    """Inputs of one layer in bf16, and the fp32 [out, in] that its weight gradients are added to."""
+    """bf16 inputs of one layer, and the fp32 [out, in] buffer of its weight gradients."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -33,7 +33,7 @@ class Tensors:
 
 
 def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: torch.Generator) -> Tensors:
-    """Random inputs of the sizes that training has: activations about 1, weights and gradients small."""
+    """Random inputs of the magnitudes of training: activations about 1, weights and gradients small."""
 
     def normal(rows: int, columns: int, scale: float) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator, device=device) * scale).to(torch.bfloat16)
@@ -48,7 +48,7 @@ Saved = tuple[Any, ...]
 
 
 def unmade(x: torch.Tensor) -> Saved:
-    """What is saved where no operand was made for the backward pass."""
+    """Tensors saved for backward if forward made no operand for it."""
     return *SavedForBackward(None, None).tensors(x), ""
 
 
@@ -56,18 +56,17 @@ class Gemms(Protocol):
     """The three GEMMs of a layer."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
-        """y_TO, and what the backward pass takes in the place of x."""
+        """y_TO, and what is saved for backward."""
 
     def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
-        """dx_TI; the weight gradient is added to ``main_grad``, or put there by the first microbatch of a step."""
+        """dx_TI; adds the weight gradient to ``main_grad``, or writes it in the first microbatch of a step."""
 
 
 class RecipeGemms:
-    """Under a recipe, through ``LinearGemms`` as in ``mcore.layers.parallel_linear``.
+    """Under a recipe, through ``LinearGemms`` as in ``mcore.parallel_linear``.
 
-    Each ``forward`` begins a training step, so that nothing kept within one is found ready made; ``begin_step`` does
-    the same for a backward timed alone. With ``cached`` it begins a later microbatch of one step instead: weights that
-    are quantized alike for all of them are there.
+    Each ``forward`` begins a training step, so that no cached operand is used; ``begin_step`` does the same before a
+    backward timed alone. With ``cached``, it begins a later microbatch of one step, which uses cached weights.
     """
 
     def __init__(self, recipe: str, device: torch.device, seed: int = 1234, cached: bool = False) -> None:
@@ -81,8 +80,8 @@ class RecipeGemms:
         self.rng_step, self.cached = RngStep(0, 0), cached
 
     def begin_step(self) -> None:
-        """On to other random numbers."""
-        # round and round: a training step writes its moment to the device once, for all layers
+        """Advance to other random numbers."""
+        # modulo 8: a training step writes its counter to the device once, for all layers
         self.rng_step = RngStep((self.rng_step.step + 1) % 8, 0)
         self.linear_gemms.main_grad_is_zero = not self.cached
         if not self.cached:
@@ -105,12 +104,12 @@ class RecipeGemms:
 
 
 def keeps_weights(recipe: str) -> bool:
-    """Whether any of the recipe's quantized weights is the same for all microbatches of a step, and so can be kept."""
+    """Whether any quantized weight is the same for all microbatches of a step, so that it can be cached."""
     return any(map(weight_serves_microbatches, get_recipe(recipe).gemms.values()))
 
 
 class TorchGemms:
-    """Three bare bf16 products, the third written in fp32: the least that a layer can do."""
+    """Three bf16 GEMMs, the third with fp32 output: the minimum work of a layer."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
         """y_TO"""
@@ -137,7 +136,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
-        # A dummy for the weight, as Megatron's data parallelism expects it.
+        # A dummy weight gradient, which Megatron's data parallelism expects.
         return (
             ctx.gemms.backward(dy, weight, (*saved, ctx.granularity), ctx.main_grad),
             torch.empty_like(weight),
@@ -180,9 +179,9 @@ def without_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
 
 
 def fault(recipe: str, device: torch.device, generator: torch.Generator) -> str | None:
-    """How far the GEMMs on this device are from the reference's on the CPU; None within bf16's rounding.
+    """Difference of the GEMMs on this device from the reference on the CPU; None within bf16 rounding.
 
-    The operands have the same bits on both, so only the order of sums and the rounding of the result may differ.
+    The operands have the same bits on both; only the order of sums and the rounding of the result may differ.
     """
     try:
         return _distance(recipe, device, generator)
@@ -205,5 +204,5 @@ def _distance(recipe: str, device: torch.device, generator: torch.Generator) -> 
     for name, (ours, theirs) in pairs.items():
         error = float((ours.cpu().double() - theirs.double()).norm() / theirs.double().norm())
         if not error < 4e-3:
-            return f"{name} is {error:.1e} away from the reference"
+            return f"{name} differs from the reference by {error:.1e}"
     return None

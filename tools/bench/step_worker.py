@@ -1,8 +1,8 @@
-"""One process of ``step`` or ``scaling``: a run built as by ``megatron_lowprec.training.run``, without data files, log
-or checkpoint.
+"""One process of ``step`` or ``scaling``: a run as in ``megatron_lowprec.training.run``, without data files, logs or
+checkpoints.
 
 Takes one argument, JSON with flags (of the driver), micro_batch (of each data-parallel rank), warm_up, iterations,
-result (the file that rank 0 writes) and step_alone (leave out what is measured beside the steps).
+result (the file that rank 0 writes) and step_alone (measure only the steps).
 """
 
 import json
@@ -61,8 +61,8 @@ def main(asked: dict[str, Any]) -> None:
     trainer = model.build(config, recipe, schedule, vocabulary)
     batches = [data.Batches(split, 0, config, device) for _ in trainer.chunks]
     losses = []
-    # A step waits for the device once, for its loss and norm; from there to there in the next one is a step as the
-    # driver runs them, the launches of the next under the update of the last.
+    # A step waits for the device once, for its loss and norm. The time between two such waits is a step as the driver
+    # runs it: the launches of the next step overlap the update of the last.
     marks = [time.perf_counter()]
     for iteration in range(steps):
         if iteration == asked["warm_up"] and on_gpu:
@@ -119,7 +119,7 @@ def main(asked: dict[str, Any]) -> None:
 
 
 def _profiled(step: Callable[[], None]) -> list[Any]:
-    """The GPU's kernels and copies of ``PROFILED`` steps, one behind the other."""
+    """The GPU's kernels and copies in ``PROFILED`` consecutive steps."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -131,7 +131,7 @@ def _profiled(step: Callable[[], None]) -> list[Any]:
 
 
 def _kernels(events: Sequence[Any]) -> list[dict[str, Any]]:
-    """What ran in a step, by name: how often, and how long each for itself; longest first."""
+    """Kernels of a step by name, with count and own time; longest first."""
     taken: dict[str, list[float]] = defaultdict(list)
     for event in events:
         taken[event.name[:200]].append(event.self_device_time_total / 1e3)
@@ -140,7 +140,7 @@ def _kernels(events: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _idle(events: Sequence[Any]) -> dict[str, Any]:
-    """In how many milliseconds of a step nothing ran, in how many gaps, and the longest of them."""
+    """Idle milliseconds of a step, the number of gaps, and the longest gaps."""
     gaps: list[dict[str, Any]] = []
     last = None
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -154,7 +154,7 @@ def _idle(events: Sequence[Any]) -> dict[str, Any]:
 
 
 def _updates(optimizer: Any, on_gpu: bool) -> tuple[float, float]:
-    """Milliseconds of one optimizer step, the driver's and then Megatron-core's own."""
+    """Milliseconds of the driver's optimizer step, and of Megatron-core's."""
     from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 
     ours = _milliseconds(lambda: optimizer_step(optimizer), on_gpu)
@@ -164,7 +164,7 @@ def _updates(optimizer: Any, on_gpu: bool) -> tuple[float, float]:
 
 
 def _milliseconds(run: Callable[[], object], on_gpu: bool) -> float:
-    """Of one run, device idle at both ends: median of five behind a first."""
+    """Median of five runs after a first one, with the device idle before and after each."""
     taken = []
     for _ in range(6):
         _synchronize(on_gpu)

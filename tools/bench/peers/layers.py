@@ -1,8 +1,7 @@
-"""One linear layer without bias of each peer, forward and backward: a row each of ``tools.bench linear --peers``.
+"""One linear layer without bias of TransformerEngine and torchao, forward and backward: rows of ``linear --peers``.
 
-A peer's weight gradient goes into fp32 ``main_grad`` inside its GEMM where the peer can do that (TransformerEngine),
-and is copied there afterwards where it cannot (torchao); rows with cached weights add it, as ours do. A layer keeps the
-weight it was made with, whatever inputs it gets.
+TransformerEngine's GEMM writes the weight gradient to fp32 ``main_grad``; torchao's is copied there afterwards. Rows
+with cached weights add it, as ours do. A layer keeps the weight it was built with, whatever inputs it gets.
 """
 
 import importlib
@@ -30,7 +29,7 @@ Make = Callable[[Tensors], Layer]
 
 
 def peer_layers(names: Sequence[str], device: torch.device) -> tuple[dict[str, Make], list[str]]:
-    """Row -> what makes its layer from the first inputs, for the peers that are here; and lines about each peer."""
+    """Row -> function that builds its layer from the first inputs, for installed peers; and a line about each peer."""
     makes: dict[str, Make] = {}
     notes = []
     for name in names:
@@ -47,13 +46,13 @@ def peer_layers(names: Sequence[str], device: torch.device) -> tuple[dict[str, M
 
 
 def absent(name: str, device: torch.device) -> str | None:
-    """Why a peer cannot be measured here, or None; imports it."""
+    """The reason why a peer cannot be measured, or None; imports it."""
     distribution, module = PEERS[name]
     if importlib.util.find_spec(distribution) is None:
         return "not installed; tools/bench/README.md says how to install it"
     if name == "te" and device.type != "cuda":
-        return "it runs on a GPU alone"
-    # Read when TransformerEngine is imported: fp32 scales for its blocks, as our recipe has them.
+        return "it needs a GPU"
+    # Read when TransformerEngine is imported: fp32 block scales, as in our recipe.
     os.environ.update(te_recipe(get_recipe("fp8_blockwise")).environment())
     try:
         importlib.import_module(module)
@@ -88,8 +87,8 @@ def _te_make(found: TERecipe, cached: bool) -> Make:
             fuse_wgrad_accumulation=True,
         )
         linear.weight.data.copy_(t.weight.detach())
-        linear.weight.overwrite_main_grad = not cached  # as ours, by the first microbatch of a step
-        # None: quantize the weight for this call alone; True, then False: keep it, as for a step's microbatches.
+        linear.weight.overwrite_main_grad = not cached  # as in ours, in the first microbatch of a step
+        # None: quantize the weight in each call; True, then False: cache it, as in a step's microbatches.
         first: bool | None = True if cached else None
 
         def call(t: Tensors) -> None:
@@ -133,7 +132,7 @@ def _torchao_make(name: str) -> Make:
         import torch._dynamo
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        # Code compiled for another shape would make this one's sizes variables.
+        # Code compiled for another shape would turn this one's sizes into variables.
         torch._dynamo.reset()
         out_features, in_features = t.weight.shape
         linear = torch.nn.Linear(in_features, out_features, bias=False, device="meta", dtype=t.weight.dtype)
@@ -154,7 +153,7 @@ def _torchao_make(name: str) -> Make:
 
 # ---- the gate
 def fault(row: str, make: Make, device: torch.device, generator: torch.Generator) -> str | None:
-    """How far a peer's gradients are from the exact ones, or how near for FP8; None where all is as it should be.
+    """Error of a peer's gradients if too large, or too small for FP8; None if it is as expected.
 
     FP8 keeps 3 or 4 significant bits (1% to 10% of such sums), bf16 eight.
     """
@@ -162,7 +161,7 @@ def fault(row: str, make: Make, device: torch.device, generator: torch.Generator
     try:
         t = tensors(LinearShape("check", "check", 256, 384), 512, device, generator)
         call = make(t)
-        for _ in range(3):  # the scales of delayed scaling are of steps before
+        for _ in range(3):  # delayed scaling uses scales of earlier steps
             t.main_grad.zero_()
             call(t)
         call(t)
@@ -170,9 +169,9 @@ def fault(row: str, make: Make, device: torch.device, generator: torch.Generator
         return one_line(error)
     x, weight, dy = (tensor.detach().double() for tensor in (t.x, t.weight, t.dy))
     assert t.x.grad is not None
-    added = 2 if row.endswith("cached") else 1  # the last call's gradient, to the one before's or in its place
+    added = 2 if row.endswith("cached") else 1  # the last call's gradient, added to the one before or replacing it
     for name, found, exact in (("dgrad", t.x.grad, dy @ weight), ("wgrad", t.main_grad, added * dy.t() @ x)):
         distance = float((found.double() - exact).norm() / exact.norm())
         if not least < distance < most:
-            return f"{name} is {distance:.1e} away from the exact one; {least:g} to {most:g} was expected"
+            return f"{name} has a relative error of {distance:.1e}; expected {least:g} to {most:g}"
     return None

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them."""
+"""Number formatting."""
 
 import math
 
@@ -6,7 +6,7 @@ MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
 
 
 def amount(value: float | None) -> str:
-    """Three digits and K, M, B or T."""
+    """A count with three digits and K, M, B or T."""
     if value is None:
         return "an unstated number of"
     if math.isnan(value):
@@ -18,14 +18,14 @@ def amount(value: float | None) -> str:
 
 
 def share(ratio: float) -> str:
-    """A ratio as people say it: "1/458", "0.73 of it", "2.5 times"."""
+    """A ratio in words: "1/458", "0.73 of it", "2.5 times"."""
     if ratio < 0.5:
         return f"1/{1 / ratio:,.0f}" if ratio > 0 else "none"
     return f"{ratio:.2g} times" if ratio >= 1.05 else f"{ratio:.2g} of it"
 
 
 def signed(value: float, decimals: int) -> str:
-    """With its sign, a real minus, and nothing but zeros without one."""
+    """A number with its sign (a typographic minus); no sign if it rounds to zero."""
     if math.isnan(value):
         return "unknown"
     if math.isinf(value):
@@ -37,5 +37,5 @@ def signed(value: float, decimals: int) -> str:
 
 
 def number(value: float, decimals: int) -> str:
-    """Plain, with thousands apart; a dash where there is none."""
+    """A number with thousands separators; a dash for NaN."""
     return DASH if math.isnan(value) else f"{value:,.{decimals}f}"

@@ -1,4 +1,4 @@
-"""Runs and claims to a report: the HTML page, the figures, and the lines for a terminal."""
+"""Builds a report from runs and claims: the HTML page, the figures, and the lines for a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all, p
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found; ``write`` makes files of it, ``lines`` text."""
+    """The results; ``write`` makes files of them, ``lines`` text."""
 
     title: str
     claims: Claims
@@ -34,7 +34,7 @@ class Report:
     notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """For a terminal: every group's table and resolution, the verdicts, and what was odd."""
+        """For a terminal: notes, each group's table and resolution, and the verdicts."""
         found = [self._counted(), *self.notes]
         for group in self.groups:
             fit = self.fits[group.name]
@@ -64,7 +64,7 @@ class Report:
         return found
 
     def write(self, folder: Path) -> Path:
-        """report.html, and each figure as PNG besides; the page's path."""
+        """Write report.html and each figure as PNG; returns the page's path."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Papers' claims as data: what is compared, by which quantity, and what would make it true."""
+"""Claims of papers as data: the runs to compare, the quantity, and the test."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Scale:
-    """For what a paper makes its claim at the least; None where it does not say.
+    """The smallest sizes that a paper makes its claim for; None if it states none.
 
     ``essential`` names the sizes that the sentence itself is about ("from 2B parameters on"): runs that are smaller in
-    them cannot reproduce it, whatever they show.
+    them cannot reproduce it.
     """
 
     parameters: int | None

@@ -1,4 +1,4 @@
-"""What metrics.jsonl holds, column by column."""
+"""Reads metrics.jsonl by columns."""
 
 import json
 import math

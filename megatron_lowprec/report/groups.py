@@ -1,4 +1,4 @@
-"""Runs that may be compared: the same model, data and budget, and nothing else but recipe and seed."""
+"""Groups of comparable runs: equal in model, data and budget; recipe and seed may differ."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.runs import Run, Status
 
-# Options that change neither the model nor what it learns from, but where, how fast and under which names it runs.
-# Whatever is not listed here keeps runs apart.
+# Options that change neither the model nor its training data, only where, how fast and under which names it runs.
+# An option that is not listed keeps runs apart.
 _NAMES = """
     config recipe recipe_set recipe_override seed transformer_impl stock_linears no_lowprec_linears
     fp8_param_gather emulate
@@ -33,7 +33,7 @@ _NAMES = """
     tensorboard_dir wandb_project wandb_exp_name wandb_save_dir
     override_opt_param_scheduler use_checkpoint_opt_param_scheduler
 """
-_BESIDE = frozenset(_NAMES.split())
+_IGNORED = frozenset(_NAMES.split())
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _key(run: Run) -> str:
-    kept = {name: value for name, value in run.options.items() if name not in _BESIDE}
+    kept = {name: value for name, value in run.options.items() if name not in _IGNORED}
     return json.dumps(kept, sort_keys=True, default=str)
 
 

@@ -55,22 +55,22 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def full_name(row: Row) -> str:
-    """Whose operand it is."""
+    """Linear layer, GEMM and operand."""
     return f"{row['linear']} {row['gemm']} {row['operand']}"
 
 
 def not_finite(rows: Iterable[Row]) -> list[Row]:
-    """Those of operands that held an Inf or a NaN."""
+    """Rows of operands that held an Inf or a NaN."""
     return [row for row in rows if row["amax"] is None]
 
 
 def by_snr(rows: Iterable[Row]) -> list[Row]:
-    """Those that have a signal-to-noise ratio, the lowest first."""
+    """Rows with a signal-to-noise ratio, by rising ratio."""
     return sorted((row for row in rows if row["snr"] is not None), key=lambda row: row["snr"])
 
 
 def median(values: Iterable[float | None]) -> float:
-    """Of those that there are; NaN without any."""
+    """Median of the values that are not None; NaN without any."""
     known = [value for value in values if value is not None]
     return float(np.median(known)) if known else math.nan
 

@@ -1,4 +1,4 @@
-"""How a report's figures look: themes, a colour a recipe, and axes without ornament."""
+"""Style of a report's figures: themes, a colour per recipe, plain axes."""
 
 from __future__ import annotations
 

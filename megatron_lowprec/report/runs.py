@@ -1,4 +1,4 @@
-"""Runs as they lie in folders: what each was, how far it came, and whether its end can be compared."""
+"""Reads runs from their folders: configuration, losses, and how each ended."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One run, or the cell of a sweep that should have been one.
+    """One run, or a job of a sweep that left none.
 
     Attributes:
-        folder: where it lies.
-        cell: the sweep's name of it, or the folder's.
+        folder: of its files.
+        cell: the id of its job in the sweep, or the folder's name.
         label: what it is compared as: the sweep's label, or else the recipe's name.
         recipe: the resolved recipe; empty where config.yaml is missing.
-        options: the resolved options; likewise.
+        options: the resolved options; empty without config.yaml.
         seed: None where it is not known.
         status, why: how it ended, and a few words about it.
         curve: losses in nats a token; None where there are none.
@@ -99,7 +99,7 @@ class Run:
 
 
 def find_runs(paths: Sequence[str], diverged_rise: float) -> tuple[list[Run], list[str]]:
-    """The runs that run folders, sweep folders and globs name, each once, and notes about what was odd.
+    """Runs in run folders, sweep folders and globs, each once, and notes about duplicates.
 
     Args:
         paths: folders, or patterns of folders.
@@ -111,7 +111,7 @@ def find_runs(paths: Sequence[str], diverged_rise: float) -> tuple[list[Run], li
     cells: list[Run] = []
     for path in paths:
         for folder in _folders(path):
-            cells += _sweep(folder) if (folder / "sweep.json").is_file() else [_alone(folder)]
+            cells += _sweep(folder) if (folder / "sweep.json").is_file() else [Run(folder, folder.name, "")]
     runs: dict[Path, Run] = {}
     notes = []
     for cell in cells:
@@ -209,10 +209,6 @@ def _folders(path: str) -> list[Path]:
     return folders
 
 
-def _alone(folder: Path) -> Run:
-    return Run(folder, folder.name, "")
-
-
 def _sweep(folder: Path) -> list[Run]:
     path = folder / "sweep.json"
     try:
@@ -246,7 +242,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _exit(folder: Path) -> str:
-    """The exit code that a sweep has noted of a cell that failed, as the end of a sentence."""
+    """The exit code of a failed job, as the end of a sentence; empty if the sweep recorded none."""
     cell = _json(folder / "cell.json")
     return f"; its process ended with exit code {cell['exit_code']}" if cell.get("exit_code") else ""
 

@@ -70,14 +70,16 @@ class Fit:
             label: np.array([value for (other, _), value in results.items() if other == label])
             for label in self._labels
         }
+        # Degrees of freedom and sum of squared deviations of each label by itself.
+        self._spare = {label: len(values) - 1 for label, values in self._values.items()}
+        self._squares = {label: float(((values - values.mean()) ** 2).sum()) for label, values in self._values.items()}
         self.method, self.sigma, self.dof = NONE, math.nan, 0.0
         self._means = np.array([values.mean() for values in self._values.values()])
         self._covariance = np.diag([1.0 / len(values) for values in self._values.values()])
         if self._fit_blocks(results):
             return
-        spare = sum(len(values) - 1 for values in self._values.values())
+        spare, squares = sum(self._spare.values()), sum(self._squares.values())
         if spare:
-            squares = sum(float(((values - values.mean()) ** 2).sum()) for values in self._values.values())
             self.method, self.sigma, self.dof = INDEPENDENT, math.sqrt(squares / spare), float(spare)
         elif prior is not None:
             self.method, self.sigma, self.dof = PRIOR, prior, math.inf
@@ -134,13 +136,11 @@ class Fit:
 
     def unlike(self) -> list[str]:
         """Labels whose own standard deviation is over three times the others', against the model's assumption."""
-        spare = {label: len(values) - 1 for label, values in self._values.items()}
-        squares = {label: float(((values - values.mean()) ** 2).sum()) for label, values in self._values.items()}
         found = []
-        for label, own in spare.items():
-            others = sum(spare.values()) - own
-            rest = sum(squares.values()) - squares[label]
-            if own and others and squares[label] / own > _UNLIKE**2 * rest / others:
+        for label, own in self._spare.items():
+            others = sum(self._spare.values()) - own
+            rest = sum(self._squares.values()) - self._squares[label]
+            if own and others and self._squares[label] / own > _UNLIKE**2 * rest / others:
                 found.append(label)
         return found
 

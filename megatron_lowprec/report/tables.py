@@ -1,4 +1,4 @@
-"""The tables of a report, once for text and HTML."""
+"""Tables of a report, for text and HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A claim beside the runs: what was measured, and what that says. docs/guide/report.md states the rules in words."""
+"""Judges claims by runs. docs/guide/report.md states the rules in words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Held(Enum):
 
 
 class Outcome(Enum):
-    """Of a claim, in the order in which a reader wants them."""
+    """Of a claim; reports list them in this order."""
 
     REPRODUCED = "reproduced"
     CONTRADICTED = "contradicted"
@@ -73,7 +73,7 @@ def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
 
 
 def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
-    """What one group says of one claim.
+    """The verdict on a claim by one group of runs.
 
     All tests hold: reproduced, unless the runs are too small in a size that the claim is about. One fails:
     contradicted, where model and tokens are comparable with the claim's. In smaller runs either is: not reproduced at
@@ -177,8 +177,8 @@ def _finding(test: Test, group: Group, claims: Claims) -> Finding:
 def _all_diverged(
     test: Test, name: str, left: str, right: str, have: dict[str, int], diverged: dict[str, int]
 ) -> Finding:
-    """No run of one side has a last loss. Two that diverged stand for a gap beyond any, unless the other side has some,
-    too; one may be chance.
+    """No run of one side has a last loss. Two that diverged stand for a gap beyond any, unless runs of the other
+    side diverged as well; one may be chance.
     """
     label = right if not have[right] else left
     words = f"{name}: every run of {label} that came to an end diverged ({diverged[label]})"

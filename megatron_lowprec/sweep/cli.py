@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError
-from megatron_lowprec.sweep import job_record, local, lock, slurm, status
+from megatron_lowprec.sweep import job_record, local, slurm, status
 from megatron_lowprec.sweep.jobs import (
     MANIFEST,
     Job,
@@ -192,7 +192,7 @@ def _run(
 
 def _submit(sweep: Sweep, jobs: Sequence[Job], todo: Sequence[Job], out: Path, args: argparse.Namespace) -> int:
     """Hand an array to Slurm for what is neither done nor being run."""
-    free = [job for job in todo if lock.holder(out, job.id) is None]
+    free = [job for job in todo if job_record.holder(out, job.id) is None]
     if not free:
         print(f"{sweep.name}: nothing to submit; {status.summary(status.rows(out))}")
         return 0

@@ -1,4 +1,4 @@
-"""What is known about a job: cell.json in its folder, written whole at each change of state."""
+"""Per-job state: the record, cell.json in the job's folder, and the lock of the process that runs the job."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write
 from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
 from megatron_lowprec.sweep.jobs import Job
+from megatron_lowprec.training.distributed import process_lock
+from megatron_lowprec.training.distributed.process_lock import Holder, ProcessLock
 
 RECORD = "cell.json"
+LOCKS = "locks"
 State = Literal["running", "done", "failed", "interrupted"]
 
 
 @dataclass(frozen=True)
 class Record:
-    """A job's state and history.
+    """State and history of a job.
 
     Attributes:
-        state: "done" alone is never run again; "running" may also be the last word of a killed process (see ``lock``).
+        state: "done" alone is never run again; "running" is also left by a killed process (see ``holder``).
         exit_code: of the last attempt's process.
         seconds: of all finished attempts.
         hash: of ``resolved``, which is ``Job.resolved``.
@@ -46,6 +49,18 @@ class Record:
     command: list[str]
 
 
+class Lock(ProcessLock):
+    """The right to run one job of the sweep in ``out``. The job's own process outlives a killed sweep and holds it."""
+
+    def __init__(self, out: Path, job_id: str) -> None:
+        super().__init__(out / LOCKS / job_id)
+
+
+def holder(out: Path, job_id: str) -> Holder | None:
+    """The process that runs a job; None if the job is free, as ``process_lock.holder``."""
+    return process_lock.holder(out / LOCKS / job_id)
+
+
 def read(run: Path) -> Record | None:
     """The record in a job's folder, or None where it was never started; UserError for a file of another kind."""
     try:
@@ -65,15 +80,16 @@ def write(run: Path, record: Record) -> None:
 def begin(job: Job, run: Path, command: list[str]) -> Record:
     """The record of an attempt that starts now, written."""
     before = read(run)
+    attempts, seconds, iteration = (before.attempts, before.seconds, before.iteration) if before else (0, 0.0, 0)
     record = Record(
         id=job.id,
         state="running",
         exit_code=None,
-        attempts=before.attempts + 1 if before else 1,
-        seconds=before.seconds if before else 0.0,
+        attempts=attempts + 1,
+        seconds=seconds,
         started=now(),
         ended=None,
-        iteration=before.iteration if before else 0,
+        iteration=iteration,
         train_iters=job.train_iters,
         seq_length=job.seq_length,
         hash=digest(job.resolved),
@@ -86,20 +102,14 @@ def begin(job: Job, run: Path, command: list[str]) -> Record:
 
 def end(run: Path, record: Record, state: State, exit_code: int, seconds: float, iteration: int) -> Record:
     """The record of an attempt that ended now, written."""
-    record = replace(
-        record,
-        state=state,
-        exit_code=exit_code,
-        seconds=round(record.seconds + seconds, 3),
-        ended=now(),
-        iteration=iteration,
-    )
+    total = round(record.seconds + seconds, 3)
+    record = replace(record, state=state, exit_code=exit_code, seconds=total, ended=now(), iteration=iteration)
     write(run, record)
     return record
 
 
 def now() -> str:
-    """This moment, with its offset."""
+    """The local time in ISO format, with its offset from UTC."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -110,7 +120,7 @@ def digest(resolved: Mapping[str, Any]) -> str:
 
 
 def differences(record: Record, job: Job) -> list[str]:
-    """What the job is now and was not when its folder was begun, field by field."""
+    """Fields in which the job differs from the run that its folder was begun with."""
     if record.hash == digest(job.resolved):
         return []
     before, after = dict(_flat(_today(record.resolved))), dict(_flat(job.resolved))
@@ -122,7 +132,7 @@ def differences(record: Record, job: Job) -> list[str]:
 
 
 def _today(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields that recipes have got since then take their defaults."""
+    """``resolved`` of an older version; fields that it lacks take their defaults."""
     try:
         recipe = recipe_to_dict(recipe_from_dict({"summary": "", **resolved["recipe"]}))
     except UserError:

@@ -26,7 +26,7 @@ from megatron_lowprec.training.models.sizes import linear_sites, require
 MANIFEST = "sweep.json"
 DRIVER = str(REPOSITORY / "pretrain_gpt.py")
 
-# Options that say where a run's files go, how often it speaks and when it pauses: changing them makes no other run.
+# Options that set where a run's files go, how often it logs and when it pauses: changing them makes no other run.
 _NOT_THE_RUN = {
     *("config", "save", "load", "tensorboard_dir", "data_cache_path", "num_workers"),
     *("log_interval", "log_quantization_interval", "save_interval"),
@@ -150,18 +150,8 @@ def command(job: Job, run: Path) -> list[str]:
 
 def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:
     """``sweep.json``, which tells other tools what the folders are; ``run`` is relative to it."""
-    rows = [
-        {
-            "id": job.id,
-            "label": job.label,
-            "recipe": job.recipe,
-            "model": job.model,
-            "variant": job.variant,
-            "seed": job.seed,
-            "run": job.id,
-        }
-        for job in jobs
-    ]
+    names = ("id", "label", "recipe", "model", "variant", "seed")
+    rows = [{**{name: getattr(job, name) for name in names}, "run": job.id} for job in jobs]
     out.mkdir(parents=True, exist_ok=True)
     content = {"name": sweep.name, "size": sweep.size, "cells": rows}
     atomic_write(out / MANIFEST, json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Run jobs on the GPUs, or the cores, of this machine: as many at a time as there are places for."""
+"""Runs jobs on the GPUs or the cores of this machine, one per place."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ import psutil
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep import job_record as record
-from megatron_lowprec.sweep.job_record import Record, State
+from megatron_lowprec.sweep.job_record import Lock, Record, State
 from megatron_lowprec.sweep.jobs import Job, command
-from megatron_lowprec.sweep.lock import Holder, Lock
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.status import read_progress
 from megatron_lowprec.sweep.view import View
 
 REQUEUE = "requeue"
-"""In a job's folder: it was interrupted and wants to be started again. The driver writes it, and so do we."""
+"""In a job's folder: it was interrupted and is to be started again. Written by the driver and by this module."""
 LOG = "log.txt"
 # Slurm sends SIGTERM to all processes of a task. torchrun would kill its ranks half a minute later, saved or not; this
 # one ends with the last of them.
@@ -95,7 +94,7 @@ def launch(arguments: Sequence[str], processes: int) -> list[str]:
 
 
 def outcome(exit_code: int, asked_to_stop: bool, asks_requeue: bool, iteration: int, train_iters: int) -> State:
-    """What an attempt has come to. torchrun's exit code does not tell an interrupted run from a failed one."""
+    """The state after an attempt. torchrun's exit code does not tell an interrupted run from a failed one."""
     if exit_code == 0 and iteration >= train_iters and not asks_requeue:
         return "done"
     # exit code 0 before the end: --exit-interval and the like
@@ -146,7 +145,7 @@ class Runner:
                 while self._step(free):
                     time.sleep(_POLL)
                     self._view.refresh()
-            finally:  # after an error of our own, too
+            finally:  # also after an error of ours
                 self._stop()
         return Result(self._ended, self._held, [job.id for job in self._waiting], self._signal)
 
@@ -176,7 +175,8 @@ class Runner:
         lock, run = Lock(self._out, job.id), self._out / job.id
         other = lock.acquire()
         if other is not None:
-            self._skip(job, other)
+            self._held.append(job.id)
+            self._view.say(f"{job.id}: left to {other.words}")
             return
         try:
             before = record.read(run)
@@ -212,10 +212,6 @@ class Runner:
         again = f", attempt {begun.attempts}" if begun.attempts > 1 else ""
         self._view.say(f"{job.id}: started{on}{again}")
 
-    def _skip(self, job: Job, other: Holder) -> None:
-        self._held.append(job.id)
-        self._view.say(f"{job.id}: left to {other.words}")
-
     def _finish(self, running: _Running) -> Place:
         """Record what a job has come to; its place is free."""
         job, run, code = running.job, self._out / running.job.id, running.process.returncode
@@ -232,7 +228,7 @@ class Runner:
         return running.place
 
     def _stop(self) -> None:
-        """Ask what runs to save and end; again and again, for a job that is just starting does not listen yet."""
+        """Ask running jobs to save and end; repeatedly, for a job that is just starting does not listen yet."""
         if not self._running or (self._told and time.monotonic() - self._told_at < _ASK_AGAIN):
             return
         first, self._told, self._told_at = not self._told, True, time.monotonic()
@@ -293,7 +289,7 @@ def environment(place: Place) -> dict[str, str]:
 def ask_to_stop(pid: int, processes: int) -> None:
     """SIGTERM to the processes that train.
 
-    Not to torchrun, where there is one: it does not listen (see ``launch``). When they have ended it ends, too.
+    Not to torchrun, where there is one: it does not listen (see ``launch``). It ends after them.
     """
     for number in (_children(pid) if processes > 1 else []) or [pid]:
         with suppress(ProcessLookupError):

@@ -30,7 +30,7 @@ source {functions} || exit 1
 jobs=({jobs})
 job=${{jobs[$SLURM_ARRAY_TASK_ID]}}
 echo "$(date +%FT%T) $(hostname): $job, restart ${{SLURM_RESTART_COUNT:-0}}"
-# Who is just starting does not listen yet, and must not die of a signal that comes again.
+# A sweep that is just starting must not die of a signal that is sent again.
 save_and_requeue {out}/"$job" bash -c 'trap "" TERM USR1; exec "$@"' bash \\
     {command} --job "$SLURM_ARRAY_TASK_ID"
 exit $?

@@ -12,7 +12,7 @@
     slurm: {time: "04:00:00"}                # sbatch's long options
     sizes: {tiny: {...}, small: {...}}       # the same keys: a list replaces the one above, a mapping adds to it
 
-The only thing here is what the file says, checked; ``jobs`` makes runs of it.
+This module reads and checks the file; ``jobs`` expands it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RENAMED = {
 """Resources by their names of today -> those of before, which files and command lines may still use."""
 
 LABEL = re.compile(r"[A-Za-z0-9_.+-]+")
-# What a sweep says itself, for each job.
+# Options that the sweep sets for each job, and by what.
 _OWN = {
     "config": "models:",
     "recipe": "recipes:",
@@ -173,7 +173,7 @@ def read(path: str, size: str | None = None) -> Sweep:
 
 
 def merge(lower: Options, upper: Options) -> Options:
-    """``lower`` with ``upper`` over it; None takes an option away, and a rival of it goes, too."""
+    """``lower`` with ``upper`` over it; None removes an option; rivals of an option are removed with it."""
     kept = without_rivals(lower, upper, ("one part of the sweep", "another part of the sweep"))
     return {name: value for name, value in {**kept, **upper}.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Where every job of a sweep stands, read from its folder while whoever runs it writes there."""
+"""The state of each job of a sweep, read from its folder while the job writes there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_lowprec.sweep import job_record, lock
+from megatron_lowprec.sweep import job_record
 from megatron_lowprec.sweep.jobs import read_manifest
 from megatron_lowprec.text_tables import plain_table
 
@@ -27,7 +27,7 @@ _COLUMNS = ("job", "state", "iteration", "loss", "validation", "tokens/s", "took
 
 @dataclass(frozen=True)
 class Progress:
-    """What the end of a metrics.jsonl says; losses in nats a token, ``step_seconds`` of an iteration."""
+    """Progress by the end of a metrics.jsonl; losses in nats a token, ``step_seconds`` of an iteration."""
 
     iteration: int = 0
     loss: float | None = None
@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Row:
-    """One job for a person: ``seconds`` of training so far, ``left`` of it to come."""
+    """A job's line of the table: ``seconds`` of training so far, ``left`` of it to come."""
 
     id: str
     state: Shown
@@ -89,14 +89,14 @@ def rows(out: Path) -> list[Row]:
 def row(out: Path, job_id: str) -> Row:
     """One job."""
     run = out / job_id
-    known, held = job_record.read(run), lock.holder(out, job_id)
+    known, held = job_record.read(run), job_record.holder(out, job_id)
     if known is None:
         return Row(job_id, "waiting", "", Progress(), None, None, 0.0, None)
     state: Shown = known.state
     if held is not None:
         state = "running"
     elif state == "running":
-        state = "interrupted"  # whoever ran it is gone without a word
+        state = "interrupted"  # its process died
     progress = read_progress(run)
     speed = left = None
     if progress.step_seconds:

@@ -1,4 +1,4 @@
-"""What a person sees while jobs run: a live table on a terminal, plain lines elsewhere."""
+"""Progress of running jobs: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG_LINES = 15  # of a failed job
 
 
 class View:
-    """Tells of jobs as they start and end; a context, within which a terminal shows the table."""
+    """Reports starts and ends of jobs; as a context manager it shows the live table on a terminal."""
 
     def __init__(self, out: Path, ids: Sequence[str], seconds: float = 1.0) -> None:
         from rich.console import Console
@@ -47,14 +47,14 @@ class View:
             self._live = None
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line above the table."""
         if self._live is not None:
             self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, flush=True)
 
     def ended(self, job_id: str, state: str, seconds: float, progress: Progress, exit_code: int, log: Path) -> None:
-        """A job's end; of a failure the end of its log, too."""
+        """Report the end of a job; for a failure with the end of its log."""
         loss = "" if progress.loss is None else f", loss {progress.loss:.4f}"
         valid = "" if progress.validation is None else f", validation {progress.validation:.4f}"
         code = f" with exit code {exit_code}" if state == "failed" else ""
@@ -67,7 +67,7 @@ class View:
             self.say(f"    all of it: {log}")
 
     def refresh(self) -> None:
-        """Draw the table again when it is time to."""
+        """Redraw the table if the last drawing is older than ``seconds``."""
         if self._live is not None and time.monotonic() - self._drawn > self._seconds:
             self._live.update(self._table(), refresh=True)
             self._drawn = time.monotonic()

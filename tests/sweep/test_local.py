@@ -14,7 +14,7 @@ import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep import cli, local
-from megatron_lowprec.sweep.lock import Lock
+from megatron_lowprec.sweep.job_record import Lock
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.view import View
 from tests.sweep.conftest import Fake, WriteSweep

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_lowprec.sweep.lock import Lock, holder
+from megatron_lowprec.sweep.job_record import Lock, holder
 from megatron_lowprec.training.distributed import process_lock
 
 JOB = "gpt_tiny-bf16-s1"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowprec.sweep import slurm
-from megatron_lowprec.sweep.lock import Lock
+from megatron_lowprec.sweep.job_record import Lock
 from megatron_lowprec.sweep.slurm import indices
 from tests.sweep.conftest import REPOSITORY, Fake, WriteSweep
 from tests.waiting import Started

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_lowprec.sweep import status
-from megatron_lowprec.sweep.lock import Lock
+from megatron_lowprec.sweep.job_record import Lock
 from tests.sweep.conftest import Fake, WriteSweep
 
 BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"

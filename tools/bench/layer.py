@@ -44,7 +44,7 @@ def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: to
 
 
 Saved = tuple[Any, ...]
-"""``SavedForBackward.saved`` and ``SavedForBackward.granularity``."""
+"""``SavedForBackward.tensors`` and ``SavedForBackward.granularity``."""
 
 
 def unmade(x: torch.Tensor) -> Saved:

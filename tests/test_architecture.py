@@ -70,7 +70,6 @@ def wrong_imports(path: Path) -> Iterator[str]:
             yield f"{where} imports {name}"
 
 
-@pytest.mark.slow
 def test_layout() -> None:
     """Imports one way; at most 15 modules a folder and 400 lines a module; no module name twice."""
     paths = sorted(PACKAGE.rglob("*.py"))

@@ -7,6 +7,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def python_path() -> dict[str, str]:
-    """``PYTHONPATH`` with this repository before what is there: packages may have come that way, too."""
+    """``PYTHONPATH`` with this repository before what is there: it may provide packages."""
     there = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": str(ROOT) if not there else f"{ROOT}{os.pathsep}{there}"}

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.kernels.gemm.reference import Operand
 
-AnyOperand = Operand | ScaledOperand
+GemmOperand = Operand | ScaledMatrix
 """One side of an emulated or of a native product."""
 
 CastFusion = Literal["source", "amax", None]
@@ -26,8 +26,8 @@ class Input(NamedTuple):
     """
 
     like: torch.Tensor
-    rows: ScaledOperand
-    columns: ScaledOperand
+    rows: ScaledMatrix
+    columns: ScaledMatrix
 
     @property
     def shape(self) -> torch.Size:
@@ -43,7 +43,7 @@ class SavedForBackward(NamedTuple):
         weight_amax: fp32 [1], for ``dgrad``.
     """
 
-    input: ScaledOperand | None
+    input: ScaledMatrix | None
     weight_amax: torch.Tensor | None
 
     def tensors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -53,9 +53,9 @@ class SavedForBackward(NamedTuple):
         return self.input.elements, self.input.scale, self.weight_amax
 
     @staticmethod
-    def restored(elements: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> torch.Tensor | ScaledOperand:
+    def restored(elements: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> torch.Tensor | ScaledMatrix:
         """x, or the operand of it."""
-        return elements if scale is None else ScaledOperand(elements, scale, granularity, elements.shape[0])
+        return elements if scale is None else ScaledMatrix(elements, scale, granularity, elements.shape[0])
 
     @property
     def granularity(self) -> str:
@@ -68,7 +68,7 @@ class GradOutput:
     """dy_TO of a layer, the operands that were made of it already, by GEMM, and the gradient of a bias."""
 
     matrix: torch.Tensor
-    operands: Mapping[str, AnyOperand]
+    operands: Mapping[str, GemmOperand]
     bias: torch.Tensor | None = None
 
 

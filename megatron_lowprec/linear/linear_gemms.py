@@ -7,10 +7,17 @@ import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import arch_of
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
 from megatron_lowprec.linear.gemms import SIDES, LinearId
-from megatron_lowprec.linear.layer_tensors import AnyOperand, CastFusion, GradOutput, Input, SavedForBackward, matrix_of
+from megatron_lowprec.linear.layer_tensors import (
+    CastFusion,
+    GemmOperand,
+    GradOutput,
+    Input,
+    SavedForBackward,
+    matrix_of,
+)
 from megatron_lowprec.linear.native_gemms import NativeGemms
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -120,7 +127,7 @@ class LinearGemms:
         """
         self.choose_products(w_OI)
         native = self._native_for(x_TI)
-        x: AnyOperand | None
+        x: GemmOperand | None
         saved_input = None
         if isinstance(x_TI, Input):
             x, saved_input = x_TI.rows, x_TI.columns
@@ -165,7 +172,7 @@ class LinearGemms:
             amax: fp32 [1] of this rank's part of dy, where its producer knows it.
         """
         native = self._native_for(dy_TO)
-        operands: dict[str, AnyOperand] = {}
+        operands: dict[str, GemmOperand] = {}
         sums = None
         if {"dgrad", "wgrad"} & native:
             same = self.recipe.dgrad.grad_output == self.recipe.wgrad.grad_output
@@ -198,7 +205,7 @@ class LinearGemms:
     def wgrad(
         self,
         dy: torch.Tensor | GradOutput,
-        x: torch.Tensor | ScaledOperand | CastPrologue,
+        x: torch.Tensor | ScaledMatrix | CastPrologue,
         rng_step: RngStep,
         accumulate_into: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
@@ -212,8 +219,8 @@ class LinearGemms:
         """
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
         native = self._native_for(dy.matrix)
-        right: AnyOperand | None
-        if isinstance(x, ScaledOperand):
+        right: GemmOperand | None
+        if isinstance(x, ScaledMatrix):
             right = x
         elif "wgrad" in native:
             unseen = self.recipe.fprop.input != self.recipe.wgrad.input  # else fprop has recorded its amax
@@ -252,7 +259,7 @@ class LinearGemms:
 
     def _quantize(
         self, gemm: str, native: frozenset[str], operand: str, matrix: torch.Tensor, rng_step: RngStep
-    ) -> AnyOperand:
+    ) -> GemmOperand:
         """An operand of [R, K], contracted dimension last."""
         if gemm in native:
             return self.native.quantize(gemm, operand, matrix)
@@ -266,7 +273,7 @@ class LinearGemms:
         rng_step: RngStep,
         update_amax: bool = True,
         amax: torch.Tensor | None = None,
-    ) -> AnyOperand:
+    ) -> GemmOperand:
         """The weight's operand: FP8 itself, cached by an earlier microbatch, or made now."""
         if isinstance(w_OI, Fp8Weight):
             return self._primary_weight(gemm, w_OI, gemm in native, update_amax)
@@ -275,7 +282,7 @@ class LinearGemms:
         if cached is not None:
             return cached
         keeps = update_amax and self.weight_cache.keeps(gemm)
-        made: dict[str, AnyOperand]
+        made: dict[str, GemmOperand]
         if gemm in native:
             both = keeps and {"fprop", "dgrad"} <= native and self.recipe.fprop.weight == self.recipe.dgrad.weight
             by_row, by_column, _ = self.native.cast(
@@ -294,7 +301,7 @@ class LinearGemms:
             self.weight_cache.keep(made)
         return made[gemm]
 
-    def _primary_weight(self, gemm: str, w_OI: Fp8Weight, native: bool, update_amax: bool) -> AnyOperand:
+    def _primary_weight(self, gemm: str, w_OI: Fp8Weight, native: bool, update_amax: bool) -> GemmOperand:
         """The operand that the codes are already; a native dgrad reads a copy of them that is made once a step."""
         if update_amax and w_OI.spec.scaling == "delayed":
             history, slot = self.histories["weight"]

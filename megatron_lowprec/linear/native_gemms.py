@@ -10,7 +10,7 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue, Fp8Cast
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-from megatron_lowprec.kernels.gemm.native import ScaledOperand, scaled_product
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix, scaled_product
 from megatron_lowprec.linear.gemms import SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import Reduce
@@ -81,7 +81,7 @@ class NativeGemms:
             sums=sums,
         )
 
-    def quantize(self, gemm: str, operand: str, matrix: torch.Tensor, update_amax: bool = True) -> ScaledOperand:
+    def quantize(self, gemm: str, operand: str, matrix: torch.Tensor, update_amax: bool = True) -> ScaledMatrix:
         """An operand of [R, K], contracted dimension last."""
         by_row = SIDES[operand][0] == gemm
         source = matrix if by_row else matrix.t()
@@ -105,8 +105,8 @@ class NativeGemms:
     def gemm(
         self,
         name: str,
-        left: ScaledOperand,
-        right: ScaledOperand,
+        left: ScaledMatrix,
+        right: ScaledMatrix,
         out_dtype: torch.dtype,
         accumulate_into: torch.Tensor | None = None,
         overwrite: bool = False,

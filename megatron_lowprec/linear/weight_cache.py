@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
-from megatron_lowprec.linear.layer_tensors import AnyOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
+from megatron_lowprec.linear.layer_tensors import GemmOperand
 from megatron_lowprec.quantization.device_rng_step import capturing
 
 
@@ -21,22 +21,22 @@ class QuantizedWeightCache:
     def __init__(self, gemms: Iterable[str]) -> None:
         self.under_capture = False
         self._gemms = frozenset(gemms)
-        self._operands: dict[str, AnyOperand] = {}
+        self._operands: dict[str, GemmOperand] = {}
 
     def keeps(self, gemm: str) -> bool:
         """Whether the weight's operand in this GEMM is one to ``keep``, and to ``find``."""
         return gemm in self._gemms and (self.under_capture or not capturing())
 
-    def keep(self, made: Mapping[str, AnyOperand]) -> None:
+    def keep(self, made: Mapping[str, GemmOperand]) -> None:
         """Have these, by GEMM, for the microbatches that follow."""
         self._operands |= made
 
-    def find(self, gemm: str, native: bool) -> AnyOperand | None:
+    def find(self, gemm: str, native: bool) -> GemmOperand | None:
         """What was kept for a native or an emulated product; None where that is to be made."""
         found = self._operands.get(gemm) if self.keeps(gemm) else None
-        return found if isinstance(found, ScaledOperand) == native else None
+        return found if isinstance(found, ScaledMatrix) == native else None
 
-    def operands(self) -> list[AnyOperand]:
+    def operands(self) -> list[GemmOperand]:
         """All that the step's later microbatches will find."""
         return list(self._operands.values())
 

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.layer_tensors import AnyOperand
+from megatron_lowprec.linear.layer_tensors import GemmOperand
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin, await_weights
 from megatron_lowprec.mcore.rng_step import current_rng_step
 
@@ -259,7 +259,7 @@ class LayerGraphs:
         self._several, self._make_recorder = several, recorder
         self._inside = self._captured = self._later = False
         self._microbatches = 0
-        self._kept: list[list[AnyOperand]] = []
+        self._kept: list[list[GemmOperand]] = []
         for layer in self._layers:
             layer.module.forward = partial(self._forward, layer)
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import multi_tensor_cast_
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES, fp8_codes
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
@@ -104,10 +104,10 @@ class Fp8Weight(torch.Tensor):
         elements = elements.t() if transposed else elements
         return Operand(elements, self.decode_scale.view(1, 1), (elements.shape[0], elements.shape[1]))
 
-    def scaled_operand(self, transposed: bool) -> ScaledOperand:
+    def scaled_operand(self, transposed: bool) -> ScaledMatrix:
         """Of a native product: the codes themselves, or [I, O] a copy of them."""
         elements = self.codes.t().contiguous().view(DTYPES[self.spec.format]) if transposed else self.elements()
-        return ScaledOperand(elements, self.decode_scale, "tensor", elements.shape[0])
+        return ScaledMatrix(elements, self.decode_scale, "tensor", elements.shape[0])
 
     # Megatron-core's names for ``source``, which its optimizer makes main weights of
     def get_high_precision_init_val(self) -> torch.Tensor:

@@ -22,7 +22,7 @@ from tests.training.many_runs import Meetings
 
 
 @contextmanager
-def watched(keep: bool) -> Iterator[list[bool]]:
+def recorded(keep: bool) -> Iterator[list[bool]]:
     """For each output of a stage that is sent on in training: whether its memory is free afterwards."""
     from megatron.core.pipeline_parallel import schedules
 
@@ -58,7 +58,7 @@ def main(cases: Path) -> None:
     for case, arguments in json.loads(cases.read_text()).items():
         for name, keep in ((case, False), (f"{case} kept", True)):
             meetings.arrange(name)
-            with watched(keep) as freed:
+            with recorded(keep) as freed:
                 run([*arguments, "--save", name], ranks)
             found[name] = freed
     Path(f"stage{ranks.rank}.json").write_text(json.dumps(found))

@@ -25,7 +25,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import (
     QkvGrad,
     norm_output,
 )
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.kernels.quantize.reference import block_amax, encode, fp32_encode_scale, quantize_operand
 from tests.kernels.mx_cases import difference
 
@@ -213,7 +213,7 @@ def scale_differences(fmt: str, device: str) -> list[str]:
     )
 
 
-def _compare(name: str, operand: ScaledOperand, codes: torch.Tensor, scale: torch.Tensor) -> list[str]:
+def _compare(name: str, operand: ScaledMatrix, codes: torch.Tensor, scale: torch.Tensor) -> list[str]:
     (rows, length), padded = codes.shape, operand.elements.view(torch.uint8)
     got = padded[:rows]
     assert operand.rows == rows

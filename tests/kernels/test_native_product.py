@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.gemm.native import ScaledOperand, scaled_product
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix, scaled_product
 from megatron_lowprec.kernels.quantize.reference import scale_blocks
 from megatron_lowprec.recipe.schema import HistorySpec
 
@@ -17,7 +17,7 @@ K = 1152
 FULL, FAST = 4 * 2.0**-14, K / 32 * 2.0**-14
 
 
-def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> ScaledOperand:
+def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> ScaledMatrix:
     """[rows, columns] of random entries over six binades, contracted along the last dimension: x, or x.T for side 1."""
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
     from megatron_lowprec.kernels.cast_fp8.triton import cast_fp8
@@ -27,11 +27,11 @@ def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> ScaledOp
     x *= torch.exp2(torch.randint(-3, 3, (1, rows), device="cuda", generator=generator).float())
     x = x.bfloat16() if side else x.bfloat16().t().contiguous()
     made = cast_fp8(x, Fp8Rule(FORMATS[fmt], tile), rows=not side, columns=bool(side))[side]
-    assert isinstance(made, ScaledOperand)
+    assert isinstance(made, ScaledMatrix)
     return made
 
 
-def exact(one: ScaledOperand) -> torch.Tensor:
+def exact(one: ScaledMatrix) -> torch.Tensor:
     rows, columns = one.elements.shape
     assert (one.elements[one.rows :].view(torch.uint8) == 0).all()
     tile = {"tensor": (rows, columns), "row": (1, columns), "1x128": (1, 128), "128x128": (128, 128)}[one.granularity]

@@ -74,7 +74,7 @@ def test_words_broadcast() -> None:
 
 
 def test_layout_of_the_stream_is_frozen() -> None:
-    """Written down once: whoever changes these changes every stochastic bit of every recipe."""
+    """Written down once: a change here changes every stochastic bit of every recipe."""
     got = draw_bits((0xDEADBEEF, 0x01234567), (3, 5), 2, 12, row_span=ShardSlice(7), column_span=ShardSlice(16))
     assert got.tolist() == FROZEN
     want = [[scalar_draw((0xDEADBEEF, 0x01234567), (3, 5), row, column) for column in range(16, 28)] for row in (7, 8)]
@@ -199,7 +199,7 @@ def test_signs_are_balanced_and_differ_by_moment() -> None:
     assert drawn.abs().unique().tolist() == [1.0]
     assert drawn.unique(dim=0).shape[0] == 2048  # 64 fair coins repeat with chance 2048^2 / 2^65
     assert abs(float(drawn.mean())) < 5 / math.sqrt(drawn.numel())
-    # at each of the 64 places, too: sd of a mean of 2048 signs
+    # at each of the 64 places: sd of a mean of 2048 signs
     assert float(drawn.mean(dim=0).abs().max()) < 5 / math.sqrt(2048)
     gram = drawn.t() @ drawn / math.sqrt(2048)
     assert float((gram - torch.diag(gram.diag())).abs().max()) < 5  # 2016 pairs: 5 sigma has chance 1e-3

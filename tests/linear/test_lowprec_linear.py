@@ -251,7 +251,7 @@ def test_same_state_of_the_generator_same_bits(name: str, generator: torch.Gener
 
 @all_recipes
 def test_each_forward_pass_draws_anew_where_a_recipe_draws(name: str, generator: torch.Generator) -> None:
-    """In other steps, too, that nobody has announced; without draws the generator stays as it is."""
+    """In other, unannounced steps as well; without draws the generator stays as it is."""
     x, dy = tensors(torch.float32, generator)
     layer = layer_of(name)
     before = torch.get_rng_state()
@@ -301,7 +301,7 @@ def test_a_layer_makes_its_device_the_current_one(
         yield
         current.pop()
 
-    def watched(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             assert current == [torch.device("cpu")]
             calls.append(inner.__name__)
@@ -311,8 +311,8 @@ def test_a_layer_makes_its_device_the_current_one(
 
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(LinearGemms, "forward", watched(LinearGemms.forward))
-    monkeypatch.setattr(AmaxHistory, "update", watched(AmaxHistory.update))
+    monkeypatch.setattr(LinearGemms, "forward", recorded(LinearGemms.forward))
+    monkeypatch.setattr(AmaxHistory, "update", recorded(AmaxHistory.update))
     layer, (x, _) = layer_of(name), tensors(torch.float32, generator)
     layer(x)
     end_step(layer)

@@ -142,7 +142,7 @@ def same(shape: str, **more: Any) -> None:
 def joined_casts(recipe: str) -> None:
     """Casts that GELU's kernels help give what those do that read GELU's result from memory: the same bits.
 
-    Biases' gradients are the exception: sums of other parts. What else helps casts helps in ``got`` alone, too.
+    Biases' gradients are the exception: sums of other parts. The other fusions are on in ``got`` alone.
     """
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.mcore.layers.mlp import _MlpFunction
@@ -176,7 +176,7 @@ def recomputed_mlp() -> None:
 
 
 def late_weights() -> None:
-    """A layer inside of a larger function waits for its weights, too: --overlap-param-gather brings them by a hook."""
+    """A layer inside a larger function waits for its weights as well: --overlap-param-gather brings them by a hook."""
 
     def hold_back(model: torch.nn.Module) -> None:
         for module in model.modules():
@@ -308,7 +308,7 @@ def residuals(shape: str, **more: Any) -> None:
 
 
 def norms_that_are_seen() -> None:
-    """A norm's output is a tensor to whoever hooks in there, in an evaluation, and while a bad number is looked for."""
+    """A norm's output is a tensor to a forward hook, in an evaluation, and while a bad number is looked for."""
     from megatron_lowprec.mcore.debug.finite_check import FiniteCheck
     from megatron_lowprec.mcore.layers.norm import LayerNorm
 

@@ -33,7 +33,7 @@ def test_gradients_of_norm_and_residual_are_added(norm) -> None:
     assert torch.equal(joined, x.grad)
     x.grad = None
     y = norm(x)
-    (2 * cached_residual(x)).sum().backward()  # a norm whose output nobody reads
+    (2 * cached_residual(x)).sum().backward()  # the output of the norm is never read
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_lowprec import LowPrecLinear, QuantSpec, get_recipe
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
 from megatron_lowprec.kernels.quantize.reference import decode, encode, quantize_operand
 from megatron_lowprec.linear.gemms import LinearId
@@ -217,9 +217,9 @@ def test_native_products_read_the_codes_and_one_copy_a_step(recipe: str) -> None
     linear_gemms = LinearGemms(get_recipe(recipe), LinearId(1, "alone"), 0, AmaxHistory, cache_weights=True)
     weight = Fp8Weight.of(values(), spec_of(recipe))
 
-    def operand(gemm: str, update_amax: bool = True) -> ScaledOperand:
+    def operand(gemm: str, update_amax: bool = True) -> ScaledMatrix:
         found = linear_gemms._primary_weight(gemm, weight, native=True, update_amax=update_amax)
-        assert isinstance(found, ScaledOperand)
+        assert isinstance(found, ScaledMatrix)
         assert (found.elements.dtype, found.granularity) == (torch.float8_e4m3fn, "tensor")
         assert found.elements.is_contiguous()
         assert found.scale is weight.decode_scale

@@ -56,7 +56,7 @@ def words(spec: QuantSpec | None) -> str:
     if spec.scaling == "delayed":
         text += f":{spec.history_rule} of {spec.history}, margin {spec.margin}"
     assert spec.scale_format == ("e8m0" if spec.scale_rule in ("floor", "round_up") else "fp32")
-    assert spec.amax_floor == (1e-12 if spec.scale_rule == "amax_pow2" else 0.0)  # torchao's, and nobody else's
+    assert spec.amax_floor == (1e-12 if spec.scale_rule == "amax_pow2" else 0.0)  # torchao's alone
     assert spec.rounding == "stochastic" or spec.headroom == 1.0
     return text
 

@@ -22,7 +22,7 @@ def test_what_is_right_is_read_as_ever() -> None:
         ("lr: 1\nlr: 2\n", "line 2, column 1: 'lr' is there twice"),
         ("a:\n  b: {c: 1, d: 2, c: 3}\n", "line 2, column 19: 'c' is there twice"),
         ("a: !!python/object/apply:os.getcwd []\n", "line 1, column 4: could not determine a constructor"),
-        ("a: *nobody\n", "line 1, column 4: found undefined alias 'nobody'"),
+        ("a: *nothing\n", "line 1, column 4: found undefined alias 'nothing'"),
         ("a: \x07\n", "special characters are not allowed"),
     ],
 )

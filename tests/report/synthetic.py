@@ -1,4 +1,4 @@
-"""Runs that nobody trained: folders as the driver writes them, with curves whose truth is known."""
+"""Runs without training: folders as the driver writes them, with curves whose truth is known."""
 
 from __future__ import annotations
 

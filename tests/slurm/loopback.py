@@ -235,7 +235,7 @@ def _free_ports(count: int) -> list[int]:
 def main(command: list[str]) -> int:
     """The command's exit code; 2 where there can be no Slurm."""
     if command[:1] == ["--keeper"]:
-        sys.stdin.read()  # ends when whoever has started this ends
+        sys.stdin.read()  # ends when the parent process ends
         _kill_all(Slurm(Path(command[1])))
         return 0
     reason = missing()

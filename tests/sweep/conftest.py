@@ -22,7 +22,7 @@ from tests.waiting import Started, wait_for
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 
-# What a job needs to be accepted; small enough for a real one, too.
+# What a job needs to be accepted; small enough for a real run.
 OPTIONS: dict[str, Any] = {
     "train-iters": 4,
     "eval-iters": 0,

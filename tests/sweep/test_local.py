@@ -82,7 +82,7 @@ def test_exit_code_0_before_the_end_is_not_the_end(fake: Fake, write_sweep: Writ
     path = write_sweep(recipes=["bf16"])
     fake.run(path)
     assert fake.record(BF16)["state"] == "interrupted"
-    assert not (fake.out / BF16 / "requeue").exists(), "nobody asked for another start"
+    assert not (fake.out / BF16 / "requeue").exists(), "no other start was requested"
     assert fake.run(path) == 0
     assert fake.record(BF16)["state"] == "done"
 

@@ -126,7 +126,7 @@ def test_submitting_writes_the_script_and_the_manifest(
 ) -> None:
     path = write_sweep(seeds=[1, 2, 3])
     fake.run(path, "--only", MXFP4)  # is done and gets no task
-    assert Lock(fake.out, "gpt_tiny-bf16-s2").acquire() is None  # is being run by somebody
+    assert Lock(fake.out, "gpt_tiny-bf16-s2").acquire() is None  # has a runner
     capsys.readouterr()
     assert fake.run(path, "--slurm") == 0
     assert calls(programs, "sbatch") == [f"--parsable {fake.out}/sweep.sbatch"]

@@ -52,7 +52,7 @@ def test_states_while_others_run(fake: Fake, write_sweep: WriteSweep, capsys: py
     fake.behave(bf16="fail")
     path = write_sweep(seeds=[1, 2, 3])
     fake.run(path, "--only", "bf16-s1", "--only", "s2", "--only", "mxfp4-s3")
-    # a job that is being run by somebody, here by this very process
+    # a job that is running, here in this very process
     assert Lock(fake.out, "gpt_tiny-bf16-s2").acquire() is None
     # one whose process died without a word
     record = {**fake.record("gpt_tiny-mxfp4-s3"), "state": "running"}

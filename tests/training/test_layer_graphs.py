@@ -224,7 +224,7 @@ def launch(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpu
 def check_layout(
     folder: Path, script: str, recipes: list[str], options: dict[str, Any], hide_gpus: bool = False
 ) -> None:
-    """Each recipe with and without graphs; where they differ, where first, and whether plain runs do so, too."""
+    """Each recipe with and without graphs; where they differ first, and whether plain runs differ."""
     options = {"log_params_norm": True} | options
 
     def plain(name: str, among: list[str]) -> dict[str, dict[str, Any]]:

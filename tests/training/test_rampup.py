@@ -67,7 +67,7 @@ Watched = list[tuple[int, list[float]]]
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """(iterations before, amaxes in effect of gradients) at the beginning of each step."""
     found: Watched = []
     step = loop.train_step
@@ -90,37 +90,37 @@ def constant(batch: int, samples: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stop", [None, 1, 2, 3], ids=["whole", "inside", "at the change", "after"])
-def test_histories_of_gradients_follow_the_ramp(drive: Drive, watched: Watched, stop: int | None) -> None:
+def test_histories_of_gradients_follow_the_ramp(drive: Drive, recorded: Watched, stop: int | None) -> None:
     """A mean over four times as many tokens is a quarter, resumed or not; a sum is not."""
     for per_token, factor in ((None, 0.25), (True, 1)):
         common = {"calculate_per_token_loss": per_token, "lr_decay_samples": 20, "save_interval": 100}
-        watched.clear()
+        recorded.clear()
         drive(argv(**constant(2, samples=8) | common, no_save=True))
-        at_batch_2 = dict(watched)
+        at_batch_2 = dict(recorded)
         assert min(at_batch_2[2]) > 0
-        watched.clear()
+        recorded.clear()
         drive(argv(**STEEP | common, save=f"whole {factor}"))
-        whole = list(watched)
+        whole = list(recorded)
         assert whole[1][1] == at_batch_2[1]
         assert whole[2][1] == [amax * factor for amax in at_batch_2[2]]
         # a step that has measured gradients of the new batch does not widen the window by much
         assert whole[3][1] == pytest.approx(whole[2][1], rel=0.6)
         if stop is not None:
-            watched.clear()
+            recorded.clear()
             drive(argv(**STEEP | common, save=f"parts {factor}", exit_interval=stop))
             drive(argv(**STEEP | common, save=f"parts {factor}"))
-            assert (losses(Path(f"parts {factor}")), watched) == (losses(Path(f"whole {factor}")), whole)
+            assert (losses(Path(f"parts {factor}")), recorded) == (losses(Path(f"whole {factor}")), whole)
 
 
 @pytest.mark.parametrize(("batch", "factor"), [(2, 1), (8, 0.25)])
 def test_a_ramp_left_in_the_middle_counts_from_its_batch_of_then(
-    drive: Drive, watched: Watched, capsys: pytest.CaptureFixture[str], batch: int, factor: float
+    drive: Drive, recorded: Watched, capsys: pytest.CaptureFixture[str], batch: int, factor: float
 ) -> None:
     """The last batch of its ramp, 8, says nothing about a checkpoint within."""
     drive(argv(**STEEP, save="out", exit_interval=1))
     drive(argv(**STEEP, save="resumed", load="out", exit_interval=1))
-    before = watched[-1]
+    before = recorded[-1]
     drive(argv(**constant(batch, samples=20), save="left", load="out", exit_interval=1))
-    assert before[0] == watched[-1][0] == 1
-    assert watched[-1][1] == [amax * factor for amax in before[1]]
+    assert before[0] == recorded[-1][0] == 1
+    assert recorded[-1][1] == [amax * factor for amax in before[1]]
     assert ("amax histories of gradients times 0.25" in capsys.readouterr().out) is (factor != 1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.gemms import DIMS, LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
@@ -169,7 +169,7 @@ def _quantized(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Elements, and decode scales where they are stored separately."""
     made = linear_gemms._quantize(gemm, linear_gemms._native_names, operand, matrix, _RNG_STEP)
-    if isinstance(made, ScaledOperand):
+    if isinstance(made, ScaledMatrix):
         return made.elements[: made.rows].float(), made.decode_scale()
     return made.elements, made.scale
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from megatron_lowprec.kernels.dropout.reference import keep_scale, threshold
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 
 Kind = Literal["matrix", "bias_gelu", "bias_gelu_grad", "dropout_grad", "layernorm", "rmsnorm", "qkv_grad"]
 KINDS: dict[Kind, int] = {
@@ -237,6 +237,6 @@ def prologue_of(x: torch.Tensor | CastPrologue) -> CastPrologue:
 class Fp8Cast(NamedTuple):
     """What one read of [M, N] gave: operands along rows and columns, and sums over M, [N] in the matrix's dtype."""
 
-    rows: ScaledOperand | None
-    columns: ScaledOperand | None
+    rows: ScaledMatrix | None
+    columns: ScaledMatrix | None
     sums: torch.Tensor | None

@@ -19,7 +19,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import KINDS, CastPrologue, Fp8C
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
-from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, ScaledMatrix
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.tuning import Tuned
 
@@ -256,5 +256,5 @@ class _CastKernel:
         self._specialized[tiling, whole] = kernel
         return kernel
 
-    def _operand(self, height: int, length: int, device: torch.device, rows: int) -> ScaledOperand:
-        return ScaledOperand.empty(height, length, self._rule.dtype, self._rule.granularity, device, rows)
+    def _operand(self, height: int, length: int, device: torch.device, rows: int) -> ScaledMatrix:
+        return ScaledMatrix.empty(height, length, self._rule.dtype, self._rule.granularity, device, rows)

@@ -13,7 +13,7 @@ _BLOCK = 128
 _SCALINGS = {"tensor": 0, "row": 1, "1x128": 4, "128x128": 5}
 
 
-class ScaledOperand(NamedTuple):
+class ScaledMatrix(NamedTuple):
     """One side of a native product.
 
     Attributes:
@@ -32,7 +32,7 @@ class ScaledOperand(NamedTuple):
     @staticmethod
     def empty(
         height: int, length: int, dtype: torch.dtype, granularity: str, device: torch.device, rows: int
-    ) -> "ScaledOperand":
+    ) -> "ScaledMatrix":
         """Room for [height, length], of which the first ``rows`` are no padding."""
         elements = torch.empty((height, length), dtype=dtype, device=device)
         make: Callable[..., torch.Tensor] = torch.empty
@@ -47,7 +47,7 @@ class ScaledOperand(NamedTuple):
             size = (-(-height // _BLOCK), -(-blocks // 4) * 4)
             # what pads a row of scales is not used, but should not be NaN by chance
             make = torch.zeros if blocks % 4 else make
-        return ScaledOperand(elements, make(size, dtype=torch.float32, device=device), granularity, rows)
+        return ScaledMatrix(elements, make(size, dtype=torch.float32, device=device), granularity, rows)
 
     def decode_scale(self) -> torch.Tensor:
         """fp32 decode scales [1, 1], [R, 1], or [ceil(R / rows), ceil(K / columns)] of tiles, as the reference has."""
@@ -60,8 +60,8 @@ class ScaledOperand(NamedTuple):
 
 
 def scaled_product(
-    a: ScaledOperand,
-    b: ScaledOperand,
+    a: ScaledMatrix,
+    b: ScaledMatrix,
     *,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
@@ -96,8 +96,8 @@ def scaled_product(
 
 
 def _scaled_mm(
-    a: ScaledOperand,
-    b: ScaledOperand,
+    a: ScaledMatrix,
+    b: ScaledMatrix,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
     bias: torch.Tensor | None = None,
@@ -125,14 +125,14 @@ def _scaled_mm(
     return torch._scaled_mm_v2(*arguments)
 
 
-def _by_rows(operand: ScaledOperand) -> ScaledOperand:
+def _by_rows(operand: ScaledMatrix) -> ScaledMatrix:
     """A scale of the tensor as one for each row."""
     if operand.granularity == "row":
         return operand
     return operand._replace(scale=operand.scale.expand(operand.elements.shape[0]).contiguous(), granularity="row")
 
 
-def _scale_argument(operand: ScaledOperand, side: int) -> torch.Tensor:
+def _scale_argument(operand: ScaledMatrix, side: int) -> torch.Tensor:
     if operand.granularity == "row":
         return operand.scale.unsqueeze(1 - side)
     return operand.scale if operand.granularity == "tensor" else operand.scale.t()

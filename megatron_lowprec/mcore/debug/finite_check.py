@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
@@ -142,9 +142,9 @@ class _CheckedGemms(InstrumentedGemms):
         self._look("dgrad", _PRODUCT, dx, rng_step)
         return dx
 
-    def wgrad(self, dy: GradOutput, x: torch.Tensor | ScaledOperand, rng_step: RngStep, **options: Any) -> torch.Tensor:
+    def wgrad(self, dy: GradOutput, x: torch.Tensor | ScaledMatrix, rng_step: RngStep, **options: Any) -> torch.Tensor:
         # The forward pass has looked at the x that an operand was made of.
-        self._look_at_operands("wgrad", dy.matrix, x.scale if isinstance(x, ScaledOperand) else x, rng_step)
+        self._look_at_operands("wgrad", dy.matrix, x.scale if isinstance(x, ScaledMatrix) else x, rng_step)
         dw: torch.Tensor = self._inner.wgrad(dy, x, rng_step, **options)
         self._look("wgrad", _PRODUCT, dw, rng_step)
         return dw

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.gemm.native import ScaledOperand
+from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
@@ -105,7 +105,7 @@ def gradients(
         reducing = dist.all_reduce(dx, group=tp.tp_group, async_op=True)
     elif tp.sequence_parallel:
         dx, reducing = scatter_sequence(dx, tp.tp_group)
-    kept: torch.Tensor | ScaledOperand | CastPrologue
+    kept: torch.Tensor | ScaledMatrix | CastPrologue
     amax = None
     if total is None:
         assert again is not None
@@ -191,7 +191,7 @@ class LowPrecLinearMixin:
         self,
         linear_gemms: LinearGemms,
         dy: GradOutput,
-        x: torch.Tensor | ScaledOperand | CastPrologue,
+        x: torch.Tensor | ScaledMatrix | CastPrologue,
         weight: torch.Tensor,
         rng_step: RngStep,
         amax: torch.Tensor | None = None,

@@ -353,12 +353,12 @@ def test_options_of_the_optimizer_win_over_the_checkpoint(
     groups: list[dict[str, Any]] = []
     load = checkpoint.load
 
-    def watched(found: Any, trainer: Any, *args: Any) -> Any:
+    def recorded(found: Any, trainer: Any, *args: Any) -> Any:
         result = load(found, trainer, *args)
         groups.extend(group for inner in torch_optimizers(trainer.optimizer) for group in inner.param_groups)
         return result
 
-    monkeypatch.setattr(checkpoint, "load", watched)
+    monkeypatch.setattr(checkpoint, "load", recorded)
     drive(argv(save="changed", load="out", train_iters=3, lr=5e-4, adam_beta2=0.95, **common))
     drive(argv(save="kept", load="out", train_iters=3, lr=5e-4, use_checkpoint_opt_param_scheduler=True, **common))
     rates = [rows(Path(name))[0]["learning-rate"] for name in ("changed", "kept")]
@@ -374,7 +374,7 @@ def test_histories_of_gradients_follow_the_batch_of_a_rank(
     drive(argv(save="out", train_iters=4, global_batch_size=4, **common))
     load, runtimes, loaded = checkpoint.load, [], []
 
-    def watched(found: Any, trainer: Any, *args: Any) -> Any:
+    def recorded(found: Any, trainer: Any, *args: Any) -> Any:
         result = load(found, trainer, *args)
         runtimes.append(trainer.runtime)
         loaded.append(in_effect(trainer.runtime))
@@ -384,7 +384,7 @@ def test_histories_of_gradients_follow_the_batch_of_a_rank(
         states = [(name, h.state(slot)) for layer in runtime.layers for name, (h, slot) in layer.histories.items()]
         return {wanted: [state[0].item() for name, state in states if name == wanted] for wanted, _ in states}
 
-    monkeypatch.setattr(checkpoint, "load", watched)
+    monkeypatch.setattr(checkpoint, "load", recorded)
     for batch in (4, 16):
         drive(argv(save=f"on {batch}", load="out", train_iters=5, global_batch_size=batch, **common))
     assert capsys.readouterr().out.count("amax histories of gradients times 0.25") == 1
@@ -405,13 +405,13 @@ def test_a_new_run_s_histories_are_filled_where_that_is_asked(
 ) -> None:
     iterate, in_effect = loop._train_iteration, list[float]()
 
-    def watched(run: Any, *rest: Any) -> Any:
+    def recorded(run: Any, *rest: Any) -> Any:
         if run.progress.iteration == 0:
             layers = run.trainer.runtime.layers
             in_effect.extend(h.in_effect[slot].item() for one in layers for h, slot in one.histories.values())
         return iterate(run, *rest)
 
-    monkeypatch.setattr(loop, "_train_iteration", watched)
+    monkeypatch.setattr(loop, "_train_iteration", recorded)
     drive(argv(save="out", recipe="fp8_delayed", train_iters=2, calibrate_amax=fill))
     assert ("histories filled by 3 passes" in capsys.readouterr().out) is bool(fill)
     assert [amax > 0 for amax in in_effect] == [bool(fill)] * (2 * 4 * 3)

@@ -65,7 +65,7 @@ def start(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
 def test_a_second_start_leaves_the_first_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     step, seen = loop.train_step, list[Path]()
 
-    def watched(*arguments: Any) -> Any:
+    def recorded(*arguments: Any) -> Any:
         if not seen:
             # What a save of this run is writing to.
             seen.append(storage.stage("out", 7))
@@ -82,7 +82,7 @@ def test_a_second_start_leaves_the_first_alone(drive: Drive, monkeypatch: pytest
             assert seen[0].exists()
         return step(*arguments)
 
-    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setattr(loop, "train_step", recorded)
     drive(argv(save="out"))
     assert len(losses(Path("out"))) == 2
     assert not list(tmp_path.rglob(FILE)), "a run that has ended holds nothing"
@@ -197,11 +197,11 @@ def test_the_lock_goes_where_a_new_run_of_the_default_folder_goes(
 ) -> None:
     step, seen = loop.train_step, list[list[str]]()
 
-    def watched(*arguments: Any) -> Any:
+    def recorded(*arguments: Any) -> Any:
         seen.append([str(path.parent) for path in Path("runs").rglob(FILE)])
         return step(*arguments)
 
-    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setattr(loop, "train_step", recorded)
     for _ in range(2):
         drive(argv(train_iters=1))
     assert Path("runs/gpt-bf16.1").is_dir()

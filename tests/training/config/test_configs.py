@@ -113,7 +113,7 @@ def test_active_parameters_of_the_experts() -> None:
     assert (num_parameters(config, 50304) - idle) / 1e9 == pytest.approx(2.4, abs=0.05)
 
 
-# arXiv 2502.20586, appendix; and the scripts published with it, as they stand.
+# arXiv 2502.20586, appendix; and the scripts published with it.
 ADAM: dict[str, Any] = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "clip_grad": 1.0, "bf16": True}
 GPT2: dict[str, Any] = {
     "hidden_dropout": 0.1,

@@ -44,7 +44,7 @@ def tiny() -> Tokenizer:
 
 @pytest.fixture
 def saved(tmp_path: Path, tiny: Tokenizer) -> Path:
-    """The tiny vocabulary as a tokenizer.json with its end token marked special and a truncation nobody wants."""
+    """The tiny vocabulary as a tokenizer.json with its end token marked special and an unwanted truncation."""
     backend = pickle.loads(pickle.dumps(tiny))._backend
     backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
     backend.encode_special_tokens = False

@@ -19,7 +19,7 @@ from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows, torchrun
 from tests.waiting import PATIENCE, PATIENT_TORCHRUN, ended, wait_for
 
-# Dropout is on: a resumed run must find its random state, too.
+# Dropout is on: a resumed run must restore its random state.
 COMMON: dict[str, Any] = {"train_iters": 6, "eval_interval": 2, "eval_iters": 3, "lr_decay_iters": 10}
 
 
@@ -183,7 +183,7 @@ def test_without_the_handler_signals_are_left_alone(drive: Drive, monkeypatch: p
 
 
 def test_time_runs_out_and_asks_for_another_start(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Counted from the start of the process, not of the loop: a time limit counts from there, too.
+    # Counted from the start of the process, not of the loop: so does a time limit.
     step = loop.train_step
 
     def slow(*args: Any) -> Any:

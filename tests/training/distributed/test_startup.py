@@ -17,7 +17,7 @@ CORES = len(os.sched_getaffinity(0))
         (None, 1, False, CORES),
         ("1", 1, False, 1),
         ("3", 2, True, 3),
-        # torchrun sets 1 for several processes where nobody has chosen
+        # torchrun sets 1 for several processes if the variable is unset
         ("1", 2, True, max(1, CORES // 2)),
         ("1", 1, True, 1),
         (None, 1, True, CORES),

@@ -55,14 +55,14 @@ def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, m
     spoiling(monkeypatch, "fprop", at(2, "mlp.linear_fc1", step=1, microbatch=1))
     iterate, factors = loop._train_iteration, list[float]()
 
-    def watched(run: Any, *rest: Any) -> Any:
+    def recorded(run: Any, *rest: Any) -> Any:
         factor = run.trainer.gradient_factor
         factors.append(float(factor.mu))
         row = iterate(run, *rest)
         factors.append(float(factor.mu))
         return row
 
-    monkeypatch.setattr(loop, "_train_iteration", watched)
+    monkeypatch.setattr(loop, "_train_iteration", recorded)
     changes = {"recipe": "fp8_lm", "recipe_override": "gradients.sum=format", "train_iters": 3, "calibrate_amax": True}
     drive(argv(**COMMON | changes))
     (first, after), (second, skipped), (third, last) = zip(factors[::2], factors[1::2], strict=True)
@@ -151,7 +151,7 @@ def test_a_skipped_step_leaves_no_trace(drive: Drive, monkeypatch: pytest.Monkey
     assert losses(Path("half")) == losses(Path("out"))[3:]
     # Looking for the source draws the same dropout and puts the random state back.
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "diagnose", lambda *args: bad_numbers.Diagnosis("nobody looked"))
+        patch.setattr(loop, "diagnose", lambda *args: bad_numbers.Diagnosis("not diagnosed"))
         drive(argv(**common | {"save": "blind"}))
     assert losses(Path("blind")) == losses(Path("out"))
 

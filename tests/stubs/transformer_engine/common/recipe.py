@@ -1,4 +1,4 @@
-"""Recipes: what they were built with. TransformerEngine's, too, drop arguments that they do not know."""
+"""Recipes: what they were built with. TransformerEngine's drop arguments that they do not know."""
 
 import os
 from enum import Enum

@@ -105,7 +105,7 @@ def test_shards_are_slices_of_the_whole() -> None:
     for r, c in ((0, 0), (5, 8), (23, 56), (12, 32)):
         shard = draw_bits((11, 22), (4, 1), 24 - r, 64 - c, row_span=ShardSlice(r), column_span=ShardSlice(c))
         assert torch.equal(shard, whole[r:, c:])
-    with pytest.raises(ValueError, match="multiples of 8, got Span\\(start=4"):
+    with pytest.raises(ValueError, match="multiples of 8, got ShardSlice\\(start=4"):
         draw_bits((11, 22), (4, 1), 2, 8, column_span=ShardSlice(4))
 
 

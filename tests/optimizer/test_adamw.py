@@ -191,7 +191,7 @@ def test_a_part_takes_the_draws_of_its_entries(cut: str, first: int) -> None:
 
 def test_a_gated_part_takes_the_draws_of_its_two_halves() -> None:
     whole = Stream(KEY, columns=24 * 48).draw(24 * 48, 7, 2, torch.device("cpu")).view(24, 48)
-    stream = Stream(KEY, columns=48, whole_columns=48, rows=ShardSlice(6, seam=6, jump=6))  # rank 1 of 2
+    stream = Stream(KEY, columns=48, whole_columns=48, rows=ShardSlice(6, gate_offset=6, gate_stride=6))  # rank 1 of 2
     assert torch.equal(
         stream.draw(12 * 48, 7, 2, torch.device("cpu")).view(12, 48), whole[[*range(6, 12), *range(18, 24)]]
     )

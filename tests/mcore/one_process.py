@@ -1,5 +1,6 @@
 """Megatron-core's process groups in a world of one process."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,3 +22,4 @@ def one_process() -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        gc.collect()  # models and groups in reference cycles keep a thread each

@@ -51,11 +51,11 @@ train: setup  ## train gpt_tiny with RECIPE on every GPU, or as 2 processes on a
 test: setup lint types  ## lint, types and all tests; those marked gpu where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")'); \
 	$(call threads,$(TEST_WORKERS)); \
-	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) -m "$$gpu" $(TESTS)
+	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "$$gpu" $(TESTS)
 
 test-fast: setup  ## unit tests alone: no process is started, no model is trained; under two minutes on two cores
 	@$(call threads,$(TEST_WORKERS)); \
-	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) -m "not gpu and not slow" $(TESTS)
+	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" $(TESTS)
 
 test-fault-injection: setup  ## kill, interrupt and damage small runs, half an hour; FAULT_INJECTION are flags of tools/fault_injection
 	@$(BIN)/python -m tools.fault_injection $(FAULT_INJECTION)

@@ -25,7 +25,6 @@ from megatron_lowprec.kernels.cast_fp8.prologue import (
     QkvGrad,
     norm_output,
 )
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.kernels.quantize.reference import block_amax, encode, fp32_encode_scale, quantize_operand
 from tests.kernels.mx_cases import difference
 
@@ -150,18 +149,20 @@ def differences(case: Case, device: str) -> list[str]:
     )
     given = None if case.given is None else torch.tensor([case.given], device=device)
     observed = torch.full((1,), 1e-3, device=device)
-    ways = {"rows": "r" in case.ways, "columns": "c" in case.ways}
+    ways = {"rowwise": "r" in case.ways, "columnwise": "c" in case.ways}
     known = given
     if given is None and not source.in_memory and case.granularity in ("tensor", "row"):
         known = amax_of(x, vectors=case.granularity == "row")
     with nullcontext() if case.tiling is None else _tiled(case.tiling):
         made = cast_fp8(source, rule, **ways, amax=known, observed=observed, sums=True)
     lines = statistics_differences(case, source) if case.kind in NORMS else []
-    for way, operand in (("rows", made.rows), ("columns", made.columns)):
-        if operand is not None:
-            matrix = x if way == "rows" else x.t()
+    for matrix, data, decode, way in (
+        (x, made.rowwise_data, made.rowwise_scale, "rows"),
+        (x.t(), made.columnwise_data, made.columnwise_scale, "columns"),
+    ):
+        if data is not None and decode is not None:
             codes, scale = reference_of(case, matrix, given)
-            lines += _compare(f"{case} along {way}", operand, codes, scale)
+            lines += _compare(f"{case} along {way}", data, decode, codes, scale)
     amax = x.abs().max().float()
     want = torch.full_like(amax, torch.inf) if amax.isnan() else amax.clamp(min=1e-3)
     lines += difference(f"{case} observed", observed == want, observed, want.view(1))
@@ -204,26 +205,28 @@ def scale_differences(fmt: str, device: str) -> list[str]:
     tiles = amax[:, None].expand(-1, 128).contiguous()
     case = Case(*tiles.shape, torch.bfloat16, fmt, "1x128", "amax", "rc")
     rule, (codes, scale) = Fp8Rule(FORMATS[fmt], case.granularity), reference_of(case, tiles, None)
-    by_rows = cast_fp8(tiles, rule, rows=True, columns=False).rows
-    by_columns = cast_fp8(tiles.t().contiguous(), rule, rows=False, columns=True).columns
-    assert by_rows is not None
-    assert by_columns is not None
-    return _compare(f"{case} along rows", by_rows, codes, scale) + _compare(
-        f"{case} along columns", by_columns, codes, scale
-    )
+    by_rows = cast_fp8(tiles, rule, rowwise=True, columnwise=False)[:2]
+    by_columns = cast_fp8(tiles.t().contiguous(), rule, rowwise=False, columnwise=True)[2:4]
+    lines = []
+    for (data, decode), way in ((by_rows, "rows"), (by_columns, "columns")):
+        assert data is not None
+        assert decode is not None
+        lines += _compare(f"{case} along {way}", data, decode, codes, scale)
+    return lines
 
 
-def _compare(name: str, operand: ScaledMatrix, codes: torch.Tensor, scale: torch.Tensor) -> list[str]:
-    (rows, length), padded = codes.shape, operand.elements.view(torch.uint8)
+def _compare(
+    name: str, data: torch.Tensor, decode: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor
+) -> list[str]:
+    (rows, length), padded = codes.shape, data.view(torch.uint8)
     got = padded[:rows]
-    assert operand.rows == rows
     is_nan = (codes & 0x7F) == 0x7F
     lines = difference(
         f"{name} codes", (got[:, :length] == codes) | (is_nan & ((got[:, :length] ^ codes) == 0x80)), got, codes
     )
     padding = torch.cat((padded[:rows, length:].flatten(), padded[rows:].flatten()))
     lines += difference(f"{name} padding", (padding == 0) | (padding == 0x7F), padding, padding)
-    decode = operand.decode_scale()[: scale.shape[0]]
+    decode = decode[: scale.shape[0], : scale.shape[1]]
     same = (decode.contiguous().view(torch.int32) == scale.view(torch.int32)) | (decode.isnan() & scale.isnan())
     return lines + difference(f"{name} scales", same, decode, scale)
 

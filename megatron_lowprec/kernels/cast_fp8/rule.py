@@ -68,6 +68,25 @@ class CastConstants(NamedTuple):
     WHOLE: bool = False
 
 
+class Fp8Cast(NamedTuple):
+    """FP8 data and fp32 decode scales of [M, N], along rows, along columns, or both; None what was not asked for.
+
+    Scales are [ceil(R / block rows), ceil(K / block columns)] of data [R, K]; [1, 1] of a tensor, [R, 1] of rows. Those
+    of 1x128 blocks have K outermost in memory, those of 128x128 blocks have columns in multiples of 4, as cuBLAS wants.
+
+    Attributes:
+        rowwise_data: [M, N]; M padded with zeros to a multiple of 128 for 1x128 blocks.
+        columnwise_data: [N, M], M padded with zeros to a multiple of 16, of 128 for blocks.
+        sums: over M, [N] in the matrix's dtype.
+    """
+
+    rowwise_data: torch.Tensor | None = None
+    rowwise_scale: torch.Tensor | None = None
+    columnwise_data: torch.Tensor | None = None
+    columnwise_scale: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Fp8Rule:
     """How a matrix becomes FP8, as in ``recipe.schema.QuantSpec``; rounded to nearest even, fp32 scales.

@@ -1,7 +1,6 @@
-"""A recipe at work in a model: gives every linear layer its numerics, and follows steps and microbatches."""
+"""A recipe in a model: gives every linear layer its GEMMs, and follows steps and microbatches."""
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,30 +14,65 @@ from torch.utils.hooks import RemovableHandle
 from megatron_lowprec.comm.maximum import max_over, maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
-from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Consumer, LayerNorm, RMSNorm
-from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.mcore.placement import linear_id_of, linears, site_of
 from megatron_lowprec.mcore.rng_step import current_rng_step, set_rng_step
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
-from megatron_lowprec.recipe.coverage import LinearSite, check_site, gemms_in_bf16, kept_in_bf16, without_gemms
+from megatron_lowprec.recipe.coverage import check_site, gemms_in_bf16, kept_in_bf16, without_gemms
 from megatron_lowprec.recipe.native_support import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
 
-_EXPERT = re.compile(r"\.local_experts\.(\d+)")
 _checks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # chunk -> its hook
 
 
 class RecipeRuntime:
-    """What a training loop tells a recipe: when a step and a microbatch begin, and when a step has ended."""
+    """A recipe in a model: what its linear layers share, and what a training loop tells them.
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+    Layers are bound one by one, each before its first forward pass; ``bind_recipe`` binds those of a whole model.
+
+    Args:
+        recipe: what to run.
+        device: of the model.
+        num_layers: transformer layers over all pipeline stages.
+        seed: the run's seed, the base of all random streams.
+        accumulate_wgrad: add weight gradients to an fp32 ``main_grad`` in fp32, not rounded to the compute dtype first.
+        share_rng_across_dp: draw the same rounding noise on every data-parallel rank (to study just that).
+        reduce_amax: take a current scale that spans tensor-parallel ranks from the amax of all of them; else each rank
+            scales its own part by that part's (histories of delayed scaling are always reduced).
+        cache_weights: keep quantized weights for the microbatches of a step, where all multiply with the same.
+        emulate: multiply in the compute dtype also where the device has FP8 products.
+        rerun_in_bf16: globs of single GEMMs that are to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
+
+    Attributes:
+        layers: GEMMs of the layers bound so far.
+        kept: paths of layers that the recipe keeps in the compute dtype.
+        emulated: reason -> GEMMs, of all layers or of one, that run emulated for it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        *,
+        num_layers: int,
+        seed: int,
+        accumulate_wgrad: bool = True,
+        share_rng_across_dp: bool = False,
+        reduce_amax: bool = True,
+        cache_weights: bool = False,
+        emulate: bool = False,
+        rerun_in_bf16: Sequence[str] = (),
+    ) -> None:
         self.recipe, self.device = recipe, device
+        self._num_layers, self._seed, self._accumulate_wgrad = num_layers, seed, accumulate_wgrad
+        self._share_rng_across_dp, self._reduce_amax = share_rng_across_dp, reduce_amax
+        self._cache_weights, self._emulate, self._bf16_globs = cache_weights, emulate, rerun_in_bf16
         self.kept: list[str] = []
         self.emulated: dict[str, list[str]] = {}
         self.rerun_in_bf16: list[str] = []
@@ -48,6 +82,69 @@ class RecipeRuntime:
         self._histories: dict[tuple[HistorySpec, bool], AmaxHistory] = {}
         self._unfinished: int | None = None  # the step that has begun
         self._ran: set[tuple[nn.Module, RngStep]] = set()  # chunks in training since then
+        if not reduce_amax:
+            self.notes.append("--no-amax-reduce: a current scale is of each tensor-parallel rank's own part")
+        if share_rng_across_dp:
+            self.notes.append("--share-rng-across-dp: rounding noise does not average out over these ranks")
+
+    def bind_linear(self, module: LowPrecLinearMixin, layer_number: int, name: str, expert: int = -1) -> None:
+        """Give a linear layer its GEMMs.
+
+        Args:
+            layer_number: global number of its transformer layer, from 1.
+            name: within the transformer layer, such as ``mlp.linear_fc1``.
+            expert: global number of its expert, -1 outside of experts.
+
+        Raises:
+            UserError: the layer has sizes that the recipe's blocks do not divide; or scales that move each microbatch
+                meet a pipeline with activation recomputation.
+        """
+        recipe, config = self.recipe, module.config
+        moves = any(remembered.update == "microbatch" for remembered in recipe.delayed_operands().values())
+        if moves and config.recompute_granularity and config.pipeline_model_parallel_size > 1:
+            raise UserError(
+                f"recipe {recipe.name} has history_update microbatch: in a pipeline a recomputed forward pass would be "
+                "rounded by a later scale than its first one; set history_update=step, or leave recomputation out"
+            )
+        kept = kept_in_bf16(recipe, layer_number, name, self._num_layers)
+        if kept and recipe.quantized:
+            self.kept.append(f"layers.{layer_number}.{name}")
+        plain_gemms = frozenset[str]() if kept else gemms_in_bf16(self._bf16_globs, layer_number, name)
+        self.rerun_in_bf16 += [f"layers.{layer_number}.{name}.{gemm}" for gemm in sorted(plain_gemms)]
+        history_of: Callable[[HistorySpec], AmaxHistory] = partial(self.history, expert=expert >= 0)
+        tp_group = module.tp_group
+        module.linear_gemms = LinearGemms(
+            get_recipe("bf16") if kept else without_gemms(recipe, plain_gemms),
+            linear_id_of(module, layer_number, name, expert, self._share_rng_across_dp),
+            self._seed,
+            history_of,
+            maximum_over(tp_group) if tp_group.size() > 1 and self._reduce_amax else None,
+            cache_weights=self._cache_weights,
+            stores_histories_of=recipe,
+            emulate=self._emulate,
+        )
+        if not kept:
+            check_site(module.linear_gemms.recipe, site_of(module, layer_number, name), tp_group.size())
+            self._note_emulated(module, name, layer_number)
+        self.layers.append(module.linear_gemms)
+        module.accumulates_in_fp32 = self._accumulate_wgrad
+
+    def _note_emulated(self, module: LowPrecLinearMixin, name: str, layer_number: int) -> None:
+        """Record which of a layer's GEMMs will not run natively, and why: one line of the header for each reason."""
+        out_features, in_features = module.weight.shape
+        arch = arch_of(self.device)
+        for gemm, spec in module.bound_gemms.recipe.gemms.items():
+            if not spec.quantized:
+                continue
+            everywhere = why_emulated(gemm, spec, arch)
+            here = why_emulated(gemm, spec, arch, in_features, out_features)
+            if self._emulate:
+                everywhere = "asked"
+            elif everywhere is None and module.weight.dtype != torch.bfloat16:
+                everywhere = f"FP8 products are for bf16 models, this one is {str(module.weight.dtype)[6:]}"
+            reason, where = (everywhere, gemm) if everywhere else (here, f"layers.{layer_number}.{name}.{gemm}")
+            if reason is not None and where not in self.emulated.setdefault(reason, []):
+                self.emulated[reason].append(where)
 
     def begin_step(self, step: int) -> None:
         """Before the first forward of a training step, gradients being zero; ``step`` counts iterations completed.
@@ -177,87 +274,25 @@ class RecipeRuntime:
 
 
 def bind_recipe(
-    model_chunks: Sequence[nn.Module],
-    recipe: Recipe,
-    *,
-    num_layers: int,
-    seed: int,
-    accumulate_wgrad: bool = True,
-    share_rng_across_dp: bool = False,
-    reduce_amax: bool = True,
-    cache_weights: bool = False,
-    emulate: bool = False,
-    rerun_in_bf16: Sequence[str] = (),
-    recompute_gelu: bool = False,
+    model_chunks: Sequence[nn.Module], recipe: Recipe, *, recompute_gelu: bool = False, **options: Any
 ) -> RecipeRuntime:
-    """Give every linear layer built by ``LowPrecSpecProvider`` its numerics, by global layer number.
+    """Bind every linear layer built by ``LowPrecSpecProvider`` to a recipe, by global layer number.
 
     Call it once on each rank, after ``parallel_state`` is initialized and the model is built.
 
     Args:
         model_chunks: this rank's parts of the model.
         recipe: what to run.
-        num_layers: transformer layers over all pipeline stages.
-        seed: the run's seed, the base of all random streams.
-        accumulate_wgrad: add weight gradients to an fp32 ``main_grad`` in fp32, not rounded to the compute dtype first.
-        cache_weights: keep quantized weights for the microbatches of a step, where all multiply with the same.
-        emulate: multiply in the compute dtype also where the device has FP8 products.
         recompute_gelu: keep no input of linear_fc2 where GELU is fused, and say where it is not.
-        rerun_in_bf16: globs of single GEMMs that are to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
-        share_rng_across_dp: draw the same rounding noise on every data-parallel rank (to study just that).
-        reduce_amax: take a current scale that spans tensor-parallel ranks from the amax of all of them; else each rank
-            scales its own part by that part's (histories of delayed scaling are always reduced).
+        options: keyword arguments of ``RecipeRuntime``: ``num_layers`` and ``seed`` at least.
 
     Raises:
-        UserError: a layer has sizes that the recipe's blocks do not divide; or scales that move each microbatch meet a
-            pipeline with activation recomputation.
+        UserError: as ``RecipeRuntime.bind_linear``.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    runtime = RecipeRuntime(recipe, device)
-    if not reduce_amax:
-        runtime.notes.append("--no-amax-reduce: a current scale is of each tensor-parallel rank's own part")
-    if share_rng_across_dp:
-        runtime.notes.append("--share-rng-across-dp: rounding noise does not average out over these ranks")
-    plain = get_recipe("bf16")
-    moves = any(remembered.update == "microbatch" for remembered in recipe.delayed_operands().values())
-    for layer_number, name, expert, module in _linears(model_chunks):
-        if moves and module.config.recompute_granularity and module.config.pipeline_model_parallel_size > 1:
-            raise UserError(
-                f"recipe {recipe.name} has history_update microbatch: in a pipeline a recomputed forward pass would be "
-                "rounded by a later scale than its first one; set history_update=step, or leave recomputation out"
-            )
-        kept = kept_in_bf16(recipe, layer_number, name, num_layers)
-        if kept and recipe.quantized:
-            runtime.kept.append(f"layers.{layer_number}.{name}")
-        plain_gemms = frozenset[str]() if kept else gemms_in_bf16(rerun_in_bf16, layer_number, name)
-        runtime.rerun_in_bf16 += [f"layers.{layer_number}.{name}.{gemm}" for gemm in sorted(plain_gemms)]
-        split, group = ("O" if isinstance(module, LowPrecColumnParallelLinear) else "I"), module.tp_group
-        shared = group.size() > 1
-        place = LinearId(
-            layer_number,
-            name,
-            expert,
-            0 if share_rng_across_dp else _data_parallel_rank(expert >= 0),
-            spans={split: _span(module, split, name)},
-            split=split if shared else "",
-        )
-        history_of: Callable[[HistorySpec], AmaxHistory] = partial(runtime.history, expert=expert >= 0)
-        over_ranks = maximum_over(group) if shared and reduce_amax else None
-        module.linear_gemms = LinearGemms(
-            plain if kept else without_gemms(recipe, plain_gemms),
-            place,
-            seed,
-            history_of,
-            over_ranks,
-            cache_weights=cache_weights,
-            stores_histories_of=recipe,
-            emulate=emulate,
-        )
-        if not kept:
-            check_site(module.linear_gemms.recipe, _site(module, layer_number, name), group.size())
-            _note_emulated(runtime, module, name, layer_number, emulate)
-        runtime.layers.append(module.linear_gemms)
-        module.accumulates_in_fp32 = accumulate_wgrad
+    runtime = RecipeRuntime(recipe, device, **options)
+    for layer_number, name, expert, module in linears(model_chunks):
+        runtime.bind_linear(module, layer_number, name, expert)
     for chunk in model_chunks:
         if chunk in _checks:  # of a recipe that it had before
             _checks.pop(chunk).remove()
@@ -293,69 +328,6 @@ def link_norms(model_chunks: Sequence[nn.Module]) -> None:
                 # gathered first under sequence parallelism, where a part's amax says nothing
                 alone = not run_again and not linear.config.sequence_parallel
                 norm.consumer = Consumer(linear) if alone else None
-
-
-def _note_emulated(
-    runtime: RecipeRuntime, module: LowPrecLinearMixin, name: str, layer_number: int, emulate: bool
-) -> None:
-    """Which of a layer's GEMMs will not run natively, and why: one line of the header for each reason."""
-    out_features, in_features = module.weight.shape
-    arch = arch_of(runtime.device)
-    for gemm, spec in module.bound_gemms.recipe.gemms.items():
-        if not spec.quantized:
-            continue
-        everywhere = why_emulated(gemm, spec, arch)
-        here = why_emulated(gemm, spec, arch, in_features, out_features)
-        if emulate:
-            everywhere = "asked"
-        elif everywhere is None and module.weight.dtype != torch.bfloat16:
-            everywhere = f"FP8 products are for bf16 models, this one is {str(module.weight.dtype)[6:]}"
-        reason, where = (everywhere, gemm) if everywhere else (here, f"layers.{layer_number}.{name}.{gemm}")
-        if reason is not None and where not in runtime.emulated.setdefault(reason, []):
-            runtime.emulated[reason].append(where)
-
-
-def _linears(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, int, LowPrecLinearMixin]]:
-    """(global layer number, name within the layer, global expert or -1, module) of every layer that takes a recipe."""
-    for chunk in model_chunks:
-        for layer in chunk.modules():
-            if not isinstance(layer, TransformerLayer):
-                continue
-            experts_here = sum(
-                bool(_EXPERT.search(name)) and name.endswith("linear_fc1") for name, _ in layer.named_modules()
-            )
-            for name, module in layer.named_modules():
-                if isinstance(module, LowPrecLinearMixin):
-                    local = _EXPERT.search(name)
-                    expert = (
-                        parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[1]) if local else -1
-                    )
-                    yield layer.layer_number, _EXPERT.sub("", name), expert, module
-
-
-def _site(module: LowPrecLinearMixin, layer_number: int, name: str) -> LinearSite:
-    """The layer's unsharded sizes."""
-    rows, columns = module.weight.shape
-    if isinstance(module, LowPrecColumnParallelLinear):
-        gated = name.endswith("linear_fc1") and module.config.gated_linear_unit
-        return LinearSite(layer_number, name, columns, rows * module.tp_group.size(), "column", gated)
-    return LinearSite(layer_number, name, columns * module.tp_group.size(), rows, "row")
-
-
-def _span(module: LowPrecLinearMixin, split: str, name: str) -> ShardSlice:
-    """Where this rank's shard of the weight lies in the dimension that tensor parallelism cuts."""
-    size, group = module.weight.shape[0 if split == "O" else 1], module.tp_group
-    if name.endswith("linear_fc1") and module.config.gated_linear_unit:
-        part = size // 2  # of the gate and of what it gates, each cut by itself
-        return ShardSlice(group.rank() * part, gate_offset=part, gate_stride=part * (group.size() - 1))
-    return ShardSlice(group.rank() * size)
-
-
-def _data_parallel_rank(expert: bool) -> int:
-    """This rank among those that hold other data for the same weights."""
-    if expert:
-        return parallel_state.get_expert_data_parallel_rank()
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
 
 def _reduce_over_holders(amax: torch.Tensor, expert: bool) -> torch.Tensor:

@@ -1,0 +1,73 @@
+"""Where Megatron-core's parallel linear layers stand in a model: layer number, name, expert, shard."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
+from megatron_lowprec.recipe.coverage import LinearSite
+
+_EXPERT = re.compile(r"\.local_experts\.(\d+)")
+
+
+def linear_id_of(
+    module: LowPrecLinearMixin, layer_number: int, name: str, expert: int, share_rng_across_dp: bool
+) -> LinearId:
+    """Identity of this rank's shard; ``share_rng_across_dp`` gives data-parallel ranks the same random streams."""
+    split, group = ("O" if isinstance(module, LowPrecColumnParallelLinear) else "I"), module.tp_group
+    return LinearId(
+        layer_number,
+        name,
+        expert,
+        0 if share_rng_across_dp else _data_parallel_rank(expert >= 0),
+        spans={split: _shard_slice(module, split, name)},
+        split=split if group.size() > 1 else "",
+    )
+
+
+def linears(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, int, LowPrecLinearMixin]]:
+    """(global layer number, name within the layer, global expert or -1, module) of every layer that takes a recipe."""
+    for chunk in model_chunks:
+        for layer in chunk.modules():
+            if not isinstance(layer, TransformerLayer):
+                continue
+            experts_here = sum(
+                bool(_EXPERT.search(name)) and name.endswith("linear_fc1") for name, _ in layer.named_modules()
+            )
+            for name, module in layer.named_modules():
+                if isinstance(module, LowPrecLinearMixin):
+                    local = _EXPERT.search(name)
+                    expert = (
+                        parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[1]) if local else -1
+                    )
+                    yield layer.layer_number, _EXPERT.sub("", name), expert, module
+
+
+def site_of(module: LowPrecLinearMixin, layer_number: int, name: str) -> LinearSite:
+    """The layer's unsharded sizes."""
+    rows, columns = module.weight.shape
+    if isinstance(module, LowPrecColumnParallelLinear):
+        gated = name.endswith("linear_fc1") and module.config.gated_linear_unit
+        return LinearSite(layer_number, name, columns, rows * module.tp_group.size(), "column", gated)
+    return LinearSite(layer_number, name, columns * module.tp_group.size(), rows, "row")
+
+
+def _shard_slice(module: LowPrecLinearMixin, split: str, name: str) -> ShardSlice:
+    """Where this rank's shard of the weight lies in the dimension that tensor parallelism cuts."""
+    size, group = module.weight.shape[0 if split == "O" else 1], module.tp_group
+    if name.endswith("linear_fc1") and module.config.gated_linear_unit:
+        part = size // 2  # of the gate and of what it gates, each cut by itself
+        return ShardSlice(group.rank() * part, gate_offset=part, gate_stride=part * (group.size() - 1))
+    return ShardSlice(group.rank() * size)
+
+
+def _data_parallel_rank(expert: bool) -> int:
+    """This rank among those that hold other data for the same weights."""
+    if expert:
+        return parallel_state.get_expert_data_parallel_rank()
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)

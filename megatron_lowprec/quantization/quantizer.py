@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import fuses_mx
+from megatron_lowprec.kernels.dispatch import fuses_mx, quantize_mx, quantize_mx_codes
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import Uniform, block_amax, decode, fp32_encode_scale, quantize_operand
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
@@ -150,7 +150,6 @@ def _fused(
     rng_step: RngStep | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The Triton kernel along the rows and columns of [M, N] for which a stream is given."""
-    from megatron_lowprec.kernels.quantize.triton import quantize_mx
 
     def way(random: RandomStream | None, transform: Transform | None) -> Direction | None:
         if random is None:
@@ -171,8 +170,6 @@ def _fused(
 
 def _quantized_by_kernel(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream) -> tuple[torch.Tensor, ...]:
     """Codes, one an entry, and scale bytes of [R, K] with K whole blocks, by the fused kernel."""
-    from megatron_lowprec.kernels.quantize.triton import quantize_mx_codes
-
     by_rows = matrix.stride(1) == 1
     way = Direction(Key.of(random.key))
     spans = (random.row_span, random.column_span)

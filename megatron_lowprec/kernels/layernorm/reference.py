@@ -31,13 +31,20 @@ def norm(
         weight, bias: [H].
         amax: fp32 [1], raised to that of y, NaN above all.
     """
-    rstd, *mean = statistics(x, eps, centered=bias is not None)
-    centered = x.float() - mean[0][:, None] if mean else x.float()
-    y = centered * rstd[:, None] * weight.float()
-    y = (y if bias is None else y + bias.float()).to(x.dtype)
+    found = statistics(x, eps, centered=bias is not None)
+    y = normalize(x, weight, bias, found)
     if amax is not None:
         raise_to_amax(amax, y)
-    return Normalized(y, mean[0] if mean else None, rstd)
+    return Normalized(y, None if bias is None else found[1], found[0])
+
+
+def normalize(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, statistics: torch.Tensor
+) -> torch.Tensor:
+    """``norm``'s y from what ``statistics`` found of the rows of x."""
+    centered = x.float() if bias is None else x.float() - statistics[1][:, None]
+    y = centered * statistics[0][:, None] * weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def statistics(x: torch.Tensor, eps: float, centered: bool) -> torch.Tensor:

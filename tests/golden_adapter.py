@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.gemm.reference import Operand, contract
+from megatron_lowprec.kernels.gemm.reference import gemm
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import (
     decode,
@@ -78,8 +78,8 @@ def _linear_backward(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> R
             signs = inputs[f"sign{which}"].float() if f"sign{which}" in inputs else None
             arguments = kernel_arguments(matrix, spec, draws)
             elements, _ = quantize_operand(matrix, **arguments, signs=signs, dequantize=True)
-            sides.append(Operand(elements))
-        return contract(*sides, alpha=spec.headroom**-2, out_dtype=torch.float32)
+            sides.append(elements)
+        return gemm(*sides, alpha=spec.headroom**-2, out_dtype=torch.float32)
 
     dgrad = product(dy_to, w.t(), 0)
     wgrad = product(dy_to.t(), x_ti.t(), 1)

@@ -29,10 +29,10 @@ MAY_IMPORT = {
     "recipe": {"errors", "formats", "scaling"},
     "report": {"errors", "recipe", "text_tables"},
     "kernels": {"files", "formats", "scaling"},
-    "quantization": {"errors", "formats", "kernels", "recipe"},
+    "quantization": {"errors", "formats", "kernels", "recipe", "scaling"},
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
-    "linear": {"errors", "formats", "kernels", "recipe", "quantization"},
+    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "scaling"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
     "training": {"errors", "files", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore"},
     # reads only torch-free modules of training

@@ -16,6 +16,8 @@ import torch
 
 from megatron_lowprec.kernels.amax_history import reference as amax_history
 from megatron_lowprec.kernels.bias import reference as bias
+from megatron_lowprec.kernels.cast_fp8 import reference as casts
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.cross_entropy import reference as cross_entropy
 from megatron_lowprec.kernels.dropout import reference as dropout
 from megatron_lowprec.kernels.gelu import reference as gelu
@@ -93,6 +95,10 @@ def _op(reference: Callable[P, R], fused: Callable[..., bool] | None = None) -> 
     return op
 
 
+def _fuses_cast(x: torch.Tensor | CastPrologue, *_: Any) -> bool:
+    return fuses(x if isinstance(x, torch.Tensor) else x.x)
+
+
 def _on_gpu(slots: Any, *_: Any) -> bool:
     return slots[0].grad.is_cuda and have_triton()
 
@@ -104,6 +110,8 @@ bias_gelu = _op(gelu.bias_gelu)
 bias_gelu_backward = _op(gelu.bias_gelu_backward)
 bias_dropout_add = _op(dropout.bias_dropout_add)
 bias_dropout_add_backward = _op(dropout.bias_dropout_add_backward)
+amax_of = _op(casts.amax_of, _fuses_cast)
+cast_fp8 = _op(casts.cast_fp8, _fuses_cast)
 add_bias_ = _op(bias.add_bias_, lambda y, *_: fuses(y) and y.is_contiguous())
 logit_sums = _op(cross_entropy.logit_sums)
 logits_gradient_ = _op(cross_entropy.logits_gradient_)
@@ -120,7 +128,6 @@ adam_update_ = _op(scaled_adam.update_, _on_gpu)
 if TYPE_CHECKING:
     from megatron_lowprec.kernels.hadamard.triton import scaled_signs as scaled_signs
     from megatron_lowprec.kernels.quantize.triton import quantize_mx as quantize_mx
-    from megatron_lowprec.kernels.quantize.triton import quantize_mx_codes as quantize_mx_codes
 else:
 
     def _fused_only(module: str, name: str) -> Callable[..., Any]:
@@ -129,5 +136,4 @@ else:
         )
 
     quantize_mx = _fused_only("quantize", "quantize_mx")
-    quantize_mx_codes = _fused_only("quantize", "quantize_mx_codes")
     scaled_signs = _fused_only("hadamard", "scaled_signs")

@@ -1,82 +1,87 @@
 """Values that pass between the producers of a linear layer's x and dy, its three GEMMs and autograd."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
-from megatron_lowprec.kernels.gemm.reference import Operand
-
-GemmOperand = Operand | ScaledMatrix
-"""One side of an emulated or of a native product."""
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.recipe.schema import QuantSpec
 
 CastFusion = Literal["source", "amax", None]
 """What a producer of x or dy can do for the casts of it: leave the computation to them, or find the amax on the way."""
 
 
-class Input(NamedTuple):
-    """x_TI of a layer as operands, without the matrix itself.
-
-    Attributes:
-        like: a tensor of its shape and dtype.
-        rows, columns: operands of fprop and wgrad.
-    """
-
-    like: torch.Tensor
-    rows: ScaledMatrix
-    columns: ScaledMatrix
-
-    @property
-    def shape(self) -> torch.Size:
-        """[T, I]"""
-        return self.like.shape
-
-
 class SavedForBackward(NamedTuple):
-    """What ``LinearGemms.forward`` saves for the backward pass.
+    """x and w of a linear layer as its backward pass needs them: tensors first, for ``save_for_backward``.
 
     Attributes:
-        input: wgrad's operand of x, [I, T padded]; x itself is then not needed. None where x is.
-        weight_amax: fp32 [1], for ``dgrad``.
+        weight: [O, I].
+        x: the layer's input [..., I], or columnwise data of the quantized x, [I, T padded]; None where the backward
+            pass recomputes x.
+        x_scale: of the columnwise data; None beside x itself.
+        weight_amax: fp32 [1], for ``LinearGemms.dgrad``.
+        x_spec: of the quantized x; None beside x itself.
+        x_shape: shape of the layer's input.
     """
 
-    input: ScaledMatrix | None
+    weight: torch.Tensor
+    x: torch.Tensor | None
+    x_scale: torch.Tensor | None
     weight_amax: torch.Tensor | None
-
-    def tensors(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Tensors for ``save_for_backward``: x or what takes its place, its scale, the weight's amax."""
-        if self.input is None:
-            return x, None, self.weight_amax
-        return self.input.elements, self.input.scale, self.weight_amax
+    x_spec: QuantSpec | None
+    x_shape: torch.Size
 
     @staticmethod
-    def restored(elements: torch.Tensor, scale: torch.Tensor | None, granularity: str) -> torch.Tensor | ScaledMatrix:
-        """x, or the operand of it."""
-        return elements if scale is None else ScaledMatrix(elements, scale, granularity, elements.shape[0])
+    def of(
+        weight: torch.Tensor,
+        x: torch.Tensor | CastPrologue | QuantizedTensor,
+        quantized: QuantizedTensor,
+        weight_amax: torch.Tensor | None,
+    ) -> SavedForBackward:
+        """x if it is in memory, or in its place columnwise data of the quantized x if there are any."""
+        if quantized.columnwise_data is not None:
+            data, scale = quantized.columnwise_data, quantized.columnwise_scale
+            return SavedForBackward(weight, data, scale, weight_amax, quantized.spec, x.shape)
+        in_memory = x if isinstance(x, torch.Tensor) else None
+        return SavedForBackward(weight, in_memory, None, weight_amax, None, x.shape)
 
-    @property
-    def granularity(self) -> str:
-        """Of the saved operand."""
-        return "" if self.input is None else self.input.granularity
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The first four fields."""
+        return self[:4]
+
+    def input(self) -> torch.Tensor | QuantizedTensor:
+        """x [T, I] for ``LinearGemms.wgrad``."""
+        assert self.x is not None
+        if self.x_spec is None:
+            return self.x.reshape(-1, self.x.shape[-1])
+        shape = torch.Size((self.x_shape[:-1].numel(), self.x_shape[-1]))
+        return QuantizedTensor(
+            shape, self.weight.dtype, self.x_spec, columnwise_data=self.x, columnwise_scale=self.x_scale
+        )
 
 
 @dataclass(frozen=True)
 class GradOutput:
-    """dy_TO of a layer, the operands that were made of it already, by GEMM, and the gradient of a bias."""
+    """dy_TO of a layer for dgrad and wgrad.
+
+    Attributes:
+        matrix: dy; where both directions are quantized, a tensor of its shape and dtype.
+        quantized: dy with the directions that one read gave.
+        bias: gradient of the bias [O], or None.
+    """
 
     matrix: torch.Tensor
-    operands: Mapping[str, GemmOperand]
+    quantized: QuantizedTensor | None = None
     bias: torch.Tensor | None = None
 
 
-def matrix_of(x: torch.Tensor | CastPrologue | Input, made: bool = False) -> torch.Tensor:
-    """x in memory; of a computed one, whose operands are all ``made``, a tensor of its shape and dtype."""
+def in_memory(x: torch.Tensor | CastPrologue) -> torch.Tensor:
+    """x as one tensor; AssertionError for a computed one."""
     if isinstance(x, torch.Tensor):
         return x
-    if isinstance(x, Input):
-        return x.like
-    assert made or x.kind == "matrix", f"{x.kind} is no matrix in memory: ask supported_fusion first"
-    return x.like
+    assert x.kind == "matrix", f"{x.kind} is no matrix in memory: supported_fusion tells where one may be computed"
+    return x.x

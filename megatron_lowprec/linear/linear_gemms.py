@@ -7,23 +7,18 @@ import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import arch_of
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
+from megatron_lowprec.linear.backend import GemmBackend
 from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
-from megatron_lowprec.linear.gemms import SIDES, LinearId
-from megatron_lowprec.linear.layer_tensors import (
-    CastFusion,
-    GemmOperand,
-    GradOutput,
-    Input,
-    SavedForBackward,
-    matrix_of,
-)
+from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory
+from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.linear.native_gemms import NativeGemms
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.transform import Transforms
 from megatron_lowprec.recipe.coverage import weight_serves_microbatches
 from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import HistorySpec, Recipe
@@ -38,12 +33,12 @@ class LinearGemms:
 
     Args:
         recipe: what to do.
-        place: which layer this is.
+        linear_id: the layer.
         seed: the run's seed.
-        history_of: spec of a history -> the history that its tensors share; called once per delayed operand.
-        reduce_amax: maximum over the ranks that share ``place.split``; None without such ranks.
+        history_of: spec of a history -> the history that its tensors share; called once per delayed tensor.
+        reduce_amax: maximum over the ranks that share ``linear_id.split``; None without such ranks.
         cache_weights: keep a quantized weight, where it is the same for all microbatches of a step, until
-            ``forget_weights``; costs a copy of the weight for each such GEMM.
+            ``weight_cache.clear``; costs a copy of the weight for each such GEMM.
         stores_histories_of: where this layer is left in bf16 under another recipe, that one. Its histories are kept,
             empty: a checkpoint stacks the layers of a model, which must therefore store alike.
         emulate: multiply in the compute dtype also where the device has FP8 products.
@@ -57,7 +52,7 @@ class LinearGemms:
     def __init__(
         self,
         recipe: Recipe,
-        place: LinearId,
+        linear_id: LinearId,
         seed: int,
         history_of: Callable[[HistorySpec], AmaxHistory],
         reduce_amax: Reduce | None = None,
@@ -65,39 +60,44 @@ class LinearGemms:
         stores_histories_of: Recipe | None = None,
         emulate: bool = False,
     ) -> None:
-        self.recipe, self.place = recipe, place
+        self.recipe, self.linear_id = recipe, linear_id
         self.main_grad_is_zero = False
         self._emulate = emulate
-        served = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
-        self.weight_cache = QuantizedWeightCache(served if cache_weights else ())
+        cached = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
+        self.weight_cache = QuantizedWeightCache(cached if cache_weights else ())
         self._chosen_for: tuple[torch.device, torch.dtype] | None = None
         self._native_names: frozenset[str] = frozenset()
         self.histories: dict[str, tuple[AmaxHistory, int]] = {}
-        for operand, remembered in (stores_histories_of or recipe).delayed_operands().items():
+        for tensor, remembered in (stores_histories_of or recipe).delayed_operands().items():
             history = history_of(remembered)
-            self.histories[operand] = (history, history.add_tensor())
-        self.emulated = EmulatedGemms(recipe, place, seed, self.histories, reduce_amax)
-        self.native = NativeGemms(recipe, place, self.histories, reduce_amax)
+            self.histories[tensor] = (history, history.add_tensor())
+        layer_amax = LayerAmax(linear_id, self.histories, reduce_amax)
+        transforms = Transforms(
+            {name: gemm.hadamard for name, gemm in recipe.gemms.items()}, linear_id.sign_streams(seed)
+        )
+        self.emulated = EmulatedGemms(recipe, linear_id.rounding_streams(seed), transforms, layer_amax)
+        self.native = NativeGemms(recipe, layer_amax)
+        specs = {name: [getattr(recipe.gemms[gemm], name) for gemm in gemms] for name, gemms in SIDES.items()}
+        self._specs = {name: by_row for name, (by_row, _) in specs.items()}
+        self._one_spec = {name: by_row == by_column for name, (by_row, by_column) in specs.items()}
 
     def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> CastFusion:
         """How the producer of "input" or "grad_output", of the size and dtype of ``matrix``, spares its casts a pass.
 
-        "source" where the scale is known and one cast gives both operands, so that it may compute what it casts;
+        "source" where the scale is known and one cast gives both directions, so that it may compute what it casts;
         "amax" where the cast begins with the amax of the tensor; else None.
         """
-        by_row, by_column = SIDES[tensor]
-        spec = getattr(getattr(self.recipe, by_row), tensor)
-        if not {by_row, by_column} <= self._native_for(matrix) or spec.granularity != "tensor":
+        spec = self._specs[tensor]
+        if not self._native_for(matrix).issuperset(SIDES[tensor]) or not self._one_spec[tensor]:
             return None
-        if spec != getattr(getattr(self.recipe, by_column), tensor):
+        if spec.granularity != "tensor":
             return None
         return "source" if spec.scaling == "delayed" else "amax"
 
     def accepts_split_input(self, matrix: torch.Tensor) -> bool:
         """Whether dy of the size and dtype of ``matrix`` may be a ``CastPrologue`` that lies in memory in parts."""
-        spec = self.recipe.dgrad.grad_output
-        native = {"dgrad", "wgrad"} <= self._native_for(matrix)
-        return native and spec is not None and spec == self.recipe.wgrad.grad_output and spec.granularity != "row"
+        native = self._native_for(matrix).issuperset(SIDES["grad_output"])
+        return native and self._one_spec["grad_output"] and self._specs["grad_output"].granularity != "row"
 
     def fprop(
         self, x_TI: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep, update_amax: bool = True
@@ -107,55 +107,44 @@ class LinearGemms:
 
     def forward(
         self,
-        x_TI: torch.Tensor | CastPrologue | Input,
+        x_TI: torch.Tensor | CastPrologue | QuantizedTensor,
         w_OI: torch.Tensor,
         rng_step: RngStep,
         update_amax: bool = True,
         bias_O: torch.Tensor | None = None,
         save_input: bool = False,
         amax: torch.Tensor | None = None,
+        layer_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, SavedForBackward]:
-        """``fprop`` plus a bias, and what it made that the backward pass would make again.
+        """``fprop`` plus a bias, and what the backward pass needs.
 
         A native product adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
 
         Args:
-            x_TI: a computed one only where ``supported_fusion`` is "source".
-            save_input: make wgrad's operand of x now, from the same read, where both products are native; one that
-                ``input`` has made is saved anyway.
+            x_TI: a computed one only where ``supported_fusion`` is "source"; a quantized one from ``quantize_input``.
+            save_input: quantize x for wgrad from the same read, where both products are native.
             amax: fp32 [1] of this rank's part of x, where its producer knows it.
+            layer_input: [..., I], to be saved in place of x: not flat, or not gathered.
         """
         self.choose_products(w_OI)
         native = self._native_for(x_TI)
-        x: GemmOperand | None
-        saved_input = None
-        if isinstance(x_TI, Input):
-            x, saved_input = x_TI.rows, x_TI.columns
-        elif "fprop" in native:
-            both = save_input and "wgrad" in native and self.recipe.fprop.input == self.recipe.wgrad.input
-            x, saved_input, _ = self.native.cast(
-                "input", x_TI, rows=True, columns=both, update_amax=update_amax, part_amax=amax
-            )
+        if isinstance(x_TI, QuantizedTensor):
+            x = x_TI
         else:
-            x = self.emulated.quantize("fprop", "input", matrix_of(x_TI), rng_step, update_amax)
+            both = save_input and native.issuperset(SIDES["input"]) and self._one_spec["input"]
+            x, _ = self._backend("fprop", native).quantize(
+                "input", x_TI, rng_step, rowwise=True, columnwise=both, update_amax=update_amax, local_amax=amax
+            )
         weight_amax = None
-        if (
-            save_input
-            and "fprop" in native
-            and not isinstance(w_OI, Fp8Weight)
-            and not self.weight_cache.keeps("fprop")
-        ):
-            weight_amax = self.native.weight_amax(w_OI)
+        if save_input and "fprop" in native and not self.weight_cache.holds("fprop"):
+            weight_amax = None if isinstance(w_OI, Fp8Weight) else self.native.weight_amax(w_OI)
         w = self._weight("fprop", w_OI, native, rng_step, update_amax, weight_amax)
-        y = self._gemm("fprop", native, x, w, matrix_of(x_TI, made=True).dtype, bias=bias_O)
-        return y, SavedForBackward(saved_input, weight_amax)
+        y = self._backend("fprop", native).gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
+        return y, SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
 
-    def input(self, x_TI: CastPrologue) -> Input:
-        """x for ``forward``, as operands for fprop and wgrad; only where ``supported_fusion`` is "source"."""
-        rows, columns, _ = self.native.cast("input", x_TI, rows=True, columns=True)
-        assert rows is not None
-        assert columns is not None
-        return Input(x_TI.x, rows, columns)
+    def quantize_input(self, x_TI: CastPrologue, rng_step: RngStep) -> QuantizedTensor:
+        """x for ``forward``, in both directions; only where ``supported_fusion`` is "source"."""
+        return self.native.quantize("input", x_TI, rng_step, rowwise=True, columnwise=True)[0]
 
     def grad_output(
         self,
@@ -171,22 +160,20 @@ class LinearGemms:
             bias: also give the gradient of a bias, the sum over tokens.
             amax: fp32 [1] of this rank's part of dy, where its producer knows it.
         """
-        native = self._native_for(dy_TO)
-        operands: dict[str, GemmOperand] = {}
-        sums = None
-        if {"dgrad", "wgrad"} & native:
-            same = self.recipe.dgrad.grad_output == self.recipe.wgrad.grad_output
-            rows, columns = "dgrad" in native, "wgrad" in native and (same or "dgrad" not in native)
-            by_row, by_column, sums = self.native.cast(
-                "grad_output", dy_TO, rows=rows, columns=columns, sums=bias, part_amax=amax
-            )
-            operands = {name: o for name, o in (("dgrad", by_row), ("wgrad", by_column)) if o is not None}
+        native, one_spec = self._native_for(dy_TO), self._one_spec["grad_output"]
+        rowwise = "dgrad" in native or "wgrad" not in native
+        columnwise = one_spec and ("wgrad" in native) == ("dgrad" in native) if rowwise else True
+        backend = self._backend("dgrad" if rowwise else "wgrad", native)
+        quantized, db = backend.quantize(
+            "grad_output", dy_TO, rng_step, rowwise=rowwise, columnwise=columnwise, local_amax=amax, sums=bias
+        )
+        if quantized.rowwise_data is not None and quantized.columnwise_data is not None:
+            matrix = dy_TO if isinstance(dy_TO, torch.Tensor) else dy_TO.like
         else:
-            operands |= self.emulated.quantize_grad_output(matrix_of(dy_TO), rng_step)
-        db = None
-        if bias:
-            db = matrix_of(dy_TO).sum(dim=0) if sums is None else sums
-        return GradOutput(matrix_of(dy_TO, made=len(operands) == 2), operands, db)
+            matrix = in_memory(dy_TO)
+        if bias and db is None:
+            db = in_memory(dy_TO).sum(dim=0)
+        return GradOutput(matrix, quantized, db)
 
     def dgrad(
         self,
@@ -196,16 +183,18 @@ class LinearGemms:
         weight_amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` as ``forward`` returned it."""
-        dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
-        native = self._native_for(dy.matrix)
-        left = dy.operands.get("dgrad") or self._quantize("dgrad", native, "grad_output", dy.matrix, rng_step)
+        dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
+        native, quantized = self._native_for(dy.matrix), dy.quantized
+        backend = self._backend("dgrad", native)
+        if quantized is None or quantized.rowwise_data is None:
+            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, rowwise=True, columnwise=False)
         w = self._weight("dgrad", w_OI, native, rng_step, amax=weight_amax)
-        return self._gemm("dgrad", native, left, w, dy.matrix.dtype)
+        return backend.gemm("dgrad", quantized, w, dy.matrix.dtype)
 
     def wgrad(
         self,
         dy: torch.Tensor | GradOutput,
-        x: torch.Tensor | ScaledMatrix | CastPrologue,
+        x: torch.Tensor | QuantizedTensor | CastPrologue,
         rng_step: RngStep,
         accumulate_into: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
@@ -213,33 +202,34 @@ class LinearGemms:
         """``dw_OI = dy_TO.T @ x_TI`` in the dtype of dy, or added in fp32 to ``accumulate_into``, which is returned.
 
         Args:
-            x: x_TI, or the operand of it that ``forward`` saved; a computed one only where ``supported_fusion`` is
+            x: x_TI, or what ``SavedForBackward.input`` gives; a computed one only where ``supported_fusion`` is
                 "source".
             amax: as ``forward`` had it.
         """
-        dy = dy if isinstance(dy, GradOutput) else GradOutput(dy, {})
-        native = self._native_for(dy.matrix)
-        right: GemmOperand | None
-        if isinstance(x, ScaledMatrix):
-            right = x
-        elif "wgrad" in native:
-            unseen = self.recipe.fprop.input != self.recipe.wgrad.input  # else fprop has recorded its amax
-            right = self.native.cast("input", x, rows=False, columns=True, update_amax=unseen, part_amax=amax).columns
-        else:
-            right = self.emulated.quantize("wgrad", "input", matrix_of(x).t(), rng_step)
-        left = dy.operands.get("wgrad") or self._quantize("wgrad", native, "grad_output", dy.matrix.t(), rng_step)
-        return self._gemm("wgrad", native, left, right, dy.matrix.dtype, accumulate_into)
+        dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
+        native, quantized = self._native_for(dy.matrix), dy.quantized
+        backend = self._backend("wgrad", native)
+        if not isinstance(x, QuantizedTensor):
+            # a native fprop by the same spec has recorded the amax
+            update_amax = "wgrad" not in native or not self._one_spec["input"]
+            x, _ = backend.quantize(
+                "input", x, rng_step, rowwise=False, columnwise=True, update_amax=update_amax, local_amax=amax
+            )
+        if quantized is None or quantized.columnwise_data is None:
+            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, rowwise=False, columnwise=True)
+        overwrite = accumulate_into is not None and self.main_grad_is_zero
+        if overwrite:
+            self.main_grad_is_zero = False
+        return backend.gemm(
+            "wgrad", quantized, x, dy.matrix.dtype, accumulate_into=accumulate_into, overwrite=overwrite
+        )
 
     def load_histories(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Move ``{prefix}amax.<operand>`` from a state dict, as far as present, into the amax histories."""
-        for operand, (history, slot) in self.histories.items():
-            state = state_dict.pop(f"{prefix}amax.{operand}", None)
+        """Move ``{prefix}amax.<tensor>`` from a state dict, as far as present, into the amax histories."""
+        for tensor, (history, slot) in self.histories.items():
+            state = state_dict.pop(f"{prefix}amax.{tensor}", None)
             if state is not None:
                 history.load_state(slot, state)
-
-    def forget_weights(self) -> None:
-        """Drop cached weights, after an update."""
-        self.weight_cache.forget()
 
     def choose_products(self, w_OI: torch.Tensor) -> None:
         """Decide, once for a device and dtype, which GEMMs run on FP8 units."""
@@ -249,21 +239,16 @@ class LinearGemms:
             if w_OI.dtype == torch.bfloat16 and not self._emulate:
                 self._native_names = native_gemms(self.recipe, arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0])
 
-    def error_stats(self, gemm: str, operand: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
-        """``EmulatedGemms.error_stats``: native operands have the same bits."""
-        return self.emulated.error_stats(gemm, operand, matrix, rng_step)
-
-    def _native_for(self, tokens: torch.Tensor | CastPrologue | Input) -> frozenset[str]:
+    def _native_for(self, tokens: torch.Tensor | CastPrologue | QuantizedTensor) -> frozenset[str]:
         """The GEMMs that run on FP8 units; an expert without tokens multiplies nothing."""
         return self._native_names if tokens.shape[0] else frozenset()
 
-    def _quantize(
-        self, gemm: str, native: frozenset[str], operand: str, matrix: torch.Tensor, rng_step: RngStep
-    ) -> GemmOperand:
-        """An operand of [R, K], contracted dimension last."""
-        if gemm in native:
-            return self.native.quantize(gemm, operand, matrix)
-        return self.emulated.quantize(gemm, operand, matrix, rng_step)
+    def backend(self, gemm: str) -> GemmBackend:
+        """The backend that ``choose_products`` has chosen for a GEMM."""
+        return self._backend(gemm, self._native_names)
+
+    def _backend(self, gemm: str, native: frozenset[str]) -> GemmBackend:
+        return self.native if gemm in native else self.emulated
 
     def _weight(
         self,
@@ -273,62 +258,47 @@ class LinearGemms:
         rng_step: RngStep,
         update_amax: bool = True,
         amax: torch.Tensor | None = None,
-    ) -> GemmOperand:
-        """The weight's operand: FP8 itself, cached by an earlier microbatch, or made now."""
-        if isinstance(w_OI, Fp8Weight):
-            return self._primary_weight(gemm, w_OI, gemm in native, update_amax)
+    ) -> QuantizedTensor:
+        """The quantized weight of fprop (rowwise) or dgrad (columnwise): from the cache, FP8 itself, or made now."""
         # also where no amax is updated: the first pass of an activation recomputation
-        cached = self.weight_cache.find(gemm, gemm in native)
+        is_native = gemm in native
+        cached = self.weight_cache.get(gemm, is_native)
+        caches = update_amax and self.weight_cache.holds(gemm)
+        if isinstance(w_OI, Fp8Weight):
+            return self._primary_weight(gemm, w_OI, is_native, update_amax, cached if caches else None, caches)
         if cached is not None:
             return cached
-        keeps = update_amax and self.weight_cache.keeps(gemm)
-        made: dict[str, GemmOperand]
-        if gemm in native:
-            both = keeps and {"fprop", "dgrad"} <= native and self.recipe.fprop.weight == self.recipe.dgrad.weight
-            by_row, by_column, _ = self.native.cast(
-                "weight",
-                w_OI,
-                rows=both or gemm == "fprop",
-                columns=both or gemm == "dgrad",
-                update_amax=update_amax,
-                amax=amax,
-            )
-            made = {name: o for name, o in (("fprop", by_row), ("dgrad", by_column)) if o is not None}
-        else:
-            matrix = w_OI if gemm == "fprop" else w_OI.t()
-            made = {gemm: self.emulated.quantize(gemm, "weight", matrix, rng_step, update_amax)}
-        if keeps:
-            self.weight_cache.keep(made)
-        return made[gemm]
+        both = caches and native.issuperset(SIDES["weight"]) and self._one_spec["weight"]
+        made, _ = self._backend(gemm, native).quantize(
+            "weight",
+            w_OI,
+            rng_step,
+            rowwise=both or gemm == "fprop",
+            columnwise=both or gemm == "dgrad",
+            update_amax=update_amax,
+            amax=amax,
+        )
+        if caches:
+            for name in SIDES["weight"] if both else (gemm,):
+                self.weight_cache.put(name, is_native, made)
+        return made
 
-    def _primary_weight(self, gemm: str, w_OI: Fp8Weight, native: bool, update_amax: bool) -> GemmOperand:
-        """The operand that the codes are already; a native dgrad reads a copy of them that is made once a step."""
+    def _primary_weight(
+        self,
+        gemm: str,
+        w_OI: Fp8Weight,
+        native: bool,
+        update_amax: bool,
+        cached: QuantizedTensor | None = None,
+        caches: bool = False,
+    ) -> QuantizedTensor:
+        """An FP8 weight for a GEMM; the transposed codes of a native dgrad are cached, where weights are."""
         if update_amax and w_OI.spec.scaling == "delayed":
             history, slot = self.histories["weight"]
             history.update_amax(slot, w_OI.main_amax)
-        transposed = gemm == "dgrad"
-        if not native:
-            return w_OI.operand(transposed)
-        if not transposed or not (update_amax and self.weight_cache.keeps(gemm)):
-            return w_OI.scaled_operand(transposed)
-        cached = self.weight_cache.find(gemm, native)
-        if cached is None:
-            cached = w_OI.scaled_operand(transposed)
-            self.weight_cache.keep({gemm: cached})
-        return cached
-
-    def _gemm(
-        self,
-        name: str,
-        native: frozenset[str],
-        left: Any,
-        right: Any,
-        out_dtype: torch.dtype,
-        accumulate_into: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        overwrite = accumulate_into is not None and self.main_grad_is_zero
-        if overwrite:
-            self.main_grad_is_zero = False
-        backend = self.native if name in native else self.emulated
-        return backend.gemm(name, left, right, out_dtype, accumulate_into, overwrite, bias)
+        if cached is not None:
+            return cached
+        made = w_OI.quantized(columnwise=gemm == "dgrad", codes=native)
+        if caches and native and gemm == "dgrad":
+            self.weight_cache.put(gemm, native, made)
+        return made

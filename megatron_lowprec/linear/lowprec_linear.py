@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.gemms import LinearId
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
@@ -24,19 +24,17 @@ class _LinearFunction(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: RngStep, update_amax: bool
     ):
-        y, kept = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
-        ctx.save_for_backward(weight, *kept.tensors(x))
-        ctx.linear_gemms, ctx.rng_step, ctx.granularity = linear_gemms, rng_step, kept.granularity
+        y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
+        ctx.save_for_backward(*saved.tensors())
+        ctx.linear_gemms, ctx.rng_step, ctx.plain = linear_gemms, rng_step, saved[4:]
         return y
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        weight, elements, scale, amax = ctx.saved_tensors
-        dy = ctx.linear_gemms.grad_output(dy, ctx.rng_step, bias=ctx.needs_input_grad[2])
-        dx = ctx.linear_gemms.dgrad(dy, weight, ctx.rng_step, amax) if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1]:
-            dw = ctx.linear_gemms.wgrad(dy, SavedForBackward.restored(elements, scale, ctx.granularity), ctx.rng_step)
+        saved, linear_gemms = SavedForBackward(*ctx.saved_tensors, *ctx.plain), ctx.linear_gemms
+        dy = linear_gemms.grad_output(dy, ctx.rng_step, bias=ctx.needs_input_grad[2])
+        dx = linear_gemms.dgrad(dy, saved.weight, ctx.rng_step, saved.weight_amax) if ctx.needs_input_grad[0] else None
+        dw = linear_gemms.wgrad(dy, saved.input(), ctx.rng_step) if ctx.needs_input_grad[1] else None
         return dx, dw, dy.bias, None, None, None
 
 

@@ -1,45 +1,43 @@
-"""Quantized weights that all microbatches of a step multiply with: made in the first one, kept for the others."""
+"""Per-step cache of quantized weights: the first microbatch makes them, the others multiply with the same."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
-from megatron_lowprec.linear.layer_tensors import GemmOperand
 from megatron_lowprec.quantization.device_rng_step import capturing
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
 class QuantizedWeightCache:
-    """The weight's operands by GEMM, from when they are made until ``forget``.
+    """A layer's quantized weight by GEMM and backend, until ``clear``.
 
     Args:
-        gemms: those whose operand is the same for all microbatches of a step, and may stay in memory.
+        gemms: those whose weight is quantized alike for all microbatches of a step, and may stay in memory.
 
     Attributes:
-        under_capture: keep and find operands also while a CUDA graph is captured. Whoever says so holds on to
-            ``operands`` and replays a step's graphs in the order of their capture.
+        under_capture: use the cache also while a CUDA graph is captured. Its user keeps ``tensors`` alive and replays a
+            step's graphs in the order of their capture.
     """
 
     def __init__(self, gemms: Iterable[str]) -> None:
         self.under_capture = False
         self._gemms = frozenset(gemms)
-        self._operands: dict[str, GemmOperand] = {}
+        self._weights: dict[tuple[str, bool], QuantizedTensor] = {}
 
-    def keeps(self, gemm: str) -> bool:
-        """Whether the weight's operand in this GEMM is one to ``keep``, and to ``find``."""
+    def holds(self, gemm: str) -> bool:
+        """Whether this GEMM's weight is cached."""
         return gemm in self._gemms and (self.under_capture or not capturing())
 
-    def keep(self, made: Mapping[str, GemmOperand]) -> None:
-        """Have these, by GEMM, for the microbatches that follow."""
-        self._operands |= made
+    def put(self, gemm: str, native: bool, weight: QuantizedTensor) -> None:
+        """Cache a weight for a native or an emulated GEMM."""
+        self._weights[gemm, native] = weight
 
-    def find(self, gemm: str, native: bool) -> GemmOperand | None:
-        """What was kept for a native or an emulated product; None where that is to be made."""
-        found = self._operands.get(gemm) if self.keeps(gemm) else None
-        return found if isinstance(found, ScaledMatrix) == native else None
+    def get(self, gemm: str, native: bool) -> QuantizedTensor | None:
+        """The weight cached for a native or an emulated GEMM, or None."""
+        return self._weights.get((gemm, native)) if self.holds(gemm) else None
 
-    def operands(self) -> list[GemmOperand]:
-        """All that the step's later microbatches will find."""
-        return list(self._operands.values())
+    def tensors(self) -> list[QuantizedTensor]:
+        """All cached weights."""
+        return list(self._weights.values())
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop them: the weight has changed."""
-        self._operands.clear()
+        self._weights.clear()

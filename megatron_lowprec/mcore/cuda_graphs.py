@@ -35,9 +35,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.layer_tensors import GemmOperand
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin, await_weights
 from megatron_lowprec.mcore.rng_step import current_rng_step
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
 class Recording(Protocol):
@@ -259,7 +259,7 @@ class LayerGraphs:
         self._several, self._make_recorder = several, recorder
         self._inside = self._captured = self._later = False
         self._microbatches = 0
-        self._kept: list[list[GemmOperand]] = []
+        self._kept: list[list[QuantizedTensor]] = []
         for layer in self._layers:
             layer.module.forward = partial(self._forward, layer)
 
@@ -322,7 +322,7 @@ class LayerGraphs:
                     x = layer.passes[later].capture_forward(x, recorder)
                 for layer in reversed(layers):
                     dy = layer.passes[later].capture_backward(dy, recorder)
-                self._kept += [linear_gemms.weight_cache.operands() for linear_gemms in self._numerics]
+                self._kept += [linear_gemms.weight_cache.tensors() for linear_gemms in self._numerics]
         kept = recorder.finish()
         self._captured = True
         self.say(
@@ -339,14 +339,14 @@ class LayerGraphs:
         cuda_graphs._set_capture_start()
         try:
             for linear_gemms in self._numerics:
-                linear_gemms.forget_weights()
+                linear_gemms.weight_cache.clear()
                 linear_gemms.weight_cache.under_capture = True
             with generator:
                 yield
         finally:
             cuda_graphs._set_capture_end()
             for linear_gemms in self._numerics:
-                linear_gemms.forget_weights()
+                linear_gemms.weight_cache.clear()
                 linear_gemms.weight_cache.under_capture = linear_gemms.main_grad_is_zero = False
 
 

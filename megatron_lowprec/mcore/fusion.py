@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, Input
+from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 _ATTRIBUTE = "lowprec_metadata"
 
@@ -39,7 +40,7 @@ class TensorMetadata:
 
     version: int
     amax: torch.Tensor | None = None
-    quantized_input: tuple[LinearGemms, Input] | None = None
+    quantized_input: tuple[LinearGemms, QuantizedTensor] | None = None
     grad_channel: GradOutputChannel | None = None
     residual: weakref.ref[torch.Tensor] | None = None
     held_residual: torch.Tensor | None = None
@@ -72,7 +73,7 @@ def placeholder_like(x: torch.Tensor) -> torch.Tensor:
     return x.new_full((), math.nan).expand(x.shape)
 
 
-def attached_input(x: torch.Tensor, linear_gemms: LinearGemms) -> Input | None:
+def attached_input(x: torch.Tensor, linear_gemms: LinearGemms) -> QuantizedTensor | None:
     """x as operands, if they were made for this layer."""
     found = get_metadata(x)
     layer, quantized = (None, None) if found is None or found.quantized_input is None else found.quantized_input

@@ -16,8 +16,8 @@ from megatron_lowprec.comm.maximum import max_over, maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.linear.gemms import LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Consumer, LayerNorm, RMSNorm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
@@ -90,7 +90,7 @@ class RecipeRuntime:
             for history in self._histories.values():
                 history.newest.zero_()
         for linear_gemms in self.layers:
-            linear_gemms.forget_weights()
+            linear_gemms.weight_cache.clear()
 
     def _update_histories(self, *kinds: HistoryUpdate) -> None:
         for (remembered, expert), history in self._histories.items():

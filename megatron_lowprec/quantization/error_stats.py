@@ -59,14 +59,16 @@ def error_stats(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
         matrix: [R, K] as it was rounded, so behind a transform.
         made: of it.
     """
-    spec, decode = made.spec, made.decode_scale
+    spec, decode, data = made.spec, made.decode_scale, made.rowwise_data
+    assert spec is not None
+    assert data is not None
     block, limit = block_sizes(spec, matrix), made.format.max
     shared = decode.shape[0] == 1
     block_rows = 1 if shared else block[0]
     total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)
     chunk = _GPU_CHUNK if matrix.is_cuda else _CHUNK
     for rows in row_chunks(matrix.shape[0], matrix.shape[1], matrix.device, block_rows, chunk):
-        x, grid = (part[rows].float() for part in (matrix, made.matrix))
+        x, grid = (part[rows].float() for part in (matrix, data))
         scales = decode if shared else decode[rows.start // block_rows :][: -(-len(x) // block_rows)]
         q = scale_blocks(grid, scales, block) / spec.headroom
         magnitude = x.abs()

@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import multi_tensor_cast_
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
-from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES, fp8_codes
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import QuantSpec
 
 _ATEN = torch.ops.aten
@@ -98,16 +97,23 @@ class Fp8Weight(torch.Tensor):
             return self.source.to(self.codes.device)
         return (self.elements().float() * self.decode_scale).to(self.dtype)
 
-    def operand(self, transposed: bool) -> Operand:
-        """Of an emulated product: elements in the compute dtype, exact, [O, I] or [I, O]."""
-        elements = self.elements().to(self.dtype)
-        elements = elements.t() if transposed else elements
-        return Operand(elements, self.decode_scale.view(1, 1), (elements.shape[0], elements.shape[1]))
+    def quantized(self, *, columnwise: bool, codes: bool) -> QuantizedTensor:
+        """The weight for a GEMM that contracts its rows or its columns.
 
-    def scaled_operand(self, transposed: bool) -> ScaledMatrix:
-        """Of a native product: the codes themselves, or [I, O] a copy of them."""
-        elements = self.codes.t().contiguous().view(DTYPES[self.spec.format]) if transposed else self.elements()
-        return ScaledMatrix(elements, self.decode_scale, "tensor", elements.shape[0])
+        Args:
+            columnwise: [I, O] for dgrad; of codes it is a copy. Else [O, I].
+            codes: FP8 codes, for a native GEMM; else the same values in the compute dtype, for an emulated one.
+        """
+        scale = self.decode_scale.view(1, 1)
+        made = QuantizedTensor(self.shape, self.dtype, self.spec)
+        if not columnwise:
+            made.rowwise_data, made.rowwise_scale = self.elements() if codes else self.elements().to(self.dtype), scale
+        elif codes:
+            made.columnwise_data = self.codes.t().contiguous().view(DTYPES[self.spec.format])
+            made.columnwise_scale = scale
+        else:
+            made.columnwise_data, made.columnwise_scale = self.elements().to(self.dtype).t(), scale
+        return made
 
     # Megatron-core's names for ``source``, which its optimizer makes main weights of
     def get_high_precision_init_val(self) -> torch.Tensor:

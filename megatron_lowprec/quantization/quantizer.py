@@ -8,12 +8,12 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import fuses_mx, quantize_mx, quantize_mx_codes
+from megatron_lowprec.kernels.dispatch import fuses_mx, quantize_mx
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import Uniform, block_amax, decode, fp32_encode_scale, quantize_operand
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.device_rng_step import device_rng_step, refuse_capture
-from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
+from megatron_lowprec.quantization.random_stream import RandomStream
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.quantization.transform import Transform, padded
 from megatron_lowprec.recipe.schema import QuantSpec
@@ -31,7 +31,7 @@ def quantize(
     Args:
         x: fp32, bf16 or fp16, one or more dimensions; computed in fp32.
         spec: what to do. ``scaling="delayed"`` is taken as current: a tensor by itself has no history.
-        axis: the dimension that a product would contract; tiles run along it, their rows over all others, flattened.
+        axis: the dimension that a product would contract; blocks run along it, their rows over all others, flattened.
         random: for stochastic rounding, a stream, or fp32 draws u in [0, 1) of the shape of x (magnitudes are floor(t
             + u)).
 
@@ -52,86 +52,11 @@ def quantize(
     stream = RandomStream((0, 0)) if random is None and spec.rounding != "stochastic" else random
     if isinstance(stream, RandomStream) and fuses_mx(matrix, spec.block, spec.scale_format, 1):
         with torch.cuda.device_of(matrix):  # Triton starts kernels on the current device
-            codes, scale = _quantized_by_kernel(matrix, spec, stream)
-        return QuantizedTensor(decode(codes, FORMATS[spec.format]).to(x.dtype), scale, spec, last.shape, axis)
-    elements, scale = _quantized_by_reference(matrix, spec, random)
-    return QuantizedTensor(elements, scale, spec, last.shape, axis)
-
-
-def quantize_for_gemm(
-    matrix: torch.Tensor,
-    spec: QuantSpec,
-    *,
-    random: RandomStream | None = None,
-    rng_step: RngStep | None = None,
-    transform: Transform | None = None,
-    encode_scale: torch.Tensor | None = None,
-    reduce_amax: Reduce | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """An operand as an emulated product takes it.
-
-    Args:
-        matrix: [R, K] in the compute dtype, contracted dimension last, any strides.
-        random, moment: of stochastic rounding; without a moment it is the stream's own.
-        transform: applied first; K is then padded to whole blocks.
-        encode_scale: a delayed scale, fp32 [1, 1].
-        reduce_amax: for tiles ``tensor`` and ``row`` that ranks share.
-
-    Returns:
-        ``(dequantized operand, None)`` for power-of-two scales, else ``(elements, fp32 decode scales)``; in the dtype
-        of ``matrix``, where both are exact. Headroom is left in: the product's alpha takes it out.
-    """
-    if fuses_mx(matrix, spec.block, spec.scale_format, transform.block if transform else 1):
-        if matrix.stride(1) == 1:
-            return _given(_fused(matrix, spec, random, None, transform, None, rng_step)[0]), None
-        return _given(_fused(matrix.t(), spec, None, random, None, transform, rng_step)[1]).t(), None
-    if random is not None and rng_step is not None:
-        random = random.at(rng_step)
-    dequantize = spec.power_of_two_scale
-    elements, scale = _quantized_by_reference(
-        matrix, spec, random, transform, encode_scale, reduce_amax, dequantize=dequantize
-    )
-    return elements.to(matrix.dtype), None if dequantize else scale
-
-
-def quantize_by_reference(
-    matrix: torch.Tensor,
-    spec: QuantSpec,
-    *,
-    random: RandomStream,
-    rng_step: RngStep,
-    transform: Transform | None = None,
-    encode_scale: torch.Tensor | None = None,
-    reduce_amax: Reduce | None = None,
-) -> tuple[torch.Tensor, QuantizedTensor]:
-    """``quantize_for_gemm`` taken apart: the matrix as it is rounded, behind its transform, and what it becomes."""
-    if transform is not None:
-        matrix = transform.apply(matrix)
-    elements, scale = _quantized_by_reference(
-        matrix, spec, random.at(rng_step), encode_scale=encode_scale, reduce_amax=reduce_amax
-    )
-    return matrix, QuantizedTensor(elements, scale, spec, matrix.shape)
-
-
-def quantize_both_ways(
-    matrix: torch.Tensor,
-    spec: QuantSpec,
-    random: tuple[RandomStream, RandomStream],
-    transforms: tuple[Transform | None, Transform | None],
-    rng_step: RngStep | None = None,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``quantize_for_gemm`` of a matrix and of its transpose from one read, where one kernel can do so, else None.
-
-    Args:
-        matrix: [M, N], row-major.
-        spec: of both operands.
-        random, transforms: of the matrix and of its transpose.
-    """
-    blocks = {transform.block if transform else 1 for transform in transforms}
-    if matrix.stride(1) != 1 or len(blocks) > 1 or not fuses_mx(matrix, spec.block, spec.scale_format, blocks.pop()):
-        return None
-    rows, columns = _fused(matrix, spec, *random, *transforms, rng_step)
-    return _given(rows), _given(columns).t()
+            codes, scale = _quantize_by_kernel(matrix, spec, stream)
+        elements = decode(codes, FORMATS[spec.format]).to(x.dtype)
+    else:
+        elements, scale = quantize_by_reference(matrix, spec, random)
+    return QuantizedTensor(last.shape, x.dtype, spec, elements, scale, axis=axis)
 
 
 @lru_cache(maxsize=64)
@@ -140,68 +65,52 @@ def mx_rule(spec: QuantSpec) -> MxRule:
     return MxRule(FORMATS[spec.format], spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom)
 
 
-def _fused(
-    matrix: torch.Tensor,
-    spec: QuantSpec,
-    row_random: RandomStream | None,
-    column_random: RandomStream | None,
-    row_transform: Transform | None,
-    column_transform: Transform | None,
-    rng_step: RngStep | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The Triton kernel along the rows and columns of [M, N] for which a stream is given."""
-
-    def way(random: RandomStream | None, transform: Transform | None) -> Direction | None:
-        if random is None:
-            return None
-        return Direction(Key.of(random.key), None if transform is None else transform.scaled_signs(matrix.device))
-
-    stream = row_random or _given(column_random)
-    spans = (stream.row_span, stream.column_span)
-    return quantize_mx(
-        matrix,
-        mx_rule(spec),
-        rows=way(row_random, row_transform),
-        columns=way(column_random, column_transform),
-        rng_step=device_rng_step(stream.rng_step if rng_step is None else rng_step, matrix.device),
-        spans=spans if row_random is not None else (spans[1], spans[0]),
-    )
-
-
-def _quantized_by_kernel(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream) -> tuple[torch.Tensor, ...]:
+def _quantize_by_kernel(
+    matrix: torch.Tensor, spec: QuantSpec, random: RandomStream
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes, one an entry, and scale bytes of [R, K] with K whole blocks, by the fused kernel."""
     by_rows = matrix.stride(1) == 1
     way = Direction(Key.of(random.key))
     spans = (random.row_span, random.column_span)
-    made = quantize_mx_codes(
+    made = quantize_mx(
         matrix if by_rows else matrix.t(),
         mx_rule(spec),
         rows=way if by_rows else None,
         columns=None if by_rows else way,
         rng_step=device_rng_step(random.rng_step, matrix.device),
         spans=spans if by_rows else spans[::-1],
-    )[0 if by_rows else 1]
-    codes, scale = _given(made)
+        codes=True,
+    )
+    codes, scale = made[:2] if by_rows else made[2:]
+    assert codes is not None
     if FORMATS[spec.format].bits == 4:
         codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
     return codes[:, : matrix.shape[1]], scale
 
 
-def _quantized_by_reference(
+def quantize_by_reference(
     matrix: torch.Tensor,
     spec: QuantSpec,
-    random: RandomStream | torch.Tensor | None,
+    random: RandomStream | torch.Tensor | None = None,
     transform: Transform | None = None,
     encode_scale: torch.Tensor | None = None,
     reduce_amax: Reduce | None = None,
     *,
     dequantize: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and scale of [R, K] by ``quantize_operand``.
+    """Data and decode scale of a matrix by ``kernels.quantize.reference.quantize_operand``, headroom left in.
 
-    ``encode_scale`` is the matrix's own where none is given and tiles are no blocks. It asks for the whole transformed
-    matrix first; elsewhere the transform is left to ``quantize_operand``, which has but some rows of that in fp32 at a
+    ``encode_scale`` is the matrix's own where none is given and a scale spans rows or the tensor: this needs the whole
+    transformed matrix first. Elsewhere the transform is left to ``quantize_operand``, which has some rows in fp32 at a
     time.
+
+    Args:
+        matrix: [R, K], contracted dimension last, any strides.
+        random: of stochastic rounding: a stream, or fp32 draws [R, K].
+        transform: applied first; K is then padded to whole blocks.
+        encode_scale: a delayed scale, fp32 [1, 1].
+        reduce_amax: maximum over the ranks that share a current scale.
+        dequantize: multiply data by their decode scale, exact for powers of two.
     """
     if spec.block is None and encode_scale is None:
         if transform is not None:
@@ -212,11 +121,6 @@ def _quantized_by_reference(
         matrix, signs = padded(matrix, transform.block), transform.signs(matrix.device)
     arguments = kernel_arguments(matrix, spec, random)
     return quantize_operand(matrix, **arguments, encode_scale=encode_scale, signs=signs, dequantize=dequantize)
-
-
-def _given(value: Any) -> Any:
-    assert value is not None
-    return value
 
 
 def current_encode_scale(matrix: torch.Tensor, spec: QuantSpec, reduce_amax: Reduce | None = None) -> torch.Tensor:

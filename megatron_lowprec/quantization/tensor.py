@@ -1,4 +1,6 @@
-"""A quantized tensor: elements on a format's grid, and the decode scale of each block."""
+"""The one type of a quantized tensor: rowwise data, columnwise data, and their decode scales."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -7,76 +9,124 @@ import torch
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_blocks
 from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.scaling import granularity_of
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class QuantizedTensor:
-    """``dequantize() == elements * decode scale of the entry's block / headroom``, entry by entry.
+    """A tensor quantized along its rows, along its columns, or both, as TransformerEngine names these.
+
+    A GEMM contracts the last dimension of both of its operands' data. Rowwise data have the tensor's layout, columnwise
+    data are those of its transpose. Operands of emulated and of native GEMMs, FP8 primary weights, cached weights and
+    inputs saved for backward are all of this type.
+
+    ``dequantize() == data * decode scale of the entry's block / headroom``, entry by entry.
 
     Attributes:
-        matrix: [R, K] elements in the dtype of the source, exact values of the format; the quantized axis is last.
-        matrix_scale: [ceil(R / rows), ceil(K / columns)] decode scales: fp32 numbers, or E8M0 bytes as uint8.
-        spec: what was asked.
-        shape: shape of the source with the quantized axis last; R is the product of all but its last size.
-        axis: the quantized axis in the source.
+        shape: shape of the source, ``axis`` last; [M, N] in a GEMM.
+        dtype: dtype of the source.
+        spec: format, granularity and scale rule of both directions; None where a recipe leaves the tensor as it is.
+        rowwise_data: [R, K], R the product of all sizes of ``shape`` but the last, K the last. Values of the format's
+            grid in ``dtype``, or codes in torch's FP8 dtype; a native GEMM's may be padded with zeros. None if absent.
+        rowwise_scale: decode scales [ceil(R / block rows), ceil(K / block columns)], fp32 or E8M0 bytes (uint8); a
+            128x128 one of a native GEMM has columns in multiples of 4. None where power-of-two scales are multiplied
+            into the data.
+        columnwise_data, columnwise_scale: the same of the transpose [N, M]; for two dimensions alone.
+        axis: the dimension of the source that rowwise data have last.
     """
 
-    matrix: torch.Tensor
-    matrix_scale: torch.Tensor
-    spec: QuantSpec
     shape: torch.Size
+    dtype: torch.dtype
+    spec: QuantSpec | None
+    rowwise_data: torch.Tensor | None = None
+    rowwise_scale: torch.Tensor | None = None
+    columnwise_data: torch.Tensor | None = None
+    columnwise_scale: torch.Tensor | None = None
     axis: int = -1
+
+    def rowwise(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rowwise data and scale."""
+        assert self.rowwise_data is not None, "no rowwise data"
+        return self.rowwise_data, self.rowwise_scale
+
+    def columnwise(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Columnwise data and scale."""
+        assert self.columnwise_data is not None, "no columnwise data"
+        return self.columnwise_data, self.columnwise_scale
 
     @property
     def format(self) -> Format:
         """The elements' format row."""
-        return FORMATS[self.spec.format]
+        return FORMATS[self._spec.format]
 
     @property
     def elements(self) -> torch.Tensor:
         """Values before scaling, in the source's layout and dtype."""
-        return self._as_source(self.matrix)
+        return self._as_source(self.rowwise()[0])
 
     @property
     def codes(self) -> torch.Tensor:
         """uint8 codes in the low bits, one an entry, in the source's layout."""
-        return self._as_source(encode(self.matrix, self.format))
+        return self._as_source(encode(self.rowwise()[0], self.format))
 
     @property
     def packed_codes(self) -> torch.Tensor:
         """uint8 [R, K / 2] of 4-bit codes, entry 2i in the low nibble; ValueError for wider formats or odd K."""
-        if self.format.bits != 4 or self.matrix.shape[1] % 2:
+        data = self.rowwise()[0]
+        if self.format.bits != 4 or data.shape[1] % 2:
             raise ValueError(
-                f"two codes a byte need a 4-bit format and even K, got {self.format.name}, {self.matrix.shape[1]}"
+                f"two codes a byte need a 4-bit format and even K, got {self.format.name}, {data.shape[1]}"
             )
-        codes = encode(self.matrix, self.format)
+        codes = encode(data, self.format)
         return codes[:, ::2] | (codes[:, 1::2] << 4)
 
     @property
     def scale(self) -> torch.Tensor:
-        """Decode scales as stored, fp32 or E8M0 bytes, [rows of tiles, tiles along the quantized axis].
+        """Decode scales as stored, fp32 or E8M0 bytes, [rows of blocks, blocks along the quantized axis].
 
-        For a source of two or more dimensions with one-row tiles, in the source's layout with the quantized axis
+        For a source of two or more dimensions with one-row blocks, in the source's layout with the quantized axis
         shortened.
         """
-        if self.spec.block is not None and self.spec.block[0] == 1:
-            return self.matrix_scale.view(*self.shape[:-1], self.matrix_scale.shape[1]).movedim(-1, self.axis)
-        return self.matrix_scale
+        assert self.rowwise_scale is not None
+        if self._spec.block is not None and self._spec.block[0] == 1:
+            return self.rowwise_scale.view(*self.shape[:-1], self.rowwise_scale.shape[1]).movedim(-1, self.axis)
+        return self.rowwise_scale
 
     @property
     def decode_scale(self) -> torch.Tensor:
-        """``matrix_scale`` as fp32 numbers."""
-        return self.matrix_scale if self.matrix_scale.is_floating_point() else e8m0_decode_scale(self.matrix_scale)
+        """``rowwise_scale`` as fp32 numbers."""
+        assert self.rowwise_scale is not None
+        return _as_numbers(self.rowwise_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Values that the codes and scales stand for, headroom divided out, in the source's layout."""
-        values = scale_blocks(self.matrix.to(torch.float32), self.decode_scale, block_sizes(self.spec, self.matrix))
-        return self._as_source((values / self.spec.headroom).to(dtype))
+        """The values that data and scales stand for, headroom divided out, in the source's layout.
+
+        Of an operand behind a Hadamard transform these are the transformed values.
+        """
+        if self.rowwise_data is not None:
+            return self._as_source(self._values(*self.rowwise(), self.shape[-1]).to(dtype))
+        return self._values(*self.columnwise(), self.shape[0]).to(dtype).t()
 
     @staticmethod
-    def from_codes(codes: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> "QuantizedTensor":
+    def from_codes(codes: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> QuantizedTensor:
         """From stored 2-D codes and decode scales, quantized axis last."""
-        return QuantizedTensor(decode(codes, FORMATS[spec.format]), scale, spec, codes.shape)
+        elements = decode(codes, FORMATS[spec.format])
+        return QuantizedTensor(codes.shape, elements.dtype, spec, elements, scale)
+
+    @property
+    def _spec(self) -> QuantSpec:
+        assert self.spec is not None, "not quantized"
+        return self.spec
+
+    def _values(self, data: torch.Tensor, scale: torch.Tensor | None, length: int) -> torch.Tensor:
+        """fp32 [R, length] of rowwise or columnwise data, without padding."""
+        values = data.to(torch.float32)
+        if scale is not None:
+            blocks = block_sizes(self._spec, data)
+            scale = scale[: -(-data.shape[0] // blocks[0]), : -(-data.shape[1] // blocks[1])]
+            values = scale_blocks(values, _as_numbers(scale), blocks)
+        rows = self.shape.numel() // max(1, length)
+        return values[:rows, :length] / (self.spec.headroom if self.spec else 1.0)
 
     def _as_source(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix.view(self.shape).movedim(-1, self.axis)
@@ -85,4 +135,8 @@ class QuantizedTensor:
 def block_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:
     """(rows, columns) of a block of ``matrix`` [R, K], contracted dimension last."""
     rows, columns = matrix.shape
-    return spec.block or (max(1, rows) if spec.granularity == "tensor" else 1, max(1, columns))
+    return granularity_of(spec.granularity).block_of(rows, columns)
+
+
+def _as_numbers(scale: torch.Tensor) -> torch.Tensor:
+    return scale if scale.is_floating_point() else e8m0_decode_scale(scale)

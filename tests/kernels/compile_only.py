@@ -73,7 +73,7 @@ def casts(bf16: torch.dtype = torch.bfloat16) -> None:
         rule = Fp8Rule(FORMATS[fmt], tile, "amax_pow2" if tile == "row" else "amax", 1e-12 if tile == "row" else 0.0)
         amax = torch.ones(1) if known else None
         sums = ways == "rc"  # of gradients alone
-        cast_fp8(source, rule, rows="r" in ways, columns="c" in ways, amax=amax, observed=amax, sums=sums)
+        cast_fp8(source, rule, rowwise="r" in ways, columnwise="c" in ways, amax=amax, observed=amax, sums=sums)
 
     for kind in KINDS:
         case = Case(256, 1152, bf16, "e4m3", "tensor", "amax", "rc", kind=kind)

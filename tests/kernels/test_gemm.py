@@ -1,13 +1,29 @@
 """Products: where scales, alpha and the one rounding come, bit by bit on sums that fp32 holds exactly."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.gemm.reference import Operand, contract
+from megatron_lowprec.kernels.gemm.reference import gemm
 from tests.kernels.exact import magnitudes
 
 ALPHA = 1 / 0.75**2  # 16/9
+
+
+class Side(NamedTuple):
+    """One operand, its scale, and the block that shares one."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+
+
+def multiply(a: Side, b: Side, **options: Any) -> torch.Tensor:
+    return gemm(a.data, b.data, a_scale=a.scale, b_scale=b.scale, a_block=a.block, b_block=b.block, **options)
+
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -27,7 +43,7 @@ def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @DTYPES
 def test_plain_product_is_rounded_once(dtype: torch.dtype, generator: torch.Generator) -> None:
     a, b = fp4(33, 640, generator).to(dtype), fp4(17, 640, generator).to(dtype)
-    got = contract(Operand(a), Operand(b), out_dtype=dtype)
+    got = gemm(a, b, out_dtype=dtype)
     assert got.dtype == dtype
     assert torch.equal(got, exact_product(a, b).to(dtype))
 
@@ -35,12 +51,12 @@ def test_plain_product_is_rounded_once(dtype: torch.dtype, generator: torch.Gene
 def test_bf16_operands_are_summed_in_fp32() -> None:
     # a bf16 accumulator of ones stays at 256, whose neighbour is 258
     ones = torch.ones(1, 1000, dtype=torch.bfloat16)
-    assert contract(Operand(ones), Operand(ones), out_dtype=torch.bfloat16).item() == 1000.0
+    assert gemm(ones, ones, out_dtype=torch.bfloat16).item() == 1000.0
 
 
 def test_fp32_output_of_bf16_operands(generator: torch.Generator) -> None:
     a, b = fp4(9, 128, generator).bfloat16(), fp4(5, 128, generator).bfloat16()
-    got = contract(Operand(a), Operand(b), out_dtype=torch.float32)
+    got = gemm(a, b, out_dtype=torch.float32)
     assert got.dtype == torch.float32
     assert torch.equal(got.double(), exact_product(a, b))
 
@@ -49,14 +65,14 @@ def test_fp32_output_of_bf16_operands(generator: torch.Generator) -> None:
 def test_alpha_multiplies_the_fp32_sum_before_the_one_rounding(dtype: torch.dtype, generator: torch.Generator) -> None:
     a, b = fp4(64, 256, generator).to(dtype), fp4(64, 256, generator).to(dtype)
     product = exact_product(a, b).float()
-    got = contract(Operand(a), Operand(b), alpha=ALPHA, out_dtype=dtype)
+    got = gemm(a, b, alpha=ALPHA, out_dtype=dtype)
     assert torch.equal(got, (product * torch.tensor(ALPHA, dtype=torch.float32)).to(dtype))
 
 
 def test_other_places_for_16_9_would_give_other_bits(generator: torch.Generator) -> None:
     """What the test above rules out: the sum rounded to bf16 before alpha, and 4/3 on bf16 operands."""
     a, b = fp4(64, 256, generator).bfloat16(), fp4(64, 256, generator).bfloat16()
-    got = contract(Operand(a), Operand(b), alpha=ALPHA, out_dtype=torch.bfloat16)
+    got = gemm(a, b, alpha=ALPHA, out_dtype=torch.bfloat16)
     rounded_first = (exact_product(a, b).bfloat16().float() * ALPHA).bfloat16()
     assert int((rounded_first != got).sum()) > 100
     per_operand = ((a * (4 / 3)).float() @ (b * (4 / 3)).float().t()).bfloat16()
@@ -71,21 +87,21 @@ def test_accumulate_into_adds_in_fp32(dtype: torch.dtype, alpha: float, generato
     a, b = fp4(24, 128, generator).to(dtype), fp4(40, 128, generator).to(dtype)
     total = torch.randint(-1000, 1000, (24, 40), generator=generator).float() + 2.0**-10  # lost if rounded to bf16
     before = total.clone()
-    got = contract(Operand(a), Operand(b), alpha=alpha, out_dtype=dtype, accumulate_into=total)
+    got = gemm(a, b, alpha=alpha, out_dtype=dtype, accumulate_into=total)
     assert got is total
     assert torch.equal(total, before + exact_product(a, b).float() * alpha)
 
 
 # ---- scales
-def operand(elements: torch.Tensor, tile: tuple[int, int], generator: torch.Generator) -> Operand:
+def operand(elements: torch.Tensor, tile: tuple[int, int], generator: torch.Generator) -> Side:
     rows, columns = elements.shape
     shape = (-(-rows // tile[0]), -(-columns // tile[1]))
-    return Operand(elements, torch.rand(shape, generator=generator) + 0.5, tile)
+    return Side(elements, torch.rand(shape, generator=generator) + 0.5, tile)
 
 
-def row_scales(side: Operand, k: slice) -> torch.Tensor:
+def row_scales(side: Side, k: slice) -> torch.Tensor:
     """float64 [R] decode scales of the rows in a part of K over which none changes."""
-    rows = torch.arange(side.elements.shape[0])
+    rows = torch.arange(side.data.shape[0])
     if side.scale is None:
         return torch.ones(len(rows), dtype=torch.float64)
     return side.scale.double()[rows // side.block[0], k.start // side.block[1]]
@@ -115,21 +131,20 @@ TENSOR, ROW = "tensor", "row"
 def test_scales(dtype: torch.dtype, a_tile: object, b_tile: object, parts: int, generator: torch.Generator) -> None:
     """Each partial sum is exact; then two scales, and the sum of the parts: (parts + 2) roundings of 2^-24 at most."""
 
-    def side(rows: int, tile: object) -> Operand:
+    def side(rows: int, tile: object) -> Side:
         elements = fp4(rows, K, generator).to(dtype)
         if tile is None:
-            return Operand(elements)
+            return Side(elements)
         sizes = {TENSOR: (rows, K), ROW: (1, K)}.get(tile, tile)  # type: ignore[call-overload]
         return operand(elements, sizes, generator)
 
     a, b = side(M, a_tile), side(N, b_tile)
-    got = contract(a, b, out_dtype=torch.float32)
+    got = multiply(a, b, out_dtype=torch.float32)
     step = K if parts == 1 else -(-K // parts // 64) * 64
     spans = [slice(k, k + step) for k in range(0, K, step)]
     assert len(spans) == parts
     scaled = [
-        exact_product(a.elements[:, k], b.elements[:, k]) * row_scales(a, k).unsqueeze(1) * row_scales(b, k)
-        for k in spans
+        exact_product(a.data[:, k], b.data[:, k]) * row_scales(a, k).unsqueeze(1) * row_scales(b, k) for k in spans
     ]
     limit = (parts + 2) * 2.0**-24 * sum(part.abs() for part in scaled)
     assert bool(((got.double() - sum(scaled)).abs() <= limit).all())
@@ -140,7 +155,7 @@ def test_scales_of_one_tile_of_rows() -> None:
     for rows in (1, 127, 128, 129, 256):
         elements = torch.ones(rows, 256)
         scale = torch.arange(1.0, 1 + 2 * -(-rows // 128)).view(-1, 2)
-        got = contract(Operand(elements, scale, (128, 128)), Operand(torch.ones(1, 256)), out_dtype=torch.float32)
+        got = multiply(Side(elements, scale, (128, 128)), Side(torch.ones(1, 256)), out_dtype=torch.float32)
         want = (scale.sum(1) * 128).repeat_interleave(128)[:rows].unsqueeze(1)
         assert torch.equal(got, want)
 
@@ -149,21 +164,21 @@ def test_partial_sums_are_promoted_every_tile() -> None:
     """Each part of 128 is scaled by itself and then added: scaling the finished sum would give 0 here."""
     elements = torch.cat((torch.ones(1, 128), -torch.ones(1, 128)), dim=1)
     scale = torch.tensor([[2.0, 1.0]])
-    got = contract(Operand(elements, scale, (1, 128)), Operand(torch.ones(1, 256)), out_dtype=torch.float32)
+    got = multiply(Side(elements, scale, (1, 128)), Side(torch.ones(1, 256)), out_dtype=torch.float32)
     assert got.item() == 128.0
 
 
 def test_alpha_comes_after_scales_and_before_the_rounding(generator: torch.Generator) -> None:
     a, b = fp4(32, 64, generator).bfloat16(), fp4(32, 64, generator).bfloat16()
     scale = torch.tensor([[1.7]])
-    got = contract(Operand(a, scale, (32, 64)), Operand(b), alpha=ALPHA, out_dtype=torch.bfloat16)
+    got = multiply(Side(a, scale, (32, 64)), Side(b), alpha=ALPHA, out_dtype=torch.bfloat16)
     assert torch.equal(got, (exact_product(a, b).float() * scale * ALPHA).bfloat16())
 
 
 def test_scaled_product_accumulates_in_fp32(generator: torch.Generator) -> None:
     a, b = fp4(8, 64, generator).bfloat16(), fp4(8, 64, generator).bfloat16()
     total, scale = torch.full((8, 8), 2.0**-10), torch.tensor([[0.3]])
-    got = contract(Operand(a, scale, (8, 64)), Operand(b), out_dtype=torch.bfloat16, accumulate_into=total)
+    got = multiply(Side(a, scale, (8, 64)), Side(b), out_dtype=torch.bfloat16, accumulate_into=total)
     assert got is total
     assert torch.equal(total, exact_product(a, b).float() * scale + 2.0**-10)
 
@@ -171,13 +186,11 @@ def test_scaled_product_accumulates_in_fp32(generator: torch.Generator) -> None:
 def test_different_tiles_along_k_are_refused(generator: torch.Generator) -> None:
     a, b = (operand(fp4(4, 256, generator), (1, step), generator) for step in (64, 128))
     with pytest.raises(ValueError, match=r"equal blocks .* \[64, 128\]"):
-        contract(a, b, out_dtype=torch.float32)
+        multiply(a, b, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_nothing_to_contract_gives_zeros(accumulate: bool) -> None:
     total = torch.ones(3, 2) if accumulate else None
-    got = contract(
-        Operand(torch.zeros(3, 0)), Operand(torch.zeros(2, 0)), out_dtype=torch.float32, accumulate_into=total
-    )
+    got = gemm(torch.zeros(3, 0), torch.zeros(2, 0), out_dtype=torch.float32, accumulate_into=total)
     assert got.tolist() == torch.full((3, 2), float(accumulate)).tolist()

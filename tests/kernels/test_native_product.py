@@ -1,12 +1,14 @@
 """FP8 products on tensor cores against the float64 product of the same operands; needs a Hopper GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix, scaled_product
-from megatron_lowprec.kernels.quantize.reference import scale_blocks
-from megatron_lowprec.recipe.schema import HistorySpec
+from megatron_lowprec.kernels.gemm.native import scaled_gemm
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +19,7 @@ K = 1152
 FULL, FAST = 4 * 2.0**-14, K / 32 * 2.0**-14
 
 
-def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> ScaledMatrix:
+def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> QuantizedTensor:
     """[rows, columns] of random entries over six binades, contracted along the last dimension: x, or x.T for side 1."""
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
     from megatron_lowprec.kernels.cast_fp8.triton import cast_fp8
@@ -26,16 +28,25 @@ def operand(rows: int, columns: int, tile: str, fmt: str, side: int) -> ScaledMa
     x = torch.randn(columns, rows, device="cuda", generator=generator)
     x *= torch.exp2(torch.randint(-3, 3, (1, rows), device="cuda", generator=generator).float())
     x = x.bfloat16() if side else x.bfloat16().t().contiguous()
-    made = cast_fp8(x, Fp8Rule(FORMATS[fmt], tile), rows=not side, columns=bool(side))[side]
-    assert isinstance(made, ScaledMatrix)
-    return made
+    made = cast_fp8(x, Fp8Rule(FORMATS[fmt], tile), rowwise=not side, columnwise=bool(side))
+    data, scale = made[2:4] if side else made[:2]
+    assert data is not None
+    assert (data[rows:].view(torch.uint8) == 0).all()
+    return QuantizedTensor(torch.Size((rows, columns)), torch.bfloat16, QuantSpec(fmt, granularity=tile), data, scale)
 
 
-def exact(one: ScaledMatrix) -> torch.Tensor:
-    rows, columns = one.elements.shape
-    assert (one.elements[one.rows :].view(torch.uint8) == 0).all()
-    tile = {"tensor": (rows, columns), "row": (1, columns), "1x128": (1, 128), "128x128": (128, 128)}[one.granularity]
-    return scale_blocks(one.elements.double(), one.decode_scale().double(), tile)[: one.rows]
+def exact(one: QuantizedTensor) -> torch.Tensor:
+    return one.dequantize(torch.float64)  # fp32 holds the product of a code and a scale but for its last bit
+
+
+def multiply(a: QuantizedTensor, b: QuantizedTensor, **options: Any) -> torch.Tensor:
+    assert a.spec is not None
+    assert b.spec is not None
+    (x, x_scale), (w, w_scale) = a.rowwise(), b.rowwise()
+    assert x_scale is not None
+    assert w_scale is not None
+    granularities = {"a_granularity": a.spec.granularity, "b_granularity": b.spec.granularity}
+    return scaled_gemm(x, w, a_scale=x_scale, b_scale=w_scale, **granularities, **options)
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["full", "fast"])
@@ -50,19 +61,19 @@ def test_product_is_within_its_accumulators_bound(
     a, b = (operand(n, K, t, f, i) for i, (n, t, f) in enumerate(zip((rows, 272), tiles, formats, strict=True)))
     want, bound = exact(a) @ exact(b).t(), exact(a).abs() @ exact(b).abs().t()
     bias = torch.randn(272, device="cuda").bfloat16()
-    got = scaled_product(a, b, out_dtype=torch.bfloat16, fast_accumulation=fast, bias=bias).double()
+    got = multiply(a, b, out_dtype=torch.bfloat16, fast_accumulation=fast, bias=bias)[:rows].double()
     unit = FAST if fast and "1x128" not in tiles else FULL
     total = want + bias.double()
     error = (got - total).abs()
     assert (error <= total.abs() * 2.0**-8 + bound * unit).all(), float((error / bound).max())
     # into fp32, where what the accumulator loses is not hidden by bf16
-    if a.elements.shape[0] != rows or rows % 16:
+    if a.rowwise()[0].shape[0] != rows or rows % 16:
         return  # such an operand is a token's, not a weight's
     main_grad = torch.full((rows, 272), 0.5, device="cuda")
     allowed = bound * unit + want.abs() * (2.0**-8 if "row" in tiles else 2.0**-23)
     for overwrite, before in ((True, 0.0), (False, want)):
         kept = before if isinstance(before, float) else main_grad.double()
-        out = scaled_product(
+        out = multiply(
             a, b, out_dtype=torch.bfloat16, fast_accumulation=fast, accumulate_into=main_grad, overwrite=overwrite
         )
         assert out is main_grad
@@ -75,9 +86,8 @@ def test_product_is_within_its_accumulators_bound(
 @pytest.mark.parametrize("tokens", [96, 333])
 def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, tokens: int) -> None:
     """Two steps of two microbatches, native against emulated: the same codes, so only the summation differs."""
-    from megatron_lowprec.linear.gemms import LinearId
-    from megatron_lowprec.linear.layer_tensors import SavedForBackward
     from megatron_lowprec.linear.linear_gemms import LinearGemms
+    from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.quantization.random_stream import RngStep
     from megatron_lowprec.recipe.registry import get_recipe
@@ -103,12 +113,11 @@ def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, toke
             rng_step = RngStep(step, microbatch)
             x = torch.randn(tokens, I, device="cuda", generator=generator).bfloat16() * (1 + step)
             dy = torch.randn(tokens, O, device="cuda", generator=generator).bfloat16() * 1e-3
-            y, kept = native.forward(x, w, rng_step, save_input=True)
-            elements, scale, amax = kept.tensors(x)
-            assert (scale is not None) == ("gw_hp" not in recipe)  # x itself is not kept where its codes are
+            y, saved = native.forward(x, w, rng_step, save_input=True)
+            assert (saved.x_scale is not None) == ("gw_hp" not in recipe)  # in place of x itself
             both = native.grad_output(dy, rng_step, bias=True)
-            found = [y, native.dgrad(both, w, rng_step, amax)]
-            native.wgrad(both, SavedForBackward.restored(elements, scale, kept.granularity), rng_step, grads[0])
+            found = [y, native.dgrad(both, w, rng_step, saved.weight_amax)]
+            native.wgrad(both, saved.input(), rng_step, grads[0])
             plain = emulated.grad_output(dy, rng_step)
             wanted = [emulated.fprop(x, w, rng_step), emulated.dgrad(plain, w, rng_step)]
             emulated.wgrad(plain, x, rng_step, grads[1])
@@ -118,8 +127,8 @@ def test_layer_multiplies_the_references_operands(recipe: str, cache: bool, toke
             assert torch.allclose(both.bias.float(), dy.float().sum(0), rtol=2**-8, atol=1e-6)  # type: ignore[union-attr]
         error = (grads[0] - grads[1]).norm() / grads[1].norm()
         assert error < 2.0**-8, float(error)
-        native.forget_weights()
-        emulated.forget_weights()
+        native.weight_cache.clear()
+        emulated.weight_cache.clear()
         for history in histories:
             history.update()
     for one, other in zip(histories[: len(histories) // 2], histories[len(histories) // 2 :], strict=True):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from tests.kernels.interpreted import assert_no_differences
 from tests.kernels.mx_cases import Case, differences, gpu_cases, small_cases
 
@@ -21,26 +22,31 @@ def test_compiled_kernel_equals_the_reference(case: Case) -> None:
 @pytest.mark.gpu
 def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> None:
     """The dispatch itself: operands made on a GPU, by kernels, equal those made on a CPU, by the reference."""
-    from megatron_lowprec.quantization.quantizer import Transform, quantize_both_ways, quantize_for_gemm
-    from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
-    from megatron_lowprec.recipe.registry import MXFP4_SR
+    from megatron_lowprec.linear.linear_gemms import LinearGemms
+    from megatron_lowprec.linear.linear_id import LinearId
+    from megatron_lowprec.quantization.amax_history import AmaxHistory
+    from megatron_lowprec.quantization.random_stream import RngStep
+    from megatron_lowprec.recipe.registry import get_recipe
 
+    backend = LinearGemms(get_recipe("mxfp4_rht_sr"), LinearId(1, "linear"), 0, AmaxHistory).emulated
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    stream, transform = RandomStream((1, 2), RngStep(3, 1)), Transform(64, RandomStream((5, 6), RngStep(3, 1)))
-    both = quantize_both_ways(x.cuda(), MXFP4_SR, (stream, stream), (transform, transform))
-    assert both is not None
-    for matrix, fused in ((x, both[0]), (x.t(), both[1])):
-        cpu, _ = quantize_for_gemm(matrix, MXFP4_SR, random=stream, transform=transform)
-        gpu, _ = quantize_for_gemm(matrix.cuda(), MXFP4_SR, random=stream, transform=transform)
-        assert torch.equal(cpu, gpu.cpu())
-        assert torch.equal(cpu, fused.cpu())
+
+    def quantized(device: str, rowwise: bool, columnwise: bool) -> QuantizedTensor:
+        directions = {"rowwise": rowwise, "columnwise": columnwise}
+        return backend.quantize("grad_output", x.to(device), RngStep(3, 1), **directions)[0]
+
+    both = quantized("cuda", rowwise=True, columnwise=True)
+    assert torch.equal(quantized("cpu", True, False).rowwise()[0], both.rowwise()[0].cpu())
+    for gpu in (both, quantized("cuda", False, True)):
+        assert torch.equal(quantized("cpu", False, True).columnwise()[0], gpu.columnwise()[0].cpu())
+    assert torch.equal(quantized("cuda", True, False).rowwise()[0], both.rowwise()[0])
 
 
 @pytest.mark.gpu
 def test_a_captured_graph_draws_anew_in_each_replay() -> None:
     """Signs and draws of a replay are those of the moment entered before it, bit for bit."""
-    from megatron_lowprec.linear.gemms import LinearId
     from megatron_lowprec.linear.linear_gemms import LinearGemms
+    from megatron_lowprec.linear.linear_id import LinearId
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.quantization.device_rng_step import enter_rng_step
     from megatron_lowprec.quantization.random_stream import RngStep

@@ -23,13 +23,12 @@ from megatron_lowprec import (
     recipes,
 )
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale
+from megatron_lowprec.kernels.quantize.reference import decode
 from megatron_lowprec.linear import emulated_gemms
-from megatron_lowprec.linear.gemms import DIMS, LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import DIMS, LinearId
 from megatron_lowprec.linear.lowprec_linear import end_step
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass, stream_key
@@ -87,7 +86,7 @@ def exact_operand(
         return elements * (torch.ones(()) / scale).double()
     key = stream_key(SEED, "rounding", layer=LAYER, linear=NAME, gemm=gemm, operand=operand)
     q = quantize(matrix, spec, random=RandomStream(key, rng_step))
-    scale = q.matrix_scale if q.matrix_scale.is_floating_point() else e8m0_decode_scale(q.matrix_scale)
+    scale = q.decode_scale
     tile = {"tensor": tuple(matrix.shape), "row": (1, matrix.shape[1])}.get(spec.granularity) or spec.block
     assert tile is not None
     rows, columns = (torch.arange(size) // part for size, part in zip(matrix.shape, tile, strict=True))
@@ -494,10 +493,16 @@ def operands_of(
     place: LinearId,
     tensors: dict[str, torch.Tensor],
     reduce_amax: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> dict[tuple[str, str], Operand]:
-    found: list[Operand] = []
+) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Data and scale of each GEMM's operands."""
+    found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def gemm(a: torch.Tensor, b: torch.Tensor, *, a_scale: Any, b_scale: Any, **_: Any) -> torch.Tensor:
+        found.extend(((a, a_scale), (b, b_scale)))
+        return a
+
     with monkeypatch.context() as patch:
-        patch.setattr(emulated_gemms, "contract", lambda a, b, **_: found.extend((a, b)))
+        patch.setattr(emulated_gemms, "gemm", gemm)
         run = LinearGemms(recipe, place, SEED, AmaxHistory, reduce_amax)
         for history, slot in run.histories.values():
             history.in_effect[slot] = 3.0
@@ -544,19 +549,18 @@ def test_shards_hold_the_codes_and_scales_of_the_whole(
         answers = iter(reduced)
         got = operands_of(monkeypatch, recipe, *shard(rank), lambda _, answers=answers: next(answers))
         for (gemm, operand), letters in DIMS.items():
-            mine, full = got[gemm, operand], want[gemm, operand]
-            elements = full.elements
+            (mine, my_scale), (full, scale) = got[gemm, operand], want[gemm, operand]
+            elements = full
             if split in letters:
                 elements = elements.index_select(letters.index(split), indices(rank))
-            assert torch.equal(mine.elements, elements), (gemm, operand)
-            assert (mine.scale is None) == (full.scale is None)
-            if mine.scale is not None and full.scale is not None:
-                scale = full.scale
+            assert torch.equal(mine, elements), (gemm, operand)
+            assert (my_scale is None) == (scale is None)
+            if my_scale is not None and scale is not None:
                 if split in letters and scale.shape[letters.index(split)] > 1:
                     dim = letters.index(split)
                     tile = sizes[split] // scale.shape[dim]
                     scale = scale.index_select(dim, indices(rank)[::tile] // tile)
-                assert torch.equal(mine.scale, scale), (gemm, operand)
+                assert torch.equal(my_scale, scale), (gemm, operand)
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise", "mxfp8"])

@@ -1,17 +1,19 @@
 """A step's microbatches multiply with one quantized weight, which is made once."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_lowprec import get_recipe
-from megatron_lowprec.kernels.gemm.reference import Operand
 from megatron_lowprec.linear import weight_cache
 from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
-from megatron_lowprec.linear.gemms import LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8"])
@@ -21,9 +23,9 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
     made: list[str] = []
     quantized = EmulatedGemms.quantize
 
-    def counted(self: EmulatedGemms, gemm: str, operand: str, *rest: object) -> object:
-        made.append(operand)
-        return quantized(self, gemm, operand, *rest)  # type: ignore[arg-type]
+    def counted(self: EmulatedGemms, tensor: str, *rest: Any, **options: Any) -> object:
+        made.append(tensor)
+        return quantized(self, tensor, *rest, **options)
 
     monkeypatch.setattr(EmulatedGemms, "quantize", counted)
     linear_gemms = LinearGemms(get_recipe(recipe), LinearId(1, "x"), 0, AmaxHistory, cache_weights=True)
@@ -38,21 +40,21 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
     found = passes(w)
     assert made.count("weight") == 2
     assert all(torch.equal(y, found[0]) for y in found)
-    linear_gemms.forget_weights()
+    linear_gemms.weight_cache.clear()
     assert not torch.equal(passes(2 * w.roll(1))[2], found[2])
 
 
 def test_what_was_made_before_a_capture_is_not_taken_for_granted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, operand = QuantizedWeightCache(["fprop"]), Operand(torch.ones(1, 1))
-    kept.keep({"fprop": operand})
-    assert kept.find("fprop", native=False) is operand
-    assert kept.find("fprop", native=True) is None
-    assert not kept.keeps("dgrad")
+    cache, weight = QuantizedWeightCache(["fprop"]), QuantizedTensor(torch.Size((1, 1)), torch.float32, None)
+    cache.put("fprop", False, weight)
+    assert cache.get("fprop", native=False) is weight
+    assert cache.get("fprop", native=True) is None
+    assert not cache.holds("dgrad")
     monkeypatch.setattr(weight_cache, "capturing", lambda: True)
-    assert not kept.keeps("fprop")
-    assert kept.find("fprop", native=False) is None
-    kept.under_capture = True
-    assert kept.find("fprop", native=False) is operand
-    kept.forget()
-    assert kept.find("fprop", native=False) is None
-    assert kept.operands() == []
+    assert not cache.holds("fprop")
+    assert cache.get("fprop", native=False) is None
+    cache.under_capture = True
+    assert cache.get("fprop", native=False) is weight
+    cache.clear()
+    assert cache.get("fprop", native=False) is None
+    assert cache.tensors() == []

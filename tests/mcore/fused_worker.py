@@ -208,8 +208,8 @@ def native() -> Iterator[None]:
         return
     from megatron_lowprec.kernels.layernorm import triton as layernorm
 
-    def product(a: Any, b: Any, *, out_dtype: torch.dtype, bias: Any, **_: Any) -> torch.Tensor:
-        y = (a.elements[: a.rows].float() * a.scale) @ (b.elements[: b.rows].float() * b.scale).t()
+    def product(a: Any, b: Any, *, a_scale: Any, b_scale: Any, out_dtype: torch.dtype, bias: Any, **_: Any) -> Any:
+        y = (a.float() * a_scale) @ (b.float() * b_scale).t()
         return (y if bias is None else y + bias.float()).to(out_dtype)
 
     def norm(x: torch.Tensor, weight: Any, bias: Any, eps: float, amax: Any) -> Any:
@@ -225,7 +225,7 @@ def native() -> Iterator[None]:
         switched(True),
         patch.object(layernorm, "norm", norm),
         patch("megatron_lowprec.linear.linear_gemms.arch_of", lambda _: "sm90"),
-        patch("megatron_lowprec.linear.native_gemms.scaled_product", product),
+        patch("megatron_lowprec.linear.native_gemms.scaled_gemm", product),
     ):
         yield
 

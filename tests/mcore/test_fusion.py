@@ -7,13 +7,13 @@ import torch
 
 import megatron_lowprec.linear.linear_gemms as numerics_module
 from megatron_lowprec import get_recipe
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
-from megatron_lowprec.linear.gemms import LinearId
-from megatron_lowprec.linear.layer_tensors import GradOutput, Input
+from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attach_metadata, attached_input, placeholder_like
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.coverage import without_gemms
 
 
@@ -103,7 +103,7 @@ def test_a_changed_output_carries_nothing() -> None:
 def test_an_input_is_for_one_layer_and_as_it_was() -> None:
     first, second = numerics_of("fp8_delayed"), numerics_of("fp8_delayed")
     x = torch.ones(4, 16)
-    made = Input(x, *(ScaledMatrix.empty(16, 16, torch.float8_e4m3fn, "tensor", x.device, 16) for _ in range(2)))
+    made = QuantizedTensor(x.shape, x.dtype, None)
     assert attached_input(x, first) is None
     attach_metadata(x, quantized_input=(first, made))
     assert attached_input(x, first) is made

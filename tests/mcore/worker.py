@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear import emulated_gemms
-from megatron_lowprec.linear.gemms import DIMS, LinearId
 from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import DIMS, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
@@ -174,13 +174,13 @@ class Recorder:
         self._record("forward", "fprop", lambda x, w: (x, w))
         self._record("dgrad", "dgrad", lambda dy, w: (_matrix(dy), w.t()))
         self._record("wgrad", "wgrad", lambda dy, x: (_matrix(dy).t(), x.t()))
-        product = emulated_gemms.contract
+        product = emulated_gemms.gemm
 
-        def contract(a: Any, b: Any, **options: Any) -> Any:
-            self.calls[-1][-1].extend((a, b))
+        def gemm(a: Any, b: Any, **options: Any) -> Any:
+            self.calls[-1][-1].extend(((a, options["a_scale"]), (b, options["b_scale"])))
             return product(a, b, **options)
 
-        self._patch.setattr(emulated_gemms, "contract", contract)
+        self._patch.setattr(emulated_gemms, "gemm", gemm)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -193,7 +193,7 @@ class Recorder:
 
         def recorded(linear_gemms: Any, first: Any, second: Any, rng_step: Any, *args: Any, **options: Any) -> Any:
             a, b = matrices(first, second)
-            self.calls.append((linear_gemms.place, gemm, a.clone(), b.clone(), rng_step, []))
+            self.calls.append((linear_gemms.linear_id, gemm, a.clone(), b.clone(), rng_step, []))
             return compute(linear_gemms, first, second, rng_step, *args, **options)
 
         self._patch.setattr(LinearGemms, method, recorded)
@@ -438,7 +438,7 @@ def delayed_state_is_in_the_sharded_state_dict() -> None:
 def experts_have_their_numbers() -> None:
     config = config_of(num_moe_experts=4, moe_ffn_hidden_size=FFN, moe_router_topk=2, add_bias_linear=False)
     block, _ = block_of(get_recipe("mxfp4_rht_sr"), config)
-    places = [m.linear_gemms.place for m in block.modules() if hasattr(m, "linear_gemms")]
+    places = [m.linear_gemms.linear_id for m in block.modules() if hasattr(m, "linear_gemms")]
     experts = [p for p in places if p.name.startswith("mlp.")]
     assert {(p.layer, p.name, p.expert) for p in experts} == {
         (layer, f"mlp.experts.linear_fc{which}", expert) for layer in (1, 2) for which in (1, 2) for expert in range(4)

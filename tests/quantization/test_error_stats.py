@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.linear.gemms import DIMS, LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.error_stats import QuantizationError, error_stats
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import block_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
 
 
@@ -82,13 +83,22 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
         spec = getattr(getattr(found, gemm), operand)
         if spec is None:
             continue
-        sums = linear_gemms.error_stats(gemm, operand, matrix, rng_step)
-        made = linear_gemms.emulated.quantize(gemm, operand, matrix, rng_step, update_amax=False)
-        q = made.elements.double()
-        if made.scale is not None:
-            rows, columns = made.block
-            scale = made.scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            q = q * (scale if made.scale.numel() > 1 else made.scale.double())
+        sums = linear_gemms.emulated.error_stats(gemm, operand, matrix, rng_step)
+        columnwise = SIDES[operand][1] == gemm
+        made, _ = linear_gemms.emulated.quantize(
+            operand,
+            matrix.t() if columnwise else matrix,
+            rng_step,
+            rowwise=not columnwise,
+            columnwise=columnwise,
+            update_amax=False,
+        )
+        data, scale = made.columnwise() if columnwise else made.rowwise()
+        q = data.double()
+        if scale is not None:
+            rows, columns = block_sizes(spec, data)
+            blocks = scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            q = q * (blocks if scale.numel() > 1 else scale.double())
         q = q / spec.headroom
         transform = linear_gemms.emulated.transform(gemm, rng_step)
         x = (matrix if transform is None else transform.apply(matrix)).double()

@@ -11,14 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_lowprec import LowPrecLinear, QuantSpec, get_recipe
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
 from megatron_lowprec.kernels.quantize.reference import decode, encode, quantize_operand
-from megatron_lowprec.linear.gemms import LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
-from megatron_lowprec.quantization.quantizer import quantize_for_gemm
+from megatron_lowprec.quantization.quantizer import quantize_by_reference
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 RECIPES = ["fp8_current", "fp8_delayed"]
 T, IN, OUT = 40, 64, 96
@@ -66,14 +67,11 @@ def test_taken_values_are_quantized_as_an_operand_is(changes: dict[str, object])
     assert weight.main_amax == values().float().abs().max()
     for transposed in (False, True):
         matrix = values().t() if transposed else values()
-        elements, scale = quantize_for_gemm(matrix.float(), spec)
-        operand = weight.operand(transposed)
-        assert operand.scale is not None
-        if scale is None:  # a power of two is multiplied in
-            assert torch.equal(operand.elements.float() * operand.scale, elements)
-        else:
-            assert torch.equal(operand.elements.float(), elements)
-            assert torch.equal(operand.scale, scale)
+        elements, scale = quantize_by_reference(matrix.float(), spec)
+        quantized = weight.quantized(columnwise=transposed, codes=False)
+        data, found = quantized.columnwise() if transposed else quantized.rowwise()
+        assert torch.equal(data.float(), elements)
+        assert torch.equal(found, scale)  # type: ignore[arg-type]
 
 
 def test_margin_is_of_delayed_scaling() -> None:
@@ -172,7 +170,7 @@ def update(ordinary: LowPrecLinear, primary: LowPrecLinear, main: torch.Tensor) 
     set_codes([(weight, main.float().view(-1), 0)], [encode_scale])
     for layer in (ordinary, primary):
         layer.end_step()
-        layer.linear_gemms.forget_weights()
+        layer.linear_gemms.weight_cache.clear()
 
 
 def train(recipe: str, device: str = "cpu") -> list[list[list[torch.Tensor]]]:
@@ -217,21 +215,22 @@ def test_native_products_read_the_codes_and_one_copy_a_step(recipe: str) -> None
     linear_gemms = LinearGemms(get_recipe(recipe), LinearId(1, "alone"), 0, AmaxHistory, cache_weights=True)
     weight = Fp8Weight.of(values(), spec_of(recipe))
 
-    def operand(gemm: str, update_amax: bool = True) -> ScaledMatrix:
-        found = linear_gemms._primary_weight(gemm, weight, native=True, update_amax=update_amax)
-        assert isinstance(found, ScaledMatrix)
-        assert (found.elements.dtype, found.granularity) == (torch.float8_e4m3fn, "tensor")
-        assert found.elements.is_contiguous()
-        assert found.scale is weight.decode_scale
+    def operand(gemm: str, update_amax: bool = True) -> QuantizedTensor:
+        native = frozenset({"fprop", "dgrad", "wgrad"})
+        found = linear_gemms._weight(gemm, weight, native, RngStep(0, 0), update_amax)
+        data, scale = found.rowwise() if gemm == "fprop" else found.columnwise()
+        assert data.dtype == torch.float8_e4m3fn
+        assert data.is_contiguous()
+        assert scale is not None
+        assert scale.data_ptr() == weight.decode_scale.data_ptr()
         return found
 
     by_rows, by_columns = operand("fprop"), operand("dgrad")
-    assert by_rows.elements.data_ptr() == weight.codes.data_ptr()
-    assert (by_rows.rows, by_columns.rows) == (OUT, IN)
-    assert torch.equal(by_columns.elements.view(torch.uint8), weight.codes.t())
+    assert by_rows.rowwise()[0].data_ptr() == weight.codes.data_ptr()
+    assert torch.equal(by_columns.columnwise()[0].view(torch.uint8), weight.codes.t())
     assert operand("dgrad") is by_columns
     assert operand("dgrad", update_amax=False) is not by_columns
-    linear_gemms.forget_weights()
+    linear_gemms.weight_cache.clear()
     assert operand("dgrad") is not by_columns
 
 
@@ -255,8 +254,8 @@ def test_a_gpu_s_codes_are_the_cpu_s(recipe: str) -> None:
     on_gpu, on_cpu = (Fp8Weight.of(values(device=device), spec_of(recipe)) for device in ("cuda", "cpu"))
     assert torch.equal(on_gpu.codes.cpu(), on_cpu.codes)
     assert torch.equal(on_gpu.decode_scale.cpu(), on_cpu.decode_scale)
-    transposed = on_gpu.scaled_operand(transposed=True)
-    assert torch.equal(transposed.elements.view(torch.uint8).cpu(), on_cpu.codes.t())
+    transposed, _ = on_gpu.quantized(columnwise=True, codes=True).columnwise()
+    assert torch.equal(transposed.view(torch.uint8).cpu(), on_cpu.codes.t())
 
 
 @pytest.mark.gpu

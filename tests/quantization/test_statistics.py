@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_lowprec import QuantSpec, RandomStream, get_recipe, quantize
-from megatron_lowprec.linear.gemms import LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8, MXFP8_OCP

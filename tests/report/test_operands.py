@@ -15,7 +15,7 @@ from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.figure import Figure
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.gemms import DIMS
+from megatron_lowprec.linear.linear_id import DIMS
 from megatron_lowprec.report import operand_plots, operand_tables, plot_style
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.operands import KINDS, Snapshots, find_snapshots, read_rows

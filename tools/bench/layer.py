@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_lowprec.linear.gemms import LinearId
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import weight_serves_microbatches
@@ -43,13 +43,9 @@ def tensors(shape: LinearShape, tokens: int, device: torch.device, generator: to
     return Tensors(x.requires_grad_(), weight.requires_grad_(), dy, torch.zeros_like(weight, dtype=torch.float32))
 
 
-Saved = tuple[Any, ...]
-"""``SavedForBackward.tensors`` and ``SavedForBackward.granularity``."""
-
-
-def unmade(x: torch.Tensor) -> Saved:
-    """Tensors saved for backward if forward made no operand for it."""
-    return *SavedForBackward(None, None).tensors(x), ""
+def unquantized(x: torch.Tensor, weight: torch.Tensor) -> SavedForBackward:
+    """x and the weight themselves, saved for backward."""
+    return SavedForBackward(weight, x, None, None, None, x.shape)
 
 
 class Gemms(Protocol):
@@ -58,7 +54,7 @@ class Gemms(Protocol):
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
         """y_TO, and what is saved for backward."""
 
-    def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, saved: SavedForBackward, main_grad: torch.Tensor) -> torch.Tensor:
         """dx_TI; adds the weight gradient to ``main_grad``, or writes it in the first microbatch of a step."""
 
 
@@ -85,21 +81,18 @@ class RecipeGemms:
         self.rng_step = RngStep((self.rng_step.step + 1) % 8, 0)
         self.linear_gemms.main_grad_is_zero = not self.cached
         if not self.cached:
-            self.linear_gemms.forget_weights()
+            self.linear_gemms.weight_cache.clear()
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
         """y_TO"""
         self.begin_step()
         return self.linear_gemms.forward(x, weight, self.rng_step, save_input=True)
 
-    def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, saved: SavedForBackward, main_grad: torch.Tensor) -> torch.Tensor:
         """dx_TI"""
-        elements, scale, amax, tile = saved
-        made = self.linear_gemms.grad_output(dy, self.rng_step)
-        dx = self.linear_gemms.dgrad(made, weight, self.rng_step, amax)
-        self.linear_gemms.wgrad(
-            made, SavedForBackward.restored(elements, scale, tile), self.rng_step, accumulate_into=main_grad
-        )
+        grad = self.linear_gemms.grad_output(dy, self.rng_step)
+        dx = self.linear_gemms.dgrad(grad, saved.weight, self.rng_step, saved.weight_amax)
+        self.linear_gemms.wgrad(grad, saved.input(), self.rng_step, accumulate_into=main_grad)
         return dx
 
 
@@ -113,36 +106,32 @@ class TorchGemms:
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
         """y_TO"""
-        return torch.mm(x, weight.t()), SavedForBackward(None, None)
+        return torch.mm(x, weight.t()), unquantized(x, weight)
 
-    def backward(self, dy: torch.Tensor, weight: torch.Tensor, saved: Saved, main_grad: torch.Tensor) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, saved: SavedForBackward, main_grad: torch.Tensor) -> torch.Tensor:
         """dx_TI"""
-        dx = torch.mm(dy, weight)
+        dx, x = torch.mm(dy, saved.weight), saved.input()
+        assert isinstance(x, torch.Tensor)
         if dy.is_cuda:
-            torch.mm(dy.t(), saved[0], out_dtype=torch.float32, out=main_grad)
+            torch.mm(dy.t(), x, out_dtype=torch.float32, out=main_grad)
         else:
-            torch.mm(dy.t().float(), saved[0].float(), out=main_grad)
+            torch.mm(dy.t().float(), x.float(), out=main_grad)
         return dx
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gemms: Gemms, main_grad: torch.Tensor) -> torch.Tensor:
-        y, kept = gemms.forward(x, weight)
-        ctx.save_for_backward(weight, *kept.tensors(x))
-        ctx.gemms, ctx.main_grad, ctx.granularity = gemms, main_grad, kept.granularity
+        y, saved = gemms.forward(x, weight)
+        ctx.save_for_backward(*saved.tensors())
+        ctx.gemms, ctx.main_grad, ctx.plain = gemms, main_grad, saved[4:]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, *saved = ctx.saved_tensors
+        saved = SavedForBackward(*ctx.saved_tensors, *ctx.plain)
         # A dummy weight gradient, which Megatron's data parallelism expects.
-        return (
-            ctx.gemms.backward(dy, weight, (*saved, ctx.granularity), ctx.main_grad),
-            torch.empty_like(weight),
-            None,
-            None,
-        )
+        return ctx.gemms.backward(dy, saved, ctx.main_grad), torch.empty_like(saved.weight), None, None
 
 
 def through_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
@@ -172,8 +161,8 @@ def without_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
 
     @torch.no_grad()
     def call(t: Tensors) -> None:
-        _, kept = gemms.forward(t.x, t.weight)
-        gemms.backward(t.dy, t.weight, (*kept.tensors(t.x), kept.granularity), t.main_grad)
+        _, saved = gemms.forward(t.x, t.weight)
+        gemms.backward(t.dy, saved, t.main_grad)
 
     return call
 
@@ -197,8 +186,8 @@ def _distance(recipe: str, device: torch.device, generator: torch.Generator) -> 
     for where, t in ((device, there), (torch.device("cpu"), here)):
         gemms = RecipeGemms(recipe, where)
         with torch.no_grad():
-            y, kept = gemms.forward(t.x, t.weight)
-            dx = gemms.backward(t.dy, t.weight, (*kept.tensors(t.x), kept.granularity), t.main_grad)
+            y, saved = gemms.forward(t.x, t.weight)
+            dx = gemms.backward(t.dy, saved, t.main_grad)
         sides.append((y, dx, t.main_grad))
     pairs = dict(zip(("fprop", "dgrad", "wgrad"), zip(*sides, strict=True), strict=True))
     for name, (ours, theirs) in pairs.items():

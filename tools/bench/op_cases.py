@@ -193,8 +193,8 @@ def dropouts(given: Inputs) -> Iterator[OpCase]:
 def casts(given: Inputs) -> Iterator[OpCase]:
     """An op and a cast of its output to FP8 along rows and columns by a known scale: two kernels, or one."""
     from megatron_lowprec.formats import FORMATS
-    from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue, DropoutGrad, Fp8Cast, QkvGrad, norm_output
-    from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+    from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue, DropoutGrad, QkvGrad, norm_output
+    from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
     from megatron_lowprec.kernels.cast_fp8.triton import cast_fp8
     from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
     from megatron_lowprec.kernels.layernorm.triton import norm, statistics
@@ -206,12 +206,13 @@ def casts(given: Inputs) -> Iterator[OpCase]:
 
     def cast(source: torch.Tensor | CastPrologue, fmt: str, sums: bool = False) -> Fp8Cast:
         known = {"amax": amax, "observed": observed, "sums": sums}
-        return cast_fp8(source, rules[fmt], rows=True, columns=True, **known)  # type: ignore[arg-type]
+        return cast_fp8(source, rules[fmt], rowwise=True, columnwise=True, **known)  # type: ignore[arg-type]
 
     def case(name: str, unfused: Callable[[], Fp8Cast], fused: Callable[[], Fp8Cast], N: int = H) -> OpCase:
         def pairs() -> Pairs:
-            for ours, theirs in zip(fused()[:2], unfused()[:2], strict=True):
-                yield ours.elements.float(), theirs.elements.float()  # type: ignore[union-attr]
+            ours, theirs = fused(), unfused()
+            for pair in (ours.rowwise_data, theirs.rowwise_data), (ours.columnwise_data, theirs.columnwise_data):
+                yield tuple(data.float() for data in pair)  # type: ignore[union-attr,misc]
 
         variants, times = {"unfused": unfused, "fused": fused}, 2 * LAYERS if N == H else LAYERS
         return OpCase(name, f"{T}x{N}", times, 4 * T * N, variants, pairs, near)

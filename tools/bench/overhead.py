@@ -252,7 +252,7 @@ def _all_backwards(recipe: str, inputs: list[layer.Tensors], device: torch.devic
     def call() -> None:
         for one, t in zip(gemms, inputs, strict=True):
             one.begin_step()
-            one.backward(t.dy, t.weight, layer.unmade(t.x), t.main_grad)
+            one.backward(t.dy, layer.unquantized(t.x, t.weight), t.main_grad)
 
     return call
 

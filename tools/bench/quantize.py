@@ -88,14 +88,15 @@ def run_kernel(x: torch.Tensor, variant: Variant, signs: dict[str, torch.Tensor]
     from megatron_lowprec.kernels.quantize.triton import quantize_mx
 
     ways = {way: Direction(Key.of(_KEYS[way]), signs.get(way)) for way in variant.directions}
-    rows, columns = quantize_mx(
+    made = quantize_mx(
         x,
         mx_rule(variant.spec),
         rows=ways.get("rows"),
         columns=ways.get("columns"),
         rng_step=device_rng_step(_RNG_STEP, x.device),
     )
-    return {way: out for way, out in (("rows", rows), ("columns", columns)) if out is not None}
+    found = {"rows": made.rowwise_data, "columns": None if made.columnwise_data is None else made.columnwise_data.t()}
+    return {way: out for way, out in found.items() if out is not None}
 
 
 def kernel_signs(variant: Variant, device: torch.device) -> dict[str, torch.Tensor]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.linear.gemms import DIMS, LinearId
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import block_sizes
 from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 from tools.layout_parity.setup import Setup
 
@@ -49,8 +49,8 @@ class _Layer:
 
     def indices(self, name: str, size: int) -> torch.Tensor:
         """Indices of this rank's shard in dimension I, O or T."""
-        span = self.linear_gemms.place.spans.get(name, ShardSlice())
-        local = size // self.share if name == self.linear_gemms.place.split else size
+        span = self.linear_gemms.linear_id.spans.get(name, ShardSlice())
+        local = size // self.share if name == self.linear_gemms.linear_id.split else size
         return span.place(torch.arange(local)).to(self.operands["input"].device)
 
 
@@ -123,7 +123,7 @@ def _layers(setup: Setup) -> Iterator[_Layer]:
         if not isinstance(module, LowPrecLinearMixin):
             continue
         mine = module.bound_gemms
-        place, share = mine.place, module.tp_group.size()
+        place, share = mine.linear_id, module.tp_group.size()
         out_features, in_features = module.weight.shape
         if place.split == "O":
             out_features *= share
@@ -160,18 +160,23 @@ def _seeded(name: str, *shape: int) -> torch.Tensor:
 
 
 def _name(layer: _Layer) -> str:
-    place = layer.linear_gemms.place
+    place = layer.linear_gemms.linear_id
     return f"layers.{place.layer}.{place.name}" + (f" expert {place.expert}" if place.expert >= 0 else "")
 
 
 def _quantized(
     linear_gemms: LinearGemms, gemm: str, operand: str, matrix: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Elements, and decode scales where they are stored separately."""
-    made = linear_gemms._quantize(gemm, linear_gemms._native_names, operand, matrix, _RNG_STEP)
-    if isinstance(made, ScaledMatrix):
-        return made.elements[: made.rows].float(), made.decode_scale()
-    return made.elements, made.scale
+    """Data, and decode scales where they are stored separately."""
+    columnwise = SIDES[operand][1] == gemm
+    made, _ = linear_gemms.backend(gemm).quantize(
+        operand, matrix.t() if columnwise else matrix, _RNG_STEP, rowwise=not columnwise, columnwise=columnwise
+    )
+    data, scale = made.columnwise() if columnwise else made.rowwise()
+    if scale is not None and made.spec is not None:
+        length = block_sizes(made.spec, data)[1]
+        scale = scale[:, : -(-data.shape[1] // length)]
+    return data[: len(matrix)].float(), scale
 
 
 def _same(
@@ -182,7 +187,7 @@ def _same(
 ) -> bool:
     elements, scale = want
     for dimension, name in enumerate(dims):
-        if name != layer.linear_gemms.place.split:
+        if name != layer.linear_gemms.linear_id.split:
             continue
         size = elements.shape[dimension]
         indices = layer.indices(name, size)

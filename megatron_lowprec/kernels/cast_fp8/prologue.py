@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 
 from megatron_lowprec.kernels.dropout.reference import keep_scale, threshold
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 
 Kind = Literal["matrix", "bias_gelu", "bias_gelu_grad", "dropout_grad", "layernorm", "rmsnorm", "qkv_grad"]
 KINDS: dict[Kind, int] = {
@@ -232,11 +231,3 @@ class QkvGrad(CastPrologue):
 def prologue_of(x: torch.Tensor | CastPrologue) -> CastPrologue:
     """A matrix in memory as a prologue, or the prologue itself."""
     return x if isinstance(x, CastPrologue) else Matrix(x)
-
-
-class Fp8Cast(NamedTuple):
-    """What one read of [M, N] gave: operands along rows and columns, and sums over M, [N] in the matrix's dtype."""
-
-    rows: ScaledMatrix | None
-    columns: ScaledMatrix | None
-    sums: torch.Tensor | None

@@ -6,6 +6,7 @@ want it. bf16 in and both ways out are 4 bytes an entry. A ``CastPrologue`` comp
 output of a norm or an activation never is in memory.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,11 +16,11 @@ import triton.language as tl
 
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
 from megatron_lowprec.kernels.bias_grad.triton import sum_partials
-from megatron_lowprec.kernels.cast_fp8.prologue import KINDS, CastPrologue, Fp8Cast, Kind, Matrix, prologue_of
-from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.cast_fp8.prologue import KINDS, CastPrologue, Kind, Matrix, prologue_of
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
 from megatron_lowprec.kernels.cast_fp8.tiles import cast_rows, cast_words
 from megatron_lowprec.kernels.cast_fp8.triton_ops import BLOCK_128X128, TENSOR
-from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, ScaledMatrix
+from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.tuning import Tuned
 
@@ -113,29 +114,86 @@ def cast_fp8(
     x: torch.Tensor | CastPrologue,
     rule: Fp8Rule,
     *,
-    rows: bool,
-    columns: bool,
+    rowwise: bool,
+    columnwise: bool,
     amax: torch.Tensor | None = None,
     observed: torch.Tensor | None = None,
     sums: bool = False,
 ) -> Fp8Cast:
-    """FP8 operands of x [M, N] along its rows, its columns, or both.
+    """FP8 data of x [M, N] along its rows, its columns, or both.
 
     Args:
         x: bf16 or fp32, the last dimension contiguous; not empty. N a multiple of 16; of 128 along rows in blocks of
             1x128 and for 128x128. M of any size: columns are padded with zeros to whole units of the product.
-        amax: of tiles "tensor" [1] and "row" [M + N], from ``amax_of`` or a history; made here where it is None.
+        amax: of granularity "tensor" [1] and "row" [M + N], from ``amax_of`` or a history; made here where it is None.
         observed: fp32 [1], raised to the amax of x on the way.
         sums: also sum over M, for the gradient of a bias; of a computed source before its entries are rounded.
     """
     source = prologue_of(x)
     if amax is None and rule.granularity in ("tensor", "row"):
         amax = amax_of(source, vectors=rule.granularity == "row")
-    key = (rows, columns, observed is not None, sums, source.kind, source.head_widths)
+    key = (rowwise, columnwise, observed is not None, sums, source.kind, source.head_widths)
     kernel = rule.kernels.get(key)
+    first, (M, N) = source.x, source.shape
+    device = first.device
     if kernel is None:
-        kernel = rule.kernels[key] = _CastKernel(rule, source.x.device, *key)
-    return kernel.run(source, amax, observed)
+        kernel = rule.kernels[key] = _CastKernel(rule, device, *key)
+    blocks = rule.granularity in ("1x128", "128x128")
+    padded_M = -(-M // _BLOCK) * _BLOCK if blocks else -(-M // ROW_MULTIPLE) * ROW_MULTIPLE
+    # cuBLAS wants the scales of 1x128 blocks in columns of whole 16 bytes
+    height = padded_M if rule.granularity == "1x128" else M
+    row_data = row_scale = column_data = column_scale = partials = None
+    if rowwise:
+        row_data, row_scale = _allocate(rule, height, N, device)
+    if columnwise:
+        column_data, column_scale = _allocate(rule, N, padded_M, device)
+    if sums:
+        partials = torch.empty((1, -(-padded_M // kernel.tilings[0].rows), N), dtype=torch.float32, device=device)
+    # the kernel does not touch what is absent
+    arguments = (
+        *source.arguments(),
+        *(first if tensor is None else tensor for tensor in (row_data, row_scale, column_data, column_scale)),
+        *(first if tensor is None else tensor for tensor in (amax, observed, partials)),
+        M,
+        height,
+        padded_M,
+        N,
+        first.stride(0),
+    )
+    specialized_on = (*source.specialized_on(), padded_M == 1)
+
+    def launch(tiling: _Tiling) -> None:
+        specialized, programs = kernel.at(tiling, M, padded_M, N)
+        specialized.launch(programs, device, arguments, specialized_on)
+
+    tiling = kernel.tilings[0]
+    if not sums:
+        tiling = kernel.tuned.choose(M * N, launch, device, below=(M * N).bit_length())
+    specialized, programs = kernel.at(tiling, M, padded_M, N)
+    specialized.launch(programs, device, arguments, specialized_on)
+    if rule.granularity == "1x128":
+        row_scale = None if row_scale is None else row_scale.t()
+        column_scale = None if column_scale is None else column_scale.t()
+    summed = None if partials is None else sum_partials(partials, first.dtype)[0]
+    return Fp8Cast(row_data, row_scale, column_data, column_scale, summed)
+
+
+def _allocate(rule: Fp8Rule, height: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Empty data [height, length] and scales as the kernel writes them, those of 1x128 blocks transposed."""
+    blocks = -(-length // _BLOCK)
+    make: Callable[..., torch.Tensor] = torch.empty
+    if rule.granularity == "tensor":
+        size = (1, 1)
+    elif rule.granularity == "row":
+        size = (height, 1)
+    elif rule.granularity == "1x128":
+        size = (blocks, height)
+    else:
+        size = (-(-height // _BLOCK), -(-blocks // 4) * 4)
+        # what pads a row of scales is not used, but should not be NaN by chance
+        make = torch.zeros if blocks % 4 else make
+    data = torch.empty((height, length), dtype=rule.dtype, device=device)
+    return data, make(size, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=2)
@@ -156,8 +214,7 @@ class _Tiling(NamedTuple):
 
 
 class _CastKernel:
-    """The kernel for one rule and set of outputs, in the tiling that is fastest for matrices of such a size (within a
-    factor of two).
+    """The kernel for one rule and set of outputs; ``tuned`` finds the fastest tiling by size, within a factor of two.
 
     With sums it is the first tiling, whatever the machine: the last bits of a sum follow from its order, which is the
     tiling's, and tensor-parallel ranks that hold copies of a bias must move it alike.
@@ -174,7 +231,6 @@ class _CastKernel:
         kind: Kind,
         widths: tuple[int, int] = (0, 0),
     ) -> None:
-        self._rule, self._rows, self._columns, self._sums = rule, rows, columns, sums
         self._constants = rule.constants(rows, columns, observes, sums, KINDS[kind], widths, device)
         if rule.granularity == "1x128":
             B = _BLOCK
@@ -196,48 +252,15 @@ class _CastKernel:
                 # Parts one after the other share the scale, and the observed amax is found once: half the instructions
                 # of a cast from memory. Too few programs for a small matrix.
                 shapes += ((64, 256, 4, 0, 128), (64, 512, 4, 0, 128), (128, 256, 8, 0, 128))
-        self._tilings = tuple(_Tiling(*shape) for shape in shapes)
-        self._tuned = Tuned(f"{_cast_kernel.__name__} {self._constants._asdict()}", self._tilings)
+        self.tilings = tuple(_Tiling(*shape) for shape in shapes)
+        self.tuned = Tuned(f"{_cast_kernel.__name__} {self._constants._asdict()}", self.tilings)
         self._specialized: dict[tuple[_Tiling, bool], Specialized] = {}
 
-    def run(self, source: CastPrologue, amax: torch.Tensor | None, observed: torch.Tensor | None) -> Fp8Cast:
-        """Allocate and launch; see ``cast_fp8``."""
-        x = source.x
-        (M, N), stride, device = source.shape, x.stride(0), x.device
-        multiple = _BLOCK if self._rule.granularity in ("1x128", "128x128") else ROW_MULTIPLE
-        padded_M = -(-M // multiple) * multiple
-        # cuBLAS wants the scales of 1x128 tiles in columns of whole 16 bytes
-        height = padded_M if self._rule.granularity == "1x128" else M
-        by_rows = self._operand(height, N, device, M) if self._rows else None
-        by_columns = self._operand(N, padded_M, device, N) if self._columns else None
-        parts = None
-        made_of, specialized_on = source.arguments(), (*source.specialized_on(), padded_M == 1)
-
-        def run(tiling: _Tiling) -> None:
-            nonlocal parts
-            tiles_m = -(-padded_M // tiling.rows)
-            if self._sums:
-                parts = torch.empty((1, tiles_m, N), dtype=torch.float32, device=device)
-            arguments = (
-                *made_of,
-                *((x, x) if by_rows is None else (by_rows.elements, by_rows.scale)),
-                *((x, x) if by_columns is None else (by_columns.elements, by_columns.scale)),
-                x if amax is None else amax,
-                x if observed is None else observed,
-                x if parts is None else parts,
-                M,
-                height,
-                padded_M,
-                N,
-                stride,
-            )
-            whole = padded_M == M and M % tiling.rows == 0 and N % tiling.columns == 0
-            kernel = self._specialized.get((tiling, whole)) or self._specialize(tiling, whole)
-            kernel.launch(tiles_m * -(-N // tiling.columns), device, arguments, specialized_on)
-
-        entries = M * N
-        run(self._tilings[0] if self._sums else self._tuned.choose(entries, run, device, below=entries.bit_length()))
-        return Fp8Cast(by_rows, by_columns, None if parts is None else sum_partials(parts, x.dtype)[0])
+    def at(self, tiling: _Tiling, M: int, padded_M: int, N: int) -> tuple[Specialized, int]:
+        """The kernel in a tiling, and the number of programs that cover [M, N]."""
+        programs = -(-padded_M // tiling.rows) * -(-N // tiling.columns)
+        whole = padded_M == M and M % tiling.rows == 0 and N % tiling.columns == 0
+        return self._specialized.get((tiling, whole)) or self._specialize(tiling, whole), programs
 
     def _specialize(self, tiling: _Tiling, whole: bool) -> Specialized:
         kernel = Specialized(
@@ -255,6 +278,3 @@ class _CastKernel:
         )
         self._specialized[tiling, whole] = kernel
         return kernel
-
-    def _operand(self, height: int, length: int, device: torch.device, rows: int) -> ScaledMatrix:
-        return ScaledMatrix.empty(height, length, self._rule.dtype, self._rule.granularity, device, rows)

@@ -1,58 +1,53 @@
-"""Products of two operands along their last dimension, with scales and alpha applied to the fp32 accumulator."""
+"""A product of two operands along their last dimension, with scales and alpha applied to the fp32 accumulator."""
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 
-class Operand(NamedTuple):
-    """One side of a product.
-
-    Attributes:
-        elements: [R, K] in the compute dtype.
-        scale: None, or fp32 decode scales: [1, 1], [R, 1], or [ceil(R / rows), ceil(K / columns)] of blocks.
-        block: (rows, columns) that share a scale; ignored without scales.
-    """
-
-    elements: torch.Tensor
-    scale: torch.Tensor | None = None
-    block: tuple[int, int] = (1, 1)
-
-
-def contract(
-    a: Operand,
-    b: Operand,
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
     *,
+    a_scale: torch.Tensor | None = None,
+    b_scale: torch.Tensor | None = None,
+    a_block: tuple[int, int] = (1, 1),
+    b_block: tuple[int, int] = (1, 1),
     alpha: float = 1.0,
     out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None = None,
     overwrite: bool = False,
 ) -> torch.Tensor:
-    """``alpha * (a * scale) @ (b * scale).T``, summed in fp32 (of fp64 operands in fp64) and rounded once.
+    """``alpha * (a * a_scale) @ (b * b_scale).T``, summed in fp32 (of fp64 operands in fp64) and rounded once.
 
     Without scales it is one matrix product. Scales of whole rows multiply the finished sum; scales of blocks along K
     multiply each partial sum over a block, which is then added in fp32: DeepSeek-V3's promotion (arXiv 2412.19437,
     section 3.3.2).
 
     Args:
-        a: [M, K].
-        b: [N, K].
+        a: [M, K] in the compute dtype.
+        b: [N, K], likewise.
+        a_scale, b_scale: None, or fp32 decode scales: [1, 1], [R, 1], or [ceil(R / rows), ceil(K / columns)] of blocks.
+        a_block, b_block: (rows, columns) that share a scale; ignored without scales.
         alpha: multiplies the fp32 sum.
         out_dtype: dtype of the result.
         accumulate_into: fp32 [M, N]; the product is added to it in fp32 and it is returned.
         overwrite: take ``accumulate_into`` as zeros, unread.
+
+    Raises:
+        ValueError: blocks of both operands differ along K.
     """
-    if a.scale is None and b.scale is None:
+    if a_scale is None and b_scale is None:
         if accumulate_into is not None:
-            return _accumulate(a.elements, b.elements, alpha, accumulate_into, overwrite)
-        return _product(a.elements, b.elements, alpha, out_dtype)
+            return _accumulate(a, b, alpha, accumulate_into, overwrite)
+        return _product(a, b, alpha, out_dtype)
     total: torch.Tensor | None = None
-    for k in _k_slices(a, b):
-        part = _product(a.elements[:, k], b.elements[:, k], 1.0, _sum_dtype(a.elements))
-        for operand, dim in ((a, 0), (b, 1)):
-            if operand.scale is not None:
-                part = part * _row_scale(operand, k).unsqueeze(1 - dim)
+    sides = ((a, a_scale, a_block, 0), (b, b_scale, b_block, 1))
+    for k in _k_slices(a.shape[1], (a_scale, a_block), (b_scale, b_block)):
+        part = _product(a[:, k], b[:, k], 1.0, _sum_dtype(a))
+        for data, scale, block, dim in sides:
+            if scale is not None:
+                part = part * _row_scale(scale, block, data.shape[0], k).unsqueeze(1 - dim)
         total = part if total is None else total + part
     assert total is not None
     if alpha != 1.0:
@@ -94,23 +89,17 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, alpha: float, total: torch.Ten
     return total.copy_(product) if overwrite else total.add_(product)
 
 
-def _k_slices(a: Operand, b: Operand) -> list[slice]:
+def _k_slices(length: int, *sides: tuple[torch.Tensor | None, tuple[int, int]]) -> list[slice]:
     """Parts of K over which no scale changes."""
-    length = a.elements.shape[1]
-    steps = {operand.block[1] for operand in (a, b) if operand.scale is not None and operand.scale.shape[1] > 1}
+    steps = {block[1] for scale, block in sides if scale is not None and scale.shape[1] > 1}
     if len(steps) > 1:
         raise ValueError(f"both operands must have equal blocks along the contracted dimension, got {sorted(steps)}")
     step = steps.pop() if steps else length
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def _row_scale(operand: Operand, k: slice) -> torch.Tensor:
-    """The scale of each row of the operand over that part of K: [R] or [1]."""
-    assert operand.scale is not None
-    column = operand.scale[:, k.start // operand.block[1] if operand.scale.shape[1] > 1 else 0]
-    rows = operand.elements.shape[0]
-    return (
-        column
-        if column.numel() in (1, rows) and operand.block[0] in (1, rows)
-        else column.repeat_interleave(operand.block[0])[:rows]
-    )
+def _row_scale(scale: torch.Tensor, block: tuple[int, int], rows: int, k: slice) -> torch.Tensor:
+    """The scale of each of an operand's rows over that part of K: [R] or [1]."""
+    column = scale[:, k.start // block[1] if scale.shape[1] > 1 else 0]
+    whole = column.numel() in (1, rows) and block[0] in (1, rows)
+    return column if whole else column.repeat_interleave(block[0])[:rows]

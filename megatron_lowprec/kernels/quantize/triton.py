@@ -6,7 +6,7 @@ read in 16-byte pieces and goes through shared memory once each way, as bf16. Bi
 operations in the same order, none contracted, and rounding on the bits of an fp32 number.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -158,16 +158,21 @@ def _mx_kernel(
 _NOTHING = Direction()
 
 
-class MxCodes(NamedTuple):
-    """An operand in the layout of native products, contracted dimension last.
+class MxCast(NamedTuple):
+    """MX data of [M, N], along rows, along columns, or both, contracted dimension last; None what was not asked for.
 
     Attributes:
-        codes: uint8 [R, K], or [R, K / 2] for 4-bit formats, entry 2i in the low nibble.
-        scale: E8M0 bytes, uint8 [R, K / 32].
+        rowwise_data: [M, N] dequantized in the matrix's dtype; or codes, uint8 [M, N], two a byte for 4-bit formats,
+            entry 2i in the low nibble.
+        columnwise_data: [N, M rounded up to whole groups where transformed, else M], a transposed view; or codes of
+            [N, M rounded up to whole groups], row-major, padding being quantized zeros.
+        rowwise_scale, columnwise_scale: E8M0 bytes, uint8 [R, K / 32], of codes.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
+    rowwise_data: torch.Tensor | None = None
+    rowwise_scale: torch.Tensor | None = None
+    columnwise_data: torch.Tensor | None = None
+    columnwise_scale: torch.Tensor | None = None
 
 
 def quantize_mx(
@@ -178,8 +183,9 @@ def quantize_mx(
     columns: Direction | None = None,
     rng_step: torch.Tensor,
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Dequantized MX operands of a matrix, along its rows, along its columns, or both from one read.
+    codes: bool = False,
+) -> MxCast:
+    """MX data of a matrix, along its rows, along its columns, or both from one read.
 
     Args:
         x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of 32 and of len(signs) where ``rows`` is
@@ -187,60 +193,28 @@ def quantize_mx(
         rule: format, scale and rounding.
         rows: blocks along the last dimension (the operand x); None to leave it out.
         columns: blocks along the first (the operand x.T); None to leave it out.
-        moment: int32 [2] on the device of x: step and microbatch of the draws. In memory, not an argument, so that a
+        rng_step: int32 [2] on the device of x: step and microbatch of the draws. In memory, not an argument, so that a
             captured CUDA graph draws anew in each replay.
         spans: where the rows and the columns of x lie in the unsharded matrix.
-
-    Returns:
-        along rows [M, N]; along columns [M rounded up to whole groups where transformed, else M, N]; each in the dtype
-        of x and row-major, or None. Headroom is left in.
+        codes: write codes and scale bytes, the layout of native products; else dequantized values, headroom left in.
     """
-    if rows is not None and columns is not None and rows.signs is not None and rule.rounding == "stochastic":
+    transforms = rows is not None and rows.signs is not None
+    if transforms and columns is not None and rule.rounding == "stochastic" and not codes:
         # bound by arithmetic: two programs that each keep a group in registers beat one that reads less
-        return (
-            quantize_mx(x, rule, rows=rows, rng_step=rng_step, spans=spans)[0],
-            quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)[1],
-        )
-    M, N = x.shape
-    kernel = _mx_kernel_for(x, rule, rows, columns, codes=False)
-    # a transformed group is dense even where its entries were padding
-    padded_M = _whole(M, kernel.group) if kernel.transforms else M
-    by_rows = None if rows is None else torch.empty((M, N), dtype=x.dtype, device=x.device)
-    by_columns = None if columns is None else torch.empty((padded_M, N), dtype=x.dtype, device=x.device)
-    kernel.launch(x, padded_M, rows, columns, (by_rows, None, by_columns, None), rng_step, spans)
-    return by_rows, by_columns
+        along_rows = quantize_mx(x, rule, rows=rows, rng_step=rng_step, spans=spans)
+        along_columns = quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)
+        return along_rows._replace(columnwise_data=along_columns.columnwise_data)
+    kernel = _mx_kernel_for(x, rule, rows, columns, codes)
+    made, arguments = kernel.arguments(x, rows, columns, rng_step, spans)
+    (M, N), stride, device = x.shape, x.stride(0), x.device
+    specialized_on = (x.dtype, x.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
 
+    def launch(tiling: _Tiling) -> None:
+        kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
 
-def quantize_mx_codes(
-    x: torch.Tensor,
-    rule: MxRule,
-    *,
-    rows: Direction | None = None,
-    columns: Direction | None = None,
-    rng_step: torch.Tensor,
-    spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
-) -> tuple[MxCodes | None, MxCodes | None]:
-    """``quantize_mx`` as codes and scale bytes; arguments as there.
-
-    Returns:
-        along rows: codes of [M, N]; along columns: of the transposed matrix [N, M rounded up to whole groups], padding
-        being quantized zeros. Each None where it was left out.
-    """
-    M, N = x.shape
-    kernel = _mx_kernel_for(x, rule, rows, columns, codes=True)
-    padded_M = _whole(M, kernel.group)
-
-    def empty(height: int, length: int) -> MxCodes:
-        return MxCodes(
-            torch.empty((height, length // kernel.share), dtype=torch.uint8, device=x.device),
-            torch.empty((height, length // MX_BLOCK.value), dtype=torch.uint8, device=x.device),
-        )
-
-    by_rows = None if rows is None else empty(M, N)
-    by_columns = None if columns is None else empty(N, padded_M)
-    outputs = (*(by_rows or (None, None)), *(by_columns or (None, None)))
-    kernel.launch(x, padded_M, rows, columns, outputs, rng_step, spans)
-    return by_rows, by_columns
+    tiling = kernel.tuned.choose(M * N, launch, device)
+    kernel.specialized[tiling].launch(tiling.programs(M, N), device, arguments, specialized_on)
+    return made
 
 
 def _mx_kernel_for(
@@ -260,11 +234,11 @@ class _MxKernel:
 
     def __init__(self, rule: MxRule, block: int, rows: bool, columns: bool, packed: bool, codes: bool) -> None:
         constants = rule.constants(block, rows, columns, packed, codes)
-        self.group, self.transforms = constants.GROUP, constants.HADAMARD
-        self.share = 0 if not codes else 2 if rule.fmt.bits == 4 else 1  # codes a byte
+        self._group, self._transforms = constants.GROUP, constants.HADAMARD
+        self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
         self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
-        self._tilings = _tilings(self.group, rows, columns, self.transforms, rule.rounding == "stochastic")
-        self._specialized = {
+        tilings = _tilings(self._group, rows, columns, self._transforms, rule.rounding == "stochastic")
+        self.specialized = {
             tiling: Specialized(
                 _mx_kernel,
                 {"MX": constants, "BM": tiling.rows, "BN": tiling.columns},
@@ -273,34 +247,50 @@ class _MxKernel:
                 # a contracted multiply-add rounds once where the reference rounds twice
                 enable_fp_fusion=False,
             )
-            for tiling in self._tilings
+            for tiling in tilings
         }
-        self._tuned = Tuned(f"{_mx_kernel.__name__} {constants._asdict()}", self._tilings)
+        self.tuned = Tuned(f"{_mx_kernel.__name__} {constants._asdict()}", tilings)
 
-    def launch(
+    def arguments(
         self,
         x: torch.Tensor,
-        padded_M: int,
         rows: Direction | None,
         columns: Direction | None,
-        outputs: tuple[torch.Tensor | None, ...],
         rng_step: torch.Tensor,
         spans: tuple[ShardSlice, ShardSlice],
-    ) -> None:
-        """Fill ``outputs``: along rows and its scales, along columns and its scales; None where nothing is written."""
-        (M, N), stride = x.shape, x.stride(0)
-        pitches = (N // self.share, padded_M // self.share) if self.share else (0, 0)
+    ) -> tuple[MxCast, tuple[Any, ...]]:
+        """Empty outputs, and all arguments of a launch."""
+        (M, N), device, share = x.shape, x.device, self._codes_a_byte
+        padded_M = _whole(M, self._group)
+        row_data = row_scale = column_data = column_scale = written = None
+        if share:
+            if rows is not None:
+                row_data = torch.empty((M, N // share), dtype=torch.uint8, device=device)
+                row_scale = torch.empty((M, N // MX_BLOCK.value), dtype=torch.uint8, device=device)
+            if columns is not None:
+                written = column_data = torch.empty((N, padded_M // share), dtype=torch.uint8, device=device)
+                column_scale = torch.empty((N, padded_M // MX_BLOCK.value), dtype=torch.uint8, device=device)
+            pitches = (N // share, padded_M // share)
+        else:
+            # a transformed group is dense even where its entries were padding
+            padded_M = padded_M if self._transforms else M
+            if rows is not None:
+                row_data = torch.empty((M, N), dtype=x.dtype, device=device)
+            if columns is not None:
+                written = torch.empty((padded_M, N), dtype=x.dtype, device=device)
+                column_data = written.t()
+            pitches = (0, 0)
         rows, columns = rows or _NOTHING, columns or _NOTHING
         # the kernel does not touch what a direction that is left out would read or write
         arguments = (
             x,
-            *(x if out is None else out for out in outputs),
+            *(x if out is None else out for out in (row_data, row_scale, written, column_scale)),
             x if rows.signs is None else rows.signs,
             x if columns.signs is None else columns.signs,
             M,
             padded_M,
             N,
-            stride,
+            x.stride(0),
             *pitches,
             *rows.key,
             *columns.key,
@@ -309,13 +299,7 @@ class _MxKernel:
             *spans[1],
             self._unit,
         )
-        specialized_on = (x.dtype, x.data_ptr() % 16 == 0, N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
-
-        def run(tiling: _Tiling) -> None:
-            programs = -(-M // tiling.rows) * -(-N // tiling.columns)
-            self._specialized[tiling].launch(programs, x.device, arguments, specialized_on)
-
-        run(self._tuned.choose(x.numel(), run, x.device))
+        return MxCast(row_data, row_scale, column_data, column_scale), arguments
 
 
 class _Tiling(NamedTuple):
@@ -323,6 +307,10 @@ class _Tiling(NamedTuple):
     columns: int
     warps: int
     registers: int | None  # a thread's limit, where more resident warps are worth some spilling
+
+    def programs(self, M: int, N: int) -> int:
+        """That cover [M, N]."""
+        return -(-M // self.rows) * -(-N // self.columns)
 
 
 def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochastic: bool) -> tuple[_Tiling, ...]:

@@ -1,7 +1,7 @@
-"""Finds where the first number that is not finite appears, in a forward and backward that is run again for it.
+"""Finds the first tensor with NaN or Inf, in a forward and backward pass that is repeated for this purpose.
 
-Every GEMM of every linear layer is looked at from both sides, operand by operand, and every other leaf module by its
-output and that output's gradient. A step that is run without this pays nothing for it.
+Every operand and product of every GEMM is checked, and of every other leaf module the output and its gradient. A step
+without the check pays nothing for it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 _PRODUCT = "product of finite operands"
@@ -33,7 +33,7 @@ class Finding:
     """A tensor that is not finite; the least of several is the one that the others may come from.
 
     Microbatches do not depend on each other, a backward comes after its forward, and ``depth`` counts pipeline stages
-    in the order in which that pass goes through them. On one stage ``order`` counts what was looked at. ``gemm`` is
+    in the order in which that pass goes through them. On one stage ``order`` counts checked tensors. ``gemm`` is
     what ``--rerun-in-bf16`` would call it, empty elsewhere.
     """
 
@@ -56,7 +56,7 @@ class Finding:
 
 
 class FiniteCheck:
-    """While it is entered, looks at what the model's chunks on this rank compute.
+    """Checks, as a context manager, what the model's chunks on this rank compute.
 
     Attributes:
         first: the first finding of this rank, or None.
@@ -79,7 +79,7 @@ class FiniteCheck:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def look(self, what: str, tensor: Any, chunk: int, microbatch: int, backward: bool, gemm: str = "") -> None:
+    def inspect(self, what: str, tensor: Any, chunk: int, microbatch: int, backward: bool, gemm: str = "") -> None:
         """Note the tensor if it is not finite and came before what was found so far."""
         self._order += 1
         if not torch.is_tensor(tensor) or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
@@ -101,64 +101,62 @@ class FiniteCheck:
             self.first = finding
 
     def _hook(self, name: str, chunk: int) -> Any:
-        def look_at_output(module: nn.Module, inputs: Any, output: Any) -> None:
+        def inspect_output(module: nn.Module, inputs: Any, output: Any) -> None:
             microbatch = current_rng_step().microbatch
             for tensor in output if isinstance(output, tuple) else (output,):
-                self.look(f"{name}, output", tensor, chunk, microbatch, backward=False)
+                self.inspect(f"{name}, output", tensor, chunk, microbatch, backward=False)
                 if torch.is_tensor(tensor) and tensor.requires_grad:
                     what = f"{name}, gradient of its output"
                     tensor.register_hook(
-                        lambda grad, what=what: self.look(what, grad, chunk, microbatch, backward=True)
+                        lambda grad, what=what: self.inspect(what, grad, chunk, microbatch, backward=True)
                     )
 
-        return look_at_output
+        return inspect_output
 
 
 class _CheckedGemms(InstrumentedGemms):
-    """Each GEMM of a layer looked at."""
+    """A layer's GEMMs; checks every operand and product."""
 
     def __init__(self, inner: LinearGemms, chunk: int, check: FiniteCheck) -> None:
         super().__init__(inner)
-        self._path, self._chunk, self._check = inner.place.path, chunk, check
+        self._path, self._chunk, self._check = inner.linear_id.path, chunk, check
 
     def forward(
-        self,
-        x_TI: torch.Tensor,
-        w_OI: torch.Tensor,
-        rng_step: RngStep,
-        update_amax: bool = True,
-        bias_O: torch.Tensor | None = None,
-        **options: Any,
+        self, x_TI: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep, *rest: Any, **options: Any
     ) -> tuple[torch.Tensor, SavedForBackward]:
-        self._look_at_operands("fprop", x_TI, w_OI, rng_step)
-        self._look("fprop", "bias", bias_O, rng_step, gemm="")
-        y, kept = self._inner.forward(x_TI, w_OI, rng_step, update_amax, bias_O, **options)
-        self._look("fprop", _PRODUCT, y, rng_step)
-        return y, kept
+        self._check_operands("fprop", x_TI, w_OI, rng_step)
+        bias = options["bias_O"] if "bias_O" in options else rest[1] if len(rest) > 1 else None
+        self._check_tensor("fprop", "bias", bias, rng_step, gemm="")
+        y, saved = self._inner.forward(x_TI, w_OI, rng_step, *rest, **options)
+        self._check_tensor("fprop", _PRODUCT, y, rng_step)
+        return y, saved
 
     def dgrad(self, dy: GradOutput, w_OI: torch.Tensor, rng_step: RngStep, *rest: Any) -> torch.Tensor:
-        self._look_at_operands("dgrad", dy.matrix, w_OI, rng_step)
+        self._check_operands("dgrad", dy.matrix, w_OI, rng_step)
         dx: torch.Tensor = self._inner.dgrad(dy, w_OI, rng_step, *rest)
-        self._look("dgrad", _PRODUCT, dx, rng_step)
+        self._check_tensor("dgrad", _PRODUCT, dx, rng_step)
         return dx
 
-    def wgrad(self, dy: GradOutput, x: torch.Tensor | ScaledMatrix, rng_step: RngStep, **options: Any) -> torch.Tensor:
-        # The forward pass has looked at the x that an operand was made of.
-        self._look_at_operands("wgrad", dy.matrix, x.scale if isinstance(x, ScaledMatrix) else x, rng_step)
+    def wgrad(
+        self, dy: GradOutput, x: torch.Tensor | QuantizedTensor, rng_step: RngStep, **options: Any
+    ) -> torch.Tensor:
+        # The forward pass has checked the x that was quantized.
+        second = x.columnwise_scale if isinstance(x, QuantizedTensor) else x
+        self._check_operands("wgrad", dy.matrix, second, rng_step)
         dw: torch.Tensor = self._inner.wgrad(dy, x, rng_step, **options)
-        self._look("wgrad", _PRODUCT, dw, rng_step)
+        self._check_tensor("wgrad", _PRODUCT, dw, rng_step)
         return dw
 
-    def _look_at_operands(self, name: str, first: torch.Tensor, second: torch.Tensor, rng_step: RngStep) -> None:
+    def _check_operands(self, name: str, first: torch.Tensor, second: torch.Tensor | None, rng_step: RngStep) -> None:
         for operand, tensor in zip(GEMM_OPERANDS[name], (first, second), strict=True):
-            self._look(name, f"operand {operand}", tensor, rng_step)
+            self._check_tensor(name, f"operand {operand}", tensor, rng_step)
 
-    def _look(
+    def _check_tensor(
         self, name: str, what: str, tensor: torch.Tensor | None, rng_step: RngStep, gemm: str | None = None
     ) -> None:
         gemm = f"{self._path.split()[0]}.{name}" if gemm is None else gemm
         told = f"{self._path}, {name}, {what}"
-        self._check.look(told, tensor, self._chunk, rng_step.microbatch, name != "fprop", gemm)
+        self._check.inspect(told, tensor, self._chunk, rng_step.microbatch, name != "fprop", gemm)
 
 
 def _named_parts(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:

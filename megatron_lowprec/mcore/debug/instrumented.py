@@ -13,7 +13,7 @@ from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 
 
 class InstrumentedGemms:
-    """A layer's numerics; a subclass inspects what passes, everything else is the layer's own."""
+    """A layer's GEMMs; a subclass inspects tensors, everything else is the layer's own."""
 
     def __init__(self, inner: LinearGemms) -> None:
         self._inner = inner

@@ -1,7 +1,7 @@
-"""How well each operand of each GEMM is represented in one step, over all ranks that hold parts or copies of it.
+"""Quantization error of each operand of each GEMM in one step, over all ranks that hold parts or copies of it.
 
-The step is the run's own: its operands are quantized once more beside it, and the numbers of its first microbatch are
-kept. A step without this pays nothing for it.
+The step is a training step: its operands are quantized once more beside it, those of the first microbatch. A step
+without the probe pays nothing for it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
-from megatron_lowprec.linear.gemms import DIMS, SIDES, LinearId
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.quantization.error_stats import COUNTS, QuantizationError
@@ -46,7 +46,7 @@ class OperandId(NamedTuple):
 
 
 class OperandProbe:
-    """While it is entered, looks at the operands of this rank's chunks in the first microbatch of a training step.
+    """Measures, as a context manager, the operands of this rank's chunks in the first microbatch of a training step.
 
     FP8 primary weights are left out: they have no other value on a rank.
     """
@@ -61,7 +61,7 @@ class OperandProbe:
             for module in chunk.modules():
                 if isinstance(module, LowPrecLinearMixin):
                     inner = module.bound_gemms
-                    probed = _ProbedNumerics(inner, self._places(module, inner), self._sums)
+                    probed = _ProbedGemms(inner, self._operands_of(module, inner), self._sums)
                     self._undo.enter_context(instrumented(module, probed))
         return self
 
@@ -84,17 +84,17 @@ class OperandProbe:
         found = {place: sums for part in everyone for place, sums in part.items()}
         return [(place, QuantizationError.of(sums)) for place, sums in sorted(found.items()) if sums[0] > 0]
 
-    def _places(self, module: LowPrecLinearMixin, linear_gemms: LinearGemms) -> dict[tuple[str, str], OperandId]:
+    def _operands_of(self, module: LowPrecLinearMixin, linear_gemms: LinearGemms) -> dict[tuple[str, str], OperandId]:
         """Of a layer's quantized operands; each has sums from the start, since an expert may see no tokens."""
-        places = {}
+        operands = {}
         for (gemm, operand), order in _ORDER.items():
             spec = getattr(getattr(linear_gemms.recipe, gemm), operand)
             if spec is not None and not (operand == "weight" and isinstance(module.weight, Fp8Weight)):
-                layer, name, expert = linear_gemms.place.layer, linear_gemms.place.name, linear_gemms.place.expert
-                place = OperandId(layer, name, expert, order, gemm, operand, spec.format)
-                places[gemm, operand] = place
-                self._sums[place] = torch.zeros(COUNTS, dtype=torch.float64, device=module.weight.device)
-        return places
+                linear = linear_gemms.linear_id
+                found = OperandId(linear.layer, linear.name, linear.expert, order, gemm, operand, spec.format)
+                operands[gemm, operand] = found
+                self._sums[found] = torch.zeros(COUNTS, dtype=torch.float64, device=module.weight.device)
+        return operands
 
 
 def _reduced(sums: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[OperandId, torch.Tensor]:
@@ -112,17 +112,17 @@ def _reduced(sums: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessG
     return dict(zip(places, total.cpu(), strict=True))
 
 
-class _ProbedNumerics(InstrumentedGemms):
-    """The operands of a layer looked at."""
+class _ProbedGemms(InstrumentedGemms):
+    """A layer's GEMMs; adds up the quantization error of each operand."""
 
     def __init__(
         self,
         inner: LinearGemms,
-        places: dict[tuple[str, str], OperandId],
+        operands: dict[tuple[str, str], OperandId],
         sums: dict[OperandId, torch.Tensor],
     ) -> None:
         super().__init__(inner)
-        self._places, self._sums = places, sums
+        self._operands, self._sums = operands, sums
 
     def forward(
         self,
@@ -130,27 +130,28 @@ class _ProbedNumerics(InstrumentedGemms):
         w_OI: torch.Tensor,
         rng_step: RngStep,
         update_amax: bool = True,
-        bias_O: torch.Tensor | None = None,
+        *rest: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, SavedForBackward]:
         if update_amax:  # not an evaluation, nor the first pass of an activation recomputation
-            self._look("input", x_TI, rng_step)
-            self._look("weight", w_OI, rng_step)
-        return self._inner.forward(x_TI, w_OI, rng_step, update_amax, bias_O, **options)
+            self._inspect("input", x_TI, rng_step)
+            self._inspect("weight", w_OI, rng_step)
+        return self._inner.forward(x_TI, w_OI, rng_step, update_amax, *rest, **options)
 
     def grad_output(self, dy_TO: torch.Tensor, rng_step: RngStep, **options: Any) -> GradOutput:
-        self._look("grad_output", dy_TO, rng_step)
+        self._inspect("grad_output", dy_TO, rng_step)
         return self._inner.grad_output(dy_TO, rng_step, **options)
 
-    def _look(self, operand: str, matrix: torch.Tensor, rng_step: RngStep) -> None:
-        """At what both GEMMs that contract the matrix make of it, its rows and its columns."""
+    def _inspect(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> None:
+        """Add the error of a matrix in both GEMMs that contract it."""
         if rng_step.microbatch or not matrix.numel():
             return
-        for gemm, by_columns in zip(SIDES[operand], (False, True), strict=True):
-            place = self._places.get((gemm, operand))
-            if place is not None:
-                contracted_last = matrix.t() if by_columns else matrix
-                sums, found = self._sums[place], self._inner.error_stats(gemm, operand, contracted_last, rng_step)
+        for gemm, columnwise in zip(SIDES[tensor], (False, True), strict=True):
+            operand = self._operands.get((gemm, tensor))
+            if operand is not None:
+                contracted_last = matrix.t() if columnwise else matrix
+                found = self._inner.emulated.error_stats(gemm, tensor, contracted_last, rng_step)
+                sums = self._sums[operand]
                 found[-1] = torch.maximum(found[-1], sums[-1])
                 found[:-1] += sums[:-1]
-                self._sums[place] = found
+                self._sums[operand] = found

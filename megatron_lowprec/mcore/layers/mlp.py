@@ -17,16 +17,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import BiasGelu, BiasGeluGrad, CastPrologue
-from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput
+from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
 from megatron_lowprec.mcore.layers.parallel_linear import (
     LowPrecLinearMixin,
     LowPrecRowParallelLinear,
-    Saved,
     TensorParallelConfig,
     await_weights,
     gradients,
-    product,
+    layer_input,
 )
 from megatron_lowprec.mcore.rng_step import current_rng_step
 
@@ -59,44 +58,56 @@ class _MlpFunction(torch.autograd.Function):
         w2: torch.Tensor,
         mlp: "LowPrecMLP",
         update_amax: bool,
-        wanted: tuple[CastFusion, CastFusion],
+        fusion: tuple[CastFusion, CastFusion],
         channel: GradOutputChannel | None,
     ) -> torch.Tensor:
         fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
-        ctx.mlp, ctx.rng_step, ctx.wanted, ctx.channel = mlp, current_rng_step(), wanted, channel
+        ctx.mlp, ctx.rng_step, ctx.fusion, ctx.channel = mlp, current_rng_step(), fusion, channel
         tp = _tp_config(fc1)
         amax = None if tp.sequence_parallel else cached_amax(x)
         await_weights(fc1)
-        y, first = product(fc1, x, w1, None, ctx.rng_step, update_amax, tp, amax)
-        active, amax = _active(y, bias, wanted[0])
-        keeps = not mlp.recompute_gelu
+        y, first = fc1.bound_gemms.forward(
+            layer_input(x, fc1.bound_gemms, tp),
+            w1,
+            ctx.rng_step,
+            update_amax,
+            save_input=update_amax and not tp.sequence_parallel,
+            amax=amax,
+            layer_input=x,
+        )
+        active, amax = _active(y, bias, fusion[0])
+        saves = not mlp.recompute_gelu
         await_weights(fc2)
-        out, second = product(fc2, active, w2, None, ctx.rng_step, update_amax, _alone(fc2), amax, keeps)
-        ctx.save_for_backward(y, bias, *first.tensors(), *(second if keeps else second._replace(x=None)).tensors())
+        out, second = fc2.bound_gemms.forward(
+            active, w2, ctx.rng_step, update_amax, save_input=update_amax and saves, amax=amax
+        )
+        second = second if saves else second._replace(x=None)
+        ctx.save_for_backward(y, bias, *first.tensors(), *second.tensors())
         ctx.plain = first[4:], second[4:]
         return out
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         y, bias, *tensors = ctx.saved_tensors
-        first, second = Saved(*tensors[:4], *ctx.plain[0]), Saved(*tensors[4:], *ctx.plain[1])
+        first = SavedForBackward(*tensors[:4], *ctx.plain[0])
+        second = SavedForBackward(*tensors[4:], *ctx.plain[1])
         fc1, fc2, rng_step = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.rng_step
-        input_wants, grad_output_wants = ctx.wanted
+        input_fusion, grad_output_fusion = ctx.fusion
 
         def dy2() -> GradOutput:
-            made = None if ctx.channel is None else ctx.channel.get(dout)
-            return made or fc2.bound_gemms.grad_output(dout, rng_step)
+            grad = None if ctx.channel is None else ctx.channel.get(dout)
+            return grad or fc2.bound_gemms.grad_output(dout, rng_step)
 
         def dy1() -> GradOutput:
-            if grad_output_wants == "source":
+            if grad_output_fusion == "source":
                 computed = BiasGeluGrad(dactive, y, bias)
                 return fc1.bound_gemms.grad_output(computed, rng_step, bias=True)
-            amax = _room_for_amax(y, grad_output_wants)
+            amax = _room_for_amax(y, grad_output_fusion)
             matrix, dbias = dispatch.bias_gelu_backward(dactive, y, bias, amax)
             return replace(fc1.bound_gemms.grad_output(matrix, rng_step, amax=amax), bias=dbias)
 
-        again = partial(_active, y, bias, input_wants) if second.x is None else None
-        dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), again)
+        recompute = partial(_active, y, bias, input_fusion) if second.x is None else None
+        dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), recompute)
         dx, dw1, dbias = gradients(fc1, dy1, first, rng_step, _tp_config(fc1))
         return dx, dw1, dbias, dw2, None, None, None, None
 

@@ -13,8 +13,10 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import norm_output
 from megatron_lowprec.kernels.layernorm.reference import Normalized
-from megatron_lowprec.linear.layer_tensors import CastFusion, Input
+from megatron_lowprec.linear.layer_tensors import CastFusion
 from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, placeholder_like
+from megatron_lowprec.mcore.rng_step import current_rng_step
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
@@ -87,15 +89,16 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
     consumer = None if norm._forward_hooks else norm.consumer
     wanted = None if consumer is None else consumer.supported_fusion(x)
     if consumer is not None and wanted == "source":
-        linear_gemms, made = consumer.layer.bound_gemms, list[Input]()
+        linear_gemms, operands = consumer.layer.bound_gemms, list[QuantizedTensor]()
 
         def cast(rows: torch.Tensor) -> Normalized:
             rstd, *mean = statistics = dispatch.norm_statistics(rows, eps, bias is not None)
-            made.append(linear_gemms.input(norm_output(rows, weight, bias, statistics)))
+            output = norm_output(rows, weight, bias, statistics)
+            operands.append(linear_gemms.quantize_input(output, current_rng_step()))
             return Normalized(placeholder_like(rows), mean[0] if mean else None, rstd)
 
         y = _normalized(norm, x, bias, cast)
-        attach_metadata(y, quantized_input=(linear_gemms, made[0]))
+        attach_metadata(y, quantized_input=(linear_gemms, operands[0]))
         return y
     amax = torch.zeros(1, dtype=torch.float32, device=x.device) if wanted == "amax" else None
     y = _normalized(norm, x, bias, lambda rows: dispatch.norm(rows, weight, bias, eps, amax))
@@ -108,7 +111,7 @@ class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` with a weight and a bias.
 
     Attributes:
-        reader: the layer that alone reads the output, where there is one; on a GPU. In training under delayed scaling
+        consumer: the layer that alone reads the output, where there is one; on a GPU. In training under delayed scaling
             the output is then NaN that carries the layer's operands, else it may carry its amax.
     """
 

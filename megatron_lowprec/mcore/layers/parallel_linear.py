@@ -15,13 +15,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.gemm.native import ScaledMatrix
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_input, cached_amax
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
 class TensorParallelConfig(NamedTuple):
@@ -32,71 +32,33 @@ class TensorParallelConfig(NamedTuple):
     tp_group: dist.ProcessGroup
 
 
-class Saved(NamedTuple):
-    """What a layer's backward pass needs of its forward pass; tensors first, for ``save_for_backward``."""
-
-    weight: torch.Tensor
-    x: torch.Tensor | None
-    scale: torch.Tensor | None
-    weight_amax: torch.Tensor | None
-    granularity: str
-    x_shape: torch.Size
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The first four."""
-        return self[:4]
-
-
-def product(
-    layer: "LowPrecLinearMixin",
-    x: torch.Tensor | CastPrologue,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rng_step: RngStep,
-    update_amax: bool,
-    tp: TensorParallelConfig,
-    amax: torch.Tensor | None = None,
-    keeps: bool = True,
-) -> tuple[torch.Tensor, Saved]:
-    """fprop of x [..., I], gathered first under sequence parallelism: y [tokens, O].
-
-    Args:
-        amax: of x on this rank, where it is known.
-        keeps: False where x will be made again for the backward pass.
-    """
-    keep = update_amax and keeps
-    if isinstance(x, CastPrologue):
-        y, kept = layer.bound_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=keep, amax=amax)
-        return y, Saved(weight, *kept.tensors(x.x), kept.granularity, x.shape)
-    made = attached_input(x, layer.bound_gemms)
-    if made is not None:
-        y, kept = layer.bound_gemms.forward(made, weight, rng_step, update_amax, bias, save_input=keep)
-        return y, Saved(weight, *kept.tensors(x), kept.granularity, x.shape)
-    total = gather_sequence(x, tp.tp_group)[0] if tp.sequence_parallel else x
-    flat = total.reshape(-1, total.shape[-1])
-    # under sequence parallelism a rank keeps its part of x alone, and gathers again
-    keep = keep and not tp.sequence_parallel
-    y, kept = layer.bound_gemms.forward(flat, weight, rng_step, update_amax, bias, save_input=keep, amax=amax)
-    return y, Saved(weight, *kept.tensors(x), kept.granularity, x.shape)
+def layer_input(x: torch.Tensor, linear_gemms: LinearGemms, tp: TensorParallelConfig) -> torch.Tensor | QuantizedTensor:
+    """What ``LinearGemms.forward`` multiplies of x [..., I]: attached operands, or [tokens, I], gathered where cut."""
+    attached = attached_input(x, linear_gemms)
+    if attached is not None:
+        return attached
+    whole = gather_sequence(x, tp.tp_group)[0] if tp.sequence_parallel else x
+    return whole.reshape(-1, whole.shape[-1])
 
 
 def gradients(
     layer: "LowPrecLinearMixin",
     dy: Callable[[], GradOutput],
-    saved: Saved,
+    saved: SavedForBackward,
     rng_step: RngStep,
     tp: TensorParallelConfig,
-    again: "Callable[[], tuple[torch.Tensor | CastPrologue, torch.Tensor | None]] | None" = None,
+    recompute: "Callable[[], tuple[torch.Tensor | CastPrologue, torch.Tensor | None]] | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dgrad and wgrad, communication under them: gradients of x, weight and bias.
 
     Args:
-        dy: makes the operands of dy; called once x is on its way.
-        again: makes x again, and its amax where it is known, if none was saved.
+        dy: quantizes dy; called once x is on its way.
+        recompute: computes x, and its amax where it is known, if none was saved.
     """
-    linear_gemms, total, gathering, reducing = layer.bound_gemms, saved.x, None, None
-    if tp.sequence_parallel and total is not None:
-        total, gathering = gather_sequence(total, tp.tp_group, async_op=True)
+    linear_gemms, gathering, reducing = layer.bound_gemms, None, None
+    if tp.sequence_parallel and saved.x is not None:
+        whole, gathering = gather_sequence(saved.x, tp.tp_group, async_op=True)
+        saved = saved._replace(x=whole)
     grad = dy()
     dx = linear_gemms.dgrad(grad, saved.weight, rng_step, saved.weight_amax).view(-1, *saved.x_shape[1:])
     if gathering is not None:
@@ -105,16 +67,12 @@ def gradients(
         reducing = dist.all_reduce(dx, group=tp.tp_group, async_op=True)
     elif tp.sequence_parallel:
         dx, reducing = scatter_sequence(dx, tp.tp_group)
-    kept: torch.Tensor | ScaledMatrix | CastPrologue
-    amax = None
-    if total is None:
-        assert again is not None
-        kept, amax = again()
-    elif saved.scale is None:
-        kept = total.reshape(-1, total.shape[-1])
+    if saved.x is None:
+        assert recompute is not None
+        x, amax = recompute()
+        dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax)
     else:
-        kept = SavedForBackward.restored(total, saved.scale, saved.granularity)
-    dw = layer.accumulate_wgrad(linear_gemms, grad, kept, saved.weight, rng_step, amax)
+        dw = layer.accumulate_wgrad(linear_gemms, grad, saved.input(), saved.weight, rng_step)
     if reducing is not None:
         reducing.wait()
     return dx, dw, grad.bias
@@ -143,25 +101,36 @@ class _ParallelLinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layer, ctx.rng_step, ctx.use_bias, ctx.tp = layer, current_rng_step(), bias is not None, tp
         ctx.channel = channel
-        y, saved = product(layer, x, weight, bias, ctx.rng_step, update_amax, tp, amax)
+        linear_gemms = layer.bound_gemms
+        # under sequence parallelism a rank saves its part of x alone, and gathers again
+        y, saved = linear_gemms.forward(
+            layer_input(x, linear_gemms, tp),
+            weight,
+            ctx.rng_step,
+            update_amax,
+            bias,
+            save_input=update_amax and not tp.sequence_parallel,
+            amax=amax,
+            layer_input=x,
+        )
         ctx.save_for_backward(*saved.tensors())
-        ctx.granularity, ctx.x_shape = saved.granularity, saved.x_shape
+        ctx.x_spec, ctx.x_shape = saved.x_spec, saved.x_shape
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        saved = Saved(*ctx.saved_tensors, ctx.granularity, ctx.x_shape)
+        saved = SavedForBackward(*ctx.saved_tensors, ctx.x_spec, ctx.x_shape)
         linear_gemms: LinearGemms = ctx.layer.bound_gemms
 
         def dy() -> GradOutput:
-            made = None if ctx.channel is None else ctx.channel.get(dy_TO)
-            return made or linear_gemms.grad_output(dy_TO, ctx.rng_step, bias=ctx.use_bias)
+            grad = None if ctx.channel is None else ctx.channel.get(dy_TO)
+            return grad or linear_gemms.grad_output(dy_TO, ctx.rng_step, bias=ctx.use_bias)
 
         return *gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp), None, None, None, None, None
 
 
 class LowPrecLinearMixin:
-    """What both parallel layers share; ``bind_recipe`` gives each its numerics."""
+    """What both parallel layers share; ``bind_recipe`` gives each its GEMMs."""
 
     weight: torch.nn.Parameter
     tp_group: dist.ProcessGroup
@@ -172,7 +141,7 @@ class LowPrecLinearMixin:
 
     @property
     def bound_gemms(self) -> LinearGemms:
-        """The layer's numerics; RuntimeError before ``mcore.runtime.bind_recipe``."""
+        """The layer's GEMMs; RuntimeError before ``mcore.runtime.bind_recipe``."""
         if self.linear_gemms is None:
             raise RuntimeError(
                 "this linear layer has no recipe: call megatron_lowprec.mcore.runtime.bind_recipe(model, recipe, …)"
@@ -191,7 +160,7 @@ class LowPrecLinearMixin:
         self,
         linear_gemms: LinearGemms,
         dy: GradOutput,
-        x: torch.Tensor | ScaledMatrix | CastPrologue,
+        x: torch.Tensor | QuantizedTensor | CastPrologue,
         weight: torch.Tensor,
         rng_step: RngStep,
         amax: torch.Tensor | None = None,

@@ -36,7 +36,7 @@ def spoiling(
     compute = getattr(LinearGemms, method)
 
     def spoiled(self: LinearGemms, first: Any, second: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        made = where(self.place, rest[0]) and getattr(self.recipe, gemm).quantized
+        made = where(self.linear_id, rest[0]) and getattr(self.recipe, gemm).quantized
         if made and operand is not None:
             (first if operand == 0 else second).detach().view(-1)[7] = value
         product = compute(self, first, second, *rest, **options)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lowprec import get_recipe
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.gemms import DIMS
+from megatron_lowprec.linear.linear_id import DIMS
 from megatron_lowprec.mcore.debug.operand_probe import OperandId
 from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.arguments import parse

@@ -1,14 +1,18 @@
-"""The GEMMs of a linear layer: what each contracts, how it treats its operands, and which layer it belongs to."""
+"""Identity of a linear layer: keys of its random streams, amax histories, dimensions that its GEMMs contract."""
 
-import math
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, stream_key
 from megatron_lowprec.recipe.coverage import site_path
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
+from megatron_lowprec.scaling import granularity_of
 
 DIMS = {
     ("fprop", "input"): "TI",
@@ -22,21 +26,6 @@ DIMS = {
 
 SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
 """The GEMMs that contract a tensor's rows and its columns."""
-
-
-class Gemm(NamedTuple):
-    """Fields of a GEMM that each call reads, looked up once; ``specs`` by operand."""
-
-    specs: Mapping[str, QuantSpec | None]
-    alpha: float
-    fast_accumulation: bool
-
-    @staticmethod
-    def of(name: str, gemm: GemmSpec) -> "Gemm":
-        """From a recipe; ``alpha`` takes the headroom of both operands out of the product."""
-        specs: dict[str, QuantSpec | None] = {operand: getattr(gemm, operand) for operand in GEMM_OPERANDS[name]}
-        alpha = 1.0 / math.prod(spec.headroom for spec in specs.values() if spec is not None)
-        return Gemm(specs, alpha, gemm.fast_accumulation)
 
 
 @dataclass(frozen=True)
@@ -77,10 +66,11 @@ class LinearId:
 
     def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
         """Whether a block of this operand reaches over the ranks that share ``split``."""
-        if not self.split:
-            return False
-        dims = DIMS[gemm, operand]
-        return self.split in {"tensor": dims, "row": dims[1]}.get(spec.granularity, "")
+        rows, columns = DIMS[gemm, operand]
+        granularity = granularity_of(spec.granularity)
+        return (granularity.rows is None and rows == self.split) or (
+            granularity.columns is None and columns == self.split
+        )
 
     def _key(self, seed: int, purpose: Purpose, gemm: str, operand: str = "") -> tuple[int, int]:
         return stream_key(
@@ -93,3 +83,21 @@ class LinearId:
             expert=self.expert,
             data_parallel_rank=self.data_parallel_rank,
         )
+
+
+class LayerAmax(NamedTuple):
+    """What a layer's scales follow beside a tensor's own entries: amax histories, and other ranks.
+
+    Attributes:
+        linear_id: the layer.
+        histories: tensor -> its amax history and slot, for tensors with delayed scales.
+        reduce: maximum over the ranks that share ``linear_id.split``; None without such ranks.
+    """
+
+    linear_id: LinearId
+    histories: Mapping[str, tuple[AmaxHistory, int]]
+    reduce: Reduce | None
+
+    def reduction(self, gemm: str, tensor: str, spec: QuantSpec) -> Reduce | None:
+        """Maximum over the ranks that share a current scale of a tensor in a GEMM; None without such ranks."""
+        return self.reduce if self.linear_id.shares_scale(gemm, tensor, spec) else None

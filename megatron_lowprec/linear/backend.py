@@ -1,0 +1,66 @@
+"""The protocol of both GEMM backends."""
+
+from typing import Protocol
+
+import torch
+
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+
+
+class GemmBackend(Protocol):
+    """Quantizes the tensors of one layer and multiplies them: ``EmulatedGemms`` and ``NativeGemms``."""
+
+    def quantize(
+        self,
+        tensor: str,
+        matrix: torch.Tensor | CastPrologue,
+        rng_step: RngStep,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        update_amax: bool = True,
+        amax: torch.Tensor | None = None,
+        local_amax: torch.Tensor | None = None,
+        sums: bool = False,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """x [T, I], w [O, I] or dy [T, O] for the GEMMs that contract its rows and its columns, by ``SIDES``.
+
+        Args:
+            tensor: "input", "weight" or "grad_output".
+            rowwise, columnwise: directions to make. Both share a spec; beside rowwise data, columnwise data are made
+                only where one read of the matrix gives both.
+            update_amax: record the amax of a tensor with delayed scales.
+            amax, local_amax: fp32 [1] of a current scale, over all ranks that share it or over this rank's part; None
+                where unknown.
+            sums: also sum over rows, [columns], where the same read gives it.
+        """
+
+    def gemm(
+        self,
+        name: str,
+        a: QuantizedTensor,
+        b: QuantizedTensor,
+        out_dtype: torch.dtype,
+        *,
+        accumulate_into: torch.Tensor | None = None,
+        overwrite: bool = False,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """fprop ``x @ w.T``, dgrad ``dy @ w`` or wgrad ``dy.T @ x`` of quantized tensors.
+
+        Args:
+            accumulate_into: fp32; the product is added to it and it is returned.
+            overwrite: put the product into ``accumulate_into`` without adding.
+            bias: [O], added to the product of fprop.
+        """
+
+
+def gemm_operands(
+    name: str, a: QuantizedTensor, b: QuantizedTensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Data and scale of each side of a GEMM, contracted dimension last."""
+    first = a.columnwise() if name == "wgrad" else a.rowwise()
+    second = b.rowwise() if name == "fprop" else b.columnwise()
+    return *first, *second

@@ -25,13 +25,14 @@ MAY_IMPORT = {
     "files": set(),
     "text_tables": set(),
     "formats": set(),
-    "recipe": {"errors", "formats"},
+    "scaling": set(),
+    "recipe": {"errors", "formats", "scaling"},
     "report": {"errors", "recipe", "text_tables"},
-    "kernels": {"files", "formats"},
-    "quantization": {"errors", "formats", "kernels", "recipe"},
+    "kernels": {"files", "formats", "scaling"},
+    "quantization": {"errors", "formats", "kernels", "recipe", "scaling"},
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
-    "linear": {"errors", "formats", "kernels", "recipe", "quantization"},
+    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "scaling"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
     "training": {"errors", "files", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore"},
     # reads only torch-free modules of training
@@ -39,7 +40,7 @@ MAY_IMPORT = {
 }
 SEES_MEGATRON = {"mcore", "training"}
 # Without torch, so that --list-recipes is instant.
-PURE = {"", "errors", "files", "formats", "recipe", "report", "sweep", "text_tables"}
+PURE = {"", "errors", "files", "formats", "recipe", "report", "scaling", "sweep", "text_tables"}
 
 
 def part_of(path: Path) -> str:

@@ -1,17 +1,32 @@
-"""Which implementation of an op runs: a fused Triton kernel where one applies, else the reference."""
+"""Which implementation of an op runs: a fused Triton kernel where one applies, else the reference.
 
-from collections.abc import Sequence
-from functools import lru_cache
+No other module of the package imports a ``triton.py``, so that Triton is loaded by the first tensor that needs it. An
+op has the signature and the name of its reference, and the function of that name in ``triton.py`` beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from megatron_lowprec.formats import Format
-from megatron_lowprec.kernels.amax_history import reference as history_reference
-from megatron_lowprec.kernels.bias import reference as bias_reference
-from megatron_lowprec.kernels.multi_tensor_cast import reference as cast_many_reference
-from megatron_lowprec.kernels.scaled_adam import reference as adam_reference
-from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
+from megatron_lowprec.kernels.amax_history import reference as amax_history
+from megatron_lowprec.kernels.bias import reference as bias
+from megatron_lowprec.kernels.cast_fp8 import reference as casts
+from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
+from megatron_lowprec.kernels.cross_entropy import reference as cross_entropy
+from megatron_lowprec.kernels.dropout import reference as dropout
+from megatron_lowprec.kernels.gelu import reference as gelu
+from megatron_lowprec.kernels.layernorm import reference as layernorm
+from megatron_lowprec.kernels.multi_tensor_cast import reference as multi_tensor_cast
+from megatron_lowprec.kernels.scaled_adam import reference as scaled_adam
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @lru_cache(maxsize=1)
@@ -54,52 +69,71 @@ def fuses_mx(matrix: torch.Tensor, block: tuple[int, int] | None, scale_format: 
 
 
 def fuses(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels of norms, biases, activation and loss take this tensor."""
+    """Whether the Triton kernels take this tensor: on a GPU, bf16 or fp32, not empty."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0 and have_triton()
 
 
-def add_bias_(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``y + bias`` in place of y, [T, O]; the bits of torch's own sum."""
-    if fuses(y) and y.is_contiguous():
-        from megatron_lowprec.kernels.bias import triton
-
-        return triton.add_bias_(y, bias)
-    return bias_reference.add_bias_(y, bias)
+_load = lru_cache(maxsize=None)(import_module)  # an import statement takes the host longer than all the rest here
 
 
-def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
-    """``history.reference.update_history_``, on a GPU as one kernel."""
-    if fuses(window):
-        from megatron_lowprec.kernels.amax_history import triton
+def _op(reference: Callable[P, R], fused: Callable[..., bool] | None = None) -> Callable[P, R]:
+    """The op that ``reference`` defines.
 
-        return triton.update_history_(newest, window, in_effect, take_max)
-    return history_reference.update_history_(newest, window, in_effect, take_max)
+    Args:
+        fused: whether the Triton kernel takes these arguments; where it is None, ``fuses`` of the first one. The
+            arguments that it reads are passed by position.
+    """
+    module, name = reference.__module__.replace(".reference", ".triton"), reference.__name__
 
+    @wraps(reference)
+    def op(*args: P.args, **kwargs: P.kwargs) -> R:
+        if fuses(args[0]) if fused is None else fused(*args):  # type: ignore[arg-type]
+            result: R = getattr(_load(module), name)(*args, **kwargs)
+            return result
+        return reference(*args, **kwargs)
 
-def multi_tensor_cast_(
-    values: Sequence[torch.Tensor], encode_scale: torch.Tensor, fmt: Format, codes: Sequence[torch.Tensor]
-) -> None:
-    """``multi_tensor_cast.reference.multi_tensor_cast_``, on a GPU as one kernel."""
-    if encode_scale.is_cuda and have_triton():
-        from megatron_lowprec.kernels.multi_tensor_cast import triton
-
-        return triton.multi_tensor_cast_(values, encode_scale, fmt, codes)
-    return cast_many_reference.multi_tensor_cast_(values, encode_scale, fmt, codes)
-
-
-def adam_update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
-    """``scaled_adam.reference.update_amax``, on a GPU as one kernel; all slots have the same dtypes."""
-    if slots[0].grad.is_cuda and have_triton():
-        from megatron_lowprec.kernels.scaled_adam import triton
-
-        return triton.update_amax(slots, step)
-    return adam_reference.update_amax(slots, step)
+    return op
 
 
-def adam_update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
-    """``scaled_adam.reference.update_``, on a GPU as one kernel; all slots have the same dtypes."""
-    if slots[0].grad.is_cuda and have_triton():
-        from megatron_lowprec.kernels.scaled_adam import triton
+def _fuses_cast(x: torch.Tensor | CastPrologue, *_: Any) -> bool:
+    return fuses(x if isinstance(x, torch.Tensor) else x.x)
 
-        return triton.update_(slots, step, encode_scales)
-    return adam_reference.update_(slots, step, encode_scales)
+
+def _on_gpu(slots: Any, *_: Any) -> bool:
+    return slots[0].grad.is_cuda and have_triton()
+
+
+norm = _op(layernorm.norm)
+norm_statistics = _op(layernorm.statistics)
+norm_backward = _op(layernorm.norm_backward)
+bias_gelu = _op(gelu.bias_gelu)
+bias_gelu_backward = _op(gelu.bias_gelu_backward)
+bias_dropout_add = _op(dropout.bias_dropout_add)
+bias_dropout_add_backward = _op(dropout.bias_dropout_add_backward)
+amax_of = _op(casts.amax_of, _fuses_cast)
+cast_fp8 = _op(casts.cast_fp8, _fuses_cast)
+add_bias_ = _op(bias.add_bias_, lambda y, *_: fuses(y) and y.is_contiguous())
+logit_sums = _op(cross_entropy.logit_sums)
+logits_gradient_ = _op(cross_entropy.logits_gradient_)
+update_history_ = _op(amax_history.update_history_)
+multi_tensor_cast_ = _op(
+    multi_tensor_cast.multi_tensor_cast_, lambda _, encode_scale, *__: encode_scale.is_cuda and have_triton()
+)
+adam_update_amax = _op(scaled_adam.update_amax, _on_gpu)
+"""All slots have the same dtypes."""
+adam_update_ = _op(scaled_adam.update_, _on_gpu)
+"""All slots have the same dtypes."""
+
+# Kernels whose callers ask ``fuses_mx`` first: their references take an operand at a time.
+if TYPE_CHECKING:
+    from megatron_lowprec.kernels.hadamard.triton import scaled_signs as scaled_signs
+    from megatron_lowprec.kernels.quantize.triton import quantize_mx as quantize_mx
+else:
+
+    def _fused_only(module: str, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(_load(f"megatron_lowprec.kernels.{module}.triton"), name)(
+            *args, **kwargs
+        )
+
+    quantize_mx = _fused_only("quantize", "quantize_mx")
+    scaled_signs = _fused_only("hadamard", "scaled_signs")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, has_mx_kernel
+from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, has_mx_kernel, quantize_mx
 from megatron_lowprec.kernels.gemm.reference import gemm
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax
@@ -85,8 +85,6 @@ class EmulatedGemms:
                 matrix = matrix.contiguous()
             group = transform.block if transform else 1
             if fuses_mx(matrix if rowwise else matrix.t(), spec.block, spec.scale_format, group):
-                from megatron_lowprec.kernels.quantize.triton import quantize_mx
-
                 other = self.transform(by_column, rng_step) if rowwise and columnwise else transform
                 columnwise = columnwise and (other.block if other else 1) == group
                 stream = self._rounding[name, tensor]

@@ -12,6 +12,7 @@ from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, stream_key
 from megatron_lowprec.recipe.coverage import site_path
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
+from megatron_lowprec.scaling import granularity_of
 
 DIMS = {
     ("fprop", "input"): "TI",
@@ -65,10 +66,11 @@ class LinearId:
 
     def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
         """Whether a block of this operand reaches over the ranks that share ``split``."""
-        if not self.split:
-            return False
-        dims = DIMS[gemm, operand]
-        return self.split in {"tensor": dims, "row": dims[1]}.get(spec.granularity, "")
+        rows, columns = DIMS[gemm, operand]
+        granularity = granularity_of(spec.granularity)
+        return (granularity.rows is None and rows == self.split) or (
+            granularity.columns is None and columns == self.split
+        )
 
     def _key(self, seed: int, purpose: Purpose, gemm: str, operand: str = "") -> tuple[int, int]:
         return stream_key(

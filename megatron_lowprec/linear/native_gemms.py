@@ -9,6 +9,7 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.dispatch import amax_of, cast_fp8
 from megatron_lowprec.kernels.gemm.native import scaled_gemm
 from megatron_lowprec.linear.backend import gemm_operands
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
@@ -51,8 +52,6 @@ class NativeGemms:
 
         A computed matrix needs its scale beforehand, for granularity "tensor"; one in parts none a row.
         """
-        from megatron_lowprec.kernels.cast_fp8.triton import amax_of, cast_fp8
-
         spec = self._specs[tensor, not rowwise]
         observed = None
         if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
@@ -86,8 +85,6 @@ class NativeGemms:
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, where fprop and dgrad each quantize w by one current scale."""
-        from megatron_lowprec.kernels.cast_fp8.triton import amax_of
-
         spec = self._specs.get(("weight", False))
         if spec is None or spec != self._specs.get(("weight", True)):
             return None

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import fuses_mx
+from megatron_lowprec.kernels.dispatch import fuses_mx, quantize_mx
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import Uniform, block_amax, decode, fp32_encode_scale, quantize_operand
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
@@ -69,8 +69,6 @@ def _quantize_by_kernel(
     matrix: torch.Tensor, spec: QuantSpec, random: RandomStream
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Codes, one an entry, and scale bytes of [R, K] with K whole blocks, by the fused kernel."""
-    from megatron_lowprec.kernels.quantize.triton import quantize_mx
-
     by_rows = matrix.stride(1) == 1
     way = Direction(Key.of(random.key))
     spans = (random.row_span, random.column_span)

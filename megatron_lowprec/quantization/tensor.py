@@ -9,6 +9,7 @@ import torch
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import decode, e8m0_decode_scale, encode, scale_blocks
 from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.scaling import granularity_of
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +135,7 @@ class QuantizedTensor:
 def block_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:
     """(rows, columns) of a block of ``matrix`` [R, K], contracted dimension last."""
     rows, columns = matrix.shape
-    return spec.block or (max(1, rows) if spec.granularity == "tensor" else 1, max(1, columns))
+    return granularity_of(spec.granularity).block_of(rows, columns)
 
 
 def _as_numbers(scale: torch.Tensor) -> torch.Tensor:

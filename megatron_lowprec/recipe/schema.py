@@ -13,17 +13,15 @@ the model's compute dtype (bf16, or fp32 in an fp32 run). dgrad and wgrad quanti
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.scaling import SCALE_RULES, ScaleFormat, granularity_of, scale_rules
 
 Rounding = Literal["nearest_even", "half_away", "stochastic"]
-ScaleFormat = Literal["fp32", "e8m0"]
-ScaleRule = Literal["amax", "amax_pow2", "floor", "round_up", "ceil", "even"]
 Scaling = Literal["current", "delayed"]
 HistoryRule = Literal["max", "most_recent"]
 HistoryUpdate = Literal["step", "microbatch"]
@@ -33,17 +31,12 @@ StateRounding = Literal["stochastic", "nearest_even"]
 GradientFormat = Literal["none", "e4m3", "e5m2"]
 GradientSum = Literal["format", "fp32"]
 
-SCALE_RULES: dict[str, tuple[str, ...]] = {
-    "fp32": ("amax", "amax_pow2"),
-    "e8m0": ("floor", "round_up", "ceil", "even"),
-}
 HADAMARD_BLOCKS = (32, 64, 128, 256)
 GEMM_OPERANDS: dict[str, tuple[str, str]] = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),
     "wgrad": ("grad_output", "input"),
 }
-_GRANULARITY = re.compile(r"tensor|row|[1-9][0-9]*x[1-9][0-9]*")
 
 
 def _choice(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -69,7 +62,8 @@ class QuantSpec:
             index of the other), or ``"RxC"``: R indices of the other dimension by C of the contracted one (MX ``1x32``,
             DeepSeek ``1x128`` and ``128x128``).
         scale_format: ``"fp32"`` or ``"e8m0"`` (OCP's power-of-two byte).
-        scale_rule: with A the block's largest magnitude, M the format's maximum, emax its exponent, a decode scale of
+        scale_rule: a row of ``scaling.SCALE_RULES``. With A the block's largest magnitude, M the format's maximum, emax
+            its exponent, a decode scale of
 
             ========= ========= ===============================================================================
             fp32      amax      1 / fl(M / A)
@@ -97,7 +91,7 @@ class QuantSpec:
     format: str
     granularity: str
     scale_format: ScaleFormat = "fp32"
-    scale_rule: ScaleRule = "amax"
+    scale_rule: str = "amax"
     rounding: Rounding = "nearest_even"
     random_bits: int = 16
     headroom: float = 1.0
@@ -115,14 +109,16 @@ class QuantSpec:
         _choice("QuantSpec", "scaling", self.scaling, get_args(Scaling))
         _choice("QuantSpec", "history_rule", self.history_rule, get_args(HistoryRule))
         _choice("QuantSpec", "history_update", self.history_update, get_args(HistoryUpdate))
-        if not _GRANULARITY.fullmatch(self.granularity):
+        try:
+            granularity_of(self.granularity)
+        except ValueError:
             raise UserError(
                 f"QuantSpec.granularity is {self.granularity!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32"
-            )
-        if self.scale_rule not in SCALE_RULES[self.scale_format]:
+            ) from None
+        if self.scale_rule not in scale_rules(self.scale_format):
             raise UserError(
                 f"QuantSpec.scale_rule {self.scale_rule!r} does not belong to scale_format {self.scale_format!r}, "
-                f"which has {', '.join(SCALE_RULES[self.scale_format])}"
+                f"which has {', '.join(scale_rules(self.scale_format))}"
             )
         if not 1 <= self.random_bits <= 16:
             raise UserError(f"QuantSpec.random_bits is {self.random_bits}, but a draw has 1 to 16 bits")
@@ -152,15 +148,12 @@ class QuantSpec:
     @cached_property
     def block(self) -> tuple[int, int] | None:
         """(rows, columns) of a block, columns along the contracted dimension; None for ``tensor`` and ``row``."""
-        if self.granularity in ("tensor", "row"):
-            return None
-        rows, columns = self.granularity.split("x")
-        return int(rows), int(columns)
+        return granularity_of(self.granularity).block
 
     @cached_property
     def power_of_two_scale(self) -> bool:
         """Whether every decode scale is a power of two, so that a dequantized operand is exact in bf16."""
-        return self.scale_format == "e8m0" or self.scale_rule == "amax_pow2"
+        return SCALE_RULES[self.scale_rule].power_of_two
 
 
 @dataclass(frozen=True)

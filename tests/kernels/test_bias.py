@@ -48,8 +48,8 @@ def test_gradients_have_the_same_bits_each_time() -> None:
     key = torch.tensor([5, -6], dtype=torch.int32, device="cuda")
 
     def gradients(stages: int) -> list[torch.Tensor | None]:
-        gelu = bias_gelu_backward(dout, y, bias, stages)
-        return [*gelu, *bias_dropout_add_backward(dout, 0.1, key, torch.bfloat16, stages)]
+        gelu = bias_gelu_backward(dout, y, bias, stages=stages)
+        return [*gelu, *bias_dropout_add_backward(dout, 0.1, key, torch.bfloat16, stages=stages)]
 
     first = gradients(1)
     for stages in (1, 2, 3):

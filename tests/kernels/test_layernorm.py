@@ -71,7 +71,9 @@ def test_stages_change_no_bits(stages: int) -> None:
     t = tensors(case, "cuda")
     got = triton.norm(t.x, t.weight, t.bias, EPS)
     plain, staged = (
-        triton.norm_backward(t.dy, t.x, t.weight, got.mean, got.rstd, t.dy, triton.tiling(1024)._replace(stages=n))
+        triton.norm_backward(
+            t.dy, t.x, t.weight, got.mean, got.rstd, t.dy, sizes=triton.tiling(1024)._replace(stages=n)
+        )
         for n in (1, stages)
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, staged, strict=True) if a is not None and b is not None)

@@ -142,7 +142,7 @@ def gelus(given: Inputs) -> Iterator[OpCase]:
     pairs: Callable[[], Pairs] = lambda: [(ours.bias_gelu(y, bias), bias_gelu(bias, y))]  # noqa: E731
     yield OpCase("bias, GELU forward", size, LAYERS, 4 * y.numel(), variants, pairs, near)
     backward = partial(ours.bias_gelu_backward, dout, y, bias)
-    variants = {"Megatron-core": stock_backward, "ours": backward, "ours, 2 stages": partial(backward, 2)}
+    variants = {"Megatron-core": stock_backward, "ours": backward, "ours, 2 stages": partial(backward, stages=2)}
     pairs = _pairs(backward, stock_backward)
     yield OpCase("bias, GELU backward", size, LAYERS, 6 * y.numel(), variants, pairs, near)
 
@@ -186,7 +186,7 @@ def dropouts(given: Inputs) -> Iterator[OpCase]:
         name, times = f"bias, dropout {p}, add", 2 * LAYERS
         yield OpCase(f"{name} forward", size, times, 6 * x.numel(), variants, pairs, near=1e-2)
         variants = {"Megatron-core": partial(stock_backward, out), "ours": backward}
-        variants["ours, 2 stages"] = partial(backward, 2)
+        variants["ours, 2 stages"] = partial(backward, stages=2)
         yield OpCase(f"{name} backward", size, times, (4 if p else 2) * x.numel(), variants)
 
 

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lowprec.formats import Format
+from megatron_lowprec.scaling import GRANULARITIES, SCALE_RULES
 
-GRANULARITIES = {"tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
+GRANULARITY_NUMBERS = {name: number for number, name in enumerate(GRANULARITIES)}
 NAN_CODE = 0x7F  # of E4M3 and of E5M2, as of kernels.quantize.reference.encode
 
 
@@ -43,7 +44,7 @@ class CastConstants(NamedTuple):
         SUMS: whether entries are summed over M.
         KIND: what is read, of ``source.KINDS``.
         QUERY, HEAD: ``CastPrologue.head_widths``.
-        GRANULARITY: entries that share a scale, of GRANULARITIES.
+        GRANULARITY: entries that share a scale, of GRANULARITY_NUMBERS.
         CODES: how numbers become codes.
         FLOOR: the least fp32 not below the rule's amax_floor.
         FLOOR_SCALE: fl32(SCALED_MAX / amax_floor), the encode scale of a lower amax; 1 without a floor.
@@ -131,10 +132,10 @@ class Fp8Rule:
             KIND=kind,
             QUERY=widths[0],
             HEAD=widths[1],
-            GRANULARITY=GRANULARITIES[self.granularity],
+            GRANULARITY=GRANULARITY_NUMBERS[self.granularity],
             CODES=code_constants(self.fmt, device),
             FLOOR=float(floor32),
             FLOOR_SCALE=float((scaled_max / floor).float()) if self.amax_floor else 1.0,
             SCALED_MAX=scaled_max,
-            POWER_OF_TWO=self.scale_rule == "amax_pow2",
+            POWER_OF_TWO=SCALE_RULES[self.scale_rule].power_of_two,
         )

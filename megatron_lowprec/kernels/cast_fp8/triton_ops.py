@@ -5,19 +5,19 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.cast_fp8.prologue import KINDS
-from megatron_lowprec.kernels.cast_fp8.rule import GRANULARITIES
+from megatron_lowprec.kernels.cast_fp8.rule import GRANULARITY_NUMBERS
 from megatron_lowprec.kernels.dropout.triton import factors
 from megatron_lowprec.kernels.gelu.triton import gelu_of, gelu_slope_of
 from megatron_lowprec.kernels.layernorm.triton import affine
-from megatron_lowprec.kernels.quantize.triton_ops import element_codes, round_to_grid
+from megatron_lowprec.kernels.quantize.triton_ops import NEAREST_EVEN, element_codes, round_to_grid
 
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 # the numbers of CAST.GRANULARITY and CAST.KIND, by name
-TENSOR = tl.constexpr(GRANULARITIES["tensor"])
-ROW = tl.constexpr(GRANULARITIES["row"])
-BLOCK_1X128 = tl.constexpr(GRANULARITIES["1x128"])
-BLOCK_128X128 = tl.constexpr(GRANULARITIES["128x128"])
+TENSOR = tl.constexpr(GRANULARITY_NUMBERS["tensor"])
+ROW = tl.constexpr(GRANULARITY_NUMBERS["row"])
+BLOCK_1X128 = tl.constexpr(GRANULARITY_NUMBERS["1x128"])
+BLOCK_128X128 = tl.constexpr(GRANULARITY_NUMBERS["128x128"])
 MATRIX = tl.constexpr(KINDS["matrix"])
 BIAS_GELU = tl.constexpr(KINDS["bias_gelu"])
 BIAS_GELU_GRAD = tl.constexpr(KINDS["bias_gelu_grad"])
@@ -186,7 +186,7 @@ def to_fp8(v, CODES: tl.constexpr):
         else:
             codes = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
-        rounded = round_to_grid(v, 0, 0, CODES.MANTISSA, CODES.MIN_EXPONENT, CODES.MAX, 0, 16, True)
+        rounded = round_to_grid(v, 0, 0, CODES.MANTISSA, CODES.MIN_EXPONENT, CODES.MAX, NEAREST_EVEN, 16, True)
         codes = element_codes(rounded, CODES.MANTISSA, CODES.MIN_EXPONENT, 8, CODES.NAN_CODE, v != v).to(tl.uint8)
     return codes
 

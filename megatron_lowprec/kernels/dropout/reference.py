@@ -6,6 +6,7 @@ at moment (0, 0), are below ``threshold(p)``; nothing but the key has to be kept
 
 import torch
 
+from megatron_lowprec.kernels.amax.reference import raise_to_amax
 from megatron_lowprec.kernels.philox.reference import draw_bits
 
 DRAWS = 1 << 16
@@ -37,14 +38,21 @@ def bias_dropout_add(
 
 
 def bias_dropout_add_backward(
-    dout: torch.Tensor, p: float, key: torch.Tensor | None, bias_dtype: torch.dtype | None
+    dout: torch.Tensor,
+    p: float,
+    key: torch.Tensor | None,
+    bias_dtype: torch.dtype | None,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of x [T, H] and of the bias [H], summed in fp32 before any rounding; None where there is no bias.
 
-    The residual's gradient is ``dout`` itself.
+    The residual's gradient is ``dout`` itself. An fp32 [1] ``amax`` is raised to that of x's gradient, NaN above all.
     """
     dx = dout.float() * _factors(dout, p, key)
-    return dx.to(dout.dtype), None if bias_dtype is None else dx.sum(0).to(bias_dtype)
+    rounded = dx.to(dout.dtype)
+    if amax is not None:
+        raise_to_amax(amax, rounded)
+    return rounded, None if bias_dtype is None else dx.sum(0).to(bias_dtype)
 
 
 def _factors(x: torch.Tensor, p: float, key: torch.Tensor | None) -> torch.Tensor:

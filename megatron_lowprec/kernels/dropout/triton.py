@@ -137,13 +137,11 @@ def bias_dropout_add_backward(
     p: float,
     key: torch.Tensor | None,
     bias_dtype: torch.dtype | None,
-    stages: int = 1,
     amax: torch.Tensor | None = None,
+    *,
+    stages: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As ``reference.bias_dropout_add_backward``; dout contiguous, and returned as dx where nothing is dropped.
-
-    An fp32 [1] ``amax`` is raised to that of dx, NaN above all.
-    """
+    """As ``reference.bias_dropout_add_backward``; dout contiguous, and returned as dx where nothing is dropped."""
     T, H = dout.shape
     drops = reference.threshold(p) > 0
     if not drops and bias_dtype is None and amax is None:

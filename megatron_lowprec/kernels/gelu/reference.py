@@ -8,25 +8,41 @@ import math
 
 import torch
 
+from megatron_lowprec.kernels.amax.reference import raise_to_amax
+
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CUBIC = 0.044715
 # Largest x^2 that is told from a larger one: beyond it the logistic function is 0 or 1 and its slope 0, not inf * 0.
 MAX_SQUARE = 1e8
 
 
-def bias_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``gelu(y + bias)``, rounded once to the dtype of y; y [T, F], bias [F]."""
+def bias_gelu(y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """``gelu(y + bias)``, rounded once to the dtype of y; y [T, F], bias [F].
+
+    An fp32 [1] ``amax`` is raised to the result's, NaN above all.
+    """
     x = y.float() + bias.float()
-    return (x * _gate(x)[0]).to(y.dtype)
+    out = (x * _gate(x)[0]).to(y.dtype)
+    if amax is not None:
+        raise_to_amax(amax, out)
+    return out
 
 
-def bias_gelu_backward(dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of y [T, F] and of bias [F], the latter summed in fp32 before any rounding."""
+def bias_gelu_backward(
+    dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of y [T, F] and of bias [F], the latter summed in fp32 before any rounding.
+
+    An fp32 [1] ``amax`` is raised to that of y's gradient, NaN above all.
+    """
     x = y.float() + bias.float()
     gate, square = _gate(x)
     slope = SLOPE * (1.0 + 3.0 * CUBIC * square)
     dy = dout.float() * (gate + x * gate * (1.0 - gate) * slope)
-    return dy.to(y.dtype), dy.sum(0).to(bias.dtype)
+    rounded = dy.to(y.dtype)
+    if amax is not None:
+        raise_to_amax(amax, rounded)
+    return rounded, dy.sum(0).to(bias.dtype)
 
 
 def _gate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,7 +111,7 @@ def _backward_kernel(
 
 
 def bias_gelu(y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
-    """As ``reference.bias_gelu``; y contiguous. An fp32 [1] ``amax`` is raised to the result's, NaN above all."""
+    """As ``reference.bias_gelu``; y contiguous."""
     T, F = y.shape
     out = torch.empty_like(y)
     grid = (triton.cdiv(T, _FORWARD_ROWS), triton.cdiv(F, _COLUMNS))
@@ -131,12 +131,9 @@ def bias_gelu(y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = N
 
 
 def bias_gelu_backward(
-    dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, stages: int = 1, amax: torch.Tensor | None = None
+    dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = None, *, stages: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``reference.bias_gelu_backward``; dout and y contiguous. ``stages`` of 2 and more read rows ahead.
-
-    An fp32 [1] ``amax`` is raised to that of y's gradient, NaN above all.
-    """
+    """As ``reference.bias_gelu_backward``; dout and y contiguous. ``stages`` of 2 and more read rows ahead."""
     T, F = y.shape
     across = triton.cdiv(F, _COLUMNS)
     rows = triton.cdiv(triton.cdiv(T, max(1, _BACKWARD_PROGRAMS // across)), _BACKWARD_ROWS) * _BACKWARD_ROWS

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_lowprec.kernels.amax.reference import raise_to_amax
+
 
 class Normalized(NamedTuple):
     """A norm's output and what its backward pass needs.
@@ -19,19 +21,38 @@ class Normalized(NamedTuple):
     rstd: torch.Tensor
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> Normalized:
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, amax: torch.Tensor | None = None
+) -> Normalized:
     """``(x - mean) * rstd * weight + bias``, rounded once; RMSNorm, without a mean, where ``bias`` is None.
 
     Args:
         x: [T, H].
         weight, bias: [H].
+        amax: fp32 [1], raised to that of y, NaN above all.
     """
+    found = statistics(x, eps, centered=bias is not None)
+    y = normalize(x, weight, bias, found)
+    if amax is not None:
+        raise_to_amax(amax, y)
+    return Normalized(y, None if bias is None else found[1], found[0])
+
+
+def normalize(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, statistics: torch.Tensor
+) -> torch.Tensor:
+    """``norm``'s y from what ``statistics`` found of the rows of x."""
+    centered = x.float() if bias is None else x.float() - statistics[1][:, None]
+    y = centered * statistics[0][:, None] * weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def statistics(x: torch.Tensor, eps: float, centered: bool) -> torch.Tensor:
+    """fp32 [2, T]: of each row of x what ``norm`` finds, rstd and then, where ``centered``, the mean; else [1, T]."""
     v = x.float()
-    mean = None if bias is None else v.mean(1)
-    centered = v if mean is None else v - mean[:, None]
-    rstd = torch.rsqrt(centered.square().mean(1) + eps)
-    y = centered * rstd[:, None] * weight.float()
-    return Normalized((y if bias is None else y + bias.float()).to(x.dtype), mean, rstd)
+    mean = v.mean(1, keepdim=True) if centered else torch.zeros(())
+    rstd = torch.rsqrt((v - mean).square().mean(1) + eps)
+    return torch.stack((rstd, mean[:, 0])) if centered else rstd[None]
 
 
 def norm_backward(

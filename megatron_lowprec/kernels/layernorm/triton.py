@@ -197,7 +197,7 @@ def tiling(width: int) -> Tiling:
 def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, amax: torch.Tensor | None = None
 ) -> Normalized:
-    """As ``reference.norm``; x contiguous. An fp32 [1] ``amax`` is raised to that of y, NaN above all."""
+    """As ``reference.norm``; x contiguous."""
     T, width = x.shape
     y = torch.empty_like(x)
     mean = torch.empty(T, dtype=torch.float32, device=x.device) if bias is not None else None
@@ -224,7 +224,7 @@ def norm(
 
 
 def statistics(x: torch.Tensor, eps: float, centered: bool) -> torch.Tensor:
-    """fp32 [2, T]: of each row of x what ``norm`` finds, rstd and then, where ``centered``, the mean; else [1, T]."""
+    """As ``reference.statistics``, the bits of ``norm``; x contiguous."""
     T, width = x.shape
     found = torch.empty((1 + centered, T), dtype=torch.float32, device=x.device)
     sizes = tiling(width)
@@ -250,6 +250,7 @@ def norm_backward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     dresidual: torch.Tensor | None = None,
+    *,
     sizes: Tiling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As ``reference.norm_backward``; dy, x and dresidual contiguous."""

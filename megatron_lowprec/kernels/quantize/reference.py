@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from megatron_lowprec.formats import E8M0_NAN, Format
 from megatron_lowprec.kernels.chunks import row_chunks
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.scaling import SCALE_RULES
 
 _EXPONENT_FIELD = 0x7F800000
 _MANTISSA_FIELD = 0x007FFFFF
@@ -113,7 +114,7 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
-    """Scale byte of each block from its amax, by one of the rules that ``recipe.schema.QuantSpec`` tabulates.
+    """Scale byte of each block from its amax, by an E8M0 rule of ``scaling.SCALE_RULES``.
 
     Zero gives byte 0 (2^-127); NaN and Inf give ``E8M0_NAN``; the exponent saturates to [-127, 127]. floor(log2) is
     read off the exponent field: a floating log2 errs just below powers of two.
@@ -124,18 +125,17 @@ def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
     Returns:
         uint8, the shape of ``amax``.
     """
-    number = amax
-    if rule == "round_up":
-        number = amax / torch.full_like(amax, fmt.max)
-    elif rule == "even":
-        number = (amax.view(torch.int32) + (1 << (22 - fmt.mantissa_bits))).view(torch.float32)
+    row = SCALE_RULES[rule]
+    number = amax / torch.full_like(amax, fmt.max) if row.divides else amax
     bits = number.view(torch.int32)
+    if row.rounds_amax:
+        bits = bits + (1 << (22 - fmt.mantissa_bits))
     byte = bits >> 23
-    if rule in ("round_up", "ceil"):
+    if row.rounds_up:
         # a subnormal number is at most 2^-127, byte 0, or else at most 2^-126, byte 1
         at_most_power = torch.where(byte == 0, _HALF_OF_MIN_NORMAL, 0)
         byte = byte + ((bits & _MANTISSA_FIELD) > at_most_power)
-    if rule != "round_up":
+    if not row.divides:
         byte = byte - fmt.max_exponent
     byte = byte.clamp_(0, E8M0_NAN - 1)
     return torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)
@@ -173,7 +173,7 @@ def fp32_encode_scale(
     scaled_max = torch.full_like(amax, fmt.max * 2.0**-margin, dtype=torch.float64)
     scale = (scaled_max / amax.double().clamp(min=amax_floor)).float().clamp_(max=_FP32_MAX)
     scale = torch.where((amax == 0) & (amax_floor == 0.0), torch.ones_like(scale), scale)
-    if rule == "amax_pow2":
+    if SCALE_RULES[rule].power_of_two:
         scale = (scale.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
     return torch.where(amax.isfinite(), scale, torch.nan)
 

@@ -7,10 +7,16 @@ import torch
 
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.scaling import GRANULARITIES, SCALE_RULES
 
-SCALE_RULES = {"floor": 0, "round_up": 1, "ceil": 2, "even": 3}
 ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
-MX_BLOCK = 32
+MX_BLOCK = GRANULARITIES["1x32"].columns or 0
+
+
+def rules_that(attribute: str) -> int:
+    """The E8M0 rules with that attribute of ``ScaleRule``, as a set of bits by the rules' numbers."""
+    rows = [row for row in SCALE_RULES.values() if row.scale_format == "e8m0"]
+    return sum(1 << row.number for row in rows if getattr(row, attribute))
 
 
 class Direction(NamedTuple):
@@ -37,7 +43,7 @@ class MxConstants(NamedTuple):
         GROUP: consecutive entries that a thread has: the transform's block, or a block of MX without one.
         HADAMARD: whether groups are transformed.
         MANTISSA, MIN_EXPONENT, MAX, MAX_EXPONENT: of the format.
-        RULE: of SCALE_RULES.
+        RULE: number of the row of SCALE_RULES.
         ROUNDING: of ROUNDINGS.
         RANDOM_BITS: of a draw that stochastic rounding takes.
         HEADROOM: factor of what is rounded.
@@ -89,7 +95,7 @@ class MxRule:
             MIN_EXPONENT=fmt.min_exponent,
             MAX=fmt.max,
             MAX_EXPONENT=fmt.max_exponent,
-            RULE=SCALE_RULES[self.scale_rule],
+            RULE=SCALE_RULES[self.scale_rule].number,
             ROUNDING=ROUNDINGS[self.rounding],
             RANDOM_BITS=self.random_bits,
             HEADROOM=self.headroom,

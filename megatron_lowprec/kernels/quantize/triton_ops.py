@@ -8,6 +8,15 @@ from megatron_lowprec.kernels.philox.triton import draw_bits
 from megatron_lowprec.kernels.quantize import rule
 
 MX_BLOCK = tl.constexpr(rule.MX_BLOCK)
+# sets of bits by MX.RULE
+_DIVIDES = tl.constexpr(rule.rules_that("divides"))
+_ROUNDS_AMAX = tl.constexpr(rule.rules_that("rounds_amax"))
+_ROUNDS_UP = tl.constexpr(rule.rules_that("rounds_up"))
+_NOT_FLOOR = tl.constexpr(_DIVIDES.value | _ROUNDS_AMAX.value | _ROUNDS_UP.value)
+# the numbers of ROUNDING, by name
+NEAREST_EVEN = tl.constexpr(rule.ROUNDINGS["nearest_even"])
+HALF_AWAY = tl.constexpr(rule.ROUNDINGS["half_away"])
+STOCHASTIC = tl.constexpr(rule.ROUNDINGS["stochastic"])
 
 
 @triton.jit
@@ -25,16 +34,17 @@ def hadamard(y, signs, GROUP: tl.constexpr):
 @triton.jit
 def e8m0(amax, MX: tl.constexpr):
     """Scale byte of each block, int32, from its amax; see ``reference.e8m0_scale``."""
+    DIVIDES: tl.constexpr = (_DIVIDES >> MX.RULE) & 1
     number = amax
-    if MX.RULE == 1:
+    if DIVIDES:
         number = tl.div_rn(amax, tl.full(amax.shape, MX.MAX, tl.float32))
     bits = number.to(tl.int32, bitcast=True)
-    if MX.RULE == 3:
+    if (_ROUNDS_AMAX >> MX.RULE) & 1:
         bits += 1 << (22 - MX.MANTISSA)
     byte = bits >> 23
-    if MX.RULE == 1 or MX.RULE == 2:
+    if (_ROUNDS_UP >> MX.RULE) & 1:
         byte += ((bits & 0x7FFFFF) > tl.where(byte == 0, 0x400000, 0)).to(tl.int32)
-    if MX.RULE != 1:
+    if not DIVIDES:
         byte -= MX.MAX_EXPONENT
     byte = tl.minimum(tl.maximum(byte, 0), 254)
     finite = (amax.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
@@ -65,7 +75,7 @@ def round_to_grid(
     magnitude = tl.abs(v)
     if SATURATES:
         magnitude = tl.minimum(magnitude, MAX)
-    if ROUNDING == 0:
+    if ROUNDING == NEAREST_EVEN:
         # adding 1.5 * 2^23 steps leaves no bit below a step, rounded to nearest even; the step follows the exponent
         field = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (MIN_EXPONENT + 127) << 23)
         magic = (field + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
@@ -73,7 +83,7 @@ def round_to_grid(
     else:
         # from SMALLEST up a step is 2^MANTISSA-th of the binade: below, adding SMALLEST brings the magnitude there
         offset = tl.where(magnitude < SMALLEST, SMALLEST, 0.0)
-        if ROUNDING == 1:
+        if ROUNDING == HALF_AWAY:
             bits = magnitude.to(tl.int32, bitcast=True)
             step = tl.maximum(bits & 0x7F800000, (MIN_EXPONENT + 127) << 23) - (MANTISSA << 23)
             steps = magnitude * ((254 << 23) - step).to(tl.float32, bitcast=True)
@@ -138,7 +148,7 @@ def quantize_groups(
     # 2^(127 - byte): the byte 254 - byte, but 255 stays NaN
     encode = power_of_two(tl.where(byte == 255, 255, 254 - byte))
     v = blocks * (encode * MX.HEADROOM)[:, None, :]
-    if MX.ROUNDING == 2:
+    if MX.ROUNDING == STOCHASTIC:
         draws = tl.reshape(
             draw_bits(row, first_column, key0, key1, step, microbatch, start, gate_offset, gate_stride, GROUP),
             [GROUP // MX_BLOCK, MX_BLOCK, P],
@@ -146,7 +156,7 @@ def quantize_groups(
     else:
         draws = tl.zeros([1, 1, 1], tl.uint32)
     # below 2^(MAX_EXPONENT + 1) times the scale by the floor rule: with enough headroom nothing can saturate
-    SATURATES: tl.constexpr = MX.RULE != 0 or MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
+    SATURATES: tl.constexpr = ((_NOT_FLOOR >> MX.RULE) & 1) != 0 or MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
     elements = round_to_grid(
         v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES
     )

@@ -20,7 +20,7 @@ from megatron_lowprec.kernels.cast_fp8.rule import CodeConstants, code_constants
 from megatron_lowprec.kernels.cast_fp8.triton_ops import round_to_bf16, to_fp8
 from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
 from megatron_lowprec.kernels.philox.triton import philox
-from megatron_lowprec.kernels.quantize.triton_ops import round_to_grid
+from megatron_lowprec.kernels.quantize.triton_ops import STOCHASTIC, round_to_grid
 from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters, Slot
 
 _BLOCK, _MOST_PARTS = 1024, 512
@@ -29,13 +29,14 @@ _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
 # Of the table: addresses of gradient, weight, three parts of the state, scales; entries; ``Stream``.
 _COLUMNS = tl.constexpr(16)
 _STREAM = tl.constexpr(7)
-# A kernel's names of dtypes.
+# the numbers of KIND, by name
+_FP32, _BF16, _FP16, _E4M3, _E5M2 = (tl.constexpr(number) for number in range(5))
 _KINDS = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 5,
+    torch.float32: _FP32.value,
+    torch.bfloat16: _BF16.value,
+    torch.float16: _FP16.value,
+    torch.float8_e4m3fn: _E4M3.value,
+    torch.float8_e5m2: _E5M2.value,
 }
 
 
@@ -94,11 +95,11 @@ class StateConstants(NamedTuple):
 
 @triton.jit
 def _pointer(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    if KIND == 0:
+    if KIND == _FP32:
         pointer = address.to(tl.pointer_type(tl.float32))
-    elif KIND == 1:
+    elif KIND == _BF16:
         pointer = address.to(tl.pointer_type(tl.bfloat16))
-    elif KIND == 2:
+    elif KIND == _FP16:
         pointer = address.to(tl.pointer_type(tl.float16))
     else:
         pointer = address.to(tl.pointer_type(tl.uint8))
@@ -112,11 +113,11 @@ def _decode(stored, KIND: tl.constexpr):
     """fp32 of what lies in memory. A code's exponent and mantissa, moved to fp32's places, are its value but for a
     power of two.
     """
-    if KIND < 3:
+    if KIND == _FP32 or KIND == _BF16 or KIND == _FP16:  # noqa: SIM109 - Triton has no `in`
         value = stored.to(tl.float32)
     else:
-        MANTISSA: tl.constexpr = 3 if KIND == 3 else 2
-        POWER: tl.constexpr = 2.0**120 if KIND == 3 else 2.0**112
+        MANTISSA: tl.constexpr = 3 if KIND == _E4M3 else 2
+        POWER: tl.constexpr = 2.0**120 if KIND == _E4M3 else 2.0**112
         code = stored.to(tl.int32)
         value = ((code & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * POWER
         value = tl.where(code >= 128, -value, value)
@@ -129,13 +130,13 @@ def _encode(value, KIND: tl.constexpr, STATE: tl.constexpr):
     E4M3: tl.constexpr = STATE.E4M3  # Triton 3.6 hands on no part of an argument
     E5M2: tl.constexpr = STATE.E5M2
     NATIVE: tl.constexpr = E4M3.NATIVE
-    if KIND == 3:
+    if KIND == _E4M3:
         stored = to_fp8(value, E4M3)
-    elif KIND == 5:
+    elif KIND == _E5M2:
         stored = to_fp8(value, E5M2)
-    elif KIND == 2:
+    elif KIND == _FP16:
         stored = value.to(tl.float16)
-    elif KIND == 1:
+    elif KIND == _BF16:
         stored = round_to_bf16(value, NATIVE).to(tl.bfloat16)
     else:
         stored = value
@@ -145,8 +146,8 @@ def _encode(value, KIND: tl.constexpr, STATE: tl.constexpr):
 @triton.jit
 def _not_zero(value, KIND: tl.constexpr, STATE: tl.constexpr):
     """Positive entries raised to the smallest number of what they are stored in."""
-    if KIND != 0:
-        CODES: tl.constexpr = STATE.E4M3 if KIND == 3 else STATE.E5M2 if KIND == 5 else STATE.FP16
+    if KIND != _FP32:
+        CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
         value = tl.where(value > 0.0, tl.maximum(value, 2.0 ** (CODES.MIN_EXPONENT - CODES.MANTISSA)), value)
     return value
 
@@ -158,13 +159,13 @@ def _on_grid(value, row, group, step, PART: tl.constexpr, KIND: tl.constexpr, ST
     Args:
         row, group, step, PART: as for ``_draw``.
     """
-    if KIND != 0:
-        CODES: tl.constexpr = STATE.E4M3 if KIND == 3 else STATE.E5M2 if KIND == 5 else STATE.FP16
+    if KIND != _FP32:
+        CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
         SHIFT: tl.constexpr = 23 - CODES.MANTISSA
         BITS: tl.constexpr = 16 if SHIFT > 16 else SHIFT
         draws = _draw(row, group, step, PART, value.shape[0])
         rounded = round_to_grid(
-            value, draws, 1 << (SHIFT - BITS), CODES.MANTISSA, CODES.MIN_EXPONENT, CODES.MAX, 2, BITS, True
+            value, draws, 1 << (SHIFT - BITS), CODES.MANTISSA, CODES.MIN_EXPONENT, CODES.MAX, STOCHASTIC, BITS, True
         )
         value = tl.where(value == value, rounded, value)
     return value

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from megatron.core.fusions import fused_bias_dropout
 
+from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import DropoutGrad, Matrix
-from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_residual
 
@@ -25,8 +25,6 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
         p: float,
         channel: GradOutputChannel | None,
     ) -> torch.Tensor:
-        from megatron_lowprec.kernels.dropout.triton import bias_dropout_add
-
         ctx.p, ctx.bias_dtype, ctx.key, ctx.channel = p, None if bias is None else bias.dtype, None, channel
         if p > 0.0:
             # From the generator that Megatron-core has chosen for this place: alike on the ranks that hold the same
@@ -34,15 +32,13 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
             ctx.key = torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=x.device)
         rows = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, residual))
         first, second = rows
-        return bias_dropout_add(first, bias, second, p, ctx.key).view(x.shape)
+        return dispatch.bias_dropout_add(first, bias, second, p, ctx.key).view(x.shape)
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
-
         rows = dout.reshape(-1, dout.shape[-1]).contiguous()
         if ctx.channel is None:
-            dx, dbias = bias_dropout_add_backward(rows, ctx.p, ctx.key, ctx.bias_dtype)
+            dx, dbias = dispatch.bias_dropout_add_backward(rows, ctx.p, ctx.key, ctx.bias_dtype)
         else:
             made = _made(ctx.channel, rows, ctx.p, ctx.key, ctx.bias_dtype)
             dx, dbias = ctx.channel.put(replace(made, bias=None)), made.bias
@@ -53,14 +49,12 @@ def _made(
     channel: GradOutputChannel, dout: torch.Tensor, p: float, key: torch.Tensor | None, bias_dtype: torch.dtype | None
 ) -> GradOutput:
     """The gradient of x as operands for the layer that made x, and that of the bias; dout [T, H] is the result's."""
-    from megatron_lowprec.kernels.dropout.triton import bias_dropout_add_backward
-
     linear_gemms, rng_step = channel.linear_gemms, channel.rng_step
     if channel.wanted == "source":
         computed = Matrix(dout) if key is None else DropoutGrad(dout, key, p)
         return linear_gemms.grad_output(computed, rng_step, bias=bias_dtype is not None)
     amax = torch.zeros(1, dtype=torch.float32, device=dout.device)
-    dx, dbias = bias_dropout_add_backward(dout, p, key, bias_dtype, amax=amax)
+    dx, dbias = dispatch.bias_dropout_add_backward(dout, p, key, bias_dtype, amax)
     return replace(linear_gemms.grad_output(dx, rng_step, amax=amax), bias=dbias)
 
 
@@ -72,7 +66,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
 
     def bias_dropout_add(x_with_bias: WithBias, residual: torch.Tensor, prob: float) -> torch.Tensor:
         x, bias = x_with_bias
-        if not fuses(x) or residual.dtype != x.dtype or residual.shape != x.shape:
+        if not dispatch.fuses(x) or residual.dtype != x.dtype or residual.shape != x.shape:
             return stock(x_with_bias, residual, prob)
         # the sums for a bias have the dtype of x
         channel = GradOutputChannel.of(x) if bias is None or bias.dtype == x.dtype else None

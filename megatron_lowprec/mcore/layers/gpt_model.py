@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from megatron_lowprec.kernels.dispatch import fuses
+from megatron_lowprec.kernels import dispatch
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
@@ -12,12 +12,10 @@ class _CrossEntropyFunction(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        from megatron_lowprec.kernels.cross_entropy.triton import logit_sums
-
         logits, flat = logits.contiguous(), targets.reshape(-1).contiguous()
         width = logits.shape[-1]
         first = group.rank() * width
-        maximum, total, target = logit_sums(logits.view(-1, width), flat, first)
+        maximum, total, target = dispatch.logit_sums(logits.view(-1, width), flat, first)
         if group.size() > 1:
             highest = maximum.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -31,11 +29,9 @@ class _CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):  # type: ignore[no-untyped-def]
-        from megatron_lowprec.kernels.cross_entropy.triton import logits_gradient_
-
         logits, flat, log_total = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
-        gradient = logits_gradient_(rows, flat, ctx.first, log_total, dloss.reshape(-1).float().contiguous())
+        gradient = dispatch.logits_gradient_(rows, flat, ctx.first, log_total, dloss.reshape(-1).float().contiguous())
         # autograd cannot see the write: a second backward pass over these logits must fail, not find gradients there
         torch.autograd.graph.increment_version(logits)
         return gradient.view(logits.shape), None, None
@@ -57,7 +53,7 @@ class LowPrecGPTModel(GPTModel):
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """labels int64 [b, s], logits [s, b, V / ranks] -> loss of each token [b, s]."""
-        if not self.config.cross_entropy_loss_fusion or not fuses(logits):
+        if not self.config.cross_entropy_loss_fusion or not dispatch.fuses(logits):
             return super().compute_language_model_loss(labels, logits)
         losses = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp)
         return losses.transpose(0, 1).contiguous()

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import BiasGelu, BiasGeluGrad, CastPrologue
-from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
 from megatron_lowprec.mcore.layers.parallel_linear import (
@@ -33,18 +33,14 @@ from megatron_lowprec.mcore.rng_step import current_rng_step
 class _BiasGeluFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        from megatron_lowprec.kernels.gelu.triton import bias_gelu
-
         rows = y.reshape(-1, y.shape[-1]).contiguous()
         ctx.save_for_backward(rows, bias)
-        return bias_gelu(rows, bias).view(y.shape)
+        return dispatch.bias_gelu(rows, bias).view(y.shape)
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        from megatron_lowprec.kernels.gelu.triton import bias_gelu_backward
-
         rows, bias = ctx.saved_tensors
-        dy, dbias = bias_gelu_backward(dout.reshape(rows.shape).contiguous(), rows, bias)
+        dy, dbias = dispatch.bias_gelu_backward(dout.reshape(rows.shape).contiguous(), rows, bias)
         return dy.view(dout.shape), dbias
 
 
@@ -92,8 +88,6 @@ class _MlpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        from megatron_lowprec.kernels.gelu.triton import bias_gelu_backward
-
         y, bias, *tensors = ctx.saved_tensors
         first = SavedForBackward(*tensors[:4], *ctx.plain[0])
         second = SavedForBackward(*tensors[4:], *ctx.plain[1])
@@ -109,7 +103,7 @@ class _MlpFunction(torch.autograd.Function):
                 computed = BiasGeluGrad(dactive, y, bias)
                 return fc1.bound_gemms.grad_output(computed, rng_step, bias=True)
             amax = _room_for_amax(y, grad_output_fusion)
-            matrix, dbias = bias_gelu_backward(dactive, y, bias, amax=amax)
+            matrix, dbias = dispatch.bias_gelu_backward(dactive, y, bias, amax)
             return replace(fc1.bound_gemms.grad_output(matrix, rng_step, amax=amax), bias=dbias)
 
         recompute = partial(_active, y, bias, input_fusion) if second.x is None else None
@@ -122,12 +116,10 @@ def _active(
     y: torch.Tensor, bias: torch.Tensor, wanted: CastFusion
 ) -> tuple[torch.Tensor | CastPrologue, torch.Tensor | None]:
     """fc2's input, and its amax, in the form that its casts want."""
-    from megatron_lowprec.kernels.gelu.triton import bias_gelu
-
     if wanted == "source":
         return BiasGelu(y, bias), None
     amax = _room_for_amax(y, wanted)
-    return bias_gelu(y, bias, amax), amax
+    return dispatch.bias_gelu(y, bias, amax), amax
 
 
 def _room_for_amax(y: torch.Tensor, wanted: CastFusion) -> torch.Tensor | None:
@@ -181,7 +173,7 @@ class LowPrecMLP(MLP):
     def _forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if per_token_scale is not None or not self.has_bias_and_gelu() or not fuses(hidden_states):
+        if per_token_scale is not None or not self.has_bias_and_gelu() or not dispatch.fuses(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         if isinstance(fc1, LowPrecLinearMixin) and isinstance(fc2, LowPrecRowParallelLinear):

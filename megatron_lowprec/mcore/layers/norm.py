@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import norm_output
-from megatron_lowprec.kernels.dispatch import fuses
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.linear.layer_tensors import CastFusion
 from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, placeholder_like
@@ -41,14 +41,12 @@ class _NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dresidual):  # type: ignore[no-untyped-def]
-        from megatron_lowprec.kernels.layernorm.triton import norm_backward
-
         if dy is None:
             return dresidual, None, None, None
         rows, weight, mean, rstd = ctx.saved_tensors
         dy_rows = dy.reshape(rows.shape).contiguous()
         dresidual_rows = None if dresidual is None else dresidual.reshape(rows.shape).contiguous()
-        dx, dw, db = norm_backward(dy_rows, rows, weight, mean, rstd, dresidual_rows)
+        dx, dw, db = dispatch.norm_backward(dy_rows, rows, weight, mean, rstd, dresidual_rows)
         return dx.view(dy.shape), dw, db, None
 
 
@@ -85,8 +83,6 @@ class Consumer:
 
 def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The norm by one kernel, which also makes the operands or the amax that the layer behind it wants."""
-    from megatron_lowprec.kernels.layernorm import triton
-
     weight, eps = norm.weight, norm.eps
     assert eps is not None
     # a forward hook needs the real output
@@ -96,7 +92,7 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
         linear_gemms, operands = consumer.layer.bound_gemms, list[QuantizedTensor]()
 
         def cast(rows: torch.Tensor) -> Normalized:
-            rstd, *mean = statistics = triton.statistics(rows, eps, centered=bias is not None)
+            rstd, *mean = statistics = dispatch.norm_statistics(rows, eps, bias is not None)
             output = norm_output(rows, weight, bias, statistics)
             operands.append(linear_gemms.quantize_input(output, current_rng_step()))
             return Normalized(placeholder_like(rows), mean[0] if mean else None, rstd)
@@ -105,7 +101,7 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
         attach_metadata(y, quantized_input=(linear_gemms, operands[0]))
         return y
     amax = torch.zeros(1, dtype=torch.float32, device=x.device) if wanted == "amax" else None
-    y = _normalized(norm, x, bias, lambda rows: triton.norm(rows, weight, bias, eps, amax))
+    y = _normalized(norm, x, bias, lambda rows: dispatch.norm(rows, weight, bias, eps, amax))
     if amax is not None:
         attach_metadata(y, amax=amax)
     return y
@@ -123,7 +119,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
-        return _fused(self, x, self.bias) if fuses(x) else super().forward(x)
+        return _fused(self, x, self.bias) if dispatch.fuses(x) else super().forward(x)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -133,7 +129,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H] in the dtype of x."""
-        return _fused(self, x, None) if fuses(x) else super().forward(x)
+        return _fused(self, x, None) if dispatch.fuses(x) else super().forward(x)
 
 
 class Norm:

@@ -1,0 +1,106 @@
+"""Granularities and scale rules as rows of data: validation, references and kernels follow the tables.
+
+Shapes are those of an operand [R, K] whose last dimension is contracted.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+ScaleFormat = Literal["fp32", "e8m0"]
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """The entries that share a scale: a block of ``rows`` by ``columns``, None for all of that dimension."""
+
+    name: str
+    rows: int | None
+    columns: int | None
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """(rows, columns) of a block; None where the operand's shape decides."""
+        return None if self.rows is None or self.columns is None else (self.rows, self.columns)
+
+    def block_of(self, rows: int, columns: int) -> tuple[int, int]:
+        """(rows, columns) of a block of an operand of that shape; at least 1 each."""
+        return self.rows or max(1, rows), self.columns or max(1, columns)
+
+
+GRANULARITIES: dict[str, Granularity] = {
+    row.name: row
+    for row in (  # a kernel's number is the place in this table, and part of stored tuning keys
+        Granularity("tensor", None, None),
+        Granularity("row", 1, None),
+        Granularity("1x128", 1, 128),
+        Granularity("128x128", 128, 128),
+        Granularity("1x32", 1, 32),
+    )
+}
+"""Granularities that a kernel knows. References take blocks of any size."""
+
+_BLOCK = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
+
+
+@lru_cache(maxsize=64)
+def granularity_of(name: str) -> Granularity:
+    """The row of that name, or blocks ``RxC`` that no table lists.
+
+    Raises:
+        ValueError: neither.
+    """
+    found = GRANULARITIES.get(name)
+    if found is None:
+        sizes = _BLOCK.fullmatch(name)
+        if sizes is None:
+            raise ValueError(f"granularity {name!r} is not tensor, row or ROWSxCOLUMNS such as 1x32")
+        found = Granularity(name, int(sizes[1]), int(sizes[2]))
+    return found
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How a block's scale follows from its largest magnitude A; M is the format's maximum, emax its exponent.
+
+    A scale is M / A in fp32, or in E8M0 the exponent of A less emax.
+
+    Attributes:
+        power_of_two: every scale is a power of two; by an fp32 rule it is M / A, rounded down.
+        divides: in E8M0, the exponent of A / M in place of that of A less emax.
+        rounds_amax: in E8M0, A is rounded to the element's mantissa before.
+        rounds_up: in E8M0, the exponent is ceil(log2), not floor(log2).
+    """
+
+    name: str
+    scale_format: ScaleFormat
+    source: str
+    power_of_two: bool = True
+    divides: bool = False
+    rounds_amax: bool = False
+    rounds_up: bool = False
+
+    @property
+    def number(self) -> int:
+        """Of the rule in kernels: its place among the rules of its scale format, part of stored tuning keys."""
+        return scale_rules(self.scale_format).index(self.name)
+
+
+SCALE_RULES: dict[str, ScaleRule] = {
+    row.name: row
+    for row in (
+        ScaleRule("amax", "fp32", "TransformerEngine, DeepGEMM", power_of_two=False),
+        ScaleRule("amax_pow2", "fp32", "TransformerEngine, torchao"),
+        ScaleRule("floor", "e8m0", "OCP Microscaling Formats v1.0, section 6.3"),
+        ScaleRule("round_up", "e8m0", "arXiv 2506.08027; torchao's RCEIL", divides=True, rounds_up=True),
+        ScaleRule("ceil", "e8m0", "torchao", rounds_up=True),
+        ScaleRule("even", "e8m0", "torchao", rounds_amax=True),
+    )
+}
+
+
+@lru_cache(maxsize=2)
+def scale_rules(scale_format: str) -> tuple[str, ...]:
+    """Names of the rules of a scale format."""
+    return tuple(row.name for row in SCALE_RULES.values() if row.scale_format == scale_format)

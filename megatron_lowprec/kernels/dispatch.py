@@ -1,23 +1,23 @@
 """Which implementation of an op runs: a fused Triton kernel where one applies, else the reference.
 
 No other module of the package imports a ``triton.py``, so that Triton is loaded by the first tensor that needs it. An
-op has the signature and the name of its reference, and the function of that name in ``triton.py`` beside it.
+op has the signature and the name of its reference, and the function of that name in ``triton.py`` beside it. Where the
+choice falls once for several calls (native GEMMs, both directions of an MX cast), callers ``load`` the module: a call
+less on the way to a launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from megatron_lowprec.kernels.amax_history import reference as amax_history
 from megatron_lowprec.kernels.bias import reference as bias
-from megatron_lowprec.kernels.cast_fp8 import reference as casts
-from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.cross_entropy import reference as cross_entropy
 from megatron_lowprec.kernels.dropout import reference as dropout
 from megatron_lowprec.kernels.gelu import reference as gelu
@@ -73,7 +73,13 @@ def fuses(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0 and have_triton()
 
 
-_load = lru_cache(maxsize=None)(import_module)  # an import statement takes the host longer than all the rest here
+@cache
+def load(op: str) -> Any:
+    """The Triton module of an op's folder, for callers that have asked ``fuses`` or ``fuses_mx``.
+
+    A cached call; an import statement takes the host longer than all the rest of a dispatch.
+    """
+    return import_module(f"megatron_lowprec.kernels.{op}.triton")
 
 
 def _op(reference: Callable[P, R], fused: Callable[..., bool] | None = None) -> Callable[P, R]:
@@ -83,20 +89,16 @@ def _op(reference: Callable[P, R], fused: Callable[..., bool] | None = None) -> 
         fused: whether the Triton kernel takes these arguments; where it is None, ``fuses`` of the first one. The
             arguments that it reads are passed by position.
     """
-    module, name = reference.__module__.replace(".reference", ".triton"), reference.__name__
+    folder, name = reference.__module__.split(".")[-2], reference.__name__
 
     @wraps(reference)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
         if fuses(args[0]) if fused is None else fused(*args):  # type: ignore[arg-type]
-            result: R = getattr(_load(module), name)(*args, **kwargs)
+            result: R = getattr(load(folder), name)(*args, **kwargs)
             return result
         return reference(*args, **kwargs)
 
     return op
-
-
-def _fuses_cast(x: torch.Tensor | CastPrologue, *_: Any) -> bool:
-    return fuses(x if isinstance(x, torch.Tensor) else x.x)
 
 
 def _on_gpu(slots: Any, *_: Any) -> bool:
@@ -110,8 +112,6 @@ bias_gelu = _op(gelu.bias_gelu)
 bias_gelu_backward = _op(gelu.bias_gelu_backward)
 bias_dropout_add = _op(dropout.bias_dropout_add)
 bias_dropout_add_backward = _op(dropout.bias_dropout_add_backward)
-amax_of = _op(casts.amax_of, _fuses_cast)
-cast_fp8 = _op(casts.cast_fp8, _fuses_cast)
 add_bias_ = _op(bias.add_bias_, lambda y, *_: fuses(y) and y.is_contiguous())
 logit_sums = _op(cross_entropy.logit_sums)
 logits_gradient_ = _op(cross_entropy.logits_gradient_)
@@ -123,17 +123,3 @@ adam_update_amax = _op(scaled_adam.update_amax, _on_gpu)
 """All slots have the same dtypes."""
 adam_update_ = _op(scaled_adam.update_, _on_gpu)
 """All slots have the same dtypes."""
-
-# Kernels whose callers ask ``fuses_mx`` first: their references take an operand at a time.
-if TYPE_CHECKING:
-    from megatron_lowprec.kernels.hadamard.triton import scaled_signs as scaled_signs
-    from megatron_lowprec.kernels.quantize.triton import quantize_mx as quantize_mx
-else:
-
-    def _fused_only(module: str, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: getattr(_load(f"megatron_lowprec.kernels.{module}.triton"), name)(
-            *args, **kwargs
-        )
-
-    quantize_mx = _fused_only("quantize", "quantize_mx")
-    scaled_signs = _fused_only("hadamard", "scaled_signs")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, has_mx_kernel, quantize_mx
+from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, has_mx_kernel, load
 from megatron_lowprec.kernels.gemm.reference import gemm
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax
@@ -89,7 +89,7 @@ class EmulatedGemms:
                 columnwise = columnwise and (other.block if other else 1) == group
                 stream = self._rounding[name, tensor]
                 spans = (stream.row_span, stream.column_span)
-                cast = quantize_mx(
+                cast = load("quantize").quantize_mx(
                     matrix,
                     mx_rule(spec),
                     rows=self._direction(by_row, tensor, transform, matrix.device) if rowwise else None,

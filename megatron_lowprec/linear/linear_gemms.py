@@ -128,18 +128,25 @@ class LinearGemms:
         """
         self.choose_products(w_OI)
         native = self._native_for(x_TI)
+        backend = self._backend("fprop", native)
         if isinstance(x_TI, QuantizedTensor):
             x = x_TI
         else:
             both = save_input and native.issuperset(SIDES["input"]) and self._one_spec["input"]
-            x, _ = self._backend("fprop", native).quantize(
+            x, _ = backend.quantize(
                 "input", x_TI, rng_step, rowwise=True, columnwise=both, update_amax=update_amax, local_amax=amax
             )
         weight_amax = None
         if save_input and "fprop" in native and not self.weight_cache.holds("fprop"):
             weight_amax = None if isinstance(w_OI, Fp8Weight) else self.native.weight_amax(w_OI)
-        w = self._weight("fprop", w_OI, native, rng_step, update_amax, weight_amax)
-        y = self._backend("fprop", native).gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
+        w = self._stored_weight("fprop", w_OI, native, update_amax)
+        if w is None:
+            both = self._caches_both_directions(native, update_amax)
+            w, _ = backend.quantize(
+                "weight", w_OI, rng_step, rowwise=True, columnwise=both, update_amax=update_amax, amax=weight_amax
+            )
+            self._store_weight("fprop", w, native, update_amax)
+        y = backend.gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
         return y, SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
 
     def quantize_input(self, x_TI: CastPrologue, rng_step: RngStep) -> QuantizedTensor:
@@ -188,7 +195,11 @@ class LinearGemms:
         backend = self._backend("dgrad", native)
         if quantized is None or quantized.rowwise_data is None:
             quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, rowwise=True, columnwise=False)
-        w = self._weight("dgrad", w_OI, native, rng_step, amax=weight_amax)
+        w = self._stored_weight("dgrad", w_OI, native)
+        if w is None:
+            both = self._caches_both_directions(native)
+            w, _ = backend.quantize("weight", w_OI, rng_step, rowwise=both, columnwise=True, amax=weight_amax)
+            self._store_weight("dgrad", w, native)
         return backend.gemm("dgrad", quantized, w, dy.matrix.dtype)
 
     def wgrad(
@@ -250,55 +261,34 @@ class LinearGemms:
     def _backend(self, gemm: str, native: frozenset[str]) -> GemmBackend:
         return self.native if gemm in native else self.emulated
 
-    def _weight(
-        self,
-        gemm: str,
-        w_OI: torch.Tensor,
-        native: frozenset[str],
-        rng_step: RngStep,
-        update_amax: bool = True,
-        amax: torch.Tensor | None = None,
-    ) -> QuantizedTensor:
-        """The quantized weight of fprop (rowwise) or dgrad (columnwise): from the cache, FP8 itself, or made now."""
-        # also where no amax is updated: the first pass of an activation recomputation
-        is_native = gemm in native
-        cached = self.weight_cache.get(gemm, is_native)
-        caches = update_amax and self.weight_cache.holds(gemm)
-        if isinstance(w_OI, Fp8Weight):
-            return self._primary_weight(gemm, w_OI, is_native, update_amax, cached if caches else None, caches)
-        if cached is not None:
+    def _stored_weight(
+        self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], update_amax: bool = True
+    ) -> QuantizedTensor | None:
+        """The quantized weight of fprop (rowwise) or dgrad (columnwise), from the cache or FP8 itself; else None."""
+        # the cache serves also where no amax is updated: the first pass of an activation recomputation
+        is_native, holds = gemm in native, self.weight_cache.holds(gemm)
+        cached = self.weight_cache.get(gemm, is_native) if holds else None
+        if not isinstance(w_OI, Fp8Weight):
             return cached
-        both = caches and native.issuperset(SIDES["weight"]) and self._one_spec["weight"]
-        made, _ = self._backend(gemm, native).quantize(
-            "weight",
-            w_OI,
-            rng_step,
-            rowwise=both or gemm == "fprop",
-            columnwise=both or gemm == "dgrad",
-            update_amax=update_amax,
-            amax=amax,
-        )
-        if caches:
-            for name in SIDES["weight"] if both else (gemm,):
-                self.weight_cache.put(name, is_native, made)
-        return made
-
-    def _primary_weight(
-        self,
-        gemm: str,
-        w_OI: Fp8Weight,
-        native: bool,
-        update_amax: bool,
-        cached: QuantizedTensor | None = None,
-        caches: bool = False,
-    ) -> QuantizedTensor:
-        """An FP8 weight for a GEMM; the transposed codes of a native dgrad are cached, where weights are."""
         if update_amax and w_OI.spec.scaling == "delayed":
             history, slot = self.histories["weight"]
             history.update_amax(slot, w_OI.main_amax)
-        if cached is not None:
+        if cached is not None and update_amax:
             return cached
-        made = w_OI.quantized(columnwise=gemm == "dgrad", codes=native)
-        if caches and native and gemm == "dgrad":
-            self.weight_cache.put(gemm, native, made)
-        return made
+        weight = w_OI.quantized(columnwise=gemm == "dgrad", codes=is_native)
+        if is_native and gemm == "dgrad":  # a transposed copy; all else is the codes themselves, or cheap
+            self._store_weight(gemm, weight, native, update_amax)
+        return weight
+
+    def _caches_both_directions(self, native: frozenset[str], update_amax: bool = True) -> bool:
+        """Whether one cast gives the weight of fprop and dgrad, both to be cached."""
+        caches = update_amax and all(map(self.weight_cache.holds, SIDES["weight"]))
+        return caches and native.issuperset(SIDES["weight"]) and self._one_spec["weight"]
+
+    def _store_weight(
+        self, gemm: str, weight: QuantizedTensor, native: frozenset[str], update_amax: bool = True
+    ) -> None:
+        both = weight.rowwise_data is not None and weight.columnwise_data is not None
+        for name in SIDES["weight"] if both else (gemm,):
+            if update_amax and self.weight_cache.holds(name):
+                self.weight_cache.put(name, name in native, weight)

@@ -66,7 +66,7 @@ class LinearId:
 
     def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
         """Whether a block of this operand reaches over the ranks that share ``split``."""
-        rows, columns = DIMS[gemm, operand]
+        rows, columns = tuple(DIMS[gemm, operand])
         granularity = granularity_of(spec.granularity)
         return (granularity.rows is None and rows == self.split) or (
             granularity.columns is None and columns == self.split

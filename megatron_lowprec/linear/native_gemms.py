@@ -9,7 +9,7 @@ import torch
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-from megatron_lowprec.kernels.dispatch import amax_of, cast_fp8
+from megatron_lowprec.kernels.dispatch import load
 from megatron_lowprec.kernels.gemm.native import scaled_gemm
 from megatron_lowprec.linear.backend import gemm_operands
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
@@ -52,7 +52,7 @@ class NativeGemms:
 
         A computed matrix needs its scale beforehand, for granularity "tensor"; one in parts none a row.
         """
-        spec = self._specs[tensor, not rowwise]
+        spec, casts = self._specs[tensor, not rowwise], load("cast_fp8")
         observed = None
         if isinstance(matrix, torch.Tensor) and matrix.stride(1) != 1:
             matrix = matrix.contiguous()
@@ -64,15 +64,15 @@ class NativeGemms:
             if amax is None:
                 # both directions have the same ranks: the tensor's
                 reduce = self._reductions[tensor, not rowwise]
-                amax = amax_of(matrix, vectors=False) if local_amax is None else local_amax
+                amax = casts.amax_of(matrix, vectors=False) if local_amax is None else local_amax
                 amax = amax if reduce is None else reduce(amax)
         elif spec.granularity == "row":
-            amax = amax_of(matrix, vectors=True)
+            amax = casts.amax_of(matrix, vectors=True)
             for part, direction in zip(amax.split(matrix.shape), (False, True), strict=True):
                 reduce = self._reductions.get((tensor, direction))
                 if reduce is not None:
                     part.copy_(reduce(part))
-        made = cast_fp8(
+        made = casts.cast_fp8(
             matrix,
             _rule_of(spec),
             rowwise=rowwise,
@@ -90,7 +90,7 @@ class NativeGemms:
             return None
         if (spec.granularity, spec.scaling) != ("tensor", "current"):
             return None
-        amax = amax_of(w_OI if w_OI.stride(1) == 1 else w_OI.contiguous(), vectors=False)
+        amax: torch.Tensor = load("cast_fp8").amax_of(w_OI if w_OI.stride(1) == 1 else w_OI.contiguous(), vectors=False)
         return amax if self._amax.reduce is None else self._amax.reduce(amax)
 
     def gemm(

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import fuses_mx, quantize_mx
+from megatron_lowprec.kernels.dispatch import fuses_mx, load
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import Uniform, block_amax, decode, fp32_encode_scale, quantize_operand
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
@@ -72,7 +72,7 @@ def _quantize_by_kernel(
     by_rows = matrix.stride(1) == 1
     way = Direction(Key.of(random.key))
     spans = (random.row_span, random.column_span)
-    made = quantize_mx(
+    made = load("quantize").quantize_mx(
         matrix if by_rows else matrix.t(),
         mx_rule(spec),
         rows=way if by_rows else None,

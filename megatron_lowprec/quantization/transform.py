@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import pad
 
-from megatron_lowprec.kernels.dispatch import scaled_signs
+from megatron_lowprec.kernels.dispatch import load
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.quantization.device_rng_step import capturing, device_rng_step, refuse_capture
@@ -51,7 +51,7 @@ class Transform:
         both = [self] if self._drawn_with is None else [self, self._drawn_with]
         keys = tuple(Key.of(one.stream.key) for one in both if one.stream is not None)
         rng_step = self.stream.rng_step if self._moment is None else self._moment
-        drawn = scaled_signs(keys, device_rng_step(rng_step, device), self.block)
+        drawn = load("hadamard").scaled_signs(keys, device_rng_step(rng_step, device), self.block)
         for one, signs in zip(both, drawn, strict=True):
             one._scaled = signs
 

@@ -334,6 +334,37 @@ def norms_that_are_seen() -> None:
     assert seen == [True] * 5
 
 
+def five_calls_to_a_launch() -> None:
+    """From a parallel linear's forward to the launch of a kernel, native and emulated: host time counts at 345M."""
+    from megatron_lowprec.kernels.launch import Specialized
+
+    launch, paths = Specialized.launch, list[list[str]]()
+
+    def noted(self: Specialized, *args: Any) -> None:
+        path, frame = list[str](), sys._getframe(1)
+        while not (frame.f_code.co_name == "forward" and "/megatron/core/" in frame.f_code.co_filename):
+            if "/megatron_lowprec/" in frame.f_code.co_filename:  # not autograd's apply
+                path.append(frame.f_code.co_name)
+            assert frame.f_back is not None
+            frame = frame.f_back
+        paths.append(path)
+        launch(self, *args)
+
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=DEVICE).bfloat16()
+    emulated_gemms = "megatron_lowprec.linear.emulated_gemms"
+    with native(), contextlib.ExitStack() as stack:
+        if DEVICE == "cpu":
+            for asked in ("fuses_mx", "has_mx_kernel"):
+                stack.enter_context(patch(f"{emulated_gemms}.{asked}", lambda *_: True))
+        for recipe in ("fp8_delayed", "fp8_current", "mxfp8"):
+            layer = build("gpt", True, recipe, torch.bfloat16).decoder.layers[0].self_attention.linear_qkv
+            paths.clear()
+            with patch.object(Specialized, "launch", noted):
+                layer(x)
+            assert len(paths) >= 2, recipe  # x and the weight
+            assert max(map(len, paths)) == 5, (recipe, paths)
+
+
 def gradients_that_are_seen() -> None:
     """Nothing is offered without a backward pass to come, nor while a bad number is looked for."""
     from megatron_lowprec.mcore.debug.finite_check import FiniteCheck
@@ -453,6 +484,7 @@ CHECKS |= {
         late_weights,
         norms_that_are_seen,
         gradients_that_are_seen,
+        five_calls_to_a_launch,
         dropped_entries,
         second_backward_fails,
         norm_marks_its_parameters,

@@ -18,7 +18,6 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
-from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 RECIPES = ["fp8_current", "fp8_delayed"]
@@ -217,7 +216,8 @@ def test_native_products_read_the_codes_and_one_copy_a_step(recipe: str) -> None
 
     def operand(gemm: str, update_amax: bool = True) -> QuantizedTensor:
         native = frozenset({"fprop", "dgrad", "wgrad"})
-        found = linear_gemms._weight(gemm, weight, native, RngStep(0, 0), update_amax)
+        found = linear_gemms._stored_weight(gemm, weight, native, update_amax)
+        assert found is not None
         data, scale = found.rowwise() if gemm == "fprop" else found.columnwise()
         assert data.dtype == torch.float8_e4m3fn
         assert data.is_contiguous()

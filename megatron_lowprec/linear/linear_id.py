@@ -66,11 +66,9 @@ class LinearId:
 
     def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
         """Whether a block of this operand reaches over the ranks that share ``split``."""
-        rows, columns = tuple(DIMS[gemm, operand])
-        granularity = granularity_of(spec.granularity)
-        return (granularity.rows is None and rows == self.split) or (
-            granularity.columns is None and columns == self.split
-        )
+        dims, granularity = DIMS[gemm, operand], granularity_of(spec.granularity)
+        sizes = (granularity.rows, granularity.columns)
+        return any(size is None and dim == self.split for size, dim in zip(sizes, dims, strict=True))
 
     def _key(self, seed: int, purpose: Purpose, gemm: str, operand: str = "") -> tuple[int, int]:
         return stream_key(

@@ -175,7 +175,7 @@ def test_alpha_comes_after_scales_and_before_the_rounding(generator: torch.Gener
     assert torch.equal(got, (exact_product(a, b).float() * scale * ALPHA).bfloat16())
 
 
-def test_scaled_product_accumulates_in_fp32(generator: torch.Generator) -> None:
+def test_scaled_operands_accumulate_in_fp32(generator: torch.Generator) -> None:
     a, b = fp4(8, 64, generator).bfloat16(), fp4(8, 64, generator).bfloat16()
     total, scale = torch.full((8, 8), 2.0**-10), torch.tensor([[0.3]])
     got = multiply(Side(a, scale, (8, 64)), Side(b), out_dtype=torch.bfloat16, accumulate_into=total)

@@ -112,11 +112,7 @@ class Scenarios:
                 self._wait_a_random_time(run, in_save=place == "a save")
             inside, reached = bool(run.partial()), run.iteration
             run.send(number)
-            _, seconds = run.ended()
-            outcome.times += 1
-            outcome.in_a_save += inside
-            outcome.slowest_end = max(outcome.slowest_end, seconds)
-            outcome.left_over += run.left_over()
+            self._end(run, outcome, inside)
             request = save / "requeue"
             if not request.exists():
                 raise Failure(f"no {request}: {run.log}")
@@ -211,14 +207,18 @@ class Scenarios:
 
     def _after(self, run: Run, outcome: Outcome, reached: int) -> None:
         """Record how a killed start ended, and check its losses."""
-        _, seconds = run.ended()
-        outcome.times += 1
-        outcome.in_a_save += bool(run.partial())
-        outcome.slowest_end = max(outcome.slowest_end, seconds)
-        outcome.left_over += run.left_over()
+        self._end(run, outcome)
         reached = max(reached, run.iteration)
         outcome.most_lost = max(outcome.most_lost, reached - newest(run.save))
         self._same_so_far(run.save, run)
+
+    def _end(self, run: Run, outcome: Outcome, inside: bool | None = None) -> None:
+        """Wait for the end of a start; ``inside``: whether the fault came in a save (default: one is incomplete)."""
+        _, seconds = run.ended()
+        outcome.times += 1
+        outcome.in_a_save += bool(run.partial()) if inside is None else inside
+        outcome.slowest_end = max(outcome.slowest_end, seconds)
+        outcome.left_over += run.left_over()
 
     def _same_so_far(self, save: Path, run: Run) -> None:
         expected = set(self._reference)

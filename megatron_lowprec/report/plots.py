@@ -11,18 +11,7 @@ import numpy as np
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.curve import Floats, Series, smooth
 from megatron_lowprec.report.groups import Group
-from megatron_lowprec.report.plot_style import (
-    NOT_FINISHED,
-    Style,
-    Theme,
-    band,
-    legend,
-    limits,
-    new_figure,
-    plain,
-    png,
-    wrapped,
-)
+from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, limits, wrapped
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 
@@ -59,9 +48,9 @@ def gaps(
     if fit is None or group.reference not in labels or len(labels) < 2:
         return None
     labels.remove(group.reference)
-    figure = new_figure(theme, 1.5 + 0.42 * len(labels))
+    figure = theme.new_figure(1.5 + 0.42 * len(labels))
     axes = figure.subplots()
-    plain(axes, theme)
+    theme.plain(axes)
     axes.axvline(0, color=theme.muted, linewidth=1)
     ends = []
     for row, label in enumerate(labels):
@@ -91,7 +80,7 @@ def gaps(
     axes.grid(axis="x", color=theme.grid, linewidth=0.8)
     axes.grid(axis="y", visible=False)
     _gap_legend(figure, theme, bool(published))
-    return png(figure, theme)
+    return theme.png(figure)
 
 
 def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
@@ -125,7 +114,7 @@ def _losses(
     compared = [label for label in finished if label != group.reference and group.reference in finished]
     rest = [run for run in group.runs if run.status is not Status.FINISHED and run.curve is not None]
     rest = [run for run in rest if len(series(run)[0])]
-    figure = new_figure(theme, 6.6 if compared else 3.9)
+    figure = theme.new_figure(6.6 if compared else 3.9)
     panels = figure.subplots(2 if compared else 1, 1, sharex=True, squeeze=False)[:, 0]
     top = panels[0]
     seen: list[Floats] = []
@@ -142,7 +131,7 @@ def _losses(
     _loss_axis(top, seen, name, theme)
     if compared:
         bottom = panels[1]
-        plain(bottom, theme)
+        theme.plain(bottom)
         bottom.axhline(0, color=theme.muted, linewidth=1)
         ends = []
         for label in compared:
@@ -154,8 +143,8 @@ def _losses(
         bottom.set_ylabel(f"less {group.reference}'s, nats a token")
     panels[-1].set_xlabel("tokens")
     panels[-1].xaxis.set_major_formatter(lambda value, _: amount(value))
-    legend(figure, [top], theme)
-    return png(figure, theme)
+    theme.legend(figure, [top])
+    return theme.png(figure)
 
 
 def _smoothed(run: Run) -> Series:
@@ -209,7 +198,7 @@ def _unfinished(axes: Axes, x: Floats, values: Floats, paint: str, label: str) -
 
 
 def _loss_axis(axes: Axes, seen: Sequence[Floats], name: str, theme: Theme) -> None:
-    plain(axes, theme)
+    theme.plain(axes)
     values = np.concatenate([each.ravel() for each in seen]) if seen else np.array([1.0])
     low, high = float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
     logarithmic = low > 0 and high > 1.5 * low and math.isfinite(high)

@@ -97,8 +97,8 @@ class Report:
         published = published_gaps(self.claims, group)
         drawings: dict[str, Callable[[plot_style.Theme], bytes | None]] = {
             "gaps": partial(plots.gaps, group, fit, styles, published),
-            "training_loss": partial(plots.training, group, styles),
-            "validation_loss": partial(plots.validation, group, styles),
+            "training_loss": partial(plots.losses, "training loss", group, styles),
+            "validation_loss": partial(plots.losses, "validation loss", group, styles),
             "operand_snr": partial(operand_plots.snr, snapshots, styles),
         }
         pictures = {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_lowprec.report.amounts import amount
+from megatron_lowprec.report.amounts import amount, percent
 from megatron_lowprec.report.curve import Floats, Series, smooth
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, limits, wrapped
@@ -24,16 +24,6 @@ _MARKED = 40  # points at most that each have a marker
 _SMOOTHING = 100  # a smoothed loss is the mean over 1/_SMOOTHING of the run to either side
 _EARLY = 0.1  # share of the run that does not set the limits of a difference
 _FIRST = 0.04  # likewise of a loss
-
-
-def training(group: Group, styles: Mapping[str, Style], theme: Theme) -> bytes | None:
-    """PNG: smoothed training losses over tokens, and their difference to the reference; None without a run's losses."""
-    return _losses(group, styles, theme, "training loss", _smoothed, markers=False)
-
-
-def validation(group: Group, styles: Mapping[str, Style], theme: Theme) -> bytes | None:
-    """PNG: validation losses over tokens, and their difference to the reference."""
-    return _losses(group, styles, theme, "validation loss", _validation, markers=True)
 
 
 def gaps(
@@ -56,14 +46,14 @@ def gaps(
     for row, label in enumerate(labels):
         paint = styles[label].paint(theme)
         difference = fit.difference(label, group.reference)
-        middle = _percent(difference.value)
+        middle = percent(difference.value)
         ends.append(middle)
         if difference.error is not None:
-            low, high = (_percent(end) for end in difference.interval)
+            low, high = (percent(end) for end in difference.interval)
             ends += [low, high]
             axes.plot([low, high], [row, row], color=paint, linewidth=2.4, solid_capstyle="butt")
         seeds = [
-            _percent(loss - results[group.reference, seed])
+            percent(loss - results[group.reference, seed])
             for (each, seed), loss in results.items()
             if each == label and (group.reference, seed) in results
         ]
@@ -98,17 +88,17 @@ def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
     )
 
 
-def _losses(
-    group: Group,
-    styles: Mapping[str, Style],
-    theme: Theme,
-    name: str,
-    series: Callable[[Run], Series],
-    markers: bool,
+def losses(
+    name: Literal["training loss", "validation loss"], group: Group, styles: Mapping[str, Style], theme: Theme
 ) -> bytes | None:
-    """Two panels: mean over seeds with their range, and paired differences to the reference with theirs."""
+    """PNG over tokens: mean over seeds with their range, and paired differences to the reference with theirs.
+
+    Training losses are smoothed, validation losses have markers. None without a run's losses.
+    """
     if all(run.curve is None for run in group.runs):
         return None
+    markers = name == "validation loss"
+    series = _validation if markers else _smoothed
     finished = {label: _common(group.of(label, Status.FINISHED), series) for label in group.labels}
     finished = {label: found for label, found in finished.items() if len(found[0])}
     compared = [label for label in finished if label != group.reference and group.reference in finished]
@@ -125,7 +115,9 @@ def _losses(
     for run in rest:
         iterations, values = series(run)
         x = run.tokens_at(iterations)
-        _unfinished(top, x, values, styles[run.label].paint(theme), run.label)
+        label = f"{wrapped(run.label)}, not finished"
+        dotted: dict[str, Any] = {"linewidth": 1.1, "linestyle": NOT_FINISHED, "marker": "x", "markersize": 6}
+        top.plot(x, values, color=styles[run.label].paint(theme), markevery=[len(x) - 1], label=label, **dotted)
         if not finished:  # otherwise the limits are theirs, and a loss that ran away leaves the picture
             seen.append(values[None, x >= _FIRST * x[-1]])
     _loss_axis(top, seen, name, theme)
@@ -190,13 +182,6 @@ def _band(axes: Axes, x: Floats, values: Floats, style: Style, theme: Theme, lab
     band(axes, x, values.mean(axis=0), ends, style, theme, label, markers and len(x) <= _MARKED)
 
 
-def _unfinished(axes: Axes, x: Floats, values: Floats, paint: str, label: str) -> None:
-    """Dotted, with a cross where it ended."""
-    name = f"{wrapped(label)}, not finished"
-    style: dict[str, Any] = {"linewidth": 1.1, "linestyle": NOT_FINISHED, "marker": "x", "markersize": 6}
-    axes.plot(x, values, color=paint, markevery=[len(x) - 1], label=name, **style)
-
-
 def _loss_axis(axes: Axes, seen: Sequence[Floats], name: str, theme: Theme) -> None:
     theme.plain(axes)
     values = np.concatenate([each.ravel() for each in seen]) if seen else np.array([1.0])
@@ -213,7 +198,3 @@ def _loss_axis(axes: Axes, seen: Sequence[Floats], name: str, theme: Theme) -> N
     elif math.isfinite(high):
         limits(axes.set_ylim, [low, high])
     axes.set_ylabel(f"{name}, nats a token" + (" (log)" if logarithmic else ""))
-
-
-def _percent(loss: float) -> float:
-    return 100 * math.expm1(min(loss, 700.0))

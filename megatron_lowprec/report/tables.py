@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lowprec.report.amounts import DASH, amount, number, signed
+from megatron_lowprec.report.amounts import DASH, amount, number, percent, signed
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import BLOCKS, NONE, PRIOR, Fit
@@ -65,11 +65,10 @@ def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
     if fit is None or not has or label == group.reference:
         return [DASH] * 4
     difference = fit.difference(label, group.reference)
-    low, high = (100 * math.expm1(min(end, 700.0)) for end in difference.interval)
+    low, high = (percent(end) for end in difference.interval)
     interval = f"{signed(low, 2)} to {signed(high, 2)}" if difference.error is not None else "unknown"
     absolute = math.exp(fit.mean(group.reference)) * math.expm1(difference.value)
-    percent = signed(100 * math.expm1(difference.value), 2)
-    return [percent, interval, signed(absolute, 2), signed(difference.value, 4)]
+    return [signed(percent(difference.value), 2), interval, signed(absolute, 2), signed(difference.value, 4)]
 
 
 def cost(group: Group) -> Table:
@@ -156,10 +155,10 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
 def _range(losses: Sequence[float]) -> str:
     """Of positive losses, as nats and as percent of perplexity."""
     low, high = min(losses), max(losses)
-    nats, percent = f"{low:.4f}", f"{100 * math.expm1(low):.2f}"
+    nats, gap = f"{low:.4f}", f"{percent(low):.2f}"
     if f"{high:.4f}" != nats:
-        nats, percent = f"{nats} to {high:.4f}", f"{percent} to {100 * math.expm1(min(high, 700.0)):.2f}"
-    return f"{nats} nats ({percent}% of perplexity)"
+        nats, gap = f"{nats} to {high:.4f}", f"{gap} to {percent(high):.2f}"
+    return f"{nats} nats ({gap}% of perplexity)"
 
 
 def gemms(run: Run) -> str:

@@ -24,6 +24,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
+def names(text: str) -> list[str]:
+    """An option's value, names with commas between."""
+    return [name for name in text.split(",") if name]
+
+
 def run_tool(name: str, work: Callable[[], int | None]) -> int:
     """The exit code that ``work`` returns, None being 0; a UserError is one line on stderr and exit code 2."""
     try:
@@ -33,7 +38,7 @@ def run_tool(name: str, work: Callable[[], int | None]) -> int:
         return 2
 
 
-def current_names(argv: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
+def current_argv(argv: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
     """``argv`` with former names replaced, each with a warning; a name without dashes is the subcommand."""
     current = []
     for position, word in enumerate(argv):

@@ -1,9 +1,19 @@
 """Files that other processes read while one writes them."""
 
+import json
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete rows of a file of JSON objects, which may be absent or in the middle of a write."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def atomic_write(path: Path, text: str, *, durable: bool = False) -> None:

@@ -52,10 +52,14 @@ class Started:
     def printed(self) -> str:
         return self._output.read_text()
 
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Until something has come about; fails with the process's output if the process ends first."""
+        wait_for(lambda: condition() or self.process.poll() is not None, what)
+        assert condition(), f"exit code {self.process.poll()} before {what}: {self.printed}"
+
     def wait_for(self, words: str) -> None:
-        """Until it has printed that, or has ended."""
-        wait_for(lambda: words in self.printed or self.process.poll() is not None, f"{words!r}")
-        assert words in self.printed, self.printed
+        """Until it has printed that; fails if it ends first."""
+        self.wait_until(lambda: words in self.printed, f"{words!r}")
 
     def ended(self) -> tuple[int, str]:
         """Its exit code and its output, when it has ended."""

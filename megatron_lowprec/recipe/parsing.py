@@ -15,12 +15,14 @@ import typing
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.recipe.yaml_text import read_yaml_text
+
+T = TypeVar("T")
 
 
 def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -59,9 +61,7 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     """The recipe that such a dict describes; UserError for unknown fields and wrong types."""
-    recipe = _build(Recipe, data, "")
-    assert isinstance(recipe, Recipe)
-    return recipe
+    return build(Recipe, data)
 
 
 def _is_file(name: str) -> bool:
@@ -126,24 +126,26 @@ def _check_key(cls: type, key: object, where: str) -> None:
     if key not in known:
         near = difflib.get_close_matches(str(key), known, n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
-        raise UserError(f"{where + ' has' if where else 'a recipe has'} no field {key!r}: {hint}")
+        raise UserError(f"{_named(cls, where)} has no field {key!r}: {hint}")
 
 
-def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass in ``hint`` or in ``hint | None``."""
-    options = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
-    return next((option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type)), None)
+def _named(cls: type, where: str) -> str:
+    return where or f"the {cls.__name__.lower()}"
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """``hint``, or the type in ``hint | None``, and whether None is allowed."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (option,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
+        return option, True
+    return hint, False
 
 
 def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
     for key, value in _current_keys(cls, changes).items():
         _check_key(cls, key, where)
-        inner = _dataclass_in(_fields(cls)[key])
-        if inner is not None and isinstance(value, Mapping):
+        inner, _ = _without_none(_fields(cls)[key])
+        if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, Mapping):
             if data.get(key) is None:
                 data[key] = {}
             if not isinstance(data[key], dict):
@@ -156,9 +158,14 @@ def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: s
             data[key] = value
 
 
-def _build(cls: type, data: Any, where: str) -> Any:
+def build(cls: type[T], data: Any, where: str = "") -> T:
+    """A dataclass from a mapping, nested; lists become tuples.
+
+    Raises:
+        UserError: a field that is unknown, missing or of another type, named by its path below ``where``.
+    """
     if not isinstance(data, Mapping):
-        raise UserError(f"{where or 'the recipe'} is {data!r}, but must be a mapping of fields")
+        raise UserError(f"{_named(cls, where)} is {data!r}, but must be a mapping of fields")
     hints = _fields(cls)
     values = {}
     for key, value in _current_keys(cls, data).items():
@@ -166,13 +173,13 @@ def _build(cls: type, data: Any, where: str) -> Any:
         values[key] = _value(hints[key], value, f"{where}.{key}".lstrip("."))
     missing = [
         field.name
-        for field in dataclasses.fields(cls)
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
         if field.default is dataclasses.MISSING
         and field.default_factory is dataclasses.MISSING
         and field.name not in values
     ]
     if missing:
-        raise UserError(f"{where or 'the recipe'} lacks {' and '.join(missing)}: give them a value")
+        raise UserError(f"{_named(cls, where)} lacks {' and '.join(missing)}: give them a value")
     try:
         return cls(**values)
     except UserError as error:
@@ -181,21 +188,28 @@ def _build(cls: type, data: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    inner = _dataclass_in(hint)
-    if inner is not None:
-        return None if value is None and hint is not inner else _build(inner, value, where)
-    origin = typing.get_origin(hint)
+    hint, optional = _without_none(hint)
+    if value is None and optional:
+        return None
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return build(hint, value, where)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         hint = str  # the dataclass itself checks the choice and names all
     elif origin is tuple:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise UserError(f"{where} is {value!r}, but must be a list such as ['layers.1.*']")
-        return tuple(_value(typing.get_args(hint)[0], item, where) for item in value)
+            example = " such as ['layers.1.*']" if parts[0] is str else ""
+            raise UserError(f"{where} is {value!r}, but must be a list{example}")
+        if parts[-1] is not ... and len(value) != len(parts):
+            raise UserError(f"{where} is {value!r}, but must be a list of {len(parts)}")
+        return tuple(_value(parts[0], item, where) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         note = ""
         if hint is float and isinstance(value, str):
             note = "; YAML reads a number without a point, such as 3e-4, as text: write 3.0e-4"
+        elif hint is int and isinstance(value, str):
+            note = "; YAML reads 33e9 as text: write 33_000_000_000"
         raise UserError(f"{where} is {value!r} ({type(value).__name__}), but must be {hint.__name__}{note}")
     return value

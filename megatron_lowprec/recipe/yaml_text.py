@@ -1,5 +1,6 @@
 """YAML that a person wrote, read strictly: safe types alone, no key twice, errors of one line."""
 
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +19,21 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def read_yaml_file(path: Path, where: str, hint: str) -> Any:
+    """The content of a YAML file; ``where`` begins an error, and ``hint`` ends the one about a missing file.
+
+    Raises:
+        UserError: a file that is missing or cannot be read, or what ``read_yaml_text`` raises.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{where}: no such file; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: cannot be read: {error}") from None
+    return read_yaml_text(text, where)
 
 
 def read_yaml_text(text: str, where: str) -> Any:

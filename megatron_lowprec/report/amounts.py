@@ -24,6 +24,11 @@ def share(ratio: float) -> str:
     return f"{ratio:.2g} times" if ratio >= 1.05 else f"{ratio:.2g} of it"
 
 
+def percent(loss: float) -> float:
+    """A difference of losses as a perplexity gap."""
+    return 100 * math.expm1(min(loss, 700.0))
+
+
 def signed(value: float, decimals: int) -> str:
     """A number with its sign (a typographic minus); no sign if it rounds to zero."""
     if math.isnan(value):

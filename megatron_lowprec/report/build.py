@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,8 @@ class Report:
             found += tables.resolution(group, fit, confidence)
             snapshots = self.snapshots[group.name]
             if snapshots:
-                found += [
-                    "",
-                    "what quantization did to operands, medians over layers and seeds at the last snapshot:",
-                    "",
-                ]
+                what = "what quantization did to operands, medians over layers and seeds at the last snapshot:"
+                found += ["", what, ""]
                 found += operand_tables.in_short(snapshots).lines()
         ended = [run for run in self.runs if run.status is not Status.FINISHED]
         if ended:
@@ -98,10 +96,10 @@ class Report:
         fit, snapshots, confidence = self.fits[group.name], self.snapshots[group.name], self.claims.rules.confidence
         published = published_gaps(self.claims, group)
         drawings: dict[str, Callable[[plot_style.Theme], bytes | None]] = {
-            "gaps": lambda theme: plots.gaps(group, fit, styles, published, theme),
-            "training_loss": lambda theme: plots.training(group, styles, theme),
-            "validation_loss": lambda theme: plots.validation(group, styles, theme),
-            "operand_snr": lambda theme: operand_plots.snr(snapshots, styles, theme),
+            "gaps": partial(plots.gaps, group, fit, styles, published),
+            "training_loss": partial(plots.losses, "training loss", group, styles),
+            "validation_loss": partial(plots.losses, "validation loss", group, styles),
+            "operand_snr": partial(operand_plots.snr, snapshots, styles),
         }
         pictures = {}
         for name, draw in drawings.items():

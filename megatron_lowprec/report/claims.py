@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.yaml_text import read_yaml_text
+from megatron_lowprec.recipe.parsing import build
+from megatron_lowprec.recipe.yaml_text import read_yaml_file
 
 QUANTITIES = {
     "validation_loss": "nats a token",
@@ -123,14 +121,11 @@ def load_claims(path: Path) -> Claims:
     Raises:
         UserError: no such file, no YAML, or a field that is missing, unknown or not among its choices.
     """
+    content = read_yaml_file(path, str(path), "--claims names a YAML file such as configs/claims.yaml")
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        raise UserError(f"{path}: no such file; --claims names a YAML file such as configs/claims.yaml") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is no UTF-8 text; --claims names a YAML file such as configs/claims.yaml") from None
-    found = _build(Claims, read_yaml_text(text, str(path)), str(path))
-    assert isinstance(found, Claims)
+        found = build(Claims, content)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     for claim in found.claims:
         _check(claim, f"{path}: claim {claim.id}")
     ids = [claim.id for claim in found.claims]
@@ -165,37 +160,3 @@ def _check(claim: Claim, where: str) -> None:
 def _choice(where: str, name: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         raise UserError(f"{where}: {name} is {value!r}, but must be one of {', '.join(choices)}")
-
-
-def _build(cls: type, data: Any, where: str) -> Any:
-    """A dataclass from a mapping, nested; lists become tuples."""
-    if not isinstance(data, Mapping):
-        raise UserError(f"{where} is {data!r}, but must be a mapping of {', '.join(get_type_hints(cls))}")
-    hints = get_type_hints(cls)
-    for key in data:
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1)
-            raise UserError(f"{where} has no field {key!r}: {f'did you mean {near[0]}?' if near else ', '.join(hints)}")
-    fields = dataclasses.fields(cls)
-    missing = [each.name for each in fields if each.default is dataclasses.MISSING and each.name not in data]
-    if missing:
-        raise UserError(f"{where} lacks {', '.join(missing)}")
-    return cls(**{key: _value(hints[key], value, f"{where}: {key}") for key, value in data.items()})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _build(hint, value, where)
-    options = get_args(hint)
-    if type(None) in options:
-        return None if value is None else _value(options[0], value, where)
-    if options:  # tuples
-        if not isinstance(value, list) or (options[-1] is not ... and len(value) != len(options)):
-            raise UserError(f"{where} is {value!r}, but must be a list{'' if options[-1] is ... else ' of two'}")
-        return tuple(_value(options[0], item, where) for item in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or isinstance(value, bool):
-        hurt = " (write 33_000_000_000, for YAML reads 33e9 as text)" if hint in (int, float) else ""
-        raise UserError(f"{where} is {value!r}, but must be of type {hint.__name__}{hurt}")
-    return value

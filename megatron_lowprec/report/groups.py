@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,19 +39,12 @@ _IGNORED = frozenset(_NAMES.split())
 
 @dataclass(frozen=True)
 class Group:
-    """Comparable runs of one model, data and budget.
+    """Comparable runs of one model, data and budget."""
 
-    Attributes:
-        name: short, for headings: model, and the sweep's variant where there is one.
-        runs: all of them, however they ended.
-        reference: label that the others are compared with, if it is there.
-        apart: option -> value, where groups of the same report differ.
-    """
-
-    name: str
-    runs: tuple[Run, ...]
-    reference: str
-    apart: Mapping[str, Any]
+    name: str  # for headings: model, and the sweep's variant where there is one
+    runs: tuple[Run, ...]  # all of them, however they ended
+    reference: str  # the label that the others are compared with, if it is there
+    apart: Mapping[str, Any]  # option -> value, where groups of the same report differ
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -74,7 +68,8 @@ class Group:
 
     def final_losses(self) -> dict[tuple[str, Hashable], float]:
         """(label, seed) -> last validation loss in nats a token, of the runs that finished."""
-        return _by_seed((run, run.curve.final_validation) for run in self.runs if run.curve and _finished(run))
+        finished = (run for run in self.runs if run.status is Status.FINISHED)
+        return _by_seed((run, run.curve.final_validation) for run in finished if run.curve)
 
     def training_losses(self, start: float, end: float) -> dict[tuple[str, Hashable], float]:
         """(label, seed) -> mean training loss over a share of the run, of every run that came so far."""
@@ -91,8 +86,9 @@ class Group:
 
     def repeated(self) -> list[str]:
         """Labels that ran a seed twice: such runs are averaged, for they are one draw."""
-        finished = [(run.label, run.seed) for run in self.runs if _finished(run) and run.seed is not None]
-        return [f"{label}, seed {seed}" for label, seed in dict.fromkeys(finished) if finished.count((label, seed)) > 1]
+        finished = (run for run in self.runs if run.status is Status.FINISHED and run.seed is not None)
+        counts = Counter((run.label, run.seed) for run in finished)
+        return [f"{label}, seed {seed}" for (label, seed), count in counts.items() if count > 1]
 
     def find(self, asked: str) -> str | None:
         """The label that a claim means: a label, a recipe's name, or a recipe with overrides, by its numerics.
@@ -118,9 +114,7 @@ def group_runs(runs: Sequence[Run], reference: str) -> tuple[list[Group], list[R
         if run.tokens > 0:
             keyed.setdefault(_key(run), []).append(run)
     lost: list[Run] = []
-    for run in runs:
-        if run.tokens > 0:
-            continue
+    for run in (run for run in runs if not run.tokens > 0):
         homes = [members for members in keyed.values() if run.sweep and _place(run) in map(_place, members)]
         (homes[0] if len(homes) == 1 else lost).append(run)
     settings = [json.loads(key) for key in keyed]
@@ -147,10 +141,6 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
 def _key(run: Run) -> str:
     kept = {name: value for name, value in run.options.items() if name not in _IGNORED}
     return json.dumps(kept, sort_keys=True, default=str)
-
-
-def _finished(run: Run) -> bool:
-    return run.status is Status.FINISHED
 
 
 def _by_seed(found: Any) -> dict[tuple[str, Hashable], float]:

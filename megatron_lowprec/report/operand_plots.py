@@ -11,17 +11,7 @@ import numpy as np
 
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.operands import KINDS, Snapshots, median
-from megatron_lowprec.report.plot_style import (
-    NOT_FINISHED,
-    Style,
-    Theme,
-    band,
-    legend,
-    limits,
-    new_figure,
-    plain,
-    png,
-)
+from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,10 +32,10 @@ def snr(snapshots: Sequence[Snapshots], styles: Mapping[str, Style], theme: Them
         return None
     columns = min(_COLUMNS, len(shown))
     lines = -(-len(shown) // columns)
-    figure = new_figure(theme, 1.1 + 1.9 * lines)
+    figure = theme.new_figure(1.1 + 1.9 * lines)
     panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
     for axes, (kind, series) in zip(panels, shown.items()):
-        plain(axes, theme)
+        theme.plain(axes)
         axes.set_title(" ".join(kind), loc="left", fontsize=9.5, color=theme.text)
         for each in snapshots:
             if each.label in series:
@@ -53,8 +43,8 @@ def snr(snapshots: Sequence[Snapshots], styles: Mapping[str, Style], theme: Them
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     _axes(panels[: len(shown)], columns, seen)
-    legend(figure, panels, theme)
-    return png(figure, theme)
+    theme.legend(figure, panels)
+    return theme.png(figure)
 
 
 def _layers(axes: Axes, each: Snapshots, series: Mapping[int, Sequence[float]], style: Style, theme: Theme) -> None:

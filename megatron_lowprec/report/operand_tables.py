@@ -12,54 +12,42 @@ from megatron_lowprec.report.tables import Table
 
 def of_every_operand(snapshots: Sequence[Snapshots]) -> Table:
     """A row for each operand of each GEMM that a recipe quantizes."""
-    columns = (
-        "recipe",
-        "GEMM",
-        "operand",
-        "format",
-        "runs",
-        "last snapshot\niteration",
-        "SNR\ndB",
-        "bias\n%",
-        "underflow\n%",
-        "saturation\n%",
-        "worst layer",
-    )
     rows = []
     for each in snapshots:
-        runs = f"{len(each.runs)}{'' if each.finished else ', not finished'}"
-        ends = " to ".join(f"{end:,}" for end in dict.fromkeys((min(each.ends), max(each.ends))))
         for kind in each.kinds:
             last = each.last(kind)
-            formats = " / ".join(dict.fromkeys(str(row["format"]).upper() for row in last)) or DASH
-            numbers = (
-                number(_median(last, "snr"), 1),
-                _percent(_median(last, "bias")),
-                number(100 * _median(last, "underflow"), 2),
-                number(100 * _median(last, "saturation"), 2),
-            )
-            rows.append((each.label, *kind, formats, runs, ends, *numbers, _worst(last, _linear)))
-    return Table(columns, tuple(rows), frozenset({"recipe", "GEMM", "operand", "format", "worst layer"}))
+            row = {
+                "recipe": each.label,
+                "GEMM": kind[0],
+                "operand": kind[1],
+                "format": " / ".join(dict.fromkeys(str(row["format"]).upper() for row in last)) or DASH,
+                "runs": f"{len(each.runs)}{'' if each.finished else ', not finished'}",
+                "last snapshot\niteration": " to ".join(f"{end:,}" for end in sorted({min(each.ends), max(each.ends)})),
+                "SNR\ndB": number(_median(last, "snr"), 1),
+                "bias\n%": _percent(_median(last, "bias")),
+                "underflow\n%": number(100 * _median(last, "underflow"), 2),
+                "saturation\n%": number(100 * _median(last, "saturation"), 2),
+                "worst layer": _worst(last, lambda row: str(row["linear"])),
+            }
+            rows.append(row)
+    return Table.of(rows, {"recipe", "GEMM", "operand", "format", "worst layer"})
 
 
 def in_short(snapshots: Sequence[Snapshots]) -> Table:
     """A row a recipe: the SNR of each operand, the other numbers of the operand where they are worst."""
     kinds = [kind for kind in KINDS if any(kind in each.kinds for each in snapshots)]
-    columns = (
-        "recipe",
-        *(f"{gemm}\n{operand}" for gemm, operand in kinds),
-        "bias\n%, largest",
-        "underflow\n%, most",
-        "saturation\n%, most",
-        "worst layer",
-    )
     rows = []
     for each in snapshots:
-        cells = [number(_median(each.last(kind), "snr"), 1) for kind in kinds]
-        cells.append(_percent(_largest(each, "bias")))
-        cells += [number(100 * _largest(each, quantity), 2) for quantity in ("underflow", "saturation")]
-        rows.append((each.title, *cells, _worst(each.last(), full_name)))
-    return Table(columns, tuple(rows), frozenset({"recipe", "worst layer"}))
+        row = {
+            "recipe": each.title,
+            **{"\n".join(kind): number(_median(each.last(kind), "snr"), 1) for kind in kinds},
+            "bias\n%, largest": _percent(_largest(each, "bias")),
+            "underflow\n%, most": number(100 * _largest(each, "underflow"), 2),
+            "saturation\n%, most": number(100 * _largest(each, "saturation"), 2),
+            "worst layer": _worst(each.last(), full_name),
+        }
+        rows.append(row)
+    return Table.of(rows, {"recipe", "worst layer"})
 
 
 def _median(rows: Sequence[Row], quantity: str) -> float:
@@ -79,10 +67,6 @@ def _worst(rows: Sequence[Row], named: Callable[[Row], str]) -> str:
     if bad:
         return f"{named(bad[0])}, not finite ({len(bad)} of {len(rows)})"
     return f"{named(ranked[0])}, {ranked[0]['snr']:.1f} dB" if ranked else DASH
-
-
-def _linear(row: Row) -> str:
-    return str(row["linear"])
 
 
 def _percent(share: float) -> str:

@@ -77,17 +77,11 @@ def median(values: Iterable[float | None]) -> float:
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Quantization-error snapshots of a recipe's runs.
+    """Quantization-error snapshots of a recipe's runs."""
 
-    Attributes:
-        label: of the recipe.
-        finished: whether ``runs`` are those that finished; all of them where none did.
-        runs: all rows of each run, at least one.
-    """
-
-    label: str
-    finished: bool
-    runs: tuple[Sequence[Row], ...]
+    label: str  # of the recipe
+    finished: bool  # whether ``runs`` are those that finished; all of them where none did
+    runs: tuple[Sequence[Row], ...]  # all rows of each run, at least one
 
     @property
     def title(self) -> str:

@@ -36,6 +36,40 @@ class Theme:
     background: str
     lift: float
 
+    def new_figure(self, height: float) -> Figure:
+        """A figure of the report's width; ``height`` in inches."""
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+        layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
+        return Figure(figsize=(_WIDTH, height), dpi=160, layout=layout, facecolor=self.background)
+
+    def plain(self, axes: Axes) -> None:
+        """Axes with a horizontal grid and without a frame."""
+        axes.set_facecolor(self.background)
+        axes.margins(x=0.01)
+        axes.grid(axis="y", color=self.grid, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(self.muted)
+        axes.tick_params(labelsize=9, color=self.muted, labelcolor=self.text)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.label.set_color(self.text)
+            axis.label.set_fontsize(9.5)
+
+    def legend(self, figure: Figure, panels: Sequence[Axes]) -> None:
+        """Under the figure: every label of the panels once."""
+        entries = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+        columns = 2 if max(map(len, entries), default=0) > 20 else 3
+        options: dict[str, Any] = {"frameon": False, "labelcolor": self.text, "fontsize": 9}
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **options)
+
+    def png(self, figure: Figure) -> bytes:
+        """The figure as a file."""
+        output = io.BytesIO()
+        figure.savefig(output, format="png", facecolor=self.background)
+        return output.getvalue()
+
 
 LIGHT = Theme("#1f2328", "#6e7781", "#e4e7eb", "#ffffff", 0.0)
 DARK = Theme("#e6edf3", "#9da7b1", "#30363d", "#161b22", 0.3)
@@ -85,27 +119,6 @@ def limits(setter: Callable[[float, float], object], values: Sequence[float]) ->
     setter(low - margin, high + margin)
 
 
-def new_figure(theme: Theme, height: float) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
-    return Figure(figsize=(_WIDTH, height), dpi=160, layout=layout, facecolor=theme.background)
-
-
-def plain(axes: Axes, theme: Theme) -> None:
-    axes.set_facecolor(theme.background)
-    axes.margins(x=0.01)
-    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(theme.muted)
-    axes.tick_params(labelsize=9, color=theme.muted, labelcolor=theme.text)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.label.set_color(theme.text)
-        axis.label.set_fontsize(9.5)
-
-
 def band(
     axes: Axes,
     x: np.ndarray,
@@ -124,20 +137,6 @@ def band(
         axes.fill_between(x, *ends, color=paint, alpha=0.18, linewidth=0)
 
 
-def legend(figure: Figure, panels: Sequence[Axes], theme: Theme) -> None:
-    """Under the figure: every label of the panels once."""
-    entries = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
-    columns = 2 if max(map(len, entries), default=0) > 20 else 3
-    options: dict[str, Any] = {"frameon": False, "labelcolor": theme.text, "fontsize": 9}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **options)
-
-
 def wrapped(label: str) -> str:
     """A recipe with overrides on a line for each."""
     return label.replace("+", "\n+") if len(label) > 24 else label
-
-
-def png(figure: Figure, theme: Theme) -> bytes:
-    output = io.BytesIO()
-    figure.savefig(output, format="png", facecolor=theme.background)
-    return output.getvalue()

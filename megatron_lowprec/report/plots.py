@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_lowprec.report.amounts import amount
+from megatron_lowprec.report.amounts import amount, percent
 from megatron_lowprec.report.curve import Floats, Series, smooth
 from megatron_lowprec.report.groups import Group
-from megatron_lowprec.report.plot_style import (
-    NOT_FINISHED,
-    Style,
-    Theme,
-    band,
-    legend,
-    limits,
-    new_figure,
-    plain,
-    png,
-    wrapped,
-)
+from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, limits, wrapped
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 
@@ -37,16 +26,6 @@ _EARLY = 0.1  # share of the run that does not set the limits of a difference
 _FIRST = 0.04  # likewise of a loss
 
 
-def training(group: Group, styles: Mapping[str, Style], theme: Theme) -> bytes | None:
-    """PNG: smoothed training losses over tokens, and their difference to the reference; None without a run's losses."""
-    return _losses(group, styles, theme, "training loss", _smoothed, markers=False)
-
-
-def validation(group: Group, styles: Mapping[str, Style], theme: Theme) -> bytes | None:
-    """PNG: validation losses over tokens, and their difference to the reference."""
-    return _losses(group, styles, theme, "validation loss", _validation, markers=True)
-
-
 def gaps(
     group: Group, fit: Fit | None, styles: Mapping[str, Style], published: Mapping[str, Sequence[float]], theme: Theme
 ) -> bytes | None:
@@ -59,22 +38,22 @@ def gaps(
     if fit is None or group.reference not in labels or len(labels) < 2:
         return None
     labels.remove(group.reference)
-    figure = new_figure(theme, 1.5 + 0.42 * len(labels))
+    figure = theme.new_figure(1.5 + 0.42 * len(labels))
     axes = figure.subplots()
-    plain(axes, theme)
+    theme.plain(axes)
     axes.axvline(0, color=theme.muted, linewidth=1)
     ends = []
     for row, label in enumerate(labels):
         paint = styles[label].paint(theme)
         difference = fit.difference(label, group.reference)
-        middle = _percent(difference.value)
+        middle = percent(difference.value)
         ends.append(middle)
         if difference.error is not None:
-            low, high = (_percent(end) for end in difference.interval)
+            low, high = (percent(end) for end in difference.interval)
             ends += [low, high]
             axes.plot([low, high], [row, row], color=paint, linewidth=2.4, solid_capstyle="butt")
         seeds = [
-            _percent(loss - results[group.reference, seed])
+            percent(loss - results[group.reference, seed])
             for (each, seed), loss in results.items()
             if each == label and (group.reference, seed) in results
         ]
@@ -91,7 +70,7 @@ def gaps(
     axes.grid(axis="x", color=theme.grid, linewidth=0.8)
     axes.grid(axis="y", visible=False)
     _gap_legend(figure, theme, bool(published))
-    return png(figure, theme)
+    return theme.png(figure)
 
 
 def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
@@ -109,23 +88,23 @@ def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
     )
 
 
-def _losses(
-    group: Group,
-    styles: Mapping[str, Style],
-    theme: Theme,
-    name: str,
-    series: Callable[[Run], Series],
-    markers: bool,
+def losses(
+    name: Literal["training loss", "validation loss"], group: Group, styles: Mapping[str, Style], theme: Theme
 ) -> bytes | None:
-    """Two panels: mean over seeds with their range, and paired differences to the reference with theirs."""
+    """PNG over tokens: mean over seeds with their range, and paired differences to the reference with theirs.
+
+    Training losses are smoothed, validation losses have markers. None without a run's losses.
+    """
     if all(run.curve is None for run in group.runs):
         return None
+    markers = name == "validation loss"
+    series = _validation if markers else _smoothed
     finished = {label: _common(group.of(label, Status.FINISHED), series) for label in group.labels}
     finished = {label: found for label, found in finished.items() if len(found[0])}
     compared = [label for label in finished if label != group.reference and group.reference in finished]
     rest = [run for run in group.runs if run.status is not Status.FINISHED and run.curve is not None]
     rest = [run for run in rest if len(series(run)[0])]
-    figure = new_figure(theme, 6.6 if compared else 3.9)
+    figure = theme.new_figure(6.6 if compared else 3.9)
     panels = figure.subplots(2 if compared else 1, 1, sharex=True, squeeze=False)[:, 0]
     top = panels[0]
     seen: list[Floats] = []
@@ -136,13 +115,15 @@ def _losses(
     for run in rest:
         iterations, values = series(run)
         x = run.tokens_at(iterations)
-        _unfinished(top, x, values, styles[run.label].paint(theme), run.label)
+        label = f"{wrapped(run.label)}, not finished"
+        dotted: dict[str, Any] = {"linewidth": 1.1, "linestyle": NOT_FINISHED, "marker": "x", "markersize": 6}
+        top.plot(x, values, color=styles[run.label].paint(theme), markevery=[len(x) - 1], label=label, **dotted)
         if not finished:  # otherwise the limits are theirs, and a loss that ran away leaves the picture
             seen.append(values[None, x >= _FIRST * x[-1]])
     _loss_axis(top, seen, name, theme)
     if compared:
         bottom = panels[1]
-        plain(bottom, theme)
+        theme.plain(bottom)
         bottom.axhline(0, color=theme.muted, linewidth=1)
         ends = []
         for label in compared:
@@ -154,8 +135,8 @@ def _losses(
         bottom.set_ylabel(f"less {group.reference}'s, nats a token")
     panels[-1].set_xlabel("tokens")
     panels[-1].xaxis.set_major_formatter(lambda value, _: amount(value))
-    legend(figure, [top], theme)
-    return png(figure, theme)
+    theme.legend(figure, [top])
+    return theme.png(figure)
 
 
 def _smoothed(run: Run) -> Series:
@@ -201,15 +182,8 @@ def _band(axes: Axes, x: Floats, values: Floats, style: Style, theme: Theme, lab
     band(axes, x, values.mean(axis=0), ends, style, theme, label, markers and len(x) <= _MARKED)
 
 
-def _unfinished(axes: Axes, x: Floats, values: Floats, paint: str, label: str) -> None:
-    """Dotted, with a cross where it ended."""
-    name = f"{wrapped(label)}, not finished"
-    style: dict[str, Any] = {"linewidth": 1.1, "linestyle": NOT_FINISHED, "marker": "x", "markersize": 6}
-    axes.plot(x, values, color=paint, markevery=[len(x) - 1], label=name, **style)
-
-
 def _loss_axis(axes: Axes, seen: Sequence[Floats], name: str, theme: Theme) -> None:
-    plain(axes, theme)
+    theme.plain(axes)
     values = np.concatenate([each.ravel() for each in seen]) if seen else np.array([1.0])
     low, high = float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
     logarithmic = low > 0 and high > 1.5 * low and math.isfinite(high)
@@ -224,7 +198,3 @@ def _loss_axis(axes: Axes, seen: Sequence[Floats], name: str, theme: Theme) -> N
     elif math.isfinite(high):
         limits(axes.set_ylim, [low, high])
     axes.set_ylabel(f"{name}, nats a token" + (" (log)" if logarithmic else ""))
-
-
-def _percent(loss: float) -> float:
-    return 100 * math.expm1(min(loss, 700.0))

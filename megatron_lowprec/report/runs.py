@@ -31,36 +31,21 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One run, or a job of a sweep that left none.
-
-    Attributes:
-        folder: of its files.
-        cell: the id of its job in the sweep, or the folder's name.
-        label: what it is compared as: the sweep's label, or else the recipe's name.
-        recipe: the resolved recipe; empty where config.yaml is missing.
-        options: the resolved options; empty without config.yaml.
-        seed: None where it is not known.
-        status, why: how it ended, and a few words about it.
-        curve: losses in nats a token; None where there are none.
-        samples: consumed samples by iteration.
-        seconds: a typical iteration's, NaN where not recorded; the median of the run's second half.
-        record: run.json; empty where there is none.
-        sweep, model, variant: what the sweep calls them.
-    """
+    """One run, or a job of a sweep that left none."""
 
     folder: Path
-    cell: str
-    label: str
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int | None = None
-    status: Status = Status.FAILED
+    cell: str  # the id of its job in the sweep, or the folder's name
+    label: str  # the sweep's label, or else the recipe's name
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
+    options: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
+    seed: int | None = None  # None if unknown
+    status: Status = Status.FAILED  # how it ended
     why: str = ""
-    curve: Curve | None = None
-    samples: Series | None = None
-    seconds: float = math.nan
-    record: Mapping[str, Any] = field(default_factory=dict)
-    sweep: str | None = None
+    curve: Curve | None = None  # losses in nats a token; None where there are none
+    samples: Series | None = None  # consumed samples by iteration
+    seconds: float = math.nan  # of an iteration: the median of the run's second half; NaN where not recorded
+    record: Mapping[str, Any] = field(default_factory=dict)  # run.json; empty where there is none
+    sweep: str | None = None  # the sweep's names, down to the variant
     model: str = "model"
     variant: str | None = None
 

@@ -23,21 +23,13 @@ _COPIES = 1e-9  # nats: a standard deviation below is rounding
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of one label less that of another.
-
-    Attributes:
-        value: the difference.
-        error: its standard error; None where nothing is known about the noise.
-        quantile: Student's t of the confidence asked for (two-sided).
-        dof: degrees of freedom of the standard deviation; infinite for a prior one.
-        counts: seeds on either side.
-    """
+    """Mean of one label less that of another."""
 
     value: float
-    error: float | None
-    quantile: float
-    dof: float
-    counts: tuple[int, int]
+    error: float | None  # standard error; None where nothing is known about the noise
+    quantile: float  # Student's t of the confidence asked for (two-sided)
+    dof: float  # degrees of freedom of the standard deviation; infinite for a prior one
+    counts: tuple[int, int]  # seeds on either side
 
     @property
     def half_width(self) -> float:

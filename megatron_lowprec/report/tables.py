@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lowprec.report.amounts import DASH, amount, number, signed
+from megatron_lowprec.report.amounts import DASH, amount, number, percent, signed
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import BLOCKS, NONE, PRIOR, Fit
@@ -23,6 +23,11 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     left: frozenset[str]
 
+    @staticmethod
+    def of(rows: Sequence[Mapping[str, str]], left: Iterable[str]) -> Table:
+        """Rows that map each column to its cell, in the same order."""
+        return Table(tuple(rows[0]), tuple(tuple(row.values()) for row in rows), frozenset(left))
+
     def lines(self) -> list[str]:
         """For a terminal."""
         return plain_table(self.columns, self.rows, self.left)
@@ -30,33 +35,29 @@ class Table:
 
 def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
     """Final validation loss and perplexity a recipe, and the gap to the reference with its interval."""
-    columns = (
-        "recipe",
-        "seeds\nfinished",
-        f"gap to {group.reference}\n% of perplexity",
-        f"{confidence:.0%} interval\n% of perplexity",
-        "gap\nperplexity",
-        "gap\nnats a token",
-        "validation loss\nnats a token",
-        "sd over seeds\nnats a token",
-        "perplexity\nmean",
-        "sd over seeds\nperplexity",
-    )
     rows = []
     for label in group.labels:
-        runs = group.of(label)
-        finished = group.of(label, Status.FINISHED)
-        cells = [label, f"{len(finished)} of {len(runs)}" + _diverged(group, label)]
-        cells += _gap(group, fit, label)
-        if fit is None or not finished:
-            cells += [DASH] * 4
-        else:
-            perplexities = [math.exp(run.curve.final_validation) for run in finished if run.curve is not None]
-            spread = float(np.std(perplexities, ddof=1)) if len(perplexities) > 1 else math.nan
-            cells += [number(fit.mean(label), 4), number(fit.deviation(label), 4)]
-            cells += [number(float(np.mean(perplexities)), 2), number(spread, 2)]
-        rows.append(tuple(cells))
-    return Table(columns, tuple(rows), frozenset({"recipe"}))
+        finished, diverged = group.of(label, Status.FINISHED), len(group.of(label, Status.DIVERGED))
+        perplexities = [math.exp(run.curve.final_validation) for run in finished if run.curve is not None]
+        known = fit if finished else None
+        gap = _gap(group, fit, label)
+        row = {
+            "recipe": label,
+            "seeds\nfinished": f"{len(finished)} of {len(group.of(label))}"
+            + (f", {diverged} diverged" if diverged else ""),
+            f"gap to {group.reference}\n% of perplexity": gap[0],
+            f"{confidence:.0%} interval\n% of perplexity": gap[1],
+            "gap\nperplexity": gap[2],
+            "gap\nnats a token": gap[3],
+            "validation loss\nnats a token": number(known.mean(label) if known else math.nan, 4),
+            "sd over seeds\nnats a token": number(known.deviation(label) if known else math.nan, 4),
+            "perplexity\nmean": number(float(np.mean(perplexities)) if known else math.nan, 2),
+            "sd over seeds\nperplexity": number(
+                float(np.std(perplexities, ddof=1)) if len(perplexities) > 1 else math.nan, 2
+            ),
+        }
+        rows.append(row)
+    return Table.of(rows, {"recipe"})
 
 
 def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
@@ -64,80 +65,50 @@ def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
     if fit is None or not has or label == group.reference:
         return [DASH] * 4
     difference = fit.difference(label, group.reference)
-    low, high = (100 * math.expm1(min(end, 700.0)) for end in difference.interval)
+    low, high = (percent(end) for end in difference.interval)
     interval = f"{signed(low, 2)} to {signed(high, 2)}" if difference.error is not None else "unknown"
     absolute = math.exp(fit.mean(group.reference)) * math.expm1(difference.value)
-    percent = signed(100 * math.expm1(difference.value), 2)
-    return [percent, interval, signed(absolute, 2), signed(difference.value, 4)]
-
-
-def _diverged(group: Group, label: str) -> str:
-    count = len(group.of(label, Status.DIVERGED))
-    return f", {count} diverged" if count else ""
+    return [signed(percent(difference.value), 2), interval, signed(absolute, 2), signed(difference.value, 4)]
 
 
 def cost(group: Group) -> Table:
     """Tokens, time, memory and how the GEMMs ran, a recipe."""
-    columns = (
-        "recipe",
-        "tokens\na run",
-        "time\nms an iteration",
-        "throughput\ntokens/s",
-        "peak memory\nGiB a GPU",
-        "GEMMs",
-        "device",
-    )
     rows = []
     for label in group.labels:
         runs = [run for run in group.of(label) if run.curve is not None]
-        seconds = _median([run.seconds for run in runs])
-        rows.append(
-            (
-                label,
-                amount(group.tokens),
-                number(1000 * seconds, 1),
-                number(_median([run.tokens_a_second for run in runs]), 0),
-                number(_median([run.peak_memory_gib for run in runs]), 2),
-                _each([gemms(run) for run in runs]),
-                _each([device(run) for run in runs]),
-            )
-        )
-    return Table(columns, tuple(rows), frozenset({"recipe", "GEMMs", "device"}))
+        row = {
+            "recipe": label,
+            "tokens\na run": amount(group.tokens),
+            "time\nms an iteration": number(1000 * _median([run.seconds for run in runs]), 1),
+            "throughput\ntokens/s": number(_median([run.tokens_a_second for run in runs]), 0),
+            "peak memory\nGiB a GPU": number(_median([run.peak_memory_gib for run in runs]), 2),
+            "GEMMs": _each([gemms(run) for run in runs]),
+            "device": _each([device(run) for run in runs]),
+        }
+        rows.append(row)
+    return Table.of(rows, {"recipe", "GEMMs", "device"})
 
 
 def all_runs(runs: Sequence[Run]) -> Table:
     """Every run, however it ended."""
-    columns = (
-        "run",
-        "recipe",
-        "seed",
-        "ended",
-        "how",
-        "training loss\nnats a token",
-        "validation loss\nnats a token",
-        "versions",
-        "commit",
-        "folder",
-    )
     rows = []
     for run in runs:
         losses = (math.nan, math.nan) if run.curve is None else (run.curve.final_train, run.curve.final_validation)
         versions = ", ".join(f"{name} {version}" for name, version in run.record.get("versions", {}).items())
-        rows.append(
-            (
-                run.cell,
-                run.label or DASH,
-                DASH if run.seed is None else str(run.seed),
-                run.status.value,
-                run.why,
-                *(number(loss, 4) for loss in losses),
-                versions or "not recorded",
-                str(run.record.get("commit") or "not recorded"),
-                str(run.folder),
-            )
-        )
-    words = {"run", "recipe", "ended", "how", "versions", "commit", "folder"}
-    return Table(columns, tuple(rows), frozenset(words))
+        row = {
+            "run": run.cell,
+            "recipe": run.label or DASH,
+            "seed": DASH if run.seed is None else str(run.seed),
+            "ended": run.status.value,
+            "how": run.why,
+            "training loss\nnats a token": number(losses[0], 4),
+            "validation loss\nnats a token": number(losses[1], 4),
+            "versions": versions or "not recorded",
+            "commit": str(run.record.get("commit") or "not recorded"),
+            "folder": str(run.folder),
+        }
+        rows.append(row)
+    return Table.of(rows, {"run", "recipe", "ended", "how", "versions", "commit", "folder"})
 
 
 def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
@@ -184,10 +155,10 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
 def _range(losses: Sequence[float]) -> str:
     """Of positive losses, as nats and as percent of perplexity."""
     low, high = min(losses), max(losses)
-    nats, percent = f"{low:.4f}", f"{100 * math.expm1(low):.2f}"
+    nats, gap = f"{low:.4f}", f"{percent(low):.2f}"
     if f"{high:.4f}" != nats:
-        nats, percent = f"{nats} to {high:.4f}", f"{percent} to {100 * math.expm1(min(high, 700.0)):.2f}"
-    return f"{nats} nats ({percent}% of perplexity)"
+        nats, gap = f"{nats} to {high:.4f}", f"{gap} to {percent(high):.2f}"
+    return f"{nats} nats ({gap}% of perplexity)"
 
 
 def gemms(run: Run) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.sweep import job_record, local, slurm, status
 from megatron_lowprec.sweep.jobs import (
     MANIFEST,
@@ -23,7 +23,7 @@ from megatron_lowprec.sweep.jobs import (
     settings_of,
     write_manifest,
 )
-from megatron_lowprec.sweep.spec import RENAMED, Options, Sweep, read, sbatch_options
+from megatron_lowprec.sweep.spec import RENAMED, Sweep, read, sbatch_options
 from megatron_lowprec.sweep.view import View
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import check_folder
@@ -36,11 +36,7 @@ TO_BE_CONTINUED = 75
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, 1 where a job failed, 2 for what a user can mend, 75 where a signal came before the end."""
     args = _parser().parse_args(argv)
-    try:
-        return _main(args)
-    except UserError as error:
-        print(f"sweep.py: error: {error}", file=sys.stderr)
-        return 2
+    return run_tool("sweep.py", lambda: _main(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +87,8 @@ def _main(args: argparse.Namespace) -> int:
     processes = local.processes_of(sweep.resources, gpus)
     if on_slurm and slurm.gpus(sweep):
         processes = sweep.resources.gpus_per_job or 1
-    jobs = expand(sweep, _settings(args), processes)
+    settings = settings_of(args.set) | ({} if args.data_path is None else {"data_path": args.data_path})
+    jobs = expand(sweep, settings, processes)
     chosen = [_numbered(jobs, args.job, out)] if args.job is not None else selected(jobs, args.only)
     if args.dry_run:
         for job in chosen:
@@ -99,7 +96,9 @@ def _main(args: argparse.Namespace) -> int:
             print(job.id, job.label, job.model, job.seed, shlex.join(words), sep="\t")
         return 0
     local.check(out, chosen, args.rerun)
-    todo = [job for job in chosen if args.rerun or not _done(out, job)]
+    records = {job.id: job_record.read(out / job.id) for job in chosen}
+    done = {name for name, record in records.items() if record is not None and record.state == "done"}
+    todo = [job for job in chosen if args.rerun or job.id not in done]
     if args.slurm_dry_run:
         print(slurm.script(sweep, jobs, todo or chosen, out, Path.cwd(), _passed_on(args, out)), end="")
         return 0
@@ -128,11 +127,6 @@ def _with_flags(sweep: Sweep, args: argparse.Namespace) -> Sweep:
     )
 
 
-def _settings(args: argparse.Namespace) -> Options:
-    data = {} if args.data_path is None else {"data_path": args.data_path}
-    return {**settings_of(args.set), **data}
-
-
 def _gpus(names: str | None) -> list[str]:
     found = local.visible_gpus()
     if names is None:
@@ -159,18 +153,8 @@ def _numbered(jobs: Sequence[Job], number: int, out: Path) -> Job:
     return job
 
 
-def _done(out: Path, job: Job) -> bool:
-    known = job_record.read(out / job.id)
-    return known is not None and known.state == "done"
-
-
 def _run(
-    args: argparse.Namespace,
-    sweep: Sweep,
-    chosen: Sequence[Job],
-    todo: Sequence[Job],
-    where: Sequence[local.Place],
-    out: Path,
+    args: argparse.Namespace, sweep: Sweep, chosen: list[Job], todo: list[Job], where: list[local.Place], out: Path
 ) -> int:
     view = View(out, [job.id for job in chosen])
     at_size = f" at size {sweep.size}" if sweep.size else ""
@@ -219,10 +203,11 @@ def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
 
 def _status(out: Path) -> int:
     found = status.rows(out)
+    caption = f"{status.summary(found)}; in {out}"
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(status.table(found, f"{status.summary(found)}; in {out}"))
+        Console().print(status.table(found, caption))
     else:
-        print(*status.lines(found), f"{status.summary(found)}; in {out}", sep="\n")
+        print(*status.lines(found), caption, sep="\n")
     return 0

@@ -24,29 +24,21 @@ State = Literal["running", "done", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class Record:
-    """State and history of a job.
-
-    Attributes:
-        state: "done" alone is never run again; "running" is also left by a killed process (see ``holder``).
-        exit_code: of the last attempt's process.
-        seconds: of all finished attempts.
-        hash: of ``resolved``, which is ``Job.resolved``.
-        command: of the last attempt.
-    """
+    """State and history of a job."""
 
     id: str
-    state: State
-    exit_code: int | None
+    state: State  # "done" alone is never run again; "running" is also left by a killed process (see ``holder``)
+    exit_code: int | None  # of the last attempt
     attempts: int
-    seconds: float
+    seconds: float  # of all finished attempts
     started: str
     ended: str | None
     iteration: int
     train_iters: int
     seq_length: int
-    hash: str
+    hash: str  # of ``resolved``, which is ``Job.resolved``
     resolved: Mapping[str, Any]
-    command: list[str]
+    command: list[str]  # of the last attempt
 
 
 class Lock(ProcessLock):
@@ -80,16 +72,15 @@ def write(run: Path, record: Record) -> None:
 def begin(job: Job, run: Path, command: list[str]) -> Record:
     """The record of an attempt that starts now, written."""
     before = read(run)
-    attempts, seconds, iteration = (before.attempts, before.seconds, before.iteration) if before else (0, 0.0, 0)
     record = Record(
         id=job.id,
         state="running",
         exit_code=None,
-        attempts=attempts + 1,
-        seconds=seconds,
+        attempts=before.attempts + 1 if before else 1,
+        seconds=before.seconds if before else 0.0,
         started=now(),
         ended=None,
-        iteration=iteration,
+        iteration=before.iteration if before else 0,
         train_iters=job.train_iters,
         seq_length=job.seq_length,
         hash=digest(job.resolved),

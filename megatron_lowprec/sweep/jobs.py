@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +40,20 @@ _NOT_THE_RUN = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run.
+    """One run. Two commands with equal ``resolved`` make the same run."""
 
-    Attributes:
-        index: place in the sweep, which a Slurm array counts by.
-        id: its folder's name: MODEL-RECIPE[-VARIANT]-sSEED, by their labels.
-        arguments: pretrain_gpt.py's, but for --save and --load.
-        resolved: what the run is, by name: the options that are not the defaults (model file included), the recipe,
-            the number of processes. Two commands with equal ``resolved`` make the same run.
-        train_iters: iterations of the whole run, of ``seq_length`` tokens a sample.
-    """
-
-    index: int
-    id: str
+    index: int  # place in the sweep, which a Slurm array counts by
+    id: str  # its folder's name: MODEL-RECIPE[-VARIANT]-sSEED, by their labels
     label: str
     recipe: str
     model: str
     variant: str | None
     seed: int
     processes: int
-    arguments: tuple[str, ...]
-    resolved: Mapping[str, Any]
-    train_iters: int
-    seq_length: int
+    arguments: tuple[str, ...]  # pretrain_gpt.py's, but for --save and --load
+    resolved: Mapping[str, Any]  # options that are not the defaults (model file included), recipe, processes
+    train_iters: int  # of the whole run
+    seq_length: int  # tokens of a sample
 
 
 def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
@@ -79,13 +71,11 @@ def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
             raise UserError(
                 f"{sweep.name} at size {sweep.size} needs {flag(need)}: give {flag(need)} or --set {need}=VALUE"
             )
-    jobs: list[Job] = []
-    for seed in sweep.seeds:
-        for model in sweep.models:
-            for variant in sweep.variants:
-                for recipe in sweep.recipes:
-                    options = merge(merge(merge(sweep.options, model.options), variant.options), settings)
-                    jobs.append(_job(len(jobs), recipe, model, variant, seed, options, processes))
+    jobs = []
+    every = product(sweep.seeds, sweep.models, sweep.variants, sweep.recipes)
+    for index, (seed, model, variant, recipe) in enumerate(every):
+        options = merge(merge(merge(sweep.options, model.options), variant.options), settings)
+        jobs.append(_job(index, recipe, model, variant, seed, options, processes))
     ids = [job.id for job in jobs]
     twice = sorted({name for name in ids if ids.count(name) > 1})
     if twice:
@@ -170,7 +160,8 @@ def _job(
     index: int, recipe: RecipeChoice, model: ModelChoice, variant: Variant, seed: int, options: Options, processes: int
 ) -> Job:
     name = "-".join(part for part in (model.label, recipe.label, variant.label, f"s{seed}") if part)
-    chosen = ["--config", str(find(model.file)), "--recipe", _found(recipe.recipe)]
+    by_file = recipe.recipe.endswith((".yaml", ".yml"))
+    chosen = ["--config", str(find(model.file)), "--recipe", str(find(recipe.recipe)) if by_file else recipe.recipe]
     chosen += [word for override in recipe.recipe_override for word in ("--recipe-override", override)]
     arguments = [*chosen, "--seed", str(seed), *flags(options)]
     try:
@@ -205,15 +196,9 @@ def flags(options: Options) -> list[str]:
             raise UserError(f"{name.replace('_', '-')}: false cannot be said on a command line; leave it out")
         if isinstance(value, bool):
             words.append(flag(name) if value else flag(f"no_{name}"))
-        elif isinstance(value, list):
-            words += [flag(name), *map(str, value)]
         else:
-            words += [flag(name), str(value)]
+            words += [flag(name), *map(str, value if isinstance(value, list) else [value])]
     return words
-
-
-def _found(recipe: str) -> str:
-    return str(find(recipe)) if recipe.endswith((".yaml", ".yml")) else recipe
 
 
 def _resolved(config: Config, recipe: Recipe, processes: int) -> dict[str, Any]:
@@ -221,6 +206,5 @@ def _resolved(config: Config, recipe: Recipe, processes: int) -> dict[str, Any]:
     options = {
         name: value for name, value in asdict(config).items() if name not in _NOT_THE_RUN and value != defaults[name]
     }
-    words = ("summary", "source")
-    content = {name: value for name, value in recipe_to_dict(recipe).items() if name not in words}
+    content = {name: value for name, value in recipe_to_dict(recipe).items() if name not in ("summary", "source")}
     return {"options": options, "recipe": content, "processes": processes}

@@ -244,9 +244,7 @@ class Runner:
         self._killed = True
         for running in self._running:
             # torchrun gives each of its workers a session of its own
-            for pid in [running.process.pid, *_children(running.process.pid)]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _send(signal.SIGKILL, [running.process.pid, *_children(running.process.pid)])
 
 
 def check(out: Path, jobs: Sequence[Job], rerun: bool) -> None:
@@ -291,9 +289,13 @@ def ask_to_stop(pid: int, processes: int) -> None:
 
     Not to torchrun, where there is one: it does not listen (see ``launch``). It ends after them.
     """
-    for number in (_children(pid) if processes > 1 else []) or [pid]:
+    _send(signal.SIGTERM, (_children(pid) if processes > 1 else []) or [pid])
+
+
+def _send(number: signal.Signals, pids: Sequence[int]) -> None:
+    for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGTERM)
+            os.kill(pid, number)
 
 
 def _children(pid: int) -> list[int]:

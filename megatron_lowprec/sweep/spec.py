@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.yaml_text import read_yaml_text
+from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.training.config.arguments import checked_options, current_names, find, nearest, without_rivals
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS
 
@@ -82,19 +82,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job runs on.
+    """What a job runs on."""
 
-    Attributes:
-        gpus_per_job: GPUs, and so processes, of a job; None: one where there are any, else the CPU.
-        jobs_per_gpu: jobs that share a GPU.
-        processes_per_job: processes of a job on a CPU.
-        jobs_at_once: jobs that run at one time: on a CPU (None: 1), at most on GPUs and in a Slurm array (None: all).
-    """
-
-    gpus_per_job: int | None = None
+    gpus_per_job: int | None = None  # also a job's processes; None: one where there are GPUs, else the CPU
     jobs_per_gpu: int = 1
-    processes_per_job: int = 1
-    jobs_at_once: int | None = None
+    processes_per_job: int = 1  # on a CPU
+    jobs_at_once: int | None = None  # None: 1 on a CPU, all on GPUs and in a Slurm array
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -202,13 +195,7 @@ def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _yaml_file(path: str) -> dict[Any, Any]:
-    try:
-        text = find(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; the shipped sweeps are in configs/sweeps/") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    content = read_yaml_text(text, path)
+    content = read_yaml_file(find(path), path, "the shipped sweeps are in configs/sweeps/")
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"{path}: expected keys and values at the top, found {found}")

@@ -42,7 +42,6 @@ class Row:
 
     id: str
     state: Shown
-    where: str
     progress: Progress
     train_iters: int | None
     tokens_per_second: float | None
@@ -91,7 +90,7 @@ def row(out: Path, job_id: str) -> Row:
     run = out / job_id
     known, held = job_record.read(run), job_record.holder(out, job_id)
     if known is None:
-        return Row(job_id, "waiting", "", Progress(), None, None, 0.0, None)
+        return Row(job_id, "waiting", Progress(), None, None, 0.0, None)
     state: Shown = known.state
     if held is not None:
         state = "running"
@@ -104,11 +103,10 @@ def row(out: Path, job_id: str) -> Row:
             speed = progress.step_samples * known.seq_length / progress.step_seconds
         if state != "done":
             left = (known.train_iters - progress.iteration) * progress.step_seconds
-    where = held.words if held is not None else f"exit code {known.exit_code}" if state == "failed" else ""
     seconds = known.seconds
     if state == "running":
         seconds += max(0.0, (datetime.now().astimezone() - datetime.fromisoformat(known.started)).total_seconds())
-    return Row(job_id, state, where, progress, known.train_iters, speed, seconds, left)
+    return Row(job_id, state, progress, known.train_iters, speed, seconds, left)
 
 
 def summary(found: Sequence[Row]) -> str:

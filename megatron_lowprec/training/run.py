@@ -19,7 +19,7 @@ from megatron_lowprec.training.config.arguments import find, parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.config.resolve import (
-    data_parallel_size,
+    layout_of,
     resolve_model,
     resolve_recipe,
     resolve_run,
@@ -191,13 +191,7 @@ def _plan(
             saved_state.check_optimizer(found, config)
             schedule, more = schedules.continued(schedule, found.schedule, config, given)
             later_notes += more
-    layout = {
-        "tensor": config.tensor_model_parallel_size,
-        "pipeline": config.pipeline_model_parallel_size,
-        "context": config.context_parallel_size,
-        "expert": config.expert_model_parallel_size,
-        "data": data_parallel_size(config, ranks.world_size),
-    }
+    layout = layout_of(config, ranks.world_size)
     content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
     content |= {"versions": dict(versions())}
     return _Plan(config, paths, recipe, schedule, tokenizer, found, content, samples, notes, later_notes)

@@ -211,7 +211,7 @@ def test_what_lost_nothing_is_a_dash(tmp_path: Path) -> None:
 
 def drawn(found: Sequence[Snapshots], monkeypatch: pytest.MonkeyPatch) -> Figure:
     figures: list[Figure] = []
-    monkeypatch.setattr(operand_plots, "png", lambda figure, theme: figures.append(figure) or b"")
+    monkeypatch.setattr(plot_style.Theme, "png", lambda theme, figure: figures.append(figure) or b"")
     operand_plots.snr(found, plot_style.styles([each.label for each in found], "bf16"), plot_style.LIGHT)
     (figure,) = figures
     return figure

@@ -17,7 +17,7 @@ import yaml
 
 from megatron_lowprec.sweep import cli, jobs, local
 from tests.environment import python_path
-from tests.waiting import Started, wait_for
+from tests.waiting import Started
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -111,9 +111,9 @@ class Fake:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_until_held(self, job_id: str, processes: int = 1) -> None:
-        """Until all processes of a job wait in mode ``hold``."""
+        """Until all processes of a job of the latest start wait in mode ``hold``; fails if the sweep ends first."""
         files = [self.out / job_id / f"holding.{rank}" for rank in range(processes)]
-        wait_for(lambda: all(file.exists() for file in files), f"{job_id} at iteration 2")
+        self.started[-1].wait_until(lambda: all(file.exists() for file in files), f"{job_id} at iteration 2")
 
     def release(self) -> None:
         """Let jobs in mode ``hold`` go on, now and from now on."""

@@ -235,6 +235,12 @@ def test_jobs_at_once_on_a_cpu(fake: Fake, write_sweep: WriteSweep, flag: str) -
     assert max(call["at_once"] for call in (*fake.calls(BF16), *fake.calls(MXFP4))) == 2
 
 
+def test_waiting_for_a_job_fails_when_its_sweep_has_died(fake: Fake) -> None:
+    fake.launch([sys.executable, "-c", "raise SystemExit('broken')"])
+    with pytest.raises(AssertionError, match=r"exit code 1 before .* at iteration 2: broken"):
+        fake.wait_until_held(BF16)
+
+
 # ---- signals
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.errors import UserError, current_names
+from megatron_lowprec.errors import UserError, current_argv
 from tests.waiting import PATIENCE
 from tools.bench import layer, ops, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import RENAMED, main
@@ -219,7 +219,7 @@ def test_shares_are_of_the_recipe_that_has_both() -> None:
 
 def test_a_layers_overhead_is_of_sums_not_a_mean_of_ratios() -> None:
     def part(base: float, rht: float) -> dict[str, Timing]:
-        ms = {"gemm": base - 1, "cast": 1.0, "rht_cast": 1.0 + rht - base, "rht_pass": 2.0, "base": base, "rht": rht}
+        ms = {"gemm": base - 1, "cast": 1.0, "rht_cast": 1.0 + rht - base, "base": base, "rht": rht}
         return {name: Timing(value, value, value, (value,)) for name, value in ms.items()}
 
     row = overhead._fp8_row([part(10.0, 11.0), part(90.0, 90.0)], 3 * 10**9, copy_rate=3.0)
@@ -333,7 +333,7 @@ def test_step_end_to_end(tmp_path: Path) -> None:
 def test_scaling_names_mistakes(gpus: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scaling", "--gpus", gpus, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err
-    assert main(["scaling", "--models", "70b", "--device", "cpu"]) == 2
+    assert main(["scaling", "--shapes", "70b", "--device", "cpu"]) == 2
     assert "no config" in capsys.readouterr().err
 
 
@@ -364,7 +364,7 @@ def test_scaling_end_to_end(tmp_path: Path) -> None:
 
 def test_former_names_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["around", "--pieces=norm", "--out", "around"]
-    assert current_names(argv, RENAMED) == ["ops", "--ops=norm", "--out", "around"]
+    assert current_argv(argv, RENAMED) == ["ops", "--ops=norm", "--out", "around"]
     assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
         "warning: around is now ops",
         "warning: --pieces is now --ops",

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_lowprec import recipes
+from megatron_lowprec.files import json_lines
 from tools.layout_parity import layouts, plan
 from tools.layout_parity.__main__ import main
 from tools.layout_parity.compare import compare, exempt, spread
 from tools.layout_parity.page import render
-from tools.layout_parity.worker import CHECKS, rows_of
+from tools.layout_parity.worker import CHECKS
 
 LAYOUTS = {(layout.model, layout.name): layout for layout in layouts.LAYOUTS}
 FACTS: dict[str, Any] = {"base": 2, "steps": 3, "batch": 4, "microbatch": 2, "sequence": 64, "seeds": [1]}
@@ -200,8 +201,8 @@ def test_rows_are_compared_again(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": 2')
-    assert rows_of(path) == [{"a": 1}]
-    assert rows_of(tmp_path / "none") == []
+    assert json_lines(path) == [{"a": 1}]
+    assert json_lines(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser, UserError, current_names, run_tool
+from megatron_lowprec.errors import Parser, UserError, current_argv, names, run_tool
 from megatron_lowprec.training.config.paths import output_file
 
 # Subcommand: rounds, subject. The overhead at 70B is as small as the noise of one round; each round of step and scaling
@@ -28,10 +28,10 @@ def build_parser() -> argparse.ArgumentParser:
     """One subcommand for each measurement; most options are common to all."""
     common = Parser(add_help=False)
     common.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a smoke test at tiny sizes")
-    common.add_argument("--shapes", type=_names, help="models: 345m,1.3b,6.7b,7b,70b,smoke")
-    common.add_argument("--recipes", type=_names, help="recipes to compare; bf16 is always included")
+    common.add_argument("--shapes", type=names, help="models: 345m,1.3b,6.7b,7b,70b,smoke")
+    common.add_argument("--recipes", type=names, help="recipes to compare; bf16 is always included")
     common.add_argument(
-        "--linears", type=_names, default=["qkv", "proj", "fc1", "fc2"], help="linear layers (default: all)"
+        "--linears", type=names, default=["qkv", "proj", "fc1", "fc2"], help="linear layers (default: all)"
     )
     common.add_argument("--tokens", type=int, default=8192, help="rows of an activation (default: %(default)s)")
     common.add_argument("--rounds", type=int, help="rounds in which all variants are measured in turn")
@@ -47,15 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
         for name, (rounds, text) in COMMANDS.items()
     }
     for name, known in PEERS.items():
-        parts[name].add_argument("--peers", type=_names, default=[], help=f"libraries beside it: {','.join(known)}")
+        parts[name].add_argument("--peers", type=names, default=[], help=f"libraries beside it: {','.join(known)}")
     quantize = parts["quantize"]
     quantize.add_argument("--sizes", default="8192x4096,8192x16384,16384x8192", help="ROWSxCOLUMNS, without --shapes")
-    quantize.add_argument("--formats", type=_names, default=["e2m1", "e4m3"])
-    quantize.add_argument("--kinds", type=_names, default=["nearest", "sr", "rht64", "rht64+sr"])
-    quantize.add_argument("--directions", type=_names, default=["rows", "columns", "both"])
-    parts["linear"].add_argument(
-        "--no-graph", action="store_true", help="do not time the kernels alone as a CUDA graph"
-    )
+    quantize.add_argument("--formats", type=names, default=["e2m1", "e4m3"])
+    quantize.add_argument("--kinds", type=names, default=["nearest", "sr", "rht64", "rht64+sr"])
+    quantize.add_argument("--directions", type=names, default=["rows", "columns", "both"])
     for name, iterations in (("step", 20), ("scaling", 15)):
         parts[name].add_argument("--micro-batch", type=int, help="sequences per GPU (default: the model's)")
         parts[name].add_argument(
@@ -65,25 +62,19 @@ def build_parser() -> argparse.ArgumentParser:
             "--iterations", type=int, default=iterations, help="timed iterations (default: %(default)s)"
         )
     parts["step"].add_argument("--cuda-graphs", action="store_true", help="repeat with --cuda-graph-impl local")
-    scaling = parts["scaling"]
-    scaling.add_argument(
-        "--gpus", type=_names, default=["1", "8"], help="numbers of GPUs, on a CPU of processes (default: 1,8)"
+    parts["scaling"].add_argument(
+        "--gpus", type=names, default=["1", "8"], help="numbers of GPUs, on a CPU of processes (default: 1,8)"
     )
-    scaling.add_argument("--models", type=_names, dest="shapes", help="alias of --shapes")
-    parts["ops"].add_argument("--ops", type=_names, help="norm,bias,gelu,dropout,cast,loss,attention (default: all)")
+    parts["ops"].add_argument("--ops", type=names, help="norm,bias,gelu,dropout,cast,loss,attention (default: all)")
     overhead = parts["overhead"]
     overhead.add_argument("--full-accumulation", action="store_true", help="run the FP8 GEMM without fast accumulation")
     overhead.add_argument("--only", choices=("fp8", "backward"), help="only one of the two tables")
     return parser
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
 def main(argv: Sequence[str]) -> int:
     """Exit code."""
-    argv = current_names(argv, RENAMED)
+    argv = current_argv(argv, RENAMED)
     args = build_parser().parse_args(argv)
     if args.device == "cpu":
         # Triton reads this when a kernel is defined.

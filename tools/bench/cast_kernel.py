@@ -38,7 +38,6 @@ def _hadamard_kernel(  # type: ignore[no-untyped-def]
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
     P: tl.constexpr,
-    TO_FP8: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -46,14 +45,10 @@ def _hadamard_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     signs = tl.load(signs_ptr + tl.arange(0, GROUP))
     y = group_hadamard(tl.trans(x).to(tl.float32), signs[:, None], GROUP)
-    if TO_FP8:
-        v = y * tl.load(scale_ptr)
-        v = tl.minimum(tl.maximum(v, -CODES.MAX), CODES.MAX)
-        # As bytes, so that the transpose moves a quarter of fp32's size through shared memory.
-        out = to_fp8(v, CODES)
-    else:
-        out = y.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offsets, tl.trans(out), mask=mask)
+    v = y * tl.load(scale_ptr)
+    v = tl.minimum(tl.maximum(v, -CODES.MAX), CODES.MAX)
+    # As bytes, so that the transpose moves a quarter of fp32's size through shared memory.
+    tl.store(out_ptr + offsets, tl.trans(to_fp8(v, CODES)), mask=mask)
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
@@ -68,22 +63,11 @@ def cast(x: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int]) -> torch.T
 
 def hadamard_cast(x: torch.Tensor, scale: torch.Tensor, signs: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
     """As ``cast`` after a Hadamard transform of groups along K; signs fp32 [g] of +-1/sqrt(g); K a multiple of g."""
-    return _transform(x, signs, scale, tile, torch.uint8).view(torch.float8_e4m3fn)
-
-
-def hadamard(x: torch.Tensor, signs: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """The transform as a separate pass: bf16 [R, K] -> bf16 [R, K]."""
-    return _transform(x, signs, signs, tile, x.dtype)
-
-
-def _transform(
-    x: torch.Tensor, signs: torch.Tensor, scale: torch.Tensor, tile: tuple[int, int], dtype: torch.dtype
-) -> torch.Tensor:
     size, (at_once, warps) = signs.numel(), tile
     if x.shape[-1] % size or not x.is_contiguous():
         raise ValueError(f"the transform needs contiguous rows of a multiple of {size}, got {tuple(x.shape)}")
-    groups, out = x.numel() // size, torch.empty(x.shape, dtype=dtype, device=x.device)
+    groups, out = x.numel() // size, torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     constants = {"CODES": code_constants(FORMATS["e4m3"], x.device), "GROUP": size, "P": at_once}
     launch = _hadamard_kernel[(triton.cdiv(groups, at_once),)]
-    launch(x, out, signs, scale, groups, **constants, TO_FP8=dtype == torch.uint8, num_warps=warps)
-    return out
+    launch(x, out, signs, scale, groups, **constants, num_warps=warps)
+    return out.view(torch.float8_e4m3fn)

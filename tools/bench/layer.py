@@ -6,7 +6,8 @@ as in Megatron's layers: a step's first microbatch writes it, later ones (with c
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import weight_serves_microbatches
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec
-from tools.bench.measure import errors, one_line
+from tools.bench.measure import distance, errors_as_faults
 from tools.bench.shapes import LinearShape
 
 
@@ -48,18 +49,8 @@ def unquantized(x: torch.Tensor, weight: torch.Tensor) -> SavedForBackward:
     return SavedForBackward(weight, x, None, None, None, x.shape)
 
 
-class Gemms(Protocol):
-    """The three GEMMs of a layer."""
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
-        """y_TO, and what is saved for backward."""
-
-    def backward(self, dy: torch.Tensor, saved: SavedForBackward, main_grad: torch.Tensor) -> torch.Tensor:
-        """dx_TI; adds the weight gradient to ``main_grad``, or writes it in the first microbatch of a step."""
-
-
 class RecipeGemms:
-    """Under a recipe, through ``LinearGemms`` as in ``mcore.parallel_linear``.
+    """The three GEMMs under a recipe, through ``LinearGemms`` as in ``mcore.parallel_linear``.
 
     Each ``forward`` begins a training step, so that no cached operand is used; ``begin_step`` does the same before a
     backward timed alone. With ``cached``, it begins a later microbatch of one step, which uses cached weights.
@@ -84,12 +75,12 @@ class RecipeGemms:
             self.linear_gemms.weight_cache.clear()
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, SavedForBackward]:
-        """y_TO"""
+        """y_TO, and the tensors saved for backward."""
         self.begin_step()
         return self.linear_gemms.forward(x, weight, self.rng_step, save_input=True)
 
     def backward(self, dy: torch.Tensor, saved: SavedForBackward, main_grad: torch.Tensor) -> torch.Tensor:
-        """dx_TI"""
+        """dx_TI; adds the weight gradient to ``main_grad``, or writes it in the first microbatch of a step."""
         grad = self.linear_gemms.grad_output(dy, self.rng_step)
         dx = self.linear_gemms.dgrad(grad, saved.weight, self.rng_step, saved.weight_amax)
         self.linear_gemms.wgrad(grad, saved.input(), self.rng_step, accumulate_into=main_grad)
@@ -117,6 +108,9 @@ class TorchGemms:
         else:
             torch.mm(dy.t().float(), x.float(), out=main_grad)
         return dx
+
+
+Gemms = RecipeGemms | TorchGemms
 
 
 class _Function(torch.autograd.Function):
@@ -156,42 +150,30 @@ def _grad(weight: torch.Tensor) -> torch.Tensor:
     return weight.grad
 
 
-def without_autograd(gemms: Gemms) -> Callable[[Tensors], None]:
+@torch.no_grad()
+def _both_passes(gemms: Gemms, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y_TO, dx_TI and the weight gradient."""
+    y, saved = gemms.forward(t.x, t.weight)
+    dx = gemms.backward(t.dy, saved, t.main_grad)
+    return y, dx, t.main_grad
+
+
+def without_autograd(gemms: Gemms) -> Callable[[Tensors], object]:
     """The GEMMs alone, for a CUDA graph of the kernels."""
-
-    @torch.no_grad()
-    def call(t: Tensors) -> None:
-        _, saved = gemms.forward(t.x, t.weight)
-        gemms.backward(t.dy, saved, t.main_grad)
-
-    return call
+    return partial(_both_passes, gemms)
 
 
+@errors_as_faults
 def fault(recipe: str, device: torch.device, generator: torch.Generator) -> str | None:
     """Difference of the GEMMs on this device from the reference on the CPU; None within bf16 rounding.
 
     The operands have the same bits on both; only the order of sums and the rounding of the result may differ.
     """
-    try:
-        return _distance(recipe, device, generator)
-    except errors() as error:
-        return one_line(error)
-
-
-def _distance(recipe: str, device: torch.device, generator: torch.Generator) -> str | None:
-    shape = LinearShape("check", "check", 256, 128)
+    shape, cpu = LinearShape("check", "check", 256, 128), torch.device("cpu")
     there = tensors(shape, 333, device, generator)
     here = Tensors(*(tensor.detach().cpu().clone() for tensor in (there.x, there.weight, there.dy, there.main_grad)))
-    sides = []
-    for where, t in ((device, there), (torch.device("cpu"), here)):
-        gemms = RecipeGemms(recipe, where)
-        with torch.no_grad():
-            y, saved = gemms.forward(t.x, t.weight)
-            dx = gemms.backward(t.dy, saved, t.main_grad)
-        sides.append((y, dx, t.main_grad))
-    pairs = dict(zip(("fprop", "dgrad", "wgrad"), zip(*sides, strict=True), strict=True))
-    for name, (ours, theirs) in pairs.items():
-        error = float((ours.cpu().double() - theirs.double()).norm() / theirs.double().norm())
-        if not error < 4e-3:
+    found, expected = (_both_passes(RecipeGemms(recipe, where), t) for where, t in ((device, there), (cpu, here)))
+    for name, ours, theirs in zip(("fprop", "dgrad", "wgrad"), found, expected, strict=True):
+        if not (error := distance(ours, theirs)) < 4e-3:
             return f"{name} differs from the reference by {error:.1e}"
     return None

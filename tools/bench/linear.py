@@ -8,18 +8,7 @@ import torch
 
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
-from tools.bench.layer import (
-    Gemms,
-    RecipeGemms,
-    Tensors,
-    TorchGemms,
-    fault,
-    keeps_weights,
-    plain_torch,
-    tensors,
-    through_autograd,
-    without_autograd,
-)
+from tools.bench import layer
 from tools.bench.measure import Bench, Timing, cycle_inputs, errors, one_line
 from tools.bench.peers import layers as peers
 from tools.bench.report import Column, Report, Row, spread_columns
@@ -29,9 +18,7 @@ RECIPES = ("bf16", "mxfp8", "mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr")
 WITH_PEERS = ("bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", *RECIPES[1:])
 PLAIN, BARE = "torch F.linear", "torch, bare GEMMs"
 COLUMNS = (
-    Column("linear", "linear"),
-    Column("size", "TxIxO"),
-    Column("recipe", "recipe"),
+    *(Column("linear", "linear"), Column("size", "TxIxO"), Column("recipe", "recipe")),
     *spread_columns(),
     Column("over_bf16", "/bf16", ".3f"),
     Column("over_torch", "/torch", ".3f"),
@@ -46,7 +33,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     """Every chosen linear layer under every recipe, and in every peer library."""
     generator = torch.Generator(bench.device).manual_seed(args.seed)
     recipes = list(dict.fromkeys(["bf16", *(args.recipes or (WITH_PEERS if args.peers else RECIPES))]))
-    faults = {recipe: fault(recipe, bench.device, generator) for recipe in recipes}
+    faults = {recipe: layer.fault(recipe, bench.device, generator) for recipe in recipes}
     makes, notes = peers.peer_layers(args.peers, bench.device)
     faults |= {row: peers.fault(row, make, bench.device, generator) for row, make in makes.items()}
     for name, reason in faults.items():
@@ -88,11 +75,11 @@ def _rows(
     generator: torch.Generator,
 ) -> list[Row]:
     smallest = 2 * args.tokens * min(shape.in_features, shape.out_features)
-    inputs = bench.input_sets(lambda: tensors(shape, args.tokens, bench.device, generator), smallest)
+    inputs = bench.input_sets(lambda: layer.tensors(shape, args.tokens, bench.device, generator), smallest)
     gemms = _gemms(recipes, bench.device, with_cached=bool(args.peers))
-    calls: dict[str, Callable[[Tensors], None]] = {PLAIN: plain_torch}
-    calls |= {name: through_autograd(g) for name, g in gemms.items()}
-    kernels = {name: without_autograd(g) for name, g in gemms.items()}
+    calls: dict[str, Callable[[layer.Tensors], None]] = {PLAIN: layer.plain_torch}
+    calls |= {name: layer.through_autograd(g) for name, g in gemms.items()}
+    kernels = {name: layer.without_autograd(g) for name, g in gemms.items()}
     failed: list[Row] = []
     for name, make in makes.items():
         try:
@@ -104,11 +91,9 @@ def _rows(
     cycled = {name: cycle_inputs(inputs, call) for name, call in calls.items()}
     timings = bench.compare(cycled, args.rounds)
     host = {name: bench.host_microseconds(call) for name, call in cycled.items()}
-    graphs: dict[str, Timing | str] = {}
-    if not args.no_graph:
-        if bench.device.type == "cuda":
-            enter_rng_step(RngStep(0, 0), bench.device)  # which the graphs' draws read
-        graphs = {name: bench.graph(partial(call, inputs[0])) for name, call in kernels.items()}
+    if bench.on_gpu:
+        enter_rng_step(RngStep(0, 0), bench.device)  # which the graphs' draws read
+    graphs = {name: bench.graph(partial(call, inputs[0])) for name, call in kernels.items()}
     bf16, bf16_graph = timings.get("bf16"), graphs.get("bf16")
     rows: list[Row] = []
     for name, timing in timings.items():
@@ -127,11 +112,11 @@ def _rows(
     return rows + failed
 
 
-def _gemms(recipes: list[str], device: torch.device, with_cached: bool) -> dict[str, Gemms]:
+def _gemms(recipes: list[str], device: torch.device, with_cached: bool) -> dict[str, layer.Gemms]:
     """Row -> GEMMs of plain torch, of each recipe, and of each recipe with cached weights if it can cache them."""
-    gemms: dict[str, Gemms] = {BARE: TorchGemms()}
+    gemms: dict[str, layer.Gemms] = {BARE: layer.TorchGemms()}
     for recipe in recipes:
-        gemms[recipe] = RecipeGemms(recipe, device)
-        if with_cached and keeps_weights(recipe):
-            gemms[f"{recipe}, cached"] = RecipeGemms(recipe, device, cached=True)
+        gemms[recipe] = layer.RecipeGemms(recipe, device)
+        if with_cached and layer.keeps_weights(recipe):
+            gemms[f"{recipe}, cached"] = layer.RecipeGemms(recipe, device, cached=True)
     return gemms

@@ -1,7 +1,6 @@
 """Conditions of a measurement: machine, software versions, commit."""
 
 import datetime
-import hashlib
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
         "triton": version("triton") if find_spec("triton") else "unknown",
         "python": platform.python_version(),
         "commit": commit("megatron_lowprec", "tools") or "unknown",
-        "sources": _digest(),
     }
 
 
@@ -42,7 +40,7 @@ def header_lines(found: dict[str, Any]) -> list[str]:
     software = ", ".join(f"{name} {found[name]}" for name in ("driver", "cuda", "torch", "triton", "python"))
     return [
         f"{found['device']}; {software}",
-        f"{found['date']}, commit {found['commit']}, sources {found['sources']}: {found['command']}",
+        f"{found['date']}, commit {found['commit']}: {found['command']}",
     ]
 
 
@@ -52,11 +50,3 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def _digest() -> str:
-    """Digest of the Python files of the package and this tool; identifies uncommitted code."""
-    total = hashlib.sha256()
-    for path in sorted([*REPOSITORY.glob("megatron_lowprec/**/*.py"), *REPOSITORY.glob("tools/bench/**/*.py")]):
-        total.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()[:12]

@@ -8,15 +8,17 @@ clock, only good for testing this tool.
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import wraps
 from importlib.util import find_spec
 from itertools import cycle
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+P = ParamSpec("P")
 Call = Callable[[], object]
 
 
@@ -59,22 +61,28 @@ class Bench:
     def time(self, call: Call) -> Timing:
         """One measurement."""
         if not self.on_gpu:
-            return _wall_clock(call)
+            ms = median(self.wall_milliseconds(call, 3))
+            return Timing(ms, ms, ms, (ms,))
         from triton.testing import do_bench
 
         # At least ten calls, however long.
-        rep = max(self.rep_ms, 10 * self._once(call))
+        rep = max(self.rep_ms, 10 * self.wall_milliseconds(call, 1)[0])
         ms, low, high = do_bench(call, warmup=25, rep=rep, quantiles=[0.5, 0.2, 0.8])
         return Timing(ms, low, high, (ms,))
 
-    def _once(self, call: Call) -> float:
-        """Milliseconds of one call by the wall clock, after one that may compile."""
-        call()
-        self.synchronize()
-        started = time.perf_counter()
-        call()
-        self.synchronize()
-        return (time.perf_counter() - started) * 1e3
+    def wall_milliseconds(self, call: Call, calls: int, warm_up: int = 1, wait: bool = True) -> list[float]:
+        """Wall-clock time of each call on an idle device, until the device is idle again, or without ``wait`` until
+        the call returns; after ``warm_up`` calls, which may compile.
+        """
+        samples = []
+        for _ in range(warm_up + calls):
+            self.synchronize()
+            started = time.perf_counter()
+            call()
+            if wait:
+                self.synchronize()
+            samples.append((time.perf_counter() - started) * 1e3)
+        return samples[warm_up:]
 
     def compare(self, calls: Mapping[K, Call], rounds: int) -> dict[K, Timing]:
         """Times of several variants, measured in turn ``rounds`` times, so that clock drift affects all alike."""
@@ -84,18 +92,10 @@ class Bench:
                 taken[name].append(self.time(call))
         return {name: combined(timings) for name, timings in taken.items()}
 
-    def host_microseconds(self, call: Call, calls: int = 100) -> float:
+    def host_microseconds(self, call: Call) -> float:
         """Median time until a call returns on an idle device: Python and launches, without execution."""
-        if not self.on_gpu:
-            calls = 3
-        samples = []
-        for _ in range(calls + calls // 10):
-            self.synchronize()
-            started = time.perf_counter()
-            call()
-            samples.append(time.perf_counter() - started)
-        self.synchronize()
-        return median(samples[calls // 10 :]) * 1e6
+        calls, warm_up = (100, 10) if self.on_gpu else (3, 0)
+        return median(self.wall_milliseconds(call, calls, warm_up, wait=False)) * 1e3
 
     def graph(self, call: Call) -> Timing | str:
         """Time of the call's kernels alone, as a CUDA graph, or the reason why it cannot be captured."""
@@ -186,11 +186,20 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
-def _wall_clock(call: Call, calls: int = 3) -> Timing:
-    samples = []
-    for _ in range(calls + 1):
-        started = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - started) * 1e3)
-    samples = sorted(samples[1:])
-    return Timing(median(samples), samples[1], samples[-2], (median(samples),))
+def errors_as_faults(check: Callable[P, str | None]) -> Callable[P, str | None]:
+    """A check that returns a kernel's error like any other difference from the reference."""
+
+    @wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> str | None:
+        try:
+            return check(*args, **kwargs)
+        except errors() as error:
+            return one_line(error)
+
+    return checked
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Distance relative to ``exact`` in the 2-norm."""
+    exact = exact.detach().double()
+    return float((found.detach().to(exact) - exact).norm() / exact.norm())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tools.bench.measure import Call, errors, one_line
+from tools.bench.measure import Call, distance, errors_as_faults
 from tools.bench.shapes import ModelShape
 
 EPS, DROPOUT, LAYERS = 1e-5, 0.1, 24
@@ -21,36 +21,23 @@ Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class OpCase:
-    """One op of the step.
-
-    Attributes:
-        name, size: the op and the size of its tensors.
-        times: how often a step of ``LAYERS`` layers runs it.
-        moved: bytes that one pass must read and write; None if bandwidth does not bound it.
-        variants: name -> call; ratios are over the first one.
-        results: pairs of results of ``ours`` and of the first variant.
-        near: largest relative distance of a pair.
-    """
+    """One op of the step."""
 
     name: str
-    size: str
-    times: int
-    moved: int | None
-    variants: Mapping[str, Call]
-    results: Callable[[], Pairs] = tuple
-    near: float = 4e-3
+    size: str  # of its tensors
+    times: int  # how often a step of ``LAYERS`` layers runs it
+    moved: int | None  # bytes that one pass must read and write; None if bandwidth does not bound it
+    variants: Mapping[str, Call]  # name -> call; ratios are over the first one
+    results: Callable[[], Pairs] = tuple  # pairs of ``ours`` and of the first variant
+    near: float = 4e-3  # largest relative distance of a pair
 
+    @errors_as_faults
     def fault(self) -> str | None:
         """The difference between the results, or an error; None if they agree."""
-        try:
-            for ours, theirs in self.results():
-                theirs = theirs.detach().double()
-                error = float((ours.detach().double() - theirs).norm() / theirs.norm())
-                # Triton's interpreter truncates fp32 to bf16 where a GPU rounds.
-                if not error < self.near * (1 if theirs.is_cuda else 3):
-                    return f"results differ by {error:.1e}"
-        except errors() as error:
-            return one_line(error)
+        for ours, theirs in self.results():
+            # Triton's interpreter truncates fp32 to bf16 where a GPU rounds.
+            if not (error := distance(ours, theirs)) < self.near * (1 if theirs.is_cuda else 3):
+                return f"results differ by {error:.1e}"
         return None
 
 
@@ -104,8 +91,6 @@ def norms(given: Inputs) -> Iterator[OpCase]:
     variants: dict[str, Call] = {"torch": stock, "ours": lambda: ours.norm(x, weight, bias, EPS)}
     yield OpCase("norm forward", size, times, 4 * x.numel(), variants, lambda: [(got.y, stock())])
     variants = {"torch": stock_backward, "ours": backward}
-    for stages in (2, 3):
-        variants[f"ours, {stages} stages"] = partial(backward, sizes=ours.tiling(H)._replace(stages=stages))
     pairs = _pairs(backward, stock_backward)
     yield OpCase("norm backward", size, times, 6 * x.numel(), variants, pairs)
     variants, pairs = {"unfused": unfused, "fused": fused}, _pairs(fused, unfused)
@@ -142,7 +127,7 @@ def gelus(given: Inputs) -> Iterator[OpCase]:
     pairs: Callable[[], Pairs] = lambda: [(ours.bias_gelu(y, bias), bias_gelu(bias, y))]  # noqa: E731
     yield OpCase("bias, GELU forward", size, LAYERS, 4 * y.numel(), variants, pairs, near)
     backward = partial(ours.bias_gelu_backward, dout, y, bias)
-    variants = {"Megatron-core": stock_backward, "ours": backward, "ours, 2 stages": partial(backward, stages=2)}
+    variants = {"Megatron-core": stock_backward, "ours": backward}
     pairs = _pairs(backward, stock_backward)
     yield OpCase("bias, GELU backward", size, LAYERS, 6 * y.numel(), variants, pairs, near)
 
@@ -186,7 +171,6 @@ def dropouts(given: Inputs) -> Iterator[OpCase]:
         name, times = f"bias, dropout {p}, add", 2 * LAYERS
         yield OpCase(f"{name} forward", size, times, 6 * x.numel(), variants, pairs, near=1e-2)
         variants = {"Megatron-core": partial(stock_backward, out), "ours": backward}
-        variants["ours, 2 stages"] = partial(backward, stages=2)
         yield OpCase(f"{name} backward", size, times, (4 if p else 2) * x.numel(), variants)
 
 

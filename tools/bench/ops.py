@@ -12,14 +12,11 @@ import torch
 from megatron_lowprec.training.distributed import startup
 from tools.bench.measure import Bench, Call, Copy, errors, one_line, rate
 from tools.bench.op_cases import LAYERS, OPS, Inputs, OpCase
-from tools.bench.report import Column, Report, Row, spread_columns
+from tools.bench.report import Column, Report, Row, named, spread_columns
 from tools.bench.shapes import ModelShape, models
 
 COLUMNS = (
-    Column("model", "model"),
-    Column("op", "op"),
-    Column("size", "size"),
-    Column("variant", "variant"),
+    *named("model", "op", "size", "variant"),
     *spread_columns(),
     Column("over", "/first", ".3f"),
     Column("tb_s", "TB/s", ".2f"),
@@ -58,31 +55,26 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
 def _rows(
     model: ModelShape, op: OpCase, rounds: int, bench: Bench, large: Copy, notes: set[str]
 ) -> Iterator[dict[str, Any]]:
-    named = {"model": model.name, "op": op.name, "size": op.size}
+    start = {"model": model.name, "op": op.name, "size": op.size}
     reason = op.fault()
     if reason is not None:
-        yield named | {"variant": "ours", "failed": reason}
+        yield start | {"variant": "ours", "failed": reason}
         return
     calls: dict[str, Call] = {}
-    failed: dict[str, str] = {}
     for variant, call in op.variants.items():
         try:
             call()
-            captured = bench.captured(call)
         except errors() as error:
-            failed[variant] = one_line(error)
+            yield start | {"variant": variant, "failed": one_line(error)}
             continue
+        captured = bench.captured(call)
         if isinstance(captured, str):
             notes.add(f"not a graph, launches included: {op.name} by {variant}: {captured}")
         calls[variant] = call if isinstance(captured, str) else captured
     timings = bench.compare(calls, rounds)
     first = timings.get(next(iter(op.variants)))  # a variant that failed is compared with nothing
-    for variant in op.variants:
-        if variant in failed:
-            yield named | {"variant": variant, "failed": failed[variant]}
-            continue
-        timing = timings[variant]
-        row = named | timing.row() | {"variant": variant, "step_ms": op.times * timing.ms, "moved_bytes": op.moved}
+    for variant, timing in timings.items():
+        row = start | timing.row() | {"variant": variant, "step_ms": op.times * timing.ms, "moved_bytes": op.moved}
         row["over"] = None if first is None else timing.ms / first.ms
         if op.moved is not None:
             row["tb_s"] = rate(op.moved, timing.ms)

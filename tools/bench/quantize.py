@@ -23,18 +23,15 @@ from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
-from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors, one_line, rate
-from tools.bench.report import Column, Report, Row, spread_columns
+from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors_as_faults, rate
+from tools.bench.report import Column, Report, Row, named, spread_columns
 from tools.bench.shapes import linears
 
 FORMAT_NAMES = ("e2m1", "e4m3")
 KINDS = ("nearest", "sr", "rht64", "rht64+sr")
 DIRECTIONS = ("rows", "columns", "both")
 COLUMNS = (
-    Column("format", "format"),
-    Column("kind", "kind"),
-    Column("direction", "direction"),
-    Column("size", "size"),
+    *named("format", "kind", "direction", "size"),
     *spread_columns(),
     Column("tb_s", "TB/s", ".2f"),
     Column("of_large_copy", "of large copy", ".1%"),
@@ -133,15 +130,9 @@ def run_reference(x: torch.Tensor, variant: Variant, way: str) -> torch.Tensor:
     return elements.t() if way == "columns" else elements
 
 
+@errors_as_faults
 def fault(variant: Variant, device: torch.device, generator: torch.Generator) -> str | None:
     """The kernel's difference from the reference on random inputs; None if all bits agree."""
-    try:
-        return _difference(variant, device, generator)
-    except errors() as error:
-        return one_line(error)
-
-
-def _difference(variant: Variant, device: torch.device, generator: torch.Generator) -> str | None:
     sizes = _CHECKED_SIZES if device.type == "cuda" else ((45, 128),)
     for rows, columns in sizes:
         x = random_input(rows, columns, device, generator)
@@ -208,12 +199,12 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     for size, (same, timings) in timed.items():
         copies["{}x{} bf16".format(*size)] = same
         for variant, reason in faults.items():
-            named = {"format": variant.spec.format, "kind": variant.kind, "direction": variant.direction}
-            named["size"] = "{}x{}".format(*size)
+            row = {"format": variant.spec.format, "kind": variant.kind, "direction": variant.direction}
+            row["size"] = "{}x{}".format(*size)
             if reason is None:
-                rows.append(named | _row(variant.moved_bytes(size[0] * size[1]), timings[variant], best, same))
+                rows.append(row | _row(variant.moved_bytes(size[0] * size[1]), timings[variant], best, same))
             else:
-                rows.append(named | {"failed": reason})
+                rows.append(row | {"failed": reason})
     report.note(
         *(
             f"copy, {name}: {c.terabytes_per_second:.2f} TB/s, {c.moved_bytes >> 20} MiB moved"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lowprec.text_tables import plain_table
 from tools.bench.machine import header_lines
 
 Row = Mapping[str, Any]
@@ -27,6 +28,11 @@ class Column:
         return "-" if value is None else format(value, self.form)
 
 
+def named(*keys: str) -> tuple[Column, ...]:
+    """Columns of text under their keys."""
+    return tuple(Column(key, key) for key in keys)
+
+
 def spread_columns(digits: int = 4) -> tuple[Column, ...]:
     """Median, percentiles and noise of a ``Timing``."""
     form = f".{digits}f"
@@ -36,20 +42,12 @@ def spread_columns(digits: int = 4) -> tuple[Column, ...]:
 
 def render(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """The table: numbers aligned right, text left; a failed row has its reason in place of numbers."""
-    texts = [[column.text(row) for column in columns] for row in rows]
-    widths = [max([len(c.heading), *(len(line[i]) for line in texts)]) for i, c in enumerate(columns)]
-
-    def line(words: Sequence[str]) -> str:
-        triples = zip(words, widths, columns, strict=True)
-        return "  ".join(word.rjust(width) if c.form else word.ljust(width) for word, width, c in triples).rstrip()
-
-    lines = [line([column.heading for column in columns]), "  ".join("-" * width for width in widths)]
-    for row, words in zip(rows, texts, strict=True):
+    texts = [["" if row.get("failed") and c.form else c.text(row) for c in columns] for row in rows]
+    lines = plain_table([c.heading for c in columns], texts, [c.heading for c in columns if not c.form])
+    # After the heading and its rule.
+    for at, row in enumerate(rows, len(lines) - len(rows)):
         if row.get("failed"):
-            named = [word if not column.form else "" for word, column in zip(words, columns, strict=True)]
-            lines.append(f"{line(named)}  FAILED: {row['failed']}")
-        else:
-            lines.append(line(words))
+            lines[at] += f"  FAILED: {row['failed']}"
     return "\n".join(lines)
 
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from megatron_lowprec.errors import UserError
 from tools.bench.machine import REPOSITORY
-from tools.bench.measure import Bench
+from tools.bench.measure import Bench, Timing, combined
 from tools.bench.peers.layers import TE_RECIPES, absent
-from tools.bench.report import Column, Report, Row, spread_columns
+from tools.bench.report import Column, Report, Row, named, spread_columns
 from tools.bench.shapes import ModelShape, models
 
 K = TypeVar("K", bound=Hashable)
@@ -23,7 +23,7 @@ Runs = list[dict[str, Any]]
 
 RECIPES = ("bf16", "mxfp8", "mxfp4_rht_sr")
 WITH_PEERS = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr")
-NAMED = (Column("model", "model"), Column("batch", "batch"), Column("recipe", "recipe"))
+NAMED = named("model", "batch", "recipe")
 TIMES = spread_columns(2)
 RATE = Column("tokens_per_second", "tokens/s", ",.0f")
 PEAK, LOSS = Column("peak_gib", "peak GiB", ".1f"), Column("last_loss", "last loss", ".4f")
@@ -156,18 +156,18 @@ def row_of(model: ModelShape, recipe: str, runs: Runs, args: argparse.Namespace,
     failures = [run["failed"] for run in runs if "failed" in run]
     if failures:
         return row | {"failed": failures[0]}
-    ms, first, every = median(run["ms"] for run in runs), runs[0], [run["ms"] for run in runs]
-    return row | {
-        "batch": f"{first['micro_batch']}x{first['sequence']}",
-        "ms": ms,
-        "low": min(run["low"] for run in runs),
-        "high": max(run["high"] for run in runs),
-        "noise": (max(every) - min(every)) / ms,
-        "tokens_per_second": processes * first["micro_batch"] * first["sequence"] / ms * 1e3,
-        "peak_gib": max(run["peak_gib"] for run in runs),
-        "last_loss": first["losses"][-1],
-        "runs": runs,
-    }
+    first, timing = runs[0], combined([Timing(run["ms"], run["low"], run["high"]) for run in runs])
+    return (
+        timing.row()
+        | row
+        | {
+            "batch": f"{first['micro_batch']}x{first['sequence']}",
+            "tokens_per_second": processes * first["micro_batch"] * first["sequence"] / timing.ms * 1e3,
+            "peak_gib": max(run["peak_gib"] for run in runs),
+            "last_loss": first["losses"][-1],
+            "runs": runs,
+        }
+    )
 
 
 def median_ms(runs: Runs) -> float | None:

@@ -33,6 +33,7 @@ def main(asked: dict[str, Any]) -> None:
     from megatron_lowprec.training.config.arguments import parse
     from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run, total_samples
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
+    from tools.bench.measure import Bench
 
     on_gpu = torch.cuda.is_available()
     per_rank, steps = asked["micro_batch"], asked["warm_up"] + asked["iterations"]
@@ -49,6 +50,7 @@ def main(asked: dict[str, Any]) -> None:
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
     device = startup.initialize(config, ranks)
+    clock = Bench(device)
 
     from megatron.core.num_microbatches_calculator import update_num_microbatches
 
@@ -74,20 +76,19 @@ def main(asked: dict[str, Any]) -> None:
         losses.append(result.loss)
         if not result.updated or not math.isfinite(result.loss):
             sys.exit(f"step {iteration}: loss {result.loss}, updated: {result.updated}")
-    peak, reserved = (0, 0)
-    if on_gpu:
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
 
     def step() -> None:
         train_step(trainer, batches, config, steps, device)
 
     kernels, idle, isolated_ms, update_ms, stock_update_ms = None, None, None, None, None
     if not asked["step_alone"]:
-        isolated_ms = _milliseconds(step, on_gpu)
+        isolated_ms = median(clock.wall_milliseconds(step, 5))
         if on_gpu:
             events = _profiled(step)
             kernels, idle = _kernels(events), _idle(events)
-        update_ms, stock_update_ms = _updates(trainer.optimizer, on_gpu)
+        update_ms, stock_update_ms = _updates(trainer.optimizer, clock)
     milliseconds = [(end - start) * 1e3 for start, end in pairwise(marks)]
     timed = milliseconds[asked["warm_up"] :]
     fifths = quantiles(timed, n=5, method="inclusive") if len(timed) > 1 else timed * 4
@@ -120,13 +121,14 @@ def main(asked: dict[str, Any]) -> None:
 
 def _profiled(step: Callable[[], None]) -> list[Any]:
     """The GPU's kernels and copies in ``PROFILED`` consecutive steps."""
+    import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(PROFILED):
             step()
-        _synchronize(True)
+        torch.cuda.synchronize()
     return [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
 
 
@@ -153,33 +155,14 @@ def _idle(events: Sequence[Any]) -> dict[str, Any]:
     return {"ms": sum(gap["ms"] for gap in gaps) / PROFILED, "gaps": len(gaps) / PROFILED, "longest": longest}
 
 
-def _updates(optimizer: Any, on_gpu: bool) -> tuple[float, float]:
+def _updates(optimizer: Any, clock: Any) -> tuple[float, float]:
     """Milliseconds of the driver's optimizer step, and of Megatron-core's."""
     from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 
-    ours = _milliseconds(lambda: optimizer_step(optimizer), on_gpu)
+    ours = median(clock.wall_milliseconds(lambda: optimizer_step(optimizer), 5))
     for part in optimizer.chained_optimizers:
         vars(part).pop("_copy_main_params_to_model_params", None)
-    return ours, _milliseconds(optimizer.step, on_gpu)
-
-
-def _milliseconds(run: Callable[[], object], on_gpu: bool) -> float:
-    """Median of five runs after a first one, with the device idle before and after each."""
-    taken = []
-    for _ in range(6):
-        _synchronize(on_gpu)
-        started = time.perf_counter()
-        run()
-        _synchronize(on_gpu)
-        taken.append((time.perf_counter() - started) * 1e3)
-    return median(taken[1:])
-
-
-def _synchronize(on_gpu: bool) -> None:
-    if on_gpu:
-        import torch
-
-        torch.cuda.synchronize()
+    return ours, median(clock.wall_milliseconds(optimizer.step, 5))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser, current_names
+from megatron_lowprec.errors import Parser, current_argv
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
 from tools.fault_injection.run import Failure
@@ -50,23 +50,27 @@ def _split(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def _plan(scenarios: Scenarios, kills: int, in_save: int, repeats: int) -> dict[str, Callable[[], Outcome]]:
-    """Row of the table -> the scenario that fills it."""
-    plan: dict[str, Callable[[], Outcome]] = {}
+def _plan(scenarios: Scenarios, kills: int, in_save: int, repeats: int) -> dict[str, Callable[[str], Outcome]]:
+    """Row of the table -> the scenario that fills it; its argument is the row's name."""
+    plan: dict[str, Callable[[str], Outcome]] = {}
     victims: list[tuple[str, list[str]]] = [("one", []), ("one", ASYNC), ("all", []), ("all", ASYNC)]
     for (whom, more), times, in_a_save in zip(victims, _split(kills, 4), _split(in_save, 4), strict=True):
         who = "one rank" if whom == "one" else "torchrun and all ranks"
         name = f"kill -9 of {who}" + (", asynchronous saves" if more else "")
-        plan[name] = partial(scenarios.kills, name, whom, times, in_a_save, more)
+        plan[name] = partial(scenarios.kills, whom=whom, times=times, in_save=in_a_save, more=more)
     plan["one rank killed, the other stuck in C++"] = scenarios.stuck_rank
     for number in (signal.SIGTERM, signal.SIGUSR1):
         for place in ("a step", "an evaluation", "a save", "a start"):
-            plan[f"{number.name} in {place}"] = partial(scenarios.signals, number, place, repeats, [])
-    plan["SIGTERM in a save, asynchronous saves"] = partial(scenarios.signals, signal.SIGTERM, "a save", repeats, ASYNC)
-    plan["disk full in a save"] = partial(scenarios.full_disk, [])
-    plan["disk full in a save, asynchronous"] = partial(scenarios.full_disk, ASYNC)
-    plan["truncated shard"] = partial(scenarios.damage, "truncated shard", truncate_shard, lost=5)
-    plan["corrupt latest"] = partial(scenarios.damage, "corrupt latest", corrupt_tracker, lost=0)
+            plan[f"{number.name} in {place}"] = partial(
+                scenarios.signals, number=number, place=place, times=repeats, more=[]
+            )
+    plan["SIGTERM in a save, asynchronous saves"] = partial(
+        scenarios.signals, number=signal.SIGTERM, place="a save", times=repeats, more=ASYNC
+    )
+    plan["disk full in a save"] = partial(scenarios.full_disk, more=[])
+    plan["disk full in a save, asynchronous"] = partial(scenarios.full_disk, more=ASYNC)
+    plan["truncated shard"] = partial(scenarios.damage, happen=truncate_shard, lost=5)
+    plan["corrupt latest"] = partial(scenarios.damage, happen=corrupt_tracker, lost=0)
     return plan
 
 
@@ -86,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
     parser.add_argument("--folder", type=Path, help="keep all files here (default: temporary)")
     parser.add_argument("--out", type=output_file, help="write the page here, and its table as JSON beside it")
-    argv = current_names(sys.argv[1:] if argv is None else argv, _RENAMED)
+    argv = current_argv(sys.argv[1:] if argv is None else argv, _RENAMED)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="fault-injection-") as temporary:
         folder = arguments.folder or Path(temporary)
@@ -108,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.only not in name:
                 continue
             try:
-                outcome = strike()
+                outcome = strike(name)
             except Failure as failure:
                 outcome = Outcome(name, failure=str(failure))
             finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from megatron_lowprec.files import json_lines
 from megatron_lowprec.training.checkpoint import storage
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -163,11 +163,7 @@ def _caught(pid: int) -> int:
 
 def rows(save: Path) -> list[dict[str, Any]]:
     """A run's metrics, without a line that is being written."""
-    try:
-        lines = (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    return json_lines(save / "metrics.jsonl")
 
 
 def exact(save: Path) -> list[tuple[int, str, str]]:

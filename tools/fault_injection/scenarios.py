@@ -74,8 +74,7 @@ class Scenarios:
 
     def kills(self, fault: str, whom: str, times: int, in_save: int, more: list[str]) -> Outcome:
         """``kill -9`` of each start of a run at a random time; at least ``in_save`` kills come during a save."""
-        outcome = Outcome(fault)
-        save = self.folder / fault.replace(" ", "_").replace(",", "")
+        outcome, save = Outcome(fault), self._folder(fault)
         while outcome.times < times or outcome.in_a_save < in_save:
             if newest(save) + 3 * SAVE_INTERVAL > self._iterations:
                 outcome.notes.append("the run ended before the last kill")
@@ -92,11 +91,9 @@ class Scenarios:
                 outcome.notes.append(f"torchrun names another root cause: {run.log.name}")
         return self._finish(save, outcome, more)
 
-    def signals(self, number: signal.Signals, place: str, times: int, more: list[str]) -> Outcome:
+    def signals(self, fault: str, number: signal.Signals, place: str, times: int, more: list[str]) -> Outcome:
         """A signal to torchrun, which forwards it to every process; no step may be lost."""
-        cut_off = 0
-        outcome = Outcome(f"{number.name} in {place}" + (", asynchronous saves" if more == ASYNC else ""))
-        save = self.folder / outcome.fault.replace(" ", "_").replace(",", "")
+        cut_off, outcome, save = 0, Outcome(fault), self._folder(fault)
         for _ in range(times):
             # Data loader workers are processes that receive the signal as well.
             run = self._start(save, [*more, "--num-workers", "1"])
@@ -112,11 +109,7 @@ class Scenarios:
                 self._wait_a_random_time(run, in_save=place == "a save")
             inside, reached = bool(run.partial()), run.iteration
             run.send(number)
-            _, seconds = run.ended()
-            outcome.times += 1
-            outcome.in_a_save += inside
-            outcome.slowest_end = max(outcome.slowest_end, seconds)
-            outcome.left_over += run.left_over()
+            self._end(run, outcome, inside)
             request = save / "requeue"
             if not request.exists():
                 raise Failure(f"no {request}: {run.log}")
@@ -134,8 +127,7 @@ class Scenarios:
 
     def damage(self, fault: str, happen: Callable[[Path], Any], lost: int) -> Outcome:
         """Damage the folder of a run after two and a half save intervals, and let the run continue."""
-        outcome = Outcome(fault, times=1, most_lost=lost)
-        save = self.folder / fault.replace(" ", "_")
+        outcome, save = Outcome(fault, times=1, most_lost=lost), self._folder(fault)
         self._start(save, ["--exit-interval", "25"]).finish()
         happen(save)
         before = newest(save)
@@ -148,11 +140,10 @@ class Scenarios:
         outcome.notes += [line.strip() for line in said]
         return self._finish(save, outcome, [], started=True)
 
-    def full_disk(self, more: list[str]) -> Outcome:
+    def full_disk(self, fault: str, more: list[str]) -> Outcome:
         """Fill the file system while a checkpoint is written to it."""
-        outcome = Outcome("disk full in a save" + (", asynchronous" if more == ASYNC else ""), times=1)
         # Only --save is on the small disk; the log is not.
-        save = self.folder / ("full_async" if more else "full") / "out"
+        outcome, save = Outcome(fault, times=1), self._folder(fault) / "out"
         _, checkpoint = max(storage.whole(str(self.folder / "reference")).items())
         size = sum(path.stat().st_size for path in checkpoint.iterdir())
         with _small_disk(save, 5 * size + 4 * 2**20) as kind:
@@ -173,10 +164,9 @@ class Scenarios:
             ballast.unlink()
             return self._finish(save, outcome, more)
 
-    def stuck_rank(self) -> Outcome:
+    def stuck_rank(self, fault: str) -> Outcome:
         """``kill -9`` of one rank while the other is stuck in C++ code, as under NCCL."""
-        outcome = Outcome("one rank killed, the other stuck in C++")
-        save = self.folder / "stuck"
+        outcome, save = Outcome(fault), self._folder(fault)
         script = REPOSITORY / "tools/fault_injection/stuck_rank.py"
         timeout = ("--shutdown-timeout", "3000") if _knows_shutdown_timeout() else ()
         if not timeout:
@@ -192,6 +182,9 @@ class Scenarios:
         """Kill the run in progress."""
         if self._run is not None:
             self._run.kill_all()
+
+    def _folder(self, fault: str) -> Path:
+        return self.folder / fault.replace(" ", "_").replace(",", "")
 
     def _start(self, save: Path, more: list[str], script: Path | None = None, launcher: tuple[str, ...] = ()) -> Run:
         self._run = Run(save, [*MODEL, "--train-iters", str(self._iterations), *more], script, launcher)
@@ -211,14 +204,18 @@ class Scenarios:
 
     def _after(self, run: Run, outcome: Outcome, reached: int) -> None:
         """Record how a killed start ended, and check its losses."""
-        _, seconds = run.ended()
-        outcome.times += 1
-        outcome.in_a_save += bool(run.partial())
-        outcome.slowest_end = max(outcome.slowest_end, seconds)
-        outcome.left_over += run.left_over()
+        self._end(run, outcome)
         reached = max(reached, run.iteration)
         outcome.most_lost = max(outcome.most_lost, reached - newest(run.save))
         self._same_so_far(run.save, run)
+
+    def _end(self, run: Run, outcome: Outcome, inside: bool | None = None) -> None:
+        """Wait for the end of a start; ``inside``: whether the fault came in a save (default: one is incomplete)."""
+        _, seconds = run.ended()
+        outcome.times += 1
+        outcome.in_a_save += bool(run.partial()) if inside is None else inside
+        outcome.slowest_end = max(outcome.slowest_end, seconds)
+        outcome.left_over += run.left_over()
 
     def _same_so_far(self, save: Path, run: Run) -> None:
         expected = set(self._reference)

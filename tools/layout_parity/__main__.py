@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec import get_recipe, recipes
-from megatron_lowprec.errors import Parser, UserError, current_names, run_tool
+from megatron_lowprec.errors import Parser, UserError, current_argv, names, run_tool
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
 from tools.layout_parity import layouts, plan
@@ -43,10 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
     known = ", ".join(dict.fromkeys(layout.name for layout in layouts.LAYOUTS))
     parser.add_argument("--gpus", type=int, default=0, help="number of GPUs to use; 0 for CPU cores (default)")
     parser.add_argument("--launches-at-once", type=int, help="launches that share the GPUs (default: one a GPU, or 1)")
-    parser.add_argument("--recipes", type=_names, help="default: all of the registry")
-    parser.add_argument("--layouts", type=_names, default=[], help=f"default: all that fit, of {known}")
-    parser.add_argument("--checks", type=_names, default=list(plan.CHECKS), help=f"of {', '.join(plan.CHECKS)}")
-    parser.add_argument("--precisions", type=_names, help="of fp64, fp32, bf16; default fp64,fp32, on GPUs fp32,bf16")
+    parser.add_argument("--recipes", type=names, help="default: all of the registry")
+    parser.add_argument("--layouts", type=names, default=[], help=f"default: all that fit, of {known}")
+    parser.add_argument("--checks", type=names, default=list(plan.CHECKS), help=f"of {', '.join(plan.CHECKS)}")
+    parser.add_argument("--precisions", type=names, help="of fp64, fp32, bf16; default fp64,fp32, on GPUs fp32,bf16")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=6, help="number of perturbed one-process runs, seeds 1, 2, …")
     parser.add_argument("--folder", type=Path, help="keep all files here, and continue from them (default: temporary)")
@@ -57,17 +57,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code."""
-    argv = current_names(sys.argv[1:] if argv is None else argv, _RENAMED)
-    arguments = build_parser().parse_args(argv)
+    argv = current_argv(sys.argv[1:] if argv is None else argv, _RENAMED)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
     if arguments.compare is not None:
         return _publish(json.loads(arguments.compare.read_text(encoding="utf-8")), arguments.out or arguments.compare)
-    return run_tool("python -m tools.layout_parity", lambda: _run(_selection(arguments), arguments, " ".join(argv)))
+    with tempfile.TemporaryDirectory(prefix="layout-parity-") as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        return run_tool(parser.prog, lambda: _run(folder, _selection(arguments), arguments, " ".join(argv)))
 
 
 def _selection(arguments: argparse.Namespace) -> plan.Selection:
@@ -99,14 +98,8 @@ def _selection(arguments: argparse.Namespace) -> plan.Selection:
     )
 
 
-def _run(selected: plan.Selection, arguments: argparse.Namespace, given: str) -> int:
-    with tempfile.TemporaryDirectory(prefix="layout-parity-") as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        return _run_in(folder, selected, arguments, given)
-
-
-def _run_in(folder: Path, selected: plan.Selection, arguments: argparse.Namespace, given: str) -> int:
+def _run(folder: Path, selected: plan.Selection, arguments: argparse.Namespace, given: str) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
     out = arguments.out or REPOSITORY / "docs/results" / f"layout-parity-{'gpu' if selected.gpus else 'cpu'}.md"
     runner = Runner(folder, selected.gpus, arguments.launches_at_once or max(1, selected.gpus))
     started = time.monotonic()

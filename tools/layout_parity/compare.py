@@ -25,12 +25,7 @@ SIGMAS = 3.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one comparison.
-
-    Attributes:
-        first, later: difference of the first step's loss, and the largest one after it; 0 for checks without losses.
-        bound: what ``later`` may be; None where nothing is claimed, for the reason ``why``.
-    """
+    """The result of one comparison."""
 
     check: str
     model: str
@@ -39,9 +34,9 @@ class Verdict:
     precision: str
     ok: bool
     text: str = ""
-    first: float = 0.0
-    later: float = 0.0
-    bound: float | None = None
+    first: float = 0.0  # difference of the first step's loss; 0 for checks without losses
+    later: float = 0.0  # the largest difference after the first step
+    bound: float | None = None  # what ``later`` may be; None where nothing is claimed, for the reason ``why``
     why: str = ""
 
     def __str__(self) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_lowprec.files import json_lines
 from tools.layout_parity.plan import Launch
-from tools.layout_parity.worker import rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,18 +31,12 @@ class Done:
 
 @dataclass
 class Runner:
-    """Starts launches in a folder.
-
-    Args:
-        gpus: number of GPUs of this machine to use; 0 for CPU cores.
-        at_once: launches that run at the same time; each takes the GPUs with the fewest launches.
-        timeout: seconds of one launch.
-    """
+    """Starts launches in a folder."""
 
     folder: Path
-    gpus: int = 0
-    at_once: int = 1
-    timeout: float = 3600.0
+    gpus: int = 0  # of this machine to use; 0 for CPU cores
+    at_once: int = 1  # launches that run at the same time; each takes the GPUs with the fewest launches
+    timeout: float = 3600.0  # seconds of one launch
     done: list[Done] = field(default_factory=list)
 
     def run(self, launches: Iterable[Launch], tick: Callable[[], None] = lambda: None) -> None:
@@ -68,7 +62,7 @@ class Runner:
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows so far."""
-        return [row for path in sorted(self.folder.glob("*.rows.jsonl")) for row in rows_of(path)]
+        return [row for path in sorted(self.folder.glob("*.rows.jsonl")) for row in json_lines(path)]
 
 
 class _Running:

@@ -21,7 +21,7 @@ from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import data_parallel_size, resolve_model, resolve_run, total_samples
+from megatron_lowprec.training.config.resolve import layout_of, resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.data import batches as data
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
@@ -122,7 +122,7 @@ class Setup:
             resume.check_model(found, config, vocabulary)
             if not config.no_load_optim:
                 resume.check_optimizer(found, config)
-            progress = checkpoint.load(found, trainer, config, layout_of(config, ranks)).progress
+            progress = checkpoint.load(found, trainer, config, layout_of(config, ranks.world_size)).progress
         optimizer_state.prime_adam(trainer.optimizer)  # the snapshot includes moments that no step has created yet
         return Setup(config, ranks, device, trainer, split, plan, vocabulary, progress, Snapshot(trainer))
 
@@ -161,8 +161,8 @@ class Setup:
     def save(self, folder: Path, progress: Progress) -> None:
         """Write a checkpoint as the driver does."""
         config = replace(self.config, save=str(folder))
-        recipe = self.trainer.runtime.recipe
-        content = resume.content(config, recipe, self.schedule, self.vocabulary, layout_of(config, self.ranks), None)
+        recipe, layout = self.trainer.runtime.recipe, layout_of(config, self.ranks.world_size)
+        content = resume.content(config, recipe, self.schedule, self.vocabulary, layout, None)
         CheckpointWriter(config, content, lambda line: None).save(self.trainer, progress)
 
     def load(self, folder: Path) -> Progress:
@@ -170,7 +170,7 @@ class Setup:
         config = replace(self.config, load=str(folder))
         found, _ = resume.find_checkpoint(config)
         assert found is not None
-        loaded = checkpoint.load(found, self.trainer, config, layout_of(config, self.ranks))
+        loaded = checkpoint.load(found, self.trainer, config, layout_of(config, self.ranks.world_size))
         assert not loaded.uncalibrated
         return loaded.progress
 
@@ -206,14 +206,3 @@ class Setup:
             shuffled: Any = Shuffled(split.samples, require(self.config.global_batch_size), order)
             split = replace(split, samples=shuffled)
         return [Batches(split, progress.consumed_samples, self.config, self.device) for _ in self.trainer.chunks]
-
-
-def layout_of(config: Config, ranks: Ranks) -> dict[str, int]:
-    """The layout, in the form that checkpoints store."""
-    return {
-        "tensor": config.tensor_model_parallel_size,
-        "pipeline": config.pipeline_model_parallel_size,
-        "context": config.context_parallel_size,
-        "expert": config.expert_model_parallel_size,
-        "data": data_parallel_size(config, ranks.world_size),
-    }

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import json_lines
 from megatron_lowprec.training.distributed import startup
 
 Row = dict[str, Any]
@@ -33,7 +34,7 @@ def main(job: Mapping[str, Any]) -> None:
     from tools.layout_parity.setup import Setup, configured
 
     # Before the process group is initialized: no rank writes yet.
-    present = {row_key(row) for row in rows_of(Path(job["out"]))}
+    present = {row_key(row) for row in json_lines(Path(job["out"]))}
     device = None
     with Path(job["out"]).open("a", encoding="utf-8") as file:
         for group in job["groups"]:
@@ -62,14 +63,6 @@ def main(job: Mapping[str, Any]) -> None:
                         file.flush()
     if device is not None:
         startup.finalize()
-
-
-def rows_of(path: Path) -> list[Row]:
-    """The complete rows of a file that may be incomplete or absent."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def _base(setup: Any, recipe: str, group: Row) -> Row:

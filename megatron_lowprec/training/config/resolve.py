@@ -120,6 +120,17 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     )
 
 
+def layout_of(config: Config, world_size: int) -> dict[str, int]:
+    """The parallel layout, in the form that checkpoints store."""
+    return {
+        "tensor": config.tensor_model_parallel_size,
+        "pipeline": config.pipeline_model_parallel_size,
+        "context": config.context_parallel_size,
+        "expert": config.expert_model_parallel_size,
+        "data": data_parallel_size(config, world_size),
+    }
+
+
 def virtual_stages(config: Config) -> int | None:
     """Chunks of a pipeline stage, or None without interleaving."""
     if config.num_virtual_stages_per_pipeline_rank is not None:

@@ -17,7 +17,7 @@ import torch
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.training.config.te_recipe import TERecipe, te_recipe
 from tools.bench.layer import Tensors, tensors
-from tools.bench.measure import errors, one_line
+from tools.bench.measure import distance, errors_as_faults, one_line
 from tools.bench.shapes import LinearShape
 
 PEERS = {"te": ("transformer_engine", "transformer_engine.pytorch"), "torchao": ("torchao", "torchao.float8")}
@@ -78,14 +78,8 @@ def _te_make(found: TERecipe, cached: bool) -> Make:
 
         recipe = _te_object(found)
         out_features, in_features = t.weight.shape
-        linear = te.Linear(
-            in_features,
-            out_features,
-            bias=False,
-            params_dtype=t.weight.dtype,
-            device=t.weight.device,
-            fuse_wgrad_accumulation=True,
-        )
+        options = {"params_dtype": t.weight.dtype, "device": t.weight.device, "fuse_wgrad_accumulation": True}
+        linear = te.Linear(in_features, out_features, bias=False, **options)
         linear.weight.data.copy_(t.weight.detach())
         linear.weight.overwrite_main_grad = not cached  # as in ours, in the first microbatch of a step
         # None: quantize the weight in each call; True, then False: cache it, as in a step's microbatches.
@@ -112,12 +106,8 @@ def _te_object(found: TERecipe) -> Any:
         return None
     fp8_format = te_recipes.Format.HYBRID if found.format == "hybrid" else te_recipes.Format.E4M3
     if found.kind == "delayed":
-        return te_recipes.DelayedScaling(
-            margin=found.margin,
-            fp8_format=fp8_format,
-            amax_history_len=found.history,
-            amax_compute_algo=found.history_rule,
-        )
+        history = {"amax_history_len": found.history, "amax_compute_algo": found.history_rule}
+        return te_recipes.DelayedScaling(margin=found.margin, fp8_format=fp8_format, **history)
     kinds = {"tensorwise": te_recipes.Float8CurrentScaling, "blockwise": te_recipes.Float8BlockScaling}
     return kinds[found.kind](fp8_format=fp8_format)
 
@@ -152,26 +142,23 @@ def _torchao_make(name: str) -> Make:
 
 
 # ---- the gate
+@errors_as_faults
 def fault(row: str, make: Make, device: torch.device, generator: torch.Generator) -> str | None:
     """Error of a peer's gradients if too large, or too small for FP8; None if it is as expected.
 
     FP8 keeps 3 or 4 significant bits (1% to 10% of such sums), bf16 eight.
     """
     least, most = (0.0, 0.01) if row.endswith("bf16") else (0.01, 0.15)
-    try:
-        t = tensors(LinearShape("check", "check", 256, 384), 512, device, generator)
-        call = make(t)
-        for _ in range(3):  # delayed scaling uses scales of earlier steps
-            t.main_grad.zero_()
-            call(t)
+    t = tensors(LinearShape("check", "check", 256, 384), 512, device, generator)
+    call = make(t)
+    for _ in range(3):  # delayed scaling uses scales of earlier steps
+        t.main_grad.zero_()
         call(t)
-    except errors() as error:
-        return one_line(error)
+    call(t)
     x, weight, dy = (tensor.detach().double() for tensor in (t.x, t.weight, t.dy))
     assert t.x.grad is not None
     added = 2 if row.endswith("cached") else 1  # the last call's gradient, added to the one before or replacing it
     for name, found, exact in (("dgrad", t.x.grad, dy @ weight), ("wgrad", t.main_grad, added * dy.t() @ x)):
-        distance = float((found.double() - exact).norm() / exact.norm())
-        if not least < distance < most:
-            return f"{name} has a relative error of {distance:.1e}; expected {least:g} to {most:g}"
+        if not least < (error := distance(found, exact)) < most:
+            return f"{name} has a relative error of {error:.1e}; expected {least:g} to {most:g}"
     return None

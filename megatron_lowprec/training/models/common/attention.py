@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def resolve(config: Config) -> Config:
-    """Heads' channels and groups filled."""
+    """The options with --kv-channels and --num-query-groups filled."""
     hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
     if config.kv_channels is None:
         check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
@@ -36,7 +36,7 @@ def resolve(config: Config) -> Config:
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
-    """Heads and groups divide by the tensor-parallel size."""
+    """Refuse a tensor-parallel size that does not divide heads and groups."""
     tensor = config.tensor_model_parallel_size
     check_divisible(
         "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
@@ -71,7 +71,7 @@ def sharding(config: Config) -> Sharding:
 
 
 def other_weights(config: Config) -> int:
-    """None."""
+    """Weights of a layer outside of its linear layers and norms: none."""
     return 0
 
 
@@ -106,7 +106,7 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
 
 
 def recomputed_bytes(config: Config) -> float:
-    """The scores, which only Megatron-core's unfused attention has."""
+    """Bytes of the scores, which only Megatron-core's unfused attention has."""
     return _scores(config) if config.attention_backend == "local" else 0.0
 
 

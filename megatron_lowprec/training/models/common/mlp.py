@@ -22,7 +22,7 @@ def gates(config: Config) -> int:
 
 
 def resolve(config: Config) -> Config:
-    """The MLP's width filled."""
+    """The options with --ffn-hidden-size filled."""
     if config.swiglu and config.squared_relu:
         raise UserError("--swiglu and --squared-relu are two activations; leave one out")
     hidden = require(config.hidden_size)
@@ -31,13 +31,13 @@ def resolve(config: Config) -> Config:
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
-    """There are no experts to spread."""
+    """Refuse expert parallelism: a dense MLP has no experts."""
     if config.expert_model_parallel_size > 1:
         raise UserError(f"--expert-model-parallel-size {config.expert_model_parallel_size} needs --num-experts")
 
 
 def check_cuda_graphs(config: Config) -> None:
-    """Sizes do not follow the data."""
+    """Refuse nothing: sizes do not follow the data."""
 
 
 def transformer_fields(config: Config) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def transformer_fields(config: Config) -> dict[str, Any]:
 
 
 def fuses_bias_gelu(config: Config) -> bool:
-    """GELU with a bias before it."""
+    """Whether GELU and the bias before it are one kernel."""
     return not (config.swiglu or config.squared_relu or config.disable_bias_linear)
 
 
@@ -80,7 +80,7 @@ def sharding(config: Config) -> Sharding:
 
 
 def other_weights(config: Config) -> int:
-    """None."""
+    """Weights of a layer outside of its linear layers and norms: none."""
     return 0
 
 
@@ -97,5 +97,5 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
 
 
 def backward_bytes(config: Config) -> float:
-    """All tokens of a microbatch."""
+    """Bytes of the widest activation, for all tokens of a microbatch."""
     return tokens_of(config) * require(config.ffn_hidden_size) * width_of(config) / config.tensor_model_parallel_size

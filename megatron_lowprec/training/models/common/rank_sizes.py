@@ -1,4 +1,4 @@
-"""Sizes of what one rank holds of a microbatch."""
+"""Tokens and bytes of a microbatch on one rank."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _LINEARS = (
 
 
 def known_name(name: str) -> str | None:
-    """OpenAI's own files name the bare transformer's tensors, and hold the causal mask."""
+    """Name with the prefix that OpenAI's own files lack; None for the causal mask, which they hold."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"

@@ -11,7 +11,7 @@ from megatron_lowprec.training.models.common.tensor_layout import concatenate, j
 
 
 def known_name(name: str) -> str | None:
-    """Older files hold rope's frequencies."""
+    """The same name; None for rope's frequencies, which older files hold."""
     return None if name.endswith(".rotary_emb.inv_freq") else name
 
 

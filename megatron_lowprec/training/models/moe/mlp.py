@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resolve(config: Config) -> Config:
-    """The MLP's width filled, which is the default of an expert's."""
+    """The options with --ffn-hidden-size filled, and --moe-ffn-hidden-size, whose default it is."""
     if config.moe_router_topk > require(config.num_experts):
         raise UserError(
             f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {config.num_experts}; lower it"
@@ -28,7 +28,7 @@ def resolve(config: Config) -> Config:
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
-    """Experts and data-parallel ranks divide by the expert-parallel size; Megatron-core's own conditions."""
+    """Refuse an expert-parallel size that does not divide experts and ranks, and layouts that Megatron-core lacks."""
     tensor, expert = config.tensor_model_parallel_size, config.expert_model_parallel_size
     check_divisible("--num-experts", require(config.num_experts), "--expert-model-parallel-size", expert)
     check_divisible("the data-parallel size", data_parallel_size, "--expert-model-parallel-size", expert)
@@ -41,7 +41,7 @@ def check_parallelism(config: Config, data_parallel_size: int) -> None:
 
 
 def check_cuda_graphs(config: Config) -> None:
-    """An expert's tokens follow the router."""
+    """Refuse CUDA graphs: the tokens of an expert follow the router."""
     raise UserError(
         f"--cuda-graph-impl {config.cuda_graph_impl} captures layers whose sizes never change, and those of "
         f"--num-experts {config.num_experts} follow the router; leave one of the two out"
@@ -65,7 +65,7 @@ def transformer_fields(config: Config) -> dict[str, Any]:
 
 
 def fuses_bias_gelu(config: Config) -> bool:
-    """Not for experts."""
+    """Whether GELU and the bias before it are one kernel: not for experts."""
     return False
 
 
@@ -75,7 +75,7 @@ def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
 
 
 def sharding(config: Config) -> Sharding:
-    """Experts; tensor-parallel ranks cut each one, unless experts are spread over ranks."""
+    """Copies are experts; tensor-parallel ranks cut each one, unless experts are spread over ranks."""
     experts, spread = require(config.num_experts), config.expert_model_parallel_size
     return Sharding(
         tensor_ranks=1 if spread > 1 else config.tensor_model_parallel_size,
@@ -87,12 +87,12 @@ def sharding(config: Config) -> Sharding:
 
 
 def other_weights(config: Config) -> int:
-    """The router's."""
+    """Weights of the router."""
     return require(config.num_experts) * require(config.hidden_size)
 
 
 def activations(config: Config, runs: Runs | None) -> dict[str, float]:
-    """A dense MLP's, for --moe-router-topk experts a token, when the load is balanced."""
+    """Bytes saved for the backward pass: --moe-router-topk experts a token, when the load is balanced."""
     tensor = sharding(config).tensor_ranks
     # Ranks that share each expert's weights see the same tokens; else each rank sees its part of the sequence.
     tokens = tokens_of(config) * config.moe_router_topk / (config.tensor_model_parallel_size // tensor)
@@ -111,7 +111,7 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
 
 
 def backward_bytes(config: Config) -> float:
-    """One expert after the other; a balanced one sees its share of the tokens."""
+    """Bytes of the widest activation of one expert, which sees its share of the tokens if the load is balanced."""
     share = config.moe_router_topk / require(config.num_experts) * config.expert_model_parallel_size
     ffn = require(config.moe_ffn_hidden_size)
     return tokens_of(config) * share * ffn * width_of(config) / sharding(config).tensor_ranks

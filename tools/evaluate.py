@@ -29,6 +29,7 @@ from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.data_options import find_data
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.blend import check_split
@@ -36,7 +37,6 @@ from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from megatron_lowprec.training.data.wikitext import SHIPPED, Page, read
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.evaluation.windows import Text, check_stride
-from megatron_lowprec.training.models.sizes import require
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.evaluation.text_loss import Score

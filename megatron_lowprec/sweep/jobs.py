@@ -19,10 +19,11 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.sweep.spec import ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
 from megatron_lowprec.training.checkpoint.storage import TRACKER
 from megatron_lowprec.training.config.arguments import KINDS, REPOSITORY, find, flag, parse, rivals_of
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
-from megatron_lowprec.training.models.sizes import linear_sites, require
+from megatron_lowprec.training.models.sizes import linear_sites
 
 MANIFEST = "sweep.json"
 DRIVER = str(REPOSITORY / "pretrain_gpt.py")

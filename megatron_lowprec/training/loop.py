@@ -20,13 +20,14 @@ from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.data.batches import Batches, Data
 from megatron_lowprec.training.distributed.interrupt import Stop, StopReasons, ask_requeue
 from megatron_lowprec.training.evaluation.validation import evaluate
 from megatron_lowprec.training.model import Trainer, gathered
-from megatron_lowprec.training.models.sizes import flops_per_sample, require
+from megatron_lowprec.training.models.sizes import flops_per_sample
 from megatron_lowprec.training.monitoring.bad_numbers import BadSteps, Diagnosis, diagnose, weights_are_finite
 from megatron_lowprec.training.monitoring.log import RunLog, StepRow
 from megatron_lowprec.training.step import train_step

@@ -7,35 +7,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
-from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import AutomaticFactor, rounded_sum_warnings
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
-from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
 from megatron_lowprec.mcore.optim.fp8_param_gather import finalize, use_primary_weights
 from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once
 from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
-from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, check_support, te_block_spec
+from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, check_support
 from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import virtual_stages
 from megatron_lowprec.training.config.te_recipe import TERecipe, te_recipe
-from megatron_lowprec.training.models.sizes import require
+from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.schedule import Schedule
 
 Runtime = RecipeRuntime | TERuntime
@@ -126,33 +123,23 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
     ``te`` is what TransformerEngine's layers are to run, None for our own.
     """
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    with_gelu_bias = not (config.swiglu or config.squared_relu or config.disable_bias_linear or config.num_experts)
-    on_gpu = torch.cuda.is_available()
+    on_gpu, architecture = torch.cuda.is_available(), architecture_of(config)
     virtual = virtual_stages(config)
     return TransformerConfig(
+        **architecture.attention.transformer_fields(config),
+        **architecture.mlp.transformer_fields(config),
         num_layers=require(config.num_layers),
         hidden_size=require(config.hidden_size),
-        ffn_hidden_size=require(config.ffn_hidden_size),
-        num_attention_heads=require(config.num_attention_heads),
-        num_query_groups=config.num_query_groups,
-        kv_channels=require(config.kv_channels),
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
-        gated_linear_unit=config.swiglu,
-        activation_func=F.silu if config.swiglu else squared_relu if config.squared_relu else F.gelu,
         add_bias_linear=not config.disable_bias_linear,
-        add_qkv_bias=config.add_qkv_bias,
         hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
         init_method_std=config.init_method_std,
         bf16=config.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         # Without it the draws depend on the tensor-parallel size; with it experts repeat on expert-parallel ranks.
         use_cpu_initialization=config.use_cpu_initialization or (not on_gpu and config.expert_model_parallel_size == 1),
-        # Its fused bias + GELU is the tanh approximation that GPT-2 uses, so CPU and GPU must agree on it. There is no
-        # fused form for experts, and none without a bias.
-        bias_activation_fusion=with_gelu_bias or config.swiglu,
         bias_dropout_fusion=True,
         # Ours has a fixed order of sums, Megatron-core's has not.
         cross_entropy_loss_fusion=on_gpu and (have_triton() or not config.deterministic_mode),
@@ -174,7 +161,6 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
         virtual_pipeline_model_parallel_size=virtual,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=1 if config.num_experts and config.expert_model_parallel_size > 1 else None,
         sequence_parallel=config.sequence_parallel,
         # An interleaved pipeline without these two trains on wrong activations, silently.
         overlap_p2p_comm=virtual is not None,
@@ -182,14 +168,6 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
         # A stage's output lives on for its gradient function alone. An interleaved stage would free it while it is
         # still being sent: a send that is not waited for holds the tensor, but not the memory that it had.
         deallocate_pipeline_outputs=config.pipeline_model_parallel_size > 1 and virtual is None,
-        num_moe_experts=config.num_experts,
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-        moe_router_topk=config.moe_router_topk,
-        moe_router_load_balancing_type=config.moe_router_load_balancing_type,
-        moe_aux_loss_coeff=config.moe_aux_loss_coeff,
-        moe_z_loss_coeff=config.moe_z_loss_coeff,
-        moe_token_dispatcher_type=config.moe_token_dispatcher_type,
-        moe_permute_fusion=False,
     )
 
 
@@ -201,7 +179,7 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
         vp_stage = stage if virtual is not None else None
         chunk: MegatronModule = LowPrecGPTModel(
             transformer,
-            _block_spec(config, transformer, vp_stage),
+            architecture_of(config).block_spec(config, transformer, vp_stage),
             vocab_size=padded_vocab_size,
             max_sequence_length=require(config.max_position_embeddings),
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -216,17 +194,6 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
             chunk.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(transformer, chunk) if config.bf16 else chunk)
     return chunks
-
-
-def _block_spec(config: Config, transformer: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    if config.transformer_impl == "transformer_engine":
-        return te_block_spec(transformer, vp_stage)
-    return gpt_block_spec(
-        transformer,
-        attention_backend=config.attention_backend,
-        no_lowprec_linears=config.no_lowprec_linears,
-        vp_stage=vp_stage,
-    )
 
 
 def _data_parallel(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import flag
+from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.sizes import check_divisible, require
 
 
 def check_rampup(config: Config, step: int) -> None:

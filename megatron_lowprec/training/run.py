@@ -16,6 +16,7 @@ from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_recipe
 from megatron_lowprec.training.config.arguments import find, parse
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.config.resolve import (
@@ -39,7 +40,7 @@ from megatron_lowprec.training.distributed.startup import Ranks, finalize, initi
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
-from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, require
+from megatron_lowprec.training.models.sizes import linear_sites, num_parameters
 from megatron_lowprec.training.rampup import run_length
 
 if TYPE_CHECKING:

@@ -20,13 +20,14 @@ from megatron_lowprec.training.checkpoint import checkpoint, optimizer_state, re
 from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
 from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import layout_of, resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.data import batches as data
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.distributed.startup import Ranks
-from megatron_lowprec.training.models.sizes import linear_sites, require
+from megatron_lowprec.training.models.sizes import linear_sites
 from megatron_lowprec.training.step import train_step
 
 

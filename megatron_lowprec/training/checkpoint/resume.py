@@ -15,6 +15,8 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.checkpoint import safe_load, storage
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
+from megatron_lowprec.training.models.sizes import has_experts
 from megatron_lowprec.training.schedule import Schedule
 
 CONFIG = "config.yaml"
@@ -34,13 +36,11 @@ _SHAPE = (
     "disable_bias_linear",
     "add_qkv_bias",
     "untie_embeddings_and_output_weights",
-    "num_experts",
-    "moe_ffn_hidden_size",
+    *(name for architecture in ARCHITECTURES for name in architecture.shape_options),
 )
 # Options that the same tensors compute something else by. Older checkpoints may lack one: it is not checked then.
 _FUNCTION = ("squared_relu", "norm_epsilon")
 _FUNCTION_OF_ROPE = ("rotary_base", "rotary_percent")
-_FUNCTION_OF_EXPERTS = ("moe_router_topk",)
 # Options that the optimizer's tensors depend on beside the model's.
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 # Options that decide which samples stand at which position.
@@ -162,7 +162,7 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
     options = saved.content["options"]
     names = [*_FUNCTION]
     names += _FUNCTION_OF_ROPE if config.position_embedding_type == "rope" else ()
-    names += _FUNCTION_OF_EXPERTS if config.num_experts else ()
+    names += architecture_of(config).function_options
     differing = _differing(options, config, [*_SHAPE, *(name for name in names if name in options)])
     if saved.content["padded_vocab_size"] != padded_vocab_size:
         differing.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
@@ -204,7 +204,7 @@ def check_optimizer(saved: Saved, config: Config) -> None:
             "give the checkpoint's options, or --no-load-optim to go on with the weights alone"
         )
     before, now = saved.layout.get("expert", 1), config.expert_model_parallel_size
-    if config.num_experts and (before > 1) != (now > 1):
+    if has_experts(config) and (before > 1) != (now > 1):
         sizes = "1" if before == 1 else f"{before}, or any from 2"
         raise UserError(
             f"--load {saved.folder} was written with --expert-model-parallel-size {before}, and this run has {now}: "
@@ -265,7 +265,7 @@ def implementation_note(saved: Saved, config: Config) -> list[str]:
     before = saved.content["options"].get("transformer_impl", "local")
     if before == config.transformer_impl:
         return []
-    if config.num_experts:
+    if has_experts(config):
         raise UserError(
             f"--load {saved.folder} was written with --transformer-impl {before}, under which a layer with experts has "
             f"other names than under {config.transformer_impl}; continue with {before}"

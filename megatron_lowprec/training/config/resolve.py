@@ -10,41 +10,24 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
+from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.te_recipe import INSTALL
 from megatron_lowprec.training.data.blend import resolve_phase
-from megatron_lowprec.training.models.sizes import check_divisible, require
+from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
 from megatron_lowprec.training.rampup import check_rampup, run_length
 
 
 def resolve_model(config: Config) -> Config:
     """Megatron's defaults for sizes that follow from others; what one person could get wrong about them is refused."""
     required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
         _positive(config, name)
     _in_bounds(config)
     _no_idle_flags(config)
-    if config.kv_channels is None:
-        check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
-    if config.swiglu and config.squared_relu:
-        raise UserError("--swiglu and --squared-relu are two activations; leave one out")
-    ffn = config.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if config.swiglu else 4 * hidden)
-    if config.group_query_attention:
-        check_divisible("--num-attention-heads", heads, "--num-query-groups", config.num_query_groups)
-    elif config.num_query_groups not in (1, heads):
-        raise UserError(
-            f"--num-query-groups {config.num_query_groups} does nothing without --group-query-attention; add that, or "
-            "leave it out"
-        )
-    config = replace(
-        config,
-        ffn_hidden_size=ffn,
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size or (ffn if config.num_experts else None),
-        kv_channels=config.kv_channels or hidden // heads,
-        num_query_groups=config.num_query_groups if config.group_query_attention else heads,
-        max_position_embeddings=config.max_position_embeddings or config.seq_length,
-    )
+    architecture = architecture_of(config)
+    config = architecture.mlp.resolve(architecture.attention.resolve(config))
+    config = replace(config, max_position_embeddings=config.max_position_embeddings or config.seq_length)
     if require(config.seq_length) > require(config.max_position_embeddings):
         raise UserError(
             f"--seq-length {config.seq_length} is longer than --max-position-embeddings "
@@ -154,7 +137,7 @@ def _positive(config: Config, name: str) -> None:
         raise UserError(f"{flag(name)} {getattr(config, name)}: wants at least 1")
 
 
-_BOUNDS = {
+_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "eval_iters": (0, None),
     "seed": (0, None),
     "num_workers": (0, None),
@@ -174,11 +157,11 @@ _BOUNDS = {
     "init_method_std": (0, None),
     "norm_epsilon": (0, None),
     "rotary_percent": (0, 1),
-    "moe_router_topk": (1, None),
     "num_query_groups": (1, None),
     "memory_plan_gpus": (1, None),
     "make_vocab_size_divisible_by": (1, None),
     "global_batch_size": (1, None),
+    **{name: bounds for architecture in ARCHITECTURES for name, bounds in architecture.bounds.items()},
 }
 
 
@@ -189,19 +172,12 @@ def _in_bounds(config: Config) -> None:
         if value is not None and not (least <= value and (most is None or value <= most)):
             wanted = f"at least {least}" if most is None else f"between {least} and {most}"
             raise UserError(f"--{name.replace('_', '-')} {value}: wants {wanted}")
-    if config.num_experts and config.moe_router_topk > config.num_experts:
-        raise UserError(
-            f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {config.num_experts}; lower it"
-        )
 
 
 # Flags that say something of what another one asks for.
 _PART_OF = {
     "memory_plan": ("memory_plan_gpus",),
-    "num_experts": (
-        *("moe_ffn_hidden_size", "moe_router_topk", "moe_router_load_balancing_type"),
-        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type"),
-    ),
+    **{name: parts for architecture in ARCHITECTURES for name, parts in architecture.dependent_options.items()},
 }
 
 
@@ -216,7 +192,7 @@ def _no_idle_flags(config: Config) -> None:
 
 def _check_parallelism(config: Config, world_size: int) -> None:
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    context, expert = config.context_parallel_size, config.expert_model_parallel_size
+    context = config.context_parallel_size
     for name in (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -237,10 +213,8 @@ def _check_parallelism(config: Config, world_size: int) -> None:
             f"{world_size} processes are not divisible by tensor {tensor} x pipeline {pipeline} x context {context} = "
             f"{model}; change --nproc-per-node or the parallel sizes"
         )
-    check_divisible(
-        "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
-    )
-    check_divisible("--num-query-groups", config.num_query_groups, "--tensor-model-parallel-size", tensor)
+    architecture = architecture_of(config)
+    architecture.attention.check_parallelism(config, world_size // model)
     check_divisible("--hidden-size", require(config.hidden_size), "--tensor-model-parallel-size", tensor)
     check_divisible("--ffn-hidden-size", require(config.ffn_hidden_size), "--tensor-model-parallel-size", tensor)
     check_divisible("--num-layers", require(config.num_layers), "--pipeline-model-parallel-size", pipeline)
@@ -251,21 +225,7 @@ def _check_parallelism(config: Config, world_size: int) -> None:
             )
         a_rank = "--seq-length" if context == 1 else "--seq-length of a context-parallel rank,"
         check_divisible(a_rank, require(config.seq_length) // context, "--tensor-model-parallel-size", tensor)
-    if config.num_experts:
-        check_divisible("--num-experts", config.num_experts, "--expert-model-parallel-size", expert)
-        check_divisible("the data-parallel size", world_size // model, "--expert-model-parallel-size", expert)
-        if tensor > 1 and not config.sequence_parallel:
-            raise UserError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
-        if tensor > 1 and not config.disable_bias_linear:
-            raise UserError(
-                "experts with --tensor-model-parallel-size above 1 have no biases; add --disable-bias-linear"
-            )
-        if expert > 1 and config.use_cpu_initialization:
-            raise UserError(
-                "--use-cpu-initialization would give every expert-parallel rank the same experts; leave it out"
-            )
-    elif expert > 1:
-        raise UserError(f"--expert-model-parallel-size {expert} needs --num-experts")
+    architecture.mlp.check_parallelism(config, world_size // model)
     virtual = virtual_stages(config)
     if virtual is not None:
         if pipeline == 1:
@@ -302,11 +262,7 @@ def _check_cuda_graphs(config: Config, gpus: bool) -> None:
         raise UserError(f"{asked} needs GPUs, and torch sees none; leave it out")
     if config.transformer_impl != "local":
         raise UserError(f"{asked} captures this project's layers, not --transformer-impl {config.transformer_impl}'s")
-    if config.num_experts:
-        raise UserError(
-            f"{asked} captures layers whose sizes never change, and those of --num-experts {config.num_experts} follow "
-            "the router; leave one of the two out"
-        )
+    architecture_of(config).mlp.check_cuda_graphs(config)
     if config.pipeline_model_parallel_size > 1:
         raise UserError(
             f"{asked} keeps the activations of one microbatch, and --pipeline-model-parallel-size "

@@ -14,8 +14,9 @@ from typing import Any, Literal
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HistoryUpdate, QuantSpec, Recipe
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.sizes import linear_sites, require
+from megatron_lowprec.training.models.sizes import linear_sites
 
 TESTED_VERSION = "2.20.2"
 INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch]=={TESTED_VERSION}'"

@@ -1,18 +1,16 @@
-"""A GPT's weights as the tensors of Hugging Face's GPT-2 or Llama, and back. torch alone."""
+"""A GPT's weights as the tensors of a Hugging Face model, and back. torch alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.convert.hf_config import kind_of
+from megatron_lowprec.training.convert.hf_config import hf_form
 from megatron_lowprec.training.convert.names import Weights
-from megatron_lowprec.training.convert.qkv_layout import join_qkv, split_qkv
-from megatron_lowprec.training.models.sizes import require
+from megatron_lowprec.training.models.common.interface import TensorMap
 
 
 def to_hf_weights(config: Config, weights: Weights, vocab_size: int) -> Weights:
@@ -21,14 +19,14 @@ def to_hf_weights(config: Config, weights: Weights, vocab_size: int) -> Weights:
     Raises:
         UserError: a weight that is missing, or one that has no place.
     """
-    rest, found = dict(weights), Weights()
-    for place in _places(config):
-        if place.ours not in rest:
-            raise UserError(f"the checkpoint has no weight {place.ours}: it is damaged or of another model")
-        found |= zip(place.theirs, place.out(rest.pop(place.ours)), strict=True)
+    maps, rest, found = _tensor_maps(config), dict(weights), Weights()
+    for entry in maps:
+        if entry.ours not in rest:
+            raise UserError(f"the checkpoint has no weight {entry.ours}: it is damaged or of another model")
+        found |= zip(entry.theirs, entry.to_hf(rest.pop(entry.ours)), strict=True)
     if rest:
         raise UserError(f"the checkpoint has weights that have no place: {', '.join(sorted(rest)[:5])}")
-    for name in _OF_VOCABULARY & found.keys():
+    for name in _of_vocabulary(maps):
         found[name] = found[name][:vocab_size]
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
@@ -39,29 +37,21 @@ def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], rows: i
     Raises:
         UserError: a tensor that is missing, or one that has no place.
     """
-    rest = {_with_prefix(name): tensor for name, tensor in tensors.items() if not name.endswith(_BUFFERS)}
+    maps, known_name = _tensor_maps(config), hf_form(config).weights.known_name
+    rest = {known: tensor for name, tensor in tensors.items() if (known := known_name(name)) is not None}
     if not config.untie_embeddings_and_output_weights:
         rest.pop("lm_head.weight", None)  # some files repeat the embedding
-    for name in _OF_VOCABULARY & rest.keys():
+    for name in _of_vocabulary(maps) & rest.keys():
         rest[name] = pad_rows(rest[name], rows)
     found = Weights()
-    for place in _places(config):
-        missing = [name for name in place.theirs if name not in rest]
+    for entry in maps:
+        missing = [name for name in entry.theirs if name not in rest]
         if missing:
             raise UserError(f"the safetensors have no {missing[0]}, which config.json asks for")
-        found[place.ours] = place.back([rest.pop(name) for name in place.theirs]).contiguous()
+        found[entry.ours] = entry.from_hf([rest.pop(name) for name in entry.theirs]).contiguous()
     if rest:
         raise UserError(f"the safetensors have tensors that have no place: {', '.join(sorted(rest)[:5])}")
     return found
-
-
-_OF_VOCABULARY = {"transformer.wte.weight", "model.embed_tokens.weight", "lm_head.weight"}
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # constants that older files hold
-
-
-def _with_prefix(name: str) -> str:
-    """OpenAI's own GPT-2 files name the bare transformer's tensors."""
-    return name if name.startswith(("transformer.", "model.", "lm_head.")) else f"transformer.{name}"
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -73,74 +63,15 @@ def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([tensor, tensor[-1:].expand(missing, -1)]) if missing > 0 else tensor
 
 
-@dataclass(frozen=True)
-class _Place:
-    """One of our weights and the tensors that hold it there."""
-
-    ours: str
-    theirs: tuple[str, ...]
-    out: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda tensor: [tensor]
-    back: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda tensors: tensors[0]
-
-
-def _places(config: Config) -> Iterator[_Place]:
+def _tensor_maps(config: Config) -> list[TensorMap]:
     """Where every weight of the model goes, each once."""
-    yield from _gpt2_places(config) if kind_of(config) == "gpt2" else _llama_places(config)
+    maps = [*hf_form(config).weights.tensor_maps(config)]
     if config.untie_embeddings_and_output_weights:
-        yield _Place("output_layer.weight", ("lm_head.weight",))
+        maps.append(TensorMap("output_layer.weight", ("lm_head.weight",)))
+    return maps
 
 
-def _gpt2_places(config: Config) -> Iterator[_Place]:
-    yield _Place("embedding.word_embeddings.weight", ("transformer.wte.weight",))
-    yield _Place("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
-    for part in ("weight", "bias"):
-        for layer in range(require(config.num_layers)):
-            theirs, ours = f"transformer.h.{layer}", f"decoder.layers.{layer}"
-            yield _Place(f"{ours}.input_layernorm.{part}", (f"{theirs}.ln_1.{part}",))
-            yield _Place(f"{ours}.pre_mlp_layernorm.{part}", (f"{theirs}.ln_2.{part}",))
-            yield _Place(
-                f"{ours}.self_attention.linear_qkv.{part}",
-                (f"{theirs}.attn.c_attn.{part}",),
-                out=lambda tensor: [_turned(torch.cat(split_qkv(config, tensor)))],
-                back=lambda tensors: join_qkv(config, *_turned(tensors[0]).chunk(3)),
-            )
-            for name, linear in (
-                ("attn.c_proj", "self_attention.linear_proj"),
-                ("mlp.c_fc", "mlp.linear_fc1"),
-                ("mlp.c_proj", "mlp.linear_fc2"),
-            ):
-                yield _Place(
-                    f"{ours}.{linear}.{part}",
-                    (f"{theirs}.{name}.{part}",),
-                    out=lambda tensor: [_turned(tensor)],
-                    back=lambda tensors: _turned(tensors[0]),
-                )
-        yield _Place(f"decoder.final_layernorm.{part}", (f"transformer.ln_f.{part}",))
-
-
-def _turned(tensor: torch.Tensor) -> torch.Tensor:
-    """A weight as Hugging Face's GPT-2 multiplies with it, [in, out], or back; a bias is one already."""
-    return tensor.t()
-
-
-def _llama_places(config: Config) -> Iterator[_Place]:
-    yield _Place("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    for layer in range(require(config.num_layers)):
-        theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-        yield _Place(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))
-        yield _Place(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))
-        yield _Place(
-            f"{ours}.self_attention.linear_qkv.weight",
-            tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv"),
-            out=lambda tensor: split_qkv(config, tensor),
-            back=lambda tensors: join_qkv(config, *tensors),
-        )
-        yield _Place(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",))
-        yield _Place(
-            f"{ours}.mlp.linear_fc1.weight",
-            (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
-            out=lambda tensor: tensor.chunk(2),
-            back=lambda tensors: torch.cat(list(tensors)),
-        )
-        yield _Place(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.mlp.down_proj.weight",))
-    yield _Place("decoder.final_layernorm.weight", ("model.norm.weight",))
+def _of_vocabulary(maps: Iterable[TensorMap]) -> set[str]:
+    """Tensors with a row for each token."""
+    ours = ("embedding.word_embeddings.weight", "output_layer.weight")
+    return {name for entry in maps if entry.ours in ours for name in entry.theirs}

@@ -18,39 +18,15 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.checkpoint.storage import TRACKER, iteration_folder
+from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
 from megatron_lowprec.training.convert.store import read_weights
+from megatron_lowprec.training.models.architectures import model_options
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(_\d{3})?$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _COLUMN = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")  # cut along dimension 0, biases too
 _ROW = ("linear_proj.weight", "linear_fc2.weight")  # cut along dimension 1
-_SAME = (  # named alike in Megatron-LM's args and here
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "seq_length",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "normalization",
-    "norm_epsilon",
-    "swiglu",
-    "squared_relu",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-)
 _REFUSED = (  # options that change what the weights mean, with the value that these layers have
     ("qk_layernorm", False),
     ("multi_latent_attention", False),
@@ -118,7 +94,7 @@ def options(args: Namespace) -> dict[str, Any]:
     """
     for name, allowed in _REFUSED:
         found = getattr(args, name, allowed)
-        if found != allowed:
+        if found != allowed and name not in Config.__dataclass_fields__:
             raise UserError(
                 f"the checkpoint's model has --{name.replace('_', '-')} {found}, which these layers have not"
             )
@@ -128,11 +104,12 @@ def options(args: Namespace) -> dict[str, Any]:
         raise UserError(
             "the checkpoint's model has exact GELU (--no-bias-gelu-fusion); these layers have its tanh form"
         )
-    found = {name: getattr(args, name) for name in _SAME if getattr(args, name, None) is not None}
+    # Named alike in Megatron-LM's args and here; those of other architectures have defaults that mean nothing.
+    given = {name: value for name, value in vars(args).items() if name in Config.__dataclass_fields__}
+    names = model_options(Config(**given))
+    found = {name: given[name] for name in names if given.get(name) is not None}
     if not found.get("group_query_attention", False):
         found.pop("num_query_groups", None)
-    if not found.get("num_experts"):
-        found = {name: value for name, value in found.items() if not name.startswith("moe_")}
     return found | {"disable_bias_linear": not biases, "bf16": bool(getattr(args, "bf16", False))}
 
 

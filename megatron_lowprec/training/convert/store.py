@@ -20,6 +20,7 @@ from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 from megatron_lowprec.training.distributed import startup
+from megatron_lowprec.training.models.architectures import model_options
 from megatron_lowprec.training.schedule import plan
 
 
@@ -112,32 +113,7 @@ def _fill(gpt: torch.nn.Module, weights: Weights) -> None:
         raise UserError(f"weights without a place in this model: {', '.join(sorted(found.unexpected_keys)[:5])}")
 
 
-_OF_A_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "seq_length",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "normalization",
-    "norm_epsilon",
-    "swiglu",
-    "squared_relu",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
+_BESIDE_THE_MODEL = (
     "bf16",
     "tokenizer_type",
     "tokenizer_model",
@@ -149,12 +125,10 @@ _OF_A_MODEL = (
 
 
 def _model_yaml(config: Config, source: str) -> str:
-    values: dict[str, Any] = {name.replace("_", "-"): getattr(config, name) for name in _OF_A_MODEL}
+    names = [*model_options(config), *_BESIDE_THE_MODEL]
+    values: dict[str, Any] = {name.replace("_", "-"): getattr(config, name) for name in names}
     if not config.group_query_attention:
         del values["num-query-groups"]
-    if not config.num_experts:
-        for name in ("num-experts", "moe-ffn-hidden-size", "moe-router-topk"):
-            del values[name]
     given = {name: value for name, value in values.items() if value is not None}
     return f"# The model of {source}; data, batch, schedule and layout are yours to add.\n" + yaml.safe_dump(
         given, sort_keys=False

@@ -25,7 +25,7 @@ from megatron_lowprec.training.data.corpus_writer import prepare
 from megatron_lowprec.training.data.sampler import Blend, Epochs, Phases, Positions, Samples
 from megatron_lowprec.training.distributed.subprocesses import helpers
 from megatron_lowprec.training.data.sample_index import DocumentSamples, DocumentsConfig
-from megatron_lowprec.training.models.sizes import require
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
 _FIELDS = ("tokens", "labels", "position_ids", "loss_mask")

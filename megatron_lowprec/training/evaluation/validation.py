@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state as mpu
 
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.model import Trainer, gathered
-from megatron_lowprec.training.models.sizes import require
 from megatron_lowprec.training.step import PendingLoss, run_microbatches
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec
 from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size, virtual_stages
-from megatron_lowprec.training.models.sizes import linear_sites, require
+from megatron_lowprec.training.models.architectures import architecture_of
+from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Runs:
         native = self.native_gemms(config, site)
         return {"fprop", "wgrad"} <= native and self.recipe.fprop.input == self.recipe.wgrad.input
 
+    def recomputes_gelu(self, config: Config) -> bool:
+        """Whether --recompute-gelu leaves the input of linear_fc2 to the backward pass."""
+        return config.recompute_gelu and self.fused and architecture_of(config).mlp.fuses_bias_gelu(config)
+
     def keeps_primary_weights(self, config: Config) -> bool:
         """Whether the weights of quantized layers are FP8 codes alone."""
         asked = config.fp8_param_gather and config.transformer_impl == "local"
@@ -41,7 +47,7 @@ class Runs:
         """The GEMMs of a linear layer that multiply FP8 codes."""
         if not config.bf16 or config.emulate:
             return frozenset()
-        ranks = expert_tensor_size(config) if is_expert(site) else config.tensor_model_parallel_size
+        ranks = sharding(config, site).tensor_ranks
         sizes = site.in_features, site.out_features
         if site.split == "column":
             return native_gemms(self.recipe, self.arch, sizes[0], sizes[1] // ranks)
@@ -65,23 +71,3 @@ def microbatches_in_flight(config: Config, gpus: int, stage: int) -> float:
         return min(stages - stage, microbatches)
     warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages
     return min(warm_up + 1, chunks * microbatches) / chunks
-
-
-def is_expert(site: LinearSite) -> bool:
-    """Whether a linear layer is one of each expert."""
-    return "experts" in site.name
-
-
-def expert_tensor_size(config: Config) -> int:
-    """Ranks that cut each expert: the tensor-parallel ones, unless experts are spread over ranks themselves."""
-    return 1 if config.expert_model_parallel_size > 1 else config.tensor_model_parallel_size
-
-
-def tokens_of(config: Config) -> int:
-    """Tokens of a microbatch on one rank, before sequence parallelism cuts them."""
-    return require(config.micro_batch_size) * require(config.seq_length) // config.context_parallel_size
-
-
-def width_of(config: Config) -> int:
-    """Bytes of a value in the compute dtype."""
-    return 2 if config.bf16 else 4

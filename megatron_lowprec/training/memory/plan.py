@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.memory.activations import (
     backward_of_a_layer,
@@ -17,7 +18,6 @@ from megatron_lowprec.training.memory.activations import (
 )
 from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight
 from megatron_lowprec.training.memory.weights import lasting
-from megatron_lowprec.training.models.sizes import require
 
 GIB = 2.0**30
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_run
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.memory.activations import layer_activations
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
-from megatron_lowprec.training.models.sizes import require
 
 _NEARLY = 0.9  # of a GPU: the allocator holds a few percent more than what is allocated
 

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lowprec.recipe.coverage import LinearSite, kept_in_bf16, weight_serves_microbatches
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
-from megatron_lowprec.training.memory.layout import Runs, expert_tensor_size, is_expert, microbatches_of, width_of
-from megatron_lowprec.training.models.sizes import linear_sites, require
+from megatron_lowprec.training.memory.layout import Runs, microbatches_of
+from megatron_lowprec.training.models.architectures import architecture_of
+from megatron_lowprec.training.models.common.interface import Sharding
+from megatron_lowprec.training.models.common.rank_sizes import width_of
+from megatron_lowprec.training.models.sizes import has_bias, linear_sites, norm_weights, other_weights, sharding
 
 _STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 
@@ -30,33 +34,32 @@ def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights
         config.pipeline_model_parallel_size,
     )
     layers = require(config.num_layers) // pipeline
-    norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
-    dense, expert = layers * 2 * norm, 0
-    for site in linear_sites(config)[: 4 * layers]:  # all layers are alike
-        if is_expert(site):
-            expert += require(config.num_experts) // config.expert_model_parallel_size * _linear_weights(config, site)
+    dense, expert = layers * other_weights(config), 0
+    for site in linear_sites(config):
+        if site.layer_number > layers:  # all layers are alike
+            break
+        shards = sharding(config, site)
+        weights = shards.copies_on_rank * _linear_weights(config, site, shards)
+        if shards.experts:
+            expert += weights
         else:
-            dense += _linear_weights(config, site)
-    if config.num_experts:
-        dense += layers * config.num_experts * hidden  # router
+            dense += weights
     embedding = padded_vocab_size // tensor * hidden
     if stage == 0:
         dense += embedding
         if config.position_embedding_type == "learned_absolute":
             dense += require(config.max_position_embeddings) * hidden
     if stage == pipeline - 1:
-        dense += norm
+        dense += norm_weights(config)
         # A tied output layer of another stage than the embedding's has a copy of it.
         dense += embedding if config.untie_embeddings_and_output_weights or pipeline > 1 else 0
     return Weights(dense, expert)
 
 
-def _linear_weights(config: Config, site: LinearSite) -> int:
-    """Weights of one rank's shard of a linear layer (of one expert's), its bias included."""
-    ranks = expert_tensor_size(config) if is_expert(site) else config.tensor_model_parallel_size
-    bias = not config.disable_bias_linear or (config.add_qkv_bias and site.name.endswith("qkv"))
-    biases = site.out_features // (ranks if site.split == "column" else 1)
-    return site.in_features * site.out_features // ranks + bias * biases
+def _linear_weights(config: Config, site: LinearSite, shards: Sharding) -> int:
+    """Weights of one rank's shard of one copy of a linear layer, its bias included."""
+    biases = site.out_features // (shards.tensor_ranks if site.split == "column" else 1)
+    return site.in_features * site.out_features // shards.tensor_ranks + has_bias(config, site) * biases
 
 
 def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> tuple[dict[str, float], float]:
@@ -64,7 +67,8 @@ def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) 
     weights = stage_weights(config, vocabulary, stage)
     data = data_parallel_size(config, gpus) * config.context_parallel_size
     copies = gpus // config.pipeline_model_parallel_size  # ranks of a stage, which share its experts
-    expert_data = max(1, copies // (config.expert_model_parallel_size * expert_tensor_size(config)))
+    expert_tensor = architecture_of(config).mlp.sharding(config).tensor_ranks
+    expert_data = max(1, copies // (config.expert_model_parallel_size * expert_tensor))
     distributed = config.use_distributed_optimizer
     # Weights whose optimizer state this rank holds.
     owned = weights.dense / (data if distributed else 1) + weights.expert / (expert_data if distributed else 1)
@@ -114,6 +118,5 @@ def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[
         # Interleaved stages hold other layers in the same number; which ones are left in bf16 then differs a little.
         if (site.layer_number - 1) // here != stage or kept_in_bf16(runs.recipe, site.layer_number, site.name, layers):
             continue
-        ranks = expert_tensor_size(config) if is_expert(site) else config.tensor_model_parallel_size
-        experts = require(config.num_experts) // config.expert_model_parallel_size if is_expert(site) else 1
-        yield site, experts * site.in_features * site.out_features / ranks
+        shards = sharding(config, site)
+        yield site, shards.copies_on_rank * site.in_features * site.out_features / shards.tensor_ranks

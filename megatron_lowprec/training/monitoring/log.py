@@ -15,9 +15,9 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write
 from megatron_lowprec.mcore.debug.operand_probe import OperandId
 from megatron_lowprec.quantization.error_stats import QuantizationError
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
-from megatron_lowprec.training.models.sizes import require
 from megatron_lowprec.training.monitoring.quantization_log import (
     quantization_line,
     quantization_row,

@@ -11,12 +11,13 @@ from megatron_lowprec.recipe.coverage import check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, total_samples
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
-from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, require
+from megatron_lowprec.training.models.sizes import linear_sites, num_parameters
 from megatron_lowprec.training.schedule import plan
 from tests.training.helpers import REPOSITORY
 

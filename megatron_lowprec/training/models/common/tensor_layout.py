@@ -1,14 +1,18 @@
-"""Megatron's order of queries, keys and values in one tensor, and their own. torch alone.
+"""Layouts of fused weights: Megatron's, and those of tensors that Hugging Face's files hold.
 
 ``linear_qkv`` holds for each group of query heads its queries, then its key head, then its value head.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.sizes import require
+
+if TYPE_CHECKING:
+    import torch
 
 
 def split_qkv(config: Config, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -28,4 +32,16 @@ def join_qkv(config: Config, query: torch.Tensor, key: torch.Tensor, value: torc
         key.unflatten(0, (groups, 1, channels)),
         value.unflatten(0, (groups, 1, channels)),
     ]
-    return torch.cat(parts, dim=1).flatten(0, 2)
+    return concatenate(parts, dim=1).flatten(0, 2)
+
+
+def transpose(tensor: torch.Tensor) -> torch.Tensor:
+    """Weight [out, in] <-> [in, out]; a bias is its own transpose."""
+    return tensor.t()
+
+
+def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Along one dimension. Imports torch when called, so that architectures load without it."""
+    import torch
+
+    return torch.cat(list(tensors), dim)

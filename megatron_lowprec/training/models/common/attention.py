@@ -1,0 +1,120 @@
+"""Megatron's self-attention: heads in groups that share keys and values, positions learned or by rope."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.coverage import LinearSite
+from megatron_lowprec.training.config.fields import check_divisible, require
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.interface import Sharding
+from megatron_lowprec.training.models.common.rank_sizes import saved_input, stream_bytes, tokens_of, width_of
+
+if TYPE_CHECKING:
+    from megatron_lowprec.training.memory.layout import Runs
+
+
+def resolve(config: Config) -> Config:
+    """The options with --kv-channels and --num-query-groups filled."""
+    hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
+    if config.kv_channels is None:
+        check_divisible("--hidden-size", hidden, "--num-attention-heads", heads)
+    if config.group_query_attention:
+        check_divisible("--num-attention-heads", heads, "--num-query-groups", config.num_query_groups)
+    elif config.num_query_groups not in (1, heads):
+        raise UserError(
+            f"--num-query-groups {config.num_query_groups} does nothing without --group-query-attention; add that, or "
+            "leave it out"
+        )
+    return replace(
+        config,
+        kv_channels=config.kv_channels or hidden // heads,
+        num_query_groups=config.num_query_groups if config.group_query_attention else heads,
+    )
+
+
+def check_parallelism(config: Config, data_parallel_size: int) -> None:
+    """Refuse a tensor-parallel size that does not divide heads and groups."""
+    tensor = config.tensor_model_parallel_size
+    check_divisible(
+        "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
+    )
+    check_divisible("--num-query-groups", config.num_query_groups, "--tensor-model-parallel-size", tensor)
+
+
+def transformer_fields(config: Config) -> dict[str, Any]:
+    """Fields of Megatron-core's TransformerConfig."""
+    return {
+        "num_attention_heads": require(config.num_attention_heads),
+        "num_query_groups": config.num_query_groups,
+        "kv_channels": require(config.kv_channels),
+        "add_qkv_bias": config.add_qkv_bias,
+        "attention_dropout": config.attention_dropout,
+    }
+
+
+def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
+    """linear_qkv and linear_proj."""
+    hidden, channels = require(config.hidden_size), require(config.kv_channels)
+    heads, groups = require(config.num_attention_heads), config.num_query_groups
+    return (
+        LinearSite(layer, "self_attention.linear_qkv", hidden, channels * (heads + 2 * groups), "column"),
+        LinearSite(layer, "self_attention.linear_proj", channels * heads, hidden, "row"),
+    )
+
+
+def sharding(config: Config) -> Sharding:
+    """One copy, cut by all tensor-parallel ranks."""
+    return Sharding(config.tensor_model_parallel_size)
+
+
+def other_weights(config: Config) -> int:
+    """Weights of a layer outside of its linear layers and norms: none."""
+    return 0
+
+
+def activations(config: Config, runs: Runs | None) -> dict[str, float]:
+    """Bytes saved for the backward pass.
+
+    scaled_dot_product_attention saves queries, keys, values, output and the log-sum-exp of each row, no scores; its
+    output stays beside the FP8 codes that linear_proj saves of it.
+    """
+    tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
+    heads, channels = require(config.num_attention_heads), require(config.kv_channels)
+    query = tokens * heads * channels * width / tensor
+    key_value = tokens * config.num_query_groups * channels * width / tensor
+    rope, grouped = config.position_embedding_type == "rope", config.num_query_groups < heads
+    saved = {
+        "input of linear_qkv": saved_input(config, runs, "self_attention.linear_qkv", stream_bytes(config)),
+        "output of linear_qkv": query + 2 * key_value,
+        "input of linear_proj (output of attention)": query,
+    }
+    if runs is not None and runs.keeps_codes(config, "self_attention.linear_proj"):
+        saved["FP8 codes of linear_proj's input"] = query / width
+    if rope or grouped:
+        saved["queries and keys on their own"] = query + (key_value if rope else 0.0)
+    if rope:  # cosine and sine, for queries and for keys
+        saved["cosines and sines"] = 4 * require(config.seq_length) * int(channels * config.rotary_percent) * width
+    if config.recompute_granularity != "selective":
+        if config.attention_backend == "local":
+            saved["scores of attention"] = _scores(config)
+        else:
+            saved["log-sum-exp of attention"] = 4 * _score_rows(config)
+    return saved
+
+
+def recomputed_bytes(config: Config) -> float:
+    """Bytes of the scores, which only Megatron-core's unfused attention has."""
+    return _scores(config) if config.attention_backend == "local" else 0.0
+
+
+def _scores(config: Config) -> float:
+    """Probabilities of attention in fp32 and in the compute dtype, and the mask of their dropout."""
+    mask = 1 if config.attention_dropout else 0
+    return _score_rows(config) * require(config.seq_length) * (4 + width_of(config) + mask)
+
+
+def _score_rows(config: Config) -> float:
+    return tokens_of(config) * require(config.num_attention_heads) / config.tensor_model_parallel_size

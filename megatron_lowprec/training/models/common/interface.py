@@ -1,0 +1,181 @@
+"""What an architecture provides: the parts of a layer, the options of its own, and its Hugging Face form.
+
+A part is a module whose functions have the signatures of its protocol here, so an architecture takes a part of another
+one by importing its module. Parts import neither torch nor Megatron when they are loaded; sweeps read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_lowprec.recipe.coverage import LinearSite
+from megatron_lowprec.training.config.options import Config
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from megatron_lowprec.training.memory.layout import Runs
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Copies of each linear layer of a part, and how ranks share them.
+
+    ``tensor_ranks`` cut each copy. Experts are copies: ``copies`` in a layer, ``copies_on_rank`` on one rank, of which
+    a token passes ``copies_per_token``.
+    """
+
+    tensor_ranks: int
+    copies: int = 1
+    copies_on_rank: int = 1
+    copies_per_token: int = 1
+    experts: bool = False
+
+
+class Part(Protocol):
+    """Attention or MLP of a layer."""
+
+    def resolve(self, config: Config) -> Config:
+        """The options with the part's sizes filled.
+
+        Raises:
+            UserError: options that exclude each other.
+        """
+
+    def check_parallelism(self, config: Config, data_parallel_size: int) -> None:
+        """Refuse parallel sizes that the part does not have."""
+
+    def transformer_fields(self, config: Config) -> dict[str, Any]:
+        """Fields of Megatron-core's TransformerConfig. Imports torch."""
+
+    def linear_sites(self, config: Config, layer: int) -> tuple[LinearSite, ...]:
+        """Linear layers that a recipe may change, in the order of the forward pass; unsharded sizes of one copy."""
+
+    def sharding(self, config: Config) -> Sharding:
+        """Copies of these linear layers."""
+
+    def other_weights(self, config: Config) -> int:
+        """Weights of one layer outside of its linear layers and norms."""
+
+    def activations(self, config: Config, runs: Runs | None) -> dict[str, float]:
+        """Bytes that the part saves for one microbatch's backward pass, by tensor; without ``runs`` under bf16."""
+
+
+class Attention(Part, Protocol):
+    """Attention of a layer."""
+
+    def recomputed_bytes(self, config: Config) -> float:
+        """Bytes that selective recompute makes again at once."""
+
+
+class Mlp(Part, Protocol):
+    """MLP of a layer."""
+
+    def check_cuda_graphs(self, config: Config) -> None:
+        """Refuse --cuda-graph-impl for layers whose sizes follow the data."""
+
+    def fuses_bias_gelu(self, config: Config) -> bool:
+        """Whether GELU and the bias before it are one kernel, which --recompute-gelu needs."""
+
+    def backward_bytes(self, config: Config) -> float:
+        """Bytes of the widest activation's gradient: the input of linear_fc2 for the tokens of one GEMM."""
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """One weight by GPTModel's name, and the tensors of a Hugging Face file that hold it."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    to_hf: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda tensor: [tensor]
+    from_hf: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda tensors: tensors[0]
+
+
+class HFConfig(Protocol):
+    """config.json of an architecture."""
+
+    MODEL_TYPE: str
+    TITLE: str
+    OPTIONS: Mapping[str, Any]
+    """Values of options that make a model of this architecture; the others are sizes."""
+    VARIANTS: Mapping[str, tuple[Any, ...]]
+    """Values of config.json that these layers have; the first is the default."""
+
+    def differing(self, config: Config) -> list[str]:
+        """Options that make it another architecture, as flags with values."""
+
+    def to_config(self, config: Config) -> dict[str, Any]:
+        """Entries of config.json beside those of every architecture."""
+
+    def from_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of a Config beside ``OPTIONS``.
+
+        Raises:
+            UserError: a variant that these layers do not have.
+        """
+
+
+class HFWeights(Protocol):
+    """model.safetensors of an architecture."""
+
+    def known_name(self, name: str) -> str | None:
+        """Name in ``tensor_maps`` of a file's tensor, None for a constant that older files hold."""
+
+    def tensor_maps(self, config: Config) -> Iterator[TensorMap]:
+        """Every weight once, but an output layer that is not tied to the embedding."""
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """Hugging Face's form of an architecture."""
+
+    config: HFConfig
+    weights: HFWeights
+
+
+def gpt_block_spec(
+    config: Config, transformer: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Layer specs of a pipeline stage: Megatron-core's GPT with this project's modules or TransformerEngine's."""
+    from megatron_lowprec.mcore.layers import gpt_spec
+    from megatron_lowprec.mcore.te.te_layers import te_block_spec
+
+    if config.transformer_impl == "transformer_engine":
+        return te_block_spec(transformer, vp_stage)
+    return gpt_spec.gpt_block_spec(
+        transformer,
+        attention_backend=config.attention_backend,
+        no_lowprec_linears=config.no_lowprec_linears,
+        vp_stage=vp_stage,
+    )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture: which options select it, its parts, and the options that it adds.
+
+    Args:
+        selected: whether a configuration, resolved or not, is of this architecture.
+        block_spec: layer specs of a pipeline stage.
+        plans_fp8_inputs: whether the memory plan counts one byte a value for inputs that are saved as FP8 codes.
+        shape_options: added options that the tensors of a checkpoint depend on.
+        function_options: added options by which the same tensors compute something else.
+        dependent_options: option -> added options that do nothing without it.
+        bounds: added option -> its least and greatest value; None for no limit.
+    """
+
+    name: str
+    selected: Callable[[Config], bool]
+    attention: Attention
+    mlp: Mlp
+    hugging_face: HuggingFace | None = None
+    block_spec: Callable[[Config, TransformerConfig, int | None], TransformerBlockSubmodules] = gpt_block_spec
+    plans_fp8_inputs: bool = True
+    shape_options: tuple[str, ...] = ()
+    function_options: tuple[str, ...] = ()
+    dependent_options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)

@@ -1,0 +1,101 @@
+"""The dense MLP: GELU, squared ReLU or gated SiLU between linear_fc1 and linear_fc2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.coverage import LinearSite
+from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.interface import Sharding
+from megatron_lowprec.training.models.common.rank_sizes import saved_input, stream_bytes, tokens_of, width_of
+
+if TYPE_CHECKING:
+    from megatron_lowprec.training.memory.layout import Runs
+
+
+def gates(config: Config) -> int:
+    """Halves of linear_fc1's output: a gated activation has two."""
+    return 2 if config.swiglu else 1
+
+
+def resolve(config: Config) -> Config:
+    """The options with --ffn-hidden-size filled."""
+    if config.swiglu and config.squared_relu:
+        raise UserError("--swiglu and --squared-relu are two activations; leave one out")
+    hidden = require(config.hidden_size)
+    default = int(4 * hidden * 2 / 3) // 64 * 64 if config.swiglu else 4 * hidden
+    return replace(config, ffn_hidden_size=config.ffn_hidden_size or default)
+
+
+def check_parallelism(config: Config, data_parallel_size: int) -> None:
+    """Refuse expert parallelism: a dense MLP has no experts."""
+    if config.expert_model_parallel_size > 1:
+        raise UserError(f"--expert-model-parallel-size {config.expert_model_parallel_size} needs --num-experts")
+
+
+def check_cuda_graphs(config: Config) -> None:
+    """Refuse nothing: sizes do not follow the data."""
+
+
+def transformer_fields(config: Config) -> dict[str, Any]:
+    """Fields of Megatron-core's TransformerConfig."""
+    import torch.nn.functional as F
+    from megatron.core.activations import squared_relu
+
+    return {
+        "ffn_hidden_size": require(config.ffn_hidden_size),
+        "gated_linear_unit": config.swiglu,
+        "activation_func": F.silu if config.swiglu else squared_relu if config.squared_relu else F.gelu,
+        # Its fused bias + GELU is the tanh approximation that GPT-2 uses, so CPU and GPU must agree on it. There is no
+        # fused form without a bias.
+        "bias_activation_fusion": fuses_bias_gelu(config) or config.swiglu,
+    }
+
+
+def fuses_bias_gelu(config: Config) -> bool:
+    """Whether GELU and the bias before it are one kernel."""
+    return not (config.swiglu or config.squared_relu or config.disable_bias_linear)
+
+
+def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
+    """linear_fc1 and linear_fc2."""
+    return mlp_sites(config, layer, "mlp", require(config.ffn_hidden_size))
+
+
+def mlp_sites(config: Config, layer: int, name: str, ffn: int) -> tuple[LinearSite, ...]:
+    """linear_fc1 and linear_fc2 of an MLP of that name and width."""
+    hidden, halves = require(config.hidden_size), gates(config)
+    return (
+        LinearSite(layer, f"{name}.linear_fc1", hidden, halves * ffn, "column", gated=halves == 2),
+        LinearSite(layer, f"{name}.linear_fc2", ffn, hidden, "row"),
+    )
+
+
+def sharding(config: Config) -> Sharding:
+    """One copy, cut by all tensor-parallel ranks."""
+    return Sharding(config.tensor_model_parallel_size)
+
+
+def other_weights(config: Config) -> int:
+    """Weights of a layer outside of its linear layers and norms: none."""
+    return 0
+
+
+def activations(config: Config, runs: Runs | None) -> dict[str, float]:
+    """Bytes saved for the backward pass; --recompute-gelu saves no input of linear_fc2."""
+    wide = backward_bytes(config)
+    saved = {
+        "input of the MLP": saved_input(config, runs, "mlp.linear_fc1", stream_bytes(config)),
+        "output of linear_fc1": wide * gates(config),
+    }
+    if runs is None or not runs.recomputes_gelu(config):
+        saved["input of linear_fc2"] = saved_input(config, runs, "mlp.linear_fc2", wide)
+    return saved
+
+
+def backward_bytes(config: Config) -> float:
+    """Bytes of the widest activation, for all tokens of a microbatch."""
+    return tokens_of(config) * require(config.ffn_hidden_size) * width_of(config) / config.tensor_model_parallel_size

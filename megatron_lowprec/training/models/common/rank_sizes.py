@@ -1,0 +1,36 @@
+"""Tokens and bytes of a microbatch on one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.options import Config
+
+if TYPE_CHECKING:
+    from megatron_lowprec.training.memory.layout import Runs
+
+
+def tokens_of(config: Config) -> int:
+    """Tokens of a microbatch on one rank, before sequence parallelism cuts them."""
+    return require(config.micro_batch_size) * require(config.seq_length) // config.context_parallel_size
+
+
+def width_of(config: Config) -> int:
+    """Bytes of a value in the compute dtype."""
+    return 2 if config.bf16 else 4
+
+
+def sequence_ranks(config: Config) -> int:
+    """Ranks that cut norms, dropout and the residual stream along the sequence."""
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+def stream_bytes(config: Config) -> float:
+    """Bytes of the residual stream, which are those of an input of linear_qkv and of the MLP."""
+    return tokens_of(config) * require(config.hidden_size) * width_of(config) / sequence_ranks(config)
+
+
+def saved_input(config: Config, runs: Runs | None, linear: str, size: float) -> float:
+    """Bytes of a linear layer's saved input of ``size`` bytes in the compute dtype: FP8 codes are a byte a value."""
+    return size / width_of(config) if runs is not None and runs.keeps_codes(config, linear) else size

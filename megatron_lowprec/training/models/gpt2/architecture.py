@@ -1,0 +1,15 @@
+"""GPT-2: LayerNorm, learned positions, GELU and biases; also every other dense mix of the model options."""
+
+from __future__ import annotations
+
+from megatron_lowprec.training.models.common import attention, mlp
+from megatron_lowprec.training.models.common.interface import Architecture, HuggingFace
+from megatron_lowprec.training.models.gpt2 import hf_config, hf_weights
+
+GPT2 = Architecture(
+    name="gpt2",
+    selected=lambda config: True,
+    attention=attention,
+    mlp=mlp,
+    hugging_face=HuggingFace(hf_config, hf_weights),
+)

@@ -1,0 +1,71 @@
+"""GPT-2's config.json: LayerNorm, learned positions, GELU in its tanh approximation (``gelu_new``) and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.hf_options import differing_options
+
+MODEL_TYPE, TITLE = "gpt2", "GPT-2"
+OPTIONS: Mapping[str, Any] = {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "swiglu": False,
+    "squared_relu": False,
+    "disable_bias_linear": False,
+    "group_query_attention": False,
+    "num_experts": None,
+}
+VARIANTS: Mapping[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+
+
+def differing(config: Config) -> list[str]:
+    """Options that GPT-2 does not have; its heads split the hidden size."""
+    found = differing_options(config, OPTIONS)
+    if config.kv_channels != require(config.hidden_size) // require(config.num_attention_heads):
+        found.append(f"--kv-channels {config.kv_channels}")
+    return found
+
+
+def to_config(config: Config) -> dict[str, Any]:
+    """Entries of config.json beside those of every architecture."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": MODEL_TYPE,
+        "activation_function": "gelu_new",
+        "n_embd": config.hidden_size,
+        "n_head": config.num_attention_heads,
+        "n_inner": config.ffn_hidden_size,
+        "n_layer": config.num_layers,
+        "n_positions": config.max_position_embeddings,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "scale_attn_weights": True,
+    }
+
+
+def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a Config; sizes that follow from others are left to ``resolve_model``."""
+    return {
+        "num_layers": hf["n_layer"],
+        "hidden_size": hf["n_embd"],
+        "num_attention_heads": hf["n_head"],
+        "ffn_hidden_size": hf.get("n_inner") or 4 * hf["n_embd"],
+        "seq_length": hf["n_positions"],
+        "max_position_embeddings": hf["n_positions"],
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "hidden_dropout": hf.get("resid_pdrop", 0.1),
+        "attention_dropout": hf.get("attn_pdrop", 0.1),
+        "init_method_std": hf.get("initializer_range", 0.02),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", True),
+    }

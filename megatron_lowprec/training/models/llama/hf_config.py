@@ -1,0 +1,80 @@
+"""Llama's config.json: RMSNorm, rope, SwiGLU and no biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.hf_options import differing_options
+
+MODEL_TYPE, TITLE = "llama", "Llama"
+OPTIONS: Mapping[str, Any] = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "add_qkv_bias": False,
+    "num_experts": None,
+}
+VARIANTS: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "rope_scaling": (None,),
+}
+
+
+def differing(config: Config) -> list[str]:
+    """Options that Llama does not have."""
+    return differing_options(config, OPTIONS)
+
+
+def to_config(config: Config) -> dict[str, Any]:
+    """Entries of config.json beside those of every architecture."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.kv_channels,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": float(config.rotary_base),
+        "attention_bias": False,
+        "attention_dropout": config.attention_dropout,
+        "mlp_bias": False,
+    }
+
+
+def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a Config; sizes that follow from others are left to ``resolve_model``."""
+    # transformers 5 has rope's options in a dictionary of their own.
+    rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000)}
+    if rope.get("rope_type", "default") != "default":
+        raise UserError(f"config.json has rope of type {rope['rope_type']!r}; only the plain one can be read")
+    heads = hf["num_attention_heads"]
+    groups = hf.get("num_key_value_heads") or heads
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "ffn_hidden_size": hf["intermediate_size"],
+        "seq_length": hf["max_position_embeddings"],
+        "max_position_embeddings": hf["max_position_embeddings"],
+        "rotary_base": int(rope.get("rope_theta", 10000)),
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "hidden_dropout": 0.0,
+        "attention_dropout": hf.get("attention_dropout", 0.0),
+        "init_method_std": hf.get("initializer_range", 0.02),
+        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
+    }

@@ -1,0 +1,39 @@
+"""Llama's tensors in model.safetensors: queries, keys, values, gate and what it gates on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.interface import TensorMap
+from megatron_lowprec.training.models.common.tensor_layout import concatenate, join_qkv, split_qkv
+
+
+def known_name(name: str) -> str | None:
+    """The same name; None for rope's frequencies, which older files hold."""
+    return None if name.endswith(".rotary_emb.inv_freq") else name
+
+
+def tensor_maps(config: Config) -> Iterator[TensorMap]:
+    """Every weight once, but the output layer's."""
+    yield TensorMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+    for layer in range(require(config.num_layers)):
+        theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        yield TensorMap(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))
+        yield TensorMap(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+        yield TensorMap(
+            f"{ours}.self_attention.linear_qkv.weight",
+            tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv"),
+            to_hf=lambda tensor: split_qkv(config, tensor),
+            from_hf=lambda tensors: join_qkv(config, *tensors),
+        )
+        yield TensorMap(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",))
+        yield TensorMap(
+            f"{ours}.mlp.linear_fc1.weight",
+            (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
+            to_hf=lambda tensor: tensor.chunk(2),
+            from_hf=concatenate,
+        )
+        yield TensorMap(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.mlp.down_proj.weight",))
+    yield TensorMap("decoder.final_layernorm.weight", ("model.norm.weight",))

@@ -1,0 +1,24 @@
+"""Mixture of experts (``--num-experts``): Megatron's MoE layer with experts in the place of the MLP."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron_lowprec.training.models.common import attention
+from megatron_lowprec.training.models.common.interface import Architecture
+from megatron_lowprec.training.models.moe import mlp
+from megatron_lowprec.training.models.moe.options import MoeOptions
+
+MOE = Architecture(
+    name="moe",
+    selected=lambda config: bool(config.num_experts),
+    attention=attention,
+    mlp=mlp,
+    plans_fp8_inputs=False,
+    shape_options=("num_experts", "moe_ffn_hidden_size"),
+    function_options=("moe_router_topk",),
+    dependent_options={
+        "num_experts": tuple(option.name for option in fields(MoeOptions) if option.name != "num_experts")
+    },
+    bounds={"moe_router_topk": (1, None)},
+)

@@ -141,7 +141,7 @@ class RecipeRuntime:
             if self._emulate:
                 everywhere = "asked"
             elif everywhere is None and module.weight.dtype != torch.bfloat16:
-                everywhere = f"FP8 products are for bf16 models, this one is {str(module.weight.dtype)[6:]}"
+                everywhere = f"FP8 GEMMs are for bf16 models, this one is {str(module.weight.dtype)[6:]}"
             reason, where = (everywhere, gemm) if everywhere else (here, f"layers.{layer_number}.{name}.{gemm}")
             if reason is not None and where not in self.emulated.setdefault(reason, []):
                 self.emulated[reason].append(where)

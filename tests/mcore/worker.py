@@ -462,7 +462,7 @@ def header_names_what_is_kept() -> None:
     assert "loss by torch and Megatron-core" in lines
     _, runtime = block_of(replace(get_recipe("mxfp4"), name="x"), config_of())
     assert any(line.startswith("dgrad, wgrad emulated") for line in runtime.header())
-    reason = "emulated: no product of e2m1 on cpu"
+    reason = "emulated: no GEMM of e2m1 on cpu"
     assert runtime.gemms() == {"fprop": "not quantized", "dgrad": reason, "wgrad": reason}
     runtime.emulated.clear()
     assert runtime.gemms() == {"fprop": "not quantized", "dgrad": "native on cpu", "wgrad": "native on cpu"}

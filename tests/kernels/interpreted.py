@@ -4,7 +4,9 @@ Triton decides when it is imported whether it interprets. A module of cases has 
 kernels with a reference and returns what is wrong; it calls ``main`` where it is run by itself.
 """
 
+import dataclasses
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +15,59 @@ from typing import Any
 import pytest
 
 
+class _PatchOnce:
+    """Triton's ``_patch_lang``, which runs again for each call of a device function, run once a launch and module."""
+
+    def __init__(self, patch_lang: Callable[[Any], Any]) -> None:
+        self._patch_lang = patch_lang
+        self._patched: set[int] = set()
+        self._scopes: list[Any] = []
+
+    def __call__(self, fn: Any) -> "_PatchOnce":
+        import triton.language as tl
+
+        modules = {id(module) for module in fn.__globals__.values() if module is tl or module is tl.core}
+        if not modules or not modules <= self._patched:  # Triton refuses a function without a module
+            self._scopes.append(self._patch_lang(fn))
+            self._patched |= modules
+        return self
+
+    def restore(self) -> None:
+        """Called by Triton at the end of a launch."""
+        while self._scopes:
+            self._scopes.pop().restore()
+        self._patched.clear()
+
+
+def remove_interpreter_overhead() -> None:
+    """Skip repeated work of Triton's interpreter, over half of its time; no result depends on it.
+
+    Each device function call searches Triton's modules for functions to replace. Each operation builds a table of
+    dtypes. Integer operations compute an overflow assertion, which the interpreter drops unless ``debug`` is set.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    numpy_dtype, builder, dtypes = interpreter._get_np_dtype, interpreter.interpreter_builder, dict[str, Any]()
+
+    def cached(dtype: Any) -> Any:
+        if isinstance(dtype, tl.pointer_type):
+            return numpy_dtype(dtype)
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = numpy_dtype(dtype)
+        return dtypes[dtype.name]
+
+    interpreter._patch_lang = _PatchOnce(interpreter._patch_lang)
+    interpreter._get_np_dtype = cached
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
 def assert_no_differences(module: str) -> str:
     """Run ``module`` interpreted, and what it prints; skips where Triton is not installed."""
     pytest.importorskip("triton", reason="triton is not installed")
     run = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", "tests.kernels.interpreted", module],
         capture_output=True,
         text=True,
         check=False,
@@ -39,3 +89,8 @@ def main(differences: Callable[[str], tuple[int, list[str]]]) -> None:
     compared, found = differences("cpu")
     print(*found, f"{compared} compared", sep="\n")
     sys.exit(bool(found) or not compared)
+
+
+if __name__ == "__main__":
+    remove_interpreter_overhead()
+    runpy.run_module(sys.argv[1], run_name="__main__")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.mcore.fusion import GradOutputChannel
+from tests.kernels.interpreted import remove_interpreter_overhead
 from tests.mcore.recomputation import bounded_recomputation
 
 HIDDEN, SEQUENCE, BATCH, VOCABULARY = 64, 16, 2, 192
@@ -230,60 +231,59 @@ def native() -> Iterator[None]:
         yield
 
 
-def handed_over(recipe: str, layers: int = 3, **more: Any) -> None:
-    """Gradients that come to a layer as operands are the bits of those that it casts itself.
+def fusions(recipe: str, taken: int = 0, read: int = 0, shape: str = "gpt", **more: Any) -> None:
+    """Casts inside another kernel give the bits of casts that read memory.
 
-    On a CPU p is such that the interpreter, which cuts to bf16 what a GPU rounds, has nothing to cut. Biases are the
-    exception: sums of other parts.
+    On a CPU p is such that the interpreter, which cuts to bf16 what a GPU rounds, has nothing to cut.
+
+    Args:
+        taken: linear layers a block whose output gradient arrives quantized; 0 does not compare. Biases' gradients are
+            not compared by bits: they are sums of other parts.
+        read: norms a block whose output is never in memory; 0 does not compare.
     """
     from megatron_lowprec.linear.linear_gemms import LinearGemms
+    from megatron_lowprec.mcore.layers import parallel_linear
+    from megatron_lowprec.mcore.layers.norm import Consumer
 
-    taken: list[bool] = []
+    gradients: list[bool] = []
+    inputs: list[bool] = []
+
+    def get(self: GradOutputChannel, dy: torch.Tensor) -> Any:
+        gradients.append((quantized := plain_get(self, dy)) is not None)
+        assert quantized is None or bool(dy.isnan().all())
+        return quantized
+
+    def attached_input(x: torch.Tensor, linear_gemms: Any) -> Any:
+        inputs.append((quantized := plain_attached_input(x, linear_gemms)) is not None)
+        assert quantized is None or bool(x.isnan().all())
+        return quantized
 
     def no_parts(*_: Any) -> bool:
         return False
 
-    def get(self: GradOutputChannel, dy: torch.Tensor) -> Any:
-        taken.append((made := kept(self, dy)) is not None)
-        assert made is None or bool(dy.isnan().all())
-        return made
-
-    kept = GradOutputChannel.get
+    plain_get, plain_attached_input = GradOutputChannel.get, parallel_linear.attached_input
     with native():
-        for p in (0.1 if DEVICE == "cuda" else 0.5, 0.0):
-            with patch.object(GradOutputChannel, "get", get):
-                got = two_steps(recipe, hidden_dropout=p, **more)
-            assert taken == [True] * 4 * layers, taken  # of each of two blocks, in two steps
-            taken.clear()
+        with (
+            patch.object(GradOutputChannel, "get", get),
+            patch.object(parallel_linear, "attached_input", attached_input),
+        ):
+            got = two_steps(recipe, shape=shape, **more)
+        if taken:
+            assert gradients == [True] * 4 * taken, gradients  # of each of two blocks, in two steps
+            gradients.clear()
             with (
+                patch.object(GradOutputChannel, "get", get),
                 patch.object(GradOutputChannel, "of", lambda _: None),
                 patch.object(LinearGemms, "accepts_split_input", no_parts),
             ):
-                want = two_steps(recipe, hidden_dropout=p, **more)
-            assert not taken
+                want = two_steps(recipe, shape=shape, **more)
+            assert not any(gradients)
             equal_but_for(("linear_proj.bias", "linear_fc2.bias"), got, want)
-
-
-def cast_by_norms(shape: str, recipe: str, **more: Any) -> None:
-    """A norm's output that is never in memory gives the bits of one that is."""
-    from megatron_lowprec.mcore.layers import parallel_linear
-    from megatron_lowprec.mcore.layers.norm import Consumer
-
-    read: list[bool] = []
-
-    def attached_input(x: torch.Tensor, linear_gemms: Any) -> Any:
-        read.append((made := kept(x, linear_gemms)) is not None)
-        assert made is None or bool(x.isnan().all())
-        return made
-
-    kept = parallel_linear.attached_input
-    with native():
-        with patch.object(parallel_linear, "attached_input", attached_input):
-            got = two_steps(recipe, shape=shape, **more)
-        assert sum(read) == 8, read  # of two layers of each of two blocks, in two steps
-        with patch.object(Consumer, "supported_fusion", lambda *_: None):
-            want = two_steps(recipe, shape=shape, **more)
-    equal_but_for((), got, want)
+        if read:
+            assert sum(inputs) == 4 * read, inputs
+            with patch.object(Consumer, "supported_fusion", lambda *_: None):
+                want = two_steps(recipe, shape=shape, **more)
+            equal_but_for((), got, want)
 
 
 def residuals(shape: str, **more: Any) -> None:
@@ -461,22 +461,27 @@ def norm_marks_its_parameters() -> None:
     assert all(p.sequence_parallel == (dist.get_world_size() > 1) for _, p in norms)
 
 
-CHECKS = {f"same-{shape}": lambda shape=shape: same(shape) for shape in SHAPES}
+# norms of queries and keys on half of the shapes: they change no other kernel's part
+CHECKS = {f"same-{shape}": lambda shape=shape: same(shape) for shape in ("gpt-sp", "llama-tp")}
 CHECKS |= {f"same-{shape}-qk-norms": lambda shape=shape: same(shape, qk_layernorm=True) for shape in ("gpt", "llama")}
 CHECKS |= {f"dropout-{shape}": lambda shape=shape: dropout(shape) for shape in ("gpt", "gpt-sp")}
 if DEVICE == "cuda":
     CHECKS |= {f"joined-{r}": lambda r=r: joined_casts(r) for r in ("fp8_delayed", "fp8_current")}
     again = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr")
     CHECKS |= {f"recomputed-{r}": lambda r=r: recomputed_gelu(r) for r in again}
-CHECKS |= {f"handed-over-{r}": lambda r=r: handed_over(r) for r in ("fp8_delayed", "fp8_current")}
-CHECKS |= {f"cast-by-norms-{s}": lambda s=s: cast_by_norms(s, "fp8_delayed") for s in ("gpt", "llama-tp")}
-CHECKS["cast-by-norms-recomputed"] = lambda: cast_by_norms("gpt", "fp8_delayed", **RECOMPUTED)
+DROPOUT = {"hidden_dropout": 0.1 if DEVICE == "cuda" else 0.5}
+CHECKS["fusions-delayed"] = lambda: fusions("fp8_delayed", taken=3, read=2, **DROPOUT)
+CHECKS["fusions-current"] = lambda: fusions("fp8_current", taken=3, **DROPOUT)
+CHECKS["fusions-recomputed"] = lambda: fusions("fp8_delayed", taken=3, read=2, **DROPOUT, **RECOMPUTED)
+CHECKS["fusions-llama-tp"] = lambda: fusions("fp8_delayed", read=2, shape="llama-tp")
+# also without dropout
+CHECKS["fusions-qk-norms"] = lambda: fusions("fp8_delayed", taken=3, qk_layernorm=True)
+# then gradients of what ranks gather are not handed over: two layers of three
+CHECKS["fusions-sp"] = lambda: fusions(
+    "fp8_delayed", taken=1 if dist.get_world_size() > 1 else 3, shape="gpt-sp", **DROPOUT
+)
 CHECKS["residuals-llama"] = lambda: residuals("llama", hidden_dropout=0.2)
 CHECKS["residuals-recomputed"] = lambda: residuals("gpt", **RECOMPUTED)
-# then gradients of what ranks gather are not handed over: two layers of three
-CHECKS["handed-over-sp"] = lambda: handed_over("fp8_delayed", 1 if dist.get_world_size() > 1 else 3, shape="gpt-sp")
-CHECKS["handed-over-qk-norms"] = lambda: handed_over("fp8_delayed", qk_layernorm=True)
-CHECKS["handed-over-recomputed"] = lambda: handed_over("fp8_delayed", **RECOMPUTED)
 CHECKS |= {
     check.__name__: check
     for check in (
@@ -498,6 +503,8 @@ def main(out: str) -> None:
     install()
     from megatron.core import parallel_state
 
+    if DEVICE == "cpu":
+        remove_interpreter_overhead()
     torch._dynamo.config.disable = True
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")

@@ -21,9 +21,6 @@ from tests.slurm import loopback
 from tests.slurm.cases import CASES, CELLS, RUN
 from tests.training.helpers import rows
 
-_AT_ONCE = 4
-"""Cases; much of a case is waiting."""
-
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
@@ -92,7 +89,7 @@ def _let_happen(folder: Path, wanted: set[str]) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="slurm-") as state,
         loopback.running(Path(state)) as slurm,
-        ThreadPoolExecutor(_AT_ONCE) as pool,
+        ThreadPoolExecutor(len(names)) as pool,  # much of a case is waiting
     ):
         list(pool.map(one, names))
 

@@ -1,18 +1,38 @@
 """The driver, or with "evaluate" in front tools/evaluate.py, with a CPU let through to ``--transformer-impl
 transformer_engine``: for runs with the stand-in of it.
+
+``te_driver.py runs CASES.json`` makes several runs, name -> command line, with their output in NAME.out and NAME.log.
 """
 
+import json
+import os
 import sys
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import pretrain_gpt
 from megatron_lowprec.training.config import resolve
 from megatron_lowprec.training.distributed import startup
 from tools import evaluate
 
+
+def runs(cases: Path) -> None:
+    from tests.training.conftest import driving
+
+    with driving(Path.cwd()) as call:
+        for name, arguments in json.loads(cases.read_text()).items():
+            os.environ["TE_STAND_IN_LOG"] = f"{name}.log"
+            with Path(f"{name}.out").open("w") as out, redirect_stdout(out):
+                call(arguments)
+
+
 if __name__ == "__main__":
     check = resolve._check_implementation
     resolve._check_implementation = lambda config, gpus: check(config, gpus=True)
-    if sys.argv[1] == "evaluate":
+    if sys.argv[1] == "runs":
+        runs(Path(sys.argv[2]))
+        startup.leave(0)
+    elif sys.argv[1] == "evaluate":
         startup.leave(evaluate.main(sys.argv[2:]))
     else:
         startup.leave(pretrain_gpt.main(sys.argv[1:]))

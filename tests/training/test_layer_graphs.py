@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -221,28 +221,21 @@ def launch(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpu
     return printed
 
 
-def check_layout(
-    folder: Path, script: str, recipes: list[str], options: dict[str, Any], hide_gpus: bool = False
-) -> None:
-    """Each recipe with and without graphs; where they differ first, and whether plain runs differ."""
-    options = {"log_params_norm": True} | options
-
-    def plain(name: str, among: list[str]) -> dict[str, dict[str, Any]]:
-        return {f"{recipe}-{name}": options | {"recipe": recipe} for recipe in among}
-
-    replayed = {name: case | GRAPHS for name, case in plain("replayed", recipes).items()}
-    pairs = zip(plain("plain", recipes).items(), replayed.items(), strict=True)
+def check_replays(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpus: bool = False) -> None:
+    """Each case with and without graphs, in one launch; where they differ first, and whether plain runs differ."""
+    plain = {name: {"log_params_norm": True} | options for name, options in cases.items()}
+    pairs = (((f"{name}-plain", case), (f"{name}-replayed", case | GRAPHS)) for name, case in plain.items())
     printed = launch(folder, script, dict(chain(*pairs)), hide_gpus)
-    assert printed.count("CUDA graphs: 3 layers captured") == len(recipes), printed[-4000:]
+    assert printed.count("CUDA graphs: 3 layers captured") == len(cases), printed[-4000:]
 
-    def different(name: str, among: list[str]) -> dict[str, str]:
-        found = {r: first_difference(folder / f"{r}-plain", folder / f"{r}-{name}") for r in among}
-        return {recipe: where for recipe, where in found.items() if where}
+    def different(kind: str, among: Iterable[str]) -> dict[str, str]:
+        found = {name: first_difference(folder / f"{name}-plain", folder / f"{name}-{kind}") for name in among}
+        return {name: where for name, where in found.items() if where}
 
-    found = different("replayed", recipes)
+    found = different("replayed", cases)
     if found:
-        launch(folder, script, plain("again", list(found)), hide_gpus)
-        pytest.fail(f"plain and replayed: {found}; plain and plain again: {different('again', list(found))}")
+        launch(folder, script, {f"{name}-again": plain[name] for name in found}, hide_gpus)
+        pytest.fail(f"plain and replayed: {found}; plain and plain again: {different('again', found)}")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -300,9 +293,9 @@ def test_a_difference_of_two_runs_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_recordings_on_two_processes_have_the_bits_of_plain_runs(tmp_path: Path, layout: str) -> None:
-    check_layout(tmp_path, "tests/training/rerun_recorder.py", ["fp8_current"], SMALL | LAYOUTS[layout], hide_gpus=True)
+def test_recordings_on_two_processes_have_the_bits_of_plain_runs(tmp_path: Path) -> None:
+    cases = {name: SMALL | {"recipe": "fp8_current"} | options for name, options in LAYOUTS.items()}
+    check_replays(tmp_path, "tests/training/rerun_recorder.py", cases, hide_gpus=True)
 
 
 def check_that_a_bad_number_is_traced(
@@ -389,4 +382,5 @@ def test_a_bad_number_of_a_replay_is_found_in_layers_run_as_they_are(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replays_on_two_gpus_have_the_bits_of_plain_runs(tmp_path: Path, layout: str) -> None:
     recipes = ["fp8_delayed", "fp8_current"] if "fp8_param_gather" in LAYOUTS[layout] else RECIPES
-    check_layout(tmp_path, "tests/training/bucket_runs.py", recipes, ON_GPU | LAYOUTS[layout])
+    cases = {recipe: ON_GPU | LAYOUTS[layout] | {"recipe": recipe} for recipe in recipes}
+    check_replays(tmp_path, "tests/training/bucket_runs.py", cases)

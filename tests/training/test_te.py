@@ -8,12 +8,14 @@ called.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import pytest
 import torch
 
 from tests.training.checkpoint import foreign
+from tests.training.conftest import driving
 from tests.training.helpers import REPOSITORY, argv, losses, rows
 from tests.waiting import PATIENCE
 
@@ -78,6 +81,23 @@ def must_run(folder: Path, name: str, implementation: str = "transformer_engine"
     return done.stdout
 
 
+def must_run_all(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Runs with the stand-in, one after the other in one process: what each has printed, by name."""
+    lines = {name: argv(save=name, transformer_impl="transformer_engine", **case) for name, case in cases.items()}
+    (folder / "cases.json").write_text(json.dumps(lines))
+    done = start(folder, "cases", "tests/training/te_driver.py", ["runs", "cases.json"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: (folder / f"{name}.out").read_text() for name in cases}
+
+
+def run_here(folder: Path, name: str, **changes: Any) -> str:
+    """A run with this project's layers in this process: what it has printed."""
+    printed = io.StringIO()
+    with driving(folder) as call, redirect_stdout(printed):
+        call(argv(save=name, transformer_impl="local", **changes))
+    return printed.getvalue()
+
+
 def calls(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{name}.log").read_text().splitlines()]
 
@@ -95,21 +115,27 @@ SHAPE: dict[str, Any] = {"num_layers": 3, "train_iters": 4, "save_interval": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt", "llama"])
-def test_it_is_our_model_and_either_continues_the_other_s_run(tmp_path: Path, shape: dict[str, Any]) -> None:
+def test_it_is_our_model_and_either_continues_the_other_s_run(tmp_path: Path) -> None:
     # In fp32, with dropout and two microbatches a step.
-    theirs = must_run(tmp_path, "theirs", **SHAPE, **shape)
-    must_run(tmp_path, "ours", "local", **SHAPE, **shape)
-    assert losses(tmp_path / "theirs") == losses(tmp_path / "ours")
-    assert len(set(losses(tmp_path / "ours"))) == 4
-    assert "layers:      transformer_engine 2.20.2; optimizer AdamW of torch" in theirs
-    assert all(call["fused"] for call in calls(tmp_path, "theirs"))
-
-    said = must_run(tmp_path, "ours continued", load=half_of(tmp_path, "ours"), **SHAPE, **shape)
-    must_run(tmp_path, "theirs continued", "local", load=half_of(tmp_path, "theirs"), **SHAPE, **shape)
-    assert losses(tmp_path / "ours continued") == losses(tmp_path / "ours")[2:]
-    assert losses(tmp_path / "theirs continued") == losses(tmp_path / "ours")[2:]
-    assert "layers: transformer_engine, where the checkpoint was written with local" in said
+    shapes = {"gpt": SHAPE, "llama": SHAPE | LLAMA}
+    for name, shape in shapes.items():
+        run_here(tmp_path, f"our {name}", **shape)
+    said = must_run_all(
+        tmp_path,
+        {f"their {name}": shape for name, shape in shapes.items()}
+        | {f"our {name} continued": {"load": half_of(tmp_path, f"our {name}")} | s for name, s in shapes.items()},
+    )
+    for name, shape in shapes.items():
+        run_here(tmp_path, f"their {name} continued", load=half_of(tmp_path, f"their {name}"), **shape)
+        ours = losses(tmp_path / f"our {name}")
+        assert losses(tmp_path / f"their {name}") == ours
+        assert len(set(ours)) == 4
+        assert "layers:      transformer_engine 2.20.2; optimizer AdamW of torch" in said[f"their {name}"]
+        assert all(call["fused"] for call in calls(tmp_path, f"their {name}"))
+        assert losses(tmp_path / f"our {name} continued") == ours[2:]
+        assert losses(tmp_path / f"their {name} continued") == ours[2:]
+        words = "layers: transformer_engine, where the checkpoint was written with local"
+        assert words in said[f"our {name} continued"]
 
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -126,21 +152,33 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def runs_of_recipes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Folder and output of a run under each recipe."""
+    folder = tmp_path_factory.mktemp("recipes")
+    common = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 3, "bf16": True, "eval_iters": 1}
+    cases = {recipe: common | {"recipe": recipe, "no_save": True} for recipe in RECIPES}
+    # its kind of scales is a variable that TransformerEngine reads when it is imported
+    alone = cases.pop("fp8_blockwise")
+    return folder, must_run_all(folder, cases) | {"fp8_blockwise": must_run(folder, "fp8_blockwise", **alone)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_linear_runs_under_the_recipe_s_counterpart(tmp_path: Path, recipe: str) -> None:
-    sizes = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 3, "bf16": True}
-    said = must_run(tmp_path, "out", recipe=recipe, eval_iters=1, no_save=True, **sizes)
-    assert f"recipe {recipe} by TransformerEngine, native: --fp8-format" in said
-    assert "emulated" not in said
-    gemms = json.loads((tmp_path / "out" / "run.json").read_text())["gemms"]
+def test_every_linear_runs_under_the_recipe_s_counterpart(
+    runs_of_recipes: tuple[Path, dict[str, str]], recipe: str
+) -> None:
+    folder, said = runs_of_recipes
+    assert f"recipe {recipe} by TransformerEngine, native: --fp8-format" in said[recipe]
+    assert "emulated" not in said[recipe]
+    gemms = json.loads((folder / recipe / "run.json").read_text())["gemms"]
     assert all(how.startswith("native, TransformerEngine: --fp8-format") for how in gemms.values())
-    found = [{k: v for k, v in call.items() if k in RECIPES[recipe]} for call in calls(tmp_path, "out")]
+    found = [{k: v for k, v in call.items() if k in RECIPES[recipe]} for call in calls(folder, recipe)]
     layer = [RECIPES[recipe]] * 4
     ends: list[dict[str, Any]] = [{}] * 4 if recipe.endswith("ends") else layer
     # Two steps of two microbatches, then one microbatch of validation and test each.
     assert found == [*ends, *layer, *ends] * (len(found) // 12)
-    first = [call["first"] for call in calls(tmp_path, "out") if call["training"]]
+    first = [call["first"] for call in calls(folder, recipe) if call["training"]]
     assert first == ([True] * 12 + [False] * 12) * 2, "a quantized weight is kept for the microbatches of a step alone"
 
 
@@ -149,20 +187,21 @@ def test_its_amax_histories_are_saved_with_the_recipe_and_begin_anew_without(tmp
     common = {**SHAPE, "recipe": "fp8_delayed", "lr_decay_iters": 10}
     must_run(tmp_path, "whole", **common)
     half = half_of(tmp_path, "whole")
-    must_run(tmp_path, "rest", load=half, **common)
+    newly = common | {"load": "other", "train_iters": 5}
+    cases = {"rest": common | {"load": half}, "other": common | {"load": half, "recipe": "fp8_current"}}
+    said = must_run_all(tmp_path, cases | {"transformer_engine": newly})
+    said["local"] = run_here(tmp_path, "local", **newly)
     assert losses(tmp_path / "rest") == losses(tmp_path / "whole")[2:]
     assert [call["seen"] for call in calls(tmp_path, "rest")] == [
         call["seen"] for call in calls(tmp_path, "whole") if call["seen"] > 4
     ]
-    said = must_run(tmp_path, "other", load=half, **common | {"recipe": "fp8_current"})
-    assert "recipe: fp8_current, where the checkpoint was trained with fp8_delayed" in said
-    assert "its amax histories of TransformerEngine are dropped" in said
-    assert "filled by" not in said
+    assert "recipe: fp8_current, where the checkpoint was trained with fp8_delayed" in said["other"]
+    assert "its amax histories of TransformerEngine are dropped" in said["other"]
+    assert "filled by" not in said["other"]
     assert calls(tmp_path, "other")[0]["seen"] == 1
     for implementation in ("transformer_engine", "local"):
-        said = must_run(tmp_path, implementation, implementation, load="other", **common | {"train_iters": 5})
-        assert "they begin anew" in said
-        assert "histories filled by 3 passes over the next batch" in said
+        assert "they begin anew" in said[implementation]
+        assert "histories filled by 3 passes over the next batch" in said[implementation]
     # Two microbatches in each of three passes and in the last step.
     assert {call["seen"] for call in calls(tmp_path, "transformer_engine")} == set(range(1, 9))
 
@@ -220,7 +259,7 @@ def test_a_recipe_that_the_machine_does_not_run_is_one_line(tmp_path: Path, monk
 @pytest.mark.slow
 def test_experts_do_not_change_hands(tmp_path: Path) -> None:
     common = {"num_experts": 2, "train_iters": 1}
-    must_run(tmp_path, "ours", "local", **common)
+    run_here(tmp_path, "ours", **common)
     done = run(tmp_path, "theirs", "transformer_engine", load="ours", **common)
     assert done.returncode == 2
     assert "was written with --transformer-impl local" in done.stderr

@@ -1,4 +1,4 @@
-"""The exception for requests that cannot be met, and a command line that prints it as one line."""
+"""``UserError``, and command-line parsing that prints errors as one line."""
 
 import argparse
 import sys
@@ -7,30 +7,30 @@ from typing import Any, NoReturn
 
 
 class UserError(ValueError):
-    """Something a user can cause and mend; the message is one line: what was asked, what was found, what to do.
+    """An error that a user can cause and fix; the message is one line: request, cause and remedy.
 
-    The driver prints the message alone, on one rank, and exits with code 2; libraries may catch it as ``ValueError``.
+    The driver prints only the message, on one rank, and exits with code 2. Libraries can catch it as ``ValueError``.
     """
 
 
 class Parser(argparse.ArgumentParser):
-    """A tool's command line: its description as it is written, its errors in one line, as a ``UserError``'s."""
+    """Argument parser of a tool; prints the description unformatted and errors as one line, like ``UserError``."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Exit code 2; argparse's own prints the usage first."""
+        """Print one line and exit with code 2; argparse would print the usage first."""
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
 def names(text: str) -> list[str]:
-    """An option's value, names with commas between."""
+    """The names in an option's comma-separated value."""
     return [name for name in text.split(",") if name]
 
 
 def run_tool(name: str, work: Callable[[], int | None]) -> int:
-    """The exit code that ``work`` returns, None being 0; a UserError is one line on stderr and exit code 2."""
+    """Exit code of ``work``, 0 for None; a UserError prints one line to stderr and gives 2."""
     try:
         return work() or 0
     except UserError as error:
@@ -39,7 +39,7 @@ def run_tool(name: str, work: Callable[[], int | None]) -> int:
 
 
 def current_argv(argv: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
-    """``argv`` with former names replaced, each with a warning; a name without dashes is the subcommand."""
+    """``argv`` with renamed options replaced and a warning for each; a name without dashes is the subcommand."""
     current = []
     for position, word in enumerate(argv):
         name, equals, value = word.partition("=")

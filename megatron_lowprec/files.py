@@ -1,4 +1,4 @@
-"""Files that other processes read while one writes them."""
+"""Files that one process writes while others read."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a file of JSON objects, which may be absent or in the middle of a write."""
+    """Complete rows of a JSON-lines file, which may be absent or partially written."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -17,9 +17,9 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def atomic_write(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a text file; readers see the old or the new content, never a part.
+    """Replace a text file atomically; readers see the old or the new content.
 
-    ``durable`` syncs the content to disk first, so that a power cut leaves one of the two; some file systems cannot.
+    ``durable`` syncs the content to disk first, so this also holds after a power cut; some file systems cannot sync.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -1,7 +1,7 @@
-"""Number formats as rows of data: adding a format is adding a row, and the tests follow the table.
+"""Table of number formats. A new format is a new row; the tests iterate over the table.
 
-A code is laid out as sign, exponent, mantissa from the top bit down and has the value
-``(-1)^sign * 2^(max(exponent, 1) - bias) * (mantissa / 2^mantissa_bits + (exponent > 0))``, save for the special codes.
+A code has sign, exponent and mantissa from the top bit down. Except for special codes its value is
+``(-1)^sign * 2^(max(exponent, 1) - bias) * (mantissa / 2^mantissa_bits + (exponent > 0))``.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from typing import Literal
 class Format:
     """One element format.
 
-    ``max`` is the largest finite magnitude. ``specials`` says which codes are no numbers: ``"none"`` (all are
-    finite), ``"nan"`` (the all-ones magnitude alone is NaN, as in E4M3 FN) or ``"ieee"`` (the top exponent holds Inf
+    ``max`` is the largest finite magnitude. ``specials`` names the non-finite codes: ``"none"`` (all codes are
+    finite), ``"nan"`` (only the all-ones magnitude is NaN, as in E4M3 FN) or ``"ieee"`` (the top exponent encodes Inf
     and NaN).
     """
 
@@ -32,7 +32,7 @@ class Format:
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of ``max``; "emax" in the OCP specification: 8 for E4M3, 2 for E2M1."""
+        """Exponent of ``max``, "emax" in the OCP specification: 8 for E4M3, 2 for E2M1."""
         return (1 << self.exponent_bits) - 1 - self.bias - (self.specials == "ieee")
 
     @property
@@ -42,7 +42,7 @@ class Format:
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number, a subnormal one."""
+        """The smallest positive number, which is subnormal."""
         return float(2.0 ** (self.min_exponent - self.mantissa_bits))
 
 
@@ -61,6 +61,6 @@ FORMATS: dict[str, Format] = {
 }
 
 E8M0_BIAS = 127
-"""A scale byte b of OCP's E8M0 means 2^(b - 127), for b in 0..254."""
+"""Exponent bias of OCP's E8M0: scale byte b is 2^(b - 127), for b in 0..254."""
 E8M0_NAN = 255
-"""The scale byte of a block that holds a NaN or an Inf: all of the block is NaN."""
+"""Scale byte of a block with a NaN or an Inf; the whole block becomes NaN."""

@@ -1,6 +1,6 @@
-"""Granularities and scale rules as rows of data: validation, references and kernels follow the tables.
+"""Tables of granularities and scale rules, read by validation, references and kernels.
 
-Shapes are those of an operand [R, K] whose last dimension is contracted.
+Shapes are those of an operand [R, K], contracted dimension last.
 """
 
 import re
@@ -13,7 +13,7 @@ ScaleFormat = Literal["fp32", "e8m0"]
 
 @dataclass(frozen=True)
 class Granularity:
-    """The entries that share a scale: a block of ``rows`` by ``columns``, None for all of that dimension."""
+    """Block of ``rows`` by ``columns`` entries that share a scale; None for the whole dimension."""
 
     name: str
     rows: int | None
@@ -21,17 +21,17 @@ class Granularity:
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """(rows, columns) of a block; None where the operand's shape decides."""
+        """(rows, columns) of a block; None if it depends on the operand's shape."""
         return None if self.rows is None or self.columns is None else (self.rows, self.columns)
 
     def block_of(self, rows: int, columns: int) -> tuple[int, int]:
-        """(rows, columns) of a block of an operand of that shape; at least 1 each."""
+        """(rows, columns) of a block of an operand [rows, columns]; at least 1 each."""
         return self.rows or max(1, rows), self.columns or max(1, columns)
 
 
 GRANULARITIES: dict[str, Granularity] = {
     row.name: row
-    for row in (  # a kernel's number is the place in this table, and part of stored tuning keys
+    for row in (  # kernels number granularities by table index, which is part of stored tuning keys
         Granularity("tensor", None, None),
         Granularity("row", 1, None),
         Granularity("1x128", 1, 128),
@@ -39,17 +39,17 @@ GRANULARITIES: dict[str, Granularity] = {
         Granularity("1x32", 1, 32),
     )
 }
-"""Granularities that a kernel knows. References take blocks of any size."""
+"""Granularities that kernels support. References support blocks of any size."""
 
 _BLOCK = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
 
 @lru_cache(maxsize=64)
 def granularity_of(name: str) -> Granularity:
-    """The row of that name, or blocks ``RxC`` that no table lists.
+    """The granularity of that name, either a row of GRANULARITIES or any block ``RxC``.
 
     Raises:
-        ValueError: neither.
+        ValueError: ``name`` is neither.
     """
     found = GRANULARITIES.get(name)
     if found is None:
@@ -62,14 +62,14 @@ def granularity_of(name: str) -> Granularity:
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a block's scale follows from its largest magnitude A; M is the format's maximum, emax its exponent.
+    """Rule for a block's scale from its amax A; M is the format's maximum, emax its exponent.
 
-    A scale is M / A in fp32, or in E8M0 the exponent of A less emax.
+    An fp32 rule gives the encode scale M / A, an E8M0 rule the decode scale's exponent floor(log2 A) - emax.
 
     Attributes:
-        power_of_two: every scale is a power of two; by an fp32 rule it is M / A, rounded down.
-        divides: in E8M0, the exponent of A / M in place of that of A less emax.
-        rounds_amax: in E8M0, A is rounded to the element's mantissa before.
+        power_of_two: scales are powers of two; an fp32 rule rounds M / A down.
+        divides: in E8M0, the exponent is that of A / M, instead of that of A less emax.
+        rounds_amax: in E8M0, A is first rounded to the element's mantissa.
         rounds_up: in E8M0, the exponent is ceil(log2), not floor(log2).
     """
 
@@ -83,7 +83,7 @@ class ScaleRule:
 
     @property
     def number(self) -> int:
-        """Of the rule in kernels: its place among the rules of its scale format, part of stored tuning keys."""
+        """The rule's number in kernels: its index among the rules of its scale format, part of stored tuning keys."""
         return scale_rules(self.scale_format).index(self.name)
 
 
@@ -102,5 +102,5 @@ SCALE_RULES: dict[str, ScaleRule] = {
 
 @lru_cache(maxsize=2)
 def scale_rules(scale_format: str) -> tuple[str, ...]:
-    """Names of the rules of a scale format."""
+    """Names of a scale format's rules."""
     return tuple(row.name for row in SCALE_RULES.values() if row.scale_format == scale_format)

@@ -1,4 +1,4 @@
-"""Tables as lines of text: aligned for a terminal or a log, or in Markdown."""
+"""Text tables: aligned for terminals and logs, or in Markdown."""
 
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
@@ -7,13 +7,13 @@ from itertools import zip_longest
 def plain_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] | None = None, *, rule: bool = True
 ) -> list[str]:
-    """Aligned lines.
+    """Lines of an aligned table.
 
     Args:
-        columns: headings; the part after a newline, such as a unit, stands below.
-        rows: a text for each column.
-        left: headings of the columns aligned to the left, the others to the right; None for all.
-        rule: a line of dashes below the headings.
+        columns: headings; text after a newline, such as a unit, goes on a second line.
+        rows: cells, one for each column.
+        left: headings of the left-aligned columns, None for all; others are right-aligned.
+        rule: add a line of dashes below the headings.
     """
     heads = list(zip_longest(*(column.split("\n") for column in columns), fillvalue=""))
     widths = [max(map(len, cells)) for cells in zip(*heads, *rows, strict=True)]

@@ -1,14 +1,13 @@
-"""Gradients summed over data-parallel ranks in FP8 (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
+"""Gradient reduction over data-parallel ranks in FP8 (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
 
-A rank sends each other rank its part of every tensor as FP8 codes, a byte an entry where fp32 takes four, and adds the
-codes that it has received in the order of the ranks, so that the result does not depend on a network. One scale a
-tensor, a power of two, follows from the largest magnitude on any rank. The sum is fp32, or each partial sum is rounded
-to FP8, as a reduction in the network would do. Rounded sums lose addends below half a step of what has been summed,
-and can saturate although no rank's own values do: gradients are multiplied by a factor mu before they are cast, and mu
-follows how many sums have saturated.
+Each rank sends every other rank its shard of each tensor as FP8 codes, 1 byte an entry instead of 4 in fp32. It adds
+the received codes in rank order, so the result does not depend on the network. Each tensor has one power-of-two scale,
+from the amax over all ranks. The sum is fp32, or each partial sum is rounded to FP8, as an in-network reduction would.
+Rounded sums lose addends below half a step of the partial sum, and can saturate even if no rank's values do. Gradients
+are therefore multiplied by a factor mu before the cast, which adapts to the number of saturated sums.
 
-The source leaves open where saturation is counted and how mu rises. Here: in the sums, over all tensors and ranks of a
-step; by the same ratio each step, from 1/2 to 2 in 1000.
+The source does not specify where saturation is counted and how mu grows. Here it is counted in the sums, over all
+tensors and ranks of a step; mu grows by a constant ratio each step, from 1/2 to 2 in 1000 steps.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ MOST_RANKS_OF_ROUNDED_SUMS = 8
 """Over more ranks, sums rounded to E4M3 lose more than a tenth of the mean gradient (docs/recipes/fp8_lm.md)."""
 
 Bounds = tuple[int, int]
-"""Where a tensor begins and ends in a flat buffer of them."""
+"""Start and end of a tensor in a flat buffer."""
 
 
 def rounded_sum_warnings(spec: GradientSpec, ranks: int) -> list[str]:
-    """A line for the log where ``spec`` rounds sums over so many ranks that small addends are lost; else none."""
+    """Log lines: a warning if ``spec`` rounds sums over more than ``MOST_RANKS_OF_ROUNDED_SUMS`` ranks; else none."""
     if spec.sum != "format" or not spec.quantized or ranks <= MOST_RANKS_OF_ROUNDED_SUMS:
         return []
     return [
@@ -47,7 +46,7 @@ def rounded_sum_warnings(spec: GradientSpec, ranks: int) -> list[str]:
 
 
 class AutomaticFactor:
-    """mu, what gradients are multiplied by before they are cast; on the device, read by the host for checkpoints alone.
+    """Factor mu of gradients before the cast; on the device, read by the host only for checkpoints.
 
     Attributes:
         mu: fp32 [1].
@@ -58,16 +57,16 @@ class AutomaticFactor:
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)  # saturated, all
 
     def count(self, saturated: torch.Tensor, entries: int) -> None:
-        """Add a buffer's sums to those of this step: how many have saturated, int64 scalar, of how many."""
+        """Add a buffer to the counts of this step: ``saturated`` (int64 scalar) of ``entries`` sums."""
         self._counts[0] += saturated
         self._counts[1] += entries
 
     def forget(self) -> None:
-        """Begin to count anew: what was counted was no step."""
+        """Reset the counts, after a pass that is not a step."""
         self._counts.zero_()
 
     def end_step(self) -> None:
-        """Set mu for the next step, behind one that has updated the weights; collective over all ranks."""
+        """Set mu for the next step, after a weight update; collective over all ranks."""
         dist.all_reduce(self._counts)
         too_many = self._counts[0] > _MOST_SATURATED * self._counts[1]
         self.mu = torch.where(too_many, _LOWEST, (self.mu * _RISE).clamp(max=_HIGHEST))
@@ -78,8 +77,8 @@ class GradientSum:
     """``reduce_scatter`` of flat gradient buffers, in FP8.
 
     Args:
-        spec: format and sum.
-        factor: where ``spec.sum`` is "format".
+        spec: format and rounding of the sum.
+        factor: required if ``spec.sum`` is "format", else None.
     """
 
     def __init__(self, spec: GradientSpec, factor: AutomaticFactor | None) -> None:
@@ -95,15 +94,15 @@ class GradientSum:
         group: dist.ProcessGroup,
         sharers: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        """Leave ``times`` the sum over the ranks of ``group`` in this rank's part of ``flat``; the rest is undefined.
+        """Write ``times`` the sum over ``group`` to this rank's shard of ``flat``; the rest is undefined afterwards.
 
-        A tensor that is not finite on any rank comes out as NaN, all of it.
+        A tensor with a non-finite entry on any rank becomes NaN as a whole.
 
         Args:
-            flat: fp32 or bf16 [ranks * n], the same tensors at the same places on all ranks; the i-th n are rank i's.
-            tensors: where they lie, rising.
-            times: 1 over the number of ranks for a mean.
-            sharers: further groups of ranks that hold other parts of these tensors, and so share their scales.
+            flat: fp32 or bf16 [ranks * n], with equal tensor bounds on all ranks; shard i of n entries is rank i's.
+            tensors: bounds of the tensors, ascending.
+            times: factor of the sum; 1 / ranks for a mean.
+            sharers: further groups of ranks that hold other shards of these tensors and share their scales.
         """
         scale = self.encode_scale(flat, tensors, [group, *sharers])
         codes = self.codes(flat, tensors, scale)
@@ -123,25 +122,25 @@ class GradientSum:
     def encode_scale(
         self, flat: torch.Tensor, tensors: Sequence[Bounds], groups: Sequence[dist.ProcessGroup]
     ) -> torch.Tensor:
-        """fp32 [len(tensors)], mu included; NaN where a tensor is not finite."""
+        """Encode scales, fp32 [len(tensors)], mu included; NaN for a tensor that is not finite."""
         amax = torch.stack(torch._foreach_norm([flat[start:end] for start, end in tensors], torch.inf)).float()
         scale = fp32_encode_scale(max_over(amax, *groups), self._format, "amax_pow2")
         return scale if self._factor is None else scale * self._factor.mu
 
     def codes(self, flat: torch.Tensor, tensors: Sequence[Bounds], scale: torch.Tensor) -> torch.Tensor:
-        """uint8, the shape of ``flat``; zeros between tensors."""
+        """FP8 codes, uint8, of the shape of ``flat``; zeros between tensors."""
         codes = torch.zeros(flat.numel(), dtype=torch.uint8, device=flat.device)
         parts = [(flat[start:end], codes[start:end]) for start, end in tensors]
         if flat.dtype == torch.float32:
             values, places = zip(*parts, strict=True)
             multi_tensor_cast_(values, scale, self._format, places)
-        else:  # one tensor at a time, for fp32 copies of all would not fit
+        else:  # one tensor at a time: fp32 copies of all might not fit in memory
             for (value, place), one in zip(parts, scale.split(1), strict=True):
                 multi_tensor_cast_([value.float()], one, self._format, [place])
         return codes
 
     def sum_codes(self, received: torch.Tensor) -> torch.Tensor:
-        """fp32 [n] of codes [ranks, n], in the order of the ranks."""
+        """Sum of codes [ranks, n] in rank order: fp32 [n]."""
         total = received[0].float()
         for codes in received[1:]:
             total += codes.float()

@@ -1,4 +1,4 @@
-"""Maxima over ranks, which scales that they share are made of."""
+"""Maxima over ranks, for scales that ranks share."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def max_over(amax: torch.Tensor, *groups: dist.ProcessGroup) -> torch.Tensor:
-    """Elementwise maximum over the groups' ranks, a new tensor. NaN becomes Inf, which no backend's maximum loses."""
+    """Elementwise maximum over the groups' ranks, as a new tensor. NaN becomes Inf, which every backend preserves."""
     amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
     for group in groups:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)

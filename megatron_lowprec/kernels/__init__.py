@@ -1,5 +1,5 @@
-"""One folder an op: ``reference.py`` is its meaning in plain torch, on any device; other implementations give the
-same bits, but for the order of long sums (norms, losses, gradients of biases), which is fixed for each of them.
+"""Ops, one folder each: ``reference.py`` defines the op in plain torch on any device. Other implementations give equal
+bits, except for the order of long sums (norms, losses, gradients of biases), which each implementation fixes.
 
-Kernels know no recipe: they take tensors, sizes, a format row and names of rules.
+Kernels do not depend on recipes: they take tensors, sizes, a format row and names of rules.
 """

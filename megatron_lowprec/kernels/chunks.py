@@ -1,19 +1,19 @@
-"""Row chunks small enough to stay in a CPU core's cache through a chain of elementwise operations."""
+"""Row chunks that fit in a CPU core's cache during a chain of elementwise operations."""
 
 from collections.abc import Iterator
 
 import torch
 
-_CPU_CHUNK_ELEMENTS = 1 << 15  # 128 KB of fp32: a handful of temporaries fit in a 1 to 2 MB L2
+_CPU_CHUNK_ELEMENTS = 1 << 15  # 128 KB of fp32: several temporaries fit in a 1 to 2 MB L2
 
 
 def row_chunks(
     rows: int, columns: int, device: torch.device, multiple_of: int = 1, elements: int | None = None
 ) -> Iterator[slice]:
-    """Slices that cover ``rows``, each a multiple of ``multiple_of`` but the last.
+    """Slices that cover ``rows``; all but the last have a multiple of ``multiple_of`` rows.
 
     Args:
-        elements: about so many in a slice; where it is None what a CPU's cache holds, and one slice on a GPU.
+        elements: approximate entries of a slice. None fits the cache on a CPU, and gives one slice on a GPU.
     """
     step = rows
     if elements is None and device.type == "cpu":

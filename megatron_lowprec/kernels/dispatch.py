@@ -1,9 +1,8 @@
-"""Which implementation of an op runs: a fused Triton kernel where one applies, else the reference.
+"""Dispatch of ops: a fused Triton kernel where one applies, else the reference.
 
-No other module of the package imports a ``triton.py``, so that Triton is loaded by the first tensor that needs it. An
-op has the signature and the name of its reference, and the function of that name in ``triton.py`` beside it. Where the
-choice falls once for several calls (native GEMMs, both directions of an MX cast), callers ``load`` the module: a call
-less on the way to a launch.
+No other module of the package imports a ``triton.py``, so Triton loads with the first tensor that needs it. An op has
+the name and signature of its reference, as has the function in ``triton.py``. Callers that choose once for several
+calls (native GEMMs, both directions of an MX cast) ``load`` the module, which saves a call before each launch.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def have_triton() -> bool:
 
 @lru_cache(maxsize=16)
 def arch_of(device: torch.device) -> str:
-    """ "cpu", or a GPU's compute capability as "sm90"."""
+    """The device's architecture: "cpu", or a GPU's compute capability such as "sm90"."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
@@ -45,19 +44,19 @@ def arch_of(device: torch.device) -> str:
 
 
 def has_mx_kernel(device: str, block: tuple[int, int] | None, scale_format: str) -> bool:
-    """Whether ``kernels.quantize.triton`` knows such operands on a ``device`` ("cpu" or "cuda"): MX blocks of 32.
+    """Whether ``kernels.quantize.triton`` supports the block, MX blocks of 32, on ``device`` ("cpu" or "cuda").
 
     Args:
-        block: (rows, columns) that share a scale; None for rows and tensors.
+        block: (rows, columns) that share a scale; None for granularity "row" or "tensor".
     """
     return device == "cuda" and block == (1, 32) and scale_format == "e8m0" and have_triton()
 
 
 def fuses_mx(matrix: torch.Tensor, block: tuple[int, int] | None, scale_format: str, transform_block: int) -> bool:
-    """Whether the kernel takes this one: bf16 or fp32, contiguous in one dimension, whole groups along rows.
+    """Whether the MX kernel supports a matrix: bf16 or fp32, contiguous in one dimension, whole groups along rows.
 
     Args:
-        matrix: [R, K], the contracted dimension last; a transposed view counts as contiguous.
+        matrix: [R, K], contracted dimension last, or a transposed view.
         transform_block: block of its Hadamard transform, 1 without one.
     """
     if not has_mx_kernel(matrix.device.type, block, scale_format):
@@ -65,29 +64,29 @@ def fuses_mx(matrix: torch.Tensor, block: tuple[int, int] | None, scale_format: 
     if matrix.dtype not in (torch.bfloat16, torch.float32) or matrix.numel() == 0:
         return False
     whole = matrix.shape[1] % max(32, transform_block) == 0
-    return whole if matrix.stride(1) == 1 else matrix.stride(0) == 1  # along columns the kernel pads
+    return whole if matrix.stride(1) == 1 else matrix.stride(0) == 1  # the kernel pads columns
 
 
 def fuses(x: torch.Tensor) -> bool:
-    """Whether the Triton kernels take this tensor: on a GPU, bf16 or fp32, not empty."""
+    """Whether the Triton kernels support a tensor: on a GPU, bf16 or fp32, not empty."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0 and have_triton()
 
 
 @cache
 def load(op: str) -> Any:
-    """The Triton module of an op's folder, for callers that have asked ``fuses`` or ``fuses_mx``.
+    """The Triton module of an op's folder; check ``fuses`` or ``fuses_mx`` first.
 
-    A cached call; an import statement takes the host longer than all the rest of a dispatch.
+    Cached, since an import statement costs the host more than the rest of a dispatch.
     """
     return import_module(f"megatron_lowprec.kernels.{op}.triton")
 
 
 def _op(reference: Callable[P, R], fused: Callable[..., bool] | None = None) -> Callable[P, R]:
-    """The op that ``reference`` defines.
+    """The dispatching op of a ``reference``.
 
     Args:
-        fused: whether the Triton kernel takes these arguments; where it is None, ``fuses`` of the first one. The
-            arguments that it reads are passed by position.
+        fused: whether the Triton kernel supports the arguments; None for ``fuses`` of the first one. Callers pass the
+            arguments that it reads by position.
     """
     folder, name = reference.__module__.split(".")[-2], reference.__name__
 

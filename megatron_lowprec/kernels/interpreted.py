@@ -1,4 +1,4 @@
-"""Whether Triton interprets kernels, in Python on a CPU: inline PTX needs another way there."""
+"""Whether Triton interprets kernels in Python on a CPU, where inline PTX needs a replacement."""
 
 import os
 

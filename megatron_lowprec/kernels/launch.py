@@ -1,4 +1,4 @@
-"""Launching a Triton kernel again without going through its signature, which costs the host more than the launch."""
+"""Repeated launches of a Triton kernel without binding its signature, which costs the host more than the launch."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 
 
 class Specialized:
-    """A Triton kernel whose constexpr parameters and options are fixed.
+    """A Triton kernel with fixed constexpr parameters and options.
 
     Args:
-        kernel: of ``triton.jit``, its constexpr parameters behind all others.
-        constants: these parameters, in the order of the signature.
-        options: num_warps and the like.
+        kernel: a ``triton.jit`` function, its constexpr parameters last.
+        constants: the constexpr parameters, in signature order.
+        options: launch options such as num_warps.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: Any) -> None:
@@ -24,8 +24,8 @@ class Specialized:
         """Run ``programs`` programs on the current stream of ``device``, the current device.
 
         Args:
-            arguments: in the order of the signature.
-            specialized_on: all that Triton would tell apart in them: dtypes, alignment, divisibility by 16, ones.
+            arguments: the other parameters, in signature order.
+            specialized_on: properties on which Triton specializes them: dtypes, alignment, divisibility by 16, ones.
         """
         key = (device.index, specialized_on)
         known = self._compiled.get(key)
@@ -35,5 +35,5 @@ class Specialized:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *self._values)
             return
         compiled = self._kernel[(programs, 1, 1)](*arguments, **self._constants, **self._options)
-        if hasattr(compiled, "packed_metadata"):  # the interpreter returns nothing to keep
+        if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)

@@ -1,9 +1,8 @@
-"""Which of a few tilings of a kernel is fastest on this machine: measured once, remembered on disk.
+"""Autotuning of a kernel's tilings: measured once on a machine, cached on disk.
 
-A tiling changes a kernel's speed, and no bits of an operand, so that ranks may choose differently. It does change the
-last bits of a sum: kernels that sum are not tuned. The measurement is bounded: a
-handful of candidates, some twenty launches each, on the first operand that is large enough to tell them apart, or the
-first of such a size where who asks names sizes apart.
+A tiling changes a kernel's speed but no bits of an operand, so ranks may choose differently. It would change the last
+bits of a sum: kernels that sum are not tuned. The cost is bounded: a few candidates of twenty launches each, on the
+first operand that is large enough to distinguish them, or on the first of each size class.
 """
 
 import json
@@ -21,19 +20,18 @@ SWITCH = "MEGATRON_LOWPREC_TUNE"
 FOLDER = "MEGATRON_LOWPREC_CACHE"
 _LAUNCHES = 20
 LARGE_ENOUGH = 1 << 24
-"""Entries from which an operand tells tilings apart."""
+"""Least entries of an operand that distinguishes tilings."""
 
 T = TypeVar("T")
 
 
 def fastest(name: str, candidates: Sequence[T], run: Callable[[T], None], device: torch.device) -> T:
-    """The candidate whose ``run`` takes least time on ``device``; from the cache where these were tuned for this name.
+    """The candidate with the shortest ``run`` on ``device``, from the cache if present.
 
-    ``candidates[0]``, unmeasured, with ``MEGATRON_LOWPREC_TUNE=0``, where the device is no GPU, or under graph capture.
+    ``candidates[0]``, unmeasured, with ``MEGATRON_LOWPREC_TUNE=0``, without a GPU, or under graph capture.
 
     Args:
-        name: what was tuned, the kernel's constants included; the candidates, the GPU's name and Triton's version are
-            added.
+        name: the kernel with its constants. The candidates, the GPU's name and Triton's version complete the cache key.
     """
     if len(candidates) == 1 or not tunes(device):
         return candidates[0]
@@ -48,9 +46,9 @@ def fastest(name: str, candidates: Sequence[T], run: Callable[[T], None], device
 
 
 class Tuned(Generic[T]):
-    """The candidate that a kernel runs in, for each of the sizes that its user tells apart.
+    """The tuned candidate of a kernel, for each size class.
 
-    What a graph under capture gets decides nothing: it is the first candidate, unmeasured.
+    Graph capture gets the first candidate, unmeasured, and stores no choice.
     """
 
     def __init__(self, name: str, candidates: Sequence[T]) -> None:
@@ -58,10 +56,10 @@ class Tuned(Generic[T]):
         self._known: dict[int | None, T] = {}
 
     def choose(self, entries: int, run: Callable[[T], None], device: torch.device, below: int | None = None) -> T:
-        """The first for fewer entries than ``LARGE_ENOUGH``, else the ``fastest``, measured once.
+        """The first candidate below ``LARGE_ENOUGH`` entries, else the ``fastest``, measured once.
 
         Args:
-            below: the power of two that stands for a size, where sizes are tuned apart.
+            below: size class of fewer than 2^below entries, tuned separately; None for one class.
         """
         if entries < LARGE_ENOUGH:
             return self._candidates[0]
@@ -104,15 +102,15 @@ def _cache(device: torch.device) -> Path:
 def _read(path: Path) -> dict[str, int]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none yet, or damaged: both mend themselves by measuring
+    except (OSError, ValueError):  # absent or damaged: the next measurement rewrites it
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _remember(path: Path, name: str, best: int) -> None:
-    """Write into the cache atomically: other ranks write the same file."""
+    """Write to the cache atomically, since other ranks write the same file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(_read(path) | {name: best}, indent=1))
-    except OSError:  # a home that cannot be written costs a measurement at each start, and nothing else
+    except OSError:  # without a writable home each start measures
         return

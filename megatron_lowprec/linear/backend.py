@@ -1,4 +1,4 @@
-"""The protocol of both GEMM backends."""
+"""Protocol of the GEMM backends."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
 class GemmBackend(Protocol):
-    """Quantizes the tensors of one layer and multiplies them: ``EmulatedGemms`` and ``NativeGemms``."""
+    """Quantizes the tensors of one layer and multiplies them; ``EmulatedGemms`` or ``NativeGemms``."""
 
     def quantize(
         self,
@@ -25,16 +25,16 @@ class GemmBackend(Protocol):
         local_amax: torch.Tensor | None = None,
         sums: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """x [T, I], w [O, I] or dy [T, O] for the GEMMs that contract its rows and its columns, by ``SIDES``.
+        """Quantize x [T, I], w [O, I] or dy [T, O]; returns the quantized tensor and the sums or None.
 
         Args:
-            tensor: "input", "weight" or "grad_output".
-            rowwise, columnwise: directions to make. Both share a spec; beside rowwise data, columnwise data are made
-                only where one read of the matrix gives both.
-            update_amax: record the amax of a tensor with delayed scales.
-            amax, local_amax: fp32 [1] of a current scale, over all ranks that share it or over this rank's part; None
-                where unknown.
-            sums: also sum over rows, [columns], where the same read gives it.
+            tensor: "input", "weight" or "grad_output". ``SIDES`` lists the GEMMs that contract its rows and columns.
+            rowwise, columnwise: directions to quantize, with one spec. Columnwise data next to rowwise data are
+                written only if one read of the matrix gives both.
+            update_amax: record the amax of a tensor with delayed scaling.
+            amax, local_amax: fp32 [1] for a current scale, over all ranks that share it or over this rank's part; None
+                if unknown.
+            sums: also sum over rows, [columns], if the same read gives it.
         """
 
     def gemm(
@@ -51,8 +51,8 @@ class GemmBackend(Protocol):
         """fprop ``x @ w.T``, dgrad ``dy @ w`` or wgrad ``dy.T @ x`` of quantized tensors.
 
         Args:
-            accumulate_into: fp32; the product is added to it and it is returned.
-            overwrite: put the product into ``accumulate_into`` without adding.
+            accumulate_into: fp32; add the product to it and return it.
+            overwrite: write the product to ``accumulate_into`` instead of adding.
             bias: [O], added to the product of fprop.
         """
 
@@ -60,7 +60,7 @@ class GemmBackend(Protocol):
 def gemm_operands(
     name: str, a: QuantizedTensor, b: QuantizedTensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """Data and scale of each side of a GEMM, contracted dimension last."""
+    """Data and scale of a, then of b, contracted dimension last."""
     first = a.columnwise() if name == "wgrad" else a.rowwise()
     second = b.rowwise() if name == "fprop" else b.columnwise()
     return *first, *second

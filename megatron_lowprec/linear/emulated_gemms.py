@@ -1,4 +1,4 @@
-"""GEMMs in the compute dtype on values of the formats' grids: the numerics of a format on any device, not its speed."""
+"""GEMMs in the compute dtype on values of a format's grid: its numerics on any device, not its speed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec, Recipe
 
 
 class EmulatedGemms:
-    """The ``GemmBackend`` of any device, by the reference or by the fused MX kernel.
+    """``GemmBackend`` for any device; quantizes by the reference or by the fused MX kernel.
 
     Args:
-        recipe: what to do.
-        rounding: draws of stochastic rounding, by GEMM and tensor.
-        transforms: of the GEMMs.
+        recipe: specs of all GEMMs.
+        rounding: streams of stochastic rounding, by GEMM and tensor.
+        transforms: Hadamard transforms of the GEMMs.
         layer_amax: amax histories, and the ranks that share scales.
     """
 
@@ -49,7 +49,7 @@ class EmulatedGemms:
             for name, tensors in GEMM_OPERANDS.items()
             for tensor in tensors
         }
-        # takes the headroom of both operands out of the product
+        # divides the headroom of both operands out of the product
         self._alpha = {
             name: 1.0 / math.prod(spec.headroom for tensor in tensors if (spec := self._specs[name, tensor]))
             for name, tensors in GEMM_OPERANDS.items()
@@ -68,7 +68,7 @@ class EmulatedGemms:
         local_amax: torch.Tensor | None = None,
         sums: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """As ``GemmBackend``; an amax is taken from the matrix, sums are left to the caller."""
+        """As ``GemmBackend``; ignores ``amax`` and ``local_amax``, and returns no sums."""
         matrix = in_memory(matrix)
         by_row, by_column = SIDES[tensor]
         name = by_row if rowwise else by_column
@@ -140,12 +140,12 @@ class EmulatedGemms:
         return y if bias is None else add_bias_(y, bias)
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
-        """``quantization.error_stats`` of a GEMM's operand, without a trace in histories or draws.
+        """``quantization.error_stats`` of a GEMM's operand; changes neither histories nor draws.
 
-        Ranks that share the operand's scale must all call it.
+        All ranks that share the operand's scale must call it.
 
         Args:
-            matrix: [R, K], contracted dimension last, not empty; of an operand that the recipe quantizes.
+            matrix: [R, K], contracted dimension last, not empty; the recipe must quantize the operand.
         """
         spec, transform = self._specs[name, tensor], self.transform(name, rng_step)
         assert spec is not None
@@ -155,7 +155,7 @@ class EmulatedGemms:
         return error_stats(matrix, QuantizedTensor(matrix.shape, matrix.dtype, spec, data, scale))
 
     def transform(self, name: str, rng_step: RngStep) -> Transform | None:
-        """The GEMM's Hadamard transform at this step."""
+        """The GEMM's Hadamard transform at an RNG step."""
         return self._transforms.at(name, rng_step)
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
@@ -163,7 +163,7 @@ class EmulatedGemms:
         return Direction(Key.of(self._rounding[name, tensor].key), signs)
 
     def _arguments(self, name: str, tensor: str, spec: QuantSpec, rng_step: RngStep) -> dict[str, Any]:
-        """Arguments of ``quantize_by_reference`` beside the matrix, the spec and the transform."""
+        """Arguments of ``quantize_by_reference`` other than matrix, spec and transform."""
         encode_scale = None
         if spec.scaling == "delayed":
             history, slot = self._amax.histories[tensor]

@@ -1,4 +1,4 @@
-"""Values that pass between the producers of a linear layer's x and dy, its three GEMMs and autograd."""
+"""Tensors passed between the producers of a linear layer's x and dy, its three GEMMs and autograd."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import QuantSpec
 
 CastFusion = Literal["source", "amax", None]
-"""What a producer of x or dy can do for the casts of it: leave the computation to them, or find the amax on the way."""
+"""Fusion of a cast with the producer of x or dy: the cast computes the tensor, or the producer computes its amax."""
 
 
 class SavedForBackward(NamedTuple):
-    """x and w of a linear layer as its backward pass needs them: tensors first, for ``save_for_backward``.
+    """x and w of a linear layer for its backward pass; tensors first, for ``save_for_backward``.
 
     Attributes:
         weight: [O, I].
-        x: the layer's input [..., I], or columnwise data of the quantized x, [I, T padded]; None where the backward
-            pass recomputes x.
-        x_scale: of the columnwise data; None beside x itself.
+        x: the layer's input [..., I], or columnwise data of the quantized x, [I, T padded]; None if the backward pass
+            recomputes x.
+        x_scale: decode scale of the columnwise data; None if x is unquantized.
         weight_amax: fp32 [1], for ``LinearGemms.dgrad``.
-        x_spec: of the quantized x; None beside x itself.
+        x_spec: spec of the quantized x; None if x is unquantized.
         x_shape: shape of the layer's input.
     """
 
@@ -42,7 +42,7 @@ class SavedForBackward(NamedTuple):
         quantized: QuantizedTensor,
         weight_amax: torch.Tensor | None,
     ) -> SavedForBackward:
-        """x if it is in memory, or in its place columnwise data of the quantized x if there are any."""
+        """Saves columnwise data of the quantized x if present, else x if it is in memory."""
         if quantized.columnwise_data is not None:
             data, scale = quantized.columnwise_data, quantized.columnwise_scale
             return SavedForBackward(weight, data, scale, weight_amax, quantized.spec, x.shape)
@@ -69,8 +69,8 @@ class GradOutput:
     """dy_TO of a layer for dgrad and wgrad.
 
     Attributes:
-        matrix: dy; where both directions are quantized, a tensor of its shape and dtype.
-        quantized: dy with the directions that one read gave.
+        matrix: dy; if both directions are quantized, any tensor of its shape and dtype.
+        quantized: dy in the directions quantized so far, or None.
         bias: gradient of the bias [O], or None.
     """
 
@@ -80,7 +80,7 @@ class GradOutput:
 
 
 def in_memory(x: torch.Tensor | CastPrologue) -> torch.Tensor:
-    """x as one tensor; AssertionError for a computed one."""
+    """x as one tensor; AssertionError for a prologue that is not a plain matrix."""
     if isinstance(x, torch.Tensor):
         return x
     assert x.kind == "matrix", f"{x.kind} is no matrix in memory: supported_fusion tells where one may be computed"

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer under a recipe. No Megatron, no collectives."""
+"""fprop, dgrad and wgrad of a linear layer under a recipe. No Megatron, no collectives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,25 +27,25 @@ from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 class LinearGemms:
     """fprop, dgrad and wgrad of one linear layer under a recipe.
 
-    It decides which operands are made when, and by which of two backends. Its state are slots in amax histories; what
-    else it holds (signs of a step, quantized weights of a step) only saves work. A call is a pure function of its
-    arguments, the RNG step and the histories.
+    It selects the operands that each pass quantizes, and the backend of each GEMM. Its only state is its slots in amax
+    histories; signs and quantized weights of a step are caches. A call is a pure function of its arguments, the RNG
+    step and the histories.
 
     Args:
-        recipe: what to do.
+        recipe: specs of the three GEMMs.
         linear_id: the layer.
         seed: the run's seed.
-        history_of: spec of a history -> the history that its tensors share; called once per delayed tensor.
+        history_of: returns the history that the tensors of a ``HistorySpec`` share; called once per delayed tensor.
         reduce_amax: maximum over the ranks that share ``linear_id.split``; None without such ranks.
-        cache_weights: keep a quantized weight, where it is the same for all microbatches of a step, until
+        cache_weights: cache quantized weights that are equal for all microbatches of a step, until
             ``weight_cache.clear``; costs a copy of the weight for each such GEMM.
-        stores_histories_of: where this layer is left in bf16 under another recipe, that one. Its histories are kept,
-            empty: a checkpoint stacks the layers of a model, which must therefore store alike.
-        emulate: multiply in the compute dtype also where the device has FP8 products.
+        stores_histories_of: for a layer left in bf16, the recipe of the other layers. The layer gets its histories,
+            empty: a checkpoint stacks the layers of a model, so all must store the same tensors.
+        emulate: multiply in the compute dtype even if the device has FP8 GEMMs.
 
     Attributes:
-        main_grad_is_zero: lets the next ``wgrad`` overwrite what it accumulates into; ``wgrad`` resets it.
-        weight_cache: of this step; empty without ``cache_weights``.
+        main_grad_is_zero: lets the next ``wgrad`` overwrite ``accumulate_into``; ``wgrad`` resets it.
+        weight_cache: weights of this step; empty without ``cache_weights``.
         emulated, native: the backends.
     """
 
@@ -82,10 +82,10 @@ class LinearGemms:
         self._one_spec = {name: by_row == by_column for name, (by_row, by_column) in specs.items()}
 
     def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> CastFusion:
-        """How the producer of "input" or "grad_output", of the size and dtype of ``matrix``, spares its casts a pass.
+        """Fusion of the cast of "input" or "grad_output", of the size and dtype of ``matrix``, with its producer.
 
-        "source" where the scale is known and one cast gives both directions, so that it may compute what it casts;
-        "amax" where the cast begins with the amax of the tensor; else None.
+        "source" if the scale is known and one cast gives both directions, so the cast may compute the tensor; "amax"
+        if the cast needs the tensor's amax first; else None.
         """
         spec = self._specs[tensor]
         if not self._native_for(matrix).issuperset(SIDES[tensor]) or not self._one_spec[tensor]:
@@ -95,14 +95,14 @@ class LinearGemms:
         return "source" if spec.scaling == "delayed" else "amax"
 
     def accepts_split_input(self, matrix: torch.Tensor) -> bool:
-        """Whether dy of the size and dtype of ``matrix`` may be a ``CastPrologue`` that lies in memory in parts."""
+        """Whether dy of the size and dtype of ``matrix`` may be a ``CastPrologue`` of several tensors in memory."""
         native = self._native_for(matrix).issuperset(SIDES["grad_output"])
         return native and self._one_spec["grad_output"] and self._specs["grad_output"].granularity != "row"
 
     def fprop(
         self, x_TI: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep, update_amax: bool = True
     ) -> torch.Tensor:
-        """``y_TO = x_TI @ w_OI.T`` in x's dtype; ``update_amax=False`` keeps an evaluation out of amax histories."""
+        """``y_TO = x_TI @ w_OI.T`` in x's dtype; pass ``update_amax=False`` in evaluation."""
         return self.forward(x_TI, w_OI, rng_step, update_amax)[0]
 
     def forward(
@@ -116,15 +116,15 @@ class LinearGemms:
         amax: torch.Tensor | None = None,
         layer_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, SavedForBackward]:
-        """``fprop`` plus a bias, and what the backward pass needs.
+        """``fprop`` plus a bias, and the tensors saved for backward.
 
-        A native product adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
+        A native GEMM adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
 
         Args:
-            x_TI: a computed one only where ``supported_fusion`` is "source"; a quantized one from ``quantize_input``.
-            save_input: quantize x for wgrad from the same read, where both products are native.
-            amax: fp32 [1] of this rank's part of x, where its producer knows it.
-            layer_input: [..., I], to be saved in place of x: not flat, or not gathered.
+            x_TI: a computed prologue only if ``supported_fusion`` is "source"; a quantized one from ``quantize_input``.
+            save_input: quantize x for wgrad from the same read, if both GEMMs are native.
+            amax: fp32 [1] of this rank's part of x, if known.
+            layer_input: [..., I], saved in place of x: before flattening or gathering.
         """
         self.choose_products(w_OI)
         native = self._native_for(x_TI)
@@ -150,7 +150,7 @@ class LinearGemms:
         return y, SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
 
     def quantize_input(self, x_TI: CastPrologue, rng_step: RngStep) -> QuantizedTensor:
-        """x for ``forward``, in both directions; only where ``supported_fusion`` is "source"."""
+        """x for ``forward``, quantized in both directions; only if ``supported_fusion`` is "source"."""
         return self.native.quantize("input", x_TI, rng_step, rowwise=True, columnwise=True)[0]
 
     def grad_output(
@@ -160,12 +160,12 @@ class LinearGemms:
         bias: bool = False,
         amax: torch.Tensor | None = None,
     ) -> GradOutput:
-        """dy for ``dgrad`` and ``wgrad``, quantized for both from one read where their specs and a kernel allow it.
+        """dy for ``dgrad`` and ``wgrad``, quantized for both from one read if specs and kernel permit.
 
         Args:
-            dy_TO: computed only where ``supported_fusion`` is "source", in parts where ``accepts_split_input``.
-            bias: also give the gradient of a bias, the sum over tokens.
-            amax: fp32 [1] of this rank's part of dy, where its producer knows it.
+            dy_TO: a computed prologue only if ``supported_fusion`` is "source", a split one if ``accepts_split_input``.
+            bias: also return the gradient of a bias, the sum over tokens.
+            amax: fp32 [1] of this rank's part of dy, if known.
         """
         native, one_spec = self._native_for(dy_TO), self._one_spec["grad_output"]
         rowwise = "dgrad" in native or "wgrad" not in native
@@ -189,7 +189,7 @@ class LinearGemms:
         rng_step: RngStep,
         weight_amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` as ``forward`` returned it."""
+        """``dx_TI = dy_TO @ w_OI`` in the dtype of dy; ``weight_amax`` of ``SavedForBackward``."""
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
         native, quantized = self._native_for(dy.matrix), dy.quantized
         backend = self._backend("dgrad", native)
@@ -213,9 +213,9 @@ class LinearGemms:
         """``dw_OI = dy_TO.T @ x_TI`` in the dtype of dy, or added in fp32 to ``accumulate_into``, which is returned.
 
         Args:
-            x: x_TI, or what ``SavedForBackward.input`` gives; a computed one only where ``supported_fusion`` is
+            x: x_TI, or the result of ``SavedForBackward.input``; a computed prologue only if ``supported_fusion`` is
                 "source".
-            amax: as ``forward`` had it.
+            amax: the same as in ``forward``.
         """
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
         native, quantized = self._native_for(dy.matrix), dy.quantized
@@ -236,14 +236,14 @@ class LinearGemms:
         )
 
     def load_histories(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Move ``{prefix}amax.<tensor>`` from a state dict, as far as present, into the amax histories."""
+        """Pop ``{prefix}amax.<tensor>`` from a state dict, where present, and load it into the amax histories."""
         for tensor, (history, slot) in self.histories.items():
             state = state_dict.pop(f"{prefix}amax.{tensor}", None)
             if state is not None:
                 history.load_state(slot, state)
 
     def choose_products(self, w_OI: torch.Tensor) -> None:
-        """Decide, once for a device and dtype, which GEMMs run on FP8 units."""
+        """Select the GEMMs that run on FP8 tensor cores, once for a device and dtype."""
         key = (w_OI.device, w_OI.dtype)
         if self._chosen_for != key:
             self._chosen_for, self._native_names = key, frozenset()
@@ -251,11 +251,11 @@ class LinearGemms:
                 self._native_names = native_gemms(self.recipe, arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0])
 
     def _native_for(self, tokens: torch.Tensor | CastPrologue | QuantizedTensor) -> frozenset[str]:
-        """The GEMMs that run on FP8 units; an expert without tokens multiplies nothing."""
+        """The GEMMs that run on FP8 tensor cores; none for an expert without tokens."""
         return self._native_names if tokens.shape[0] else frozenset()
 
     def backend(self, gemm: str) -> GemmBackend:
-        """The backend that ``choose_products`` has chosen for a GEMM."""
+        """The backend of a GEMM, as ``choose_products`` selected."""
         return self._backend(gemm, self._native_names)
 
     def _backend(self, gemm: str, native: frozenset[str]) -> GemmBackend:
@@ -264,8 +264,8 @@ class LinearGemms:
     def _stored_weight(
         self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], update_amax: bool = True
     ) -> QuantizedTensor | None:
-        """The quantized weight of fprop (rowwise) or dgrad (columnwise), from the cache or FP8 itself; else None."""
-        # the cache serves also where no amax is updated: the first pass of an activation recomputation
+        """Weight of fprop (rowwise) or dgrad (columnwise) from the cache or an FP8 primary weight; else None."""
+        # the cache also serves passes without amax update, such as the first of an activation recomputation
         is_native, holds = gemm in native, self.weight_cache.holds(gemm)
         cached = self.weight_cache.get(gemm, is_native) if holds else None
         if not isinstance(w_OI, Fp8Weight):
@@ -276,12 +276,12 @@ class LinearGemms:
         if cached is not None and update_amax:
             return cached
         weight = w_OI.quantized(columnwise=gemm == "dgrad", codes=is_native)
-        if is_native and gemm == "dgrad":  # a transposed copy; all else is the codes themselves, or cheap
+        if is_native and gemm == "dgrad":  # a transposed copy; other cases alias the codes or are cheap
             self._store_weight(gemm, weight, native, update_amax)
         return weight
 
     def _caches_both_directions(self, native: frozenset[str], update_amax: bool = True) -> bool:
-        """Whether one cast gives the weight of fprop and dgrad, both to be cached."""
+        """Whether one cast quantizes the weight for fprop and dgrad, both cached."""
         caches = update_amax and all(map(self.weight_cache.holds, SIDES["weight"]))
         return caches and native.issuperset(SIDES["weight"]) and self._one_spec["weight"]
 

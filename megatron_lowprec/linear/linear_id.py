@@ -1,4 +1,4 @@
-"""Identity of a linear layer: keys of its random streams, amax histories, dimensions that its GEMMs contract."""
+"""Identity of a linear layer: random-stream keys, amax histories, and the dimensions of its GEMMs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ DIMS = {
     ("wgrad", "grad_output"): "OT",
     ("wgrad", "input"): "IT",
 }
-"""Dimensions of each GEMM's operands, contracted one last: T tokens, I input features, O output features."""
+"""Dimensions of each GEMM's operands, contracted dimension last: T tokens, I input features, O output features."""
 
 SIDES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
-"""The GEMMs that contract a tensor's rows and its columns."""
+"""For each tensor, the GEMM that uses its rowwise data and the one that uses its columnwise data."""
 
 
 @dataclass(frozen=True)
 class LinearId:
-    """Where a linear layer, or a rank's shard of one, stands: what its random streams are keyed by.
+    """Identity of a linear layer or a rank's shard of one, from which its random-stream keys follow.
 
-    ``spans`` says where the shard lies in the unsharded layer, for dimensions "I" and "O"; ``split`` names the
-    dimension that ranks share, if any.
+    ``spans`` locates the shard in the unsharded layer, for dimensions "I" and "O"; ``split`` names the dimension
+    that is sharded over ranks, if any.
     """
 
     layer: int
@@ -45,12 +45,12 @@ class LinearId:
 
     @property
     def path(self) -> str:
-        """``layers.3.mlp.linear_fc1``, and which expert's."""
+        """``layers.3.mlp.linear_fc1``, with the expert's number if any."""
         path = site_path(self.layer, self.name)
         return path if self.expert < 0 else f"{path} of expert {self.expert}"
 
     def rounding_streams(self, seed: int) -> dict[tuple[str, str], RandomStream]:
-        """Draws of stochastic rounding, for each operand of each GEMM."""
+        """Stream of stochastic rounding for each operand of each GEMM."""
         return {
             (gemm, operand): RandomStream(
                 self._key(seed, "rounding", gemm, operand),
@@ -61,11 +61,11 @@ class LinearId:
         }
 
     def sign_streams(self, seed: int) -> dict[str, RandomStream]:
-        """Signs of the random Hadamard transform of each GEMM, the same for both operands."""
+        """Stream of Hadamard signs for each GEMM, the same for both operands."""
         return {gemm: RandomStream(self._key(seed, "sign", gemm)) for gemm in GEMM_OPERANDS}
 
     def shares_scale(self, gemm: str, operand: str, spec: QuantSpec) -> bool:
-        """Whether a block of this operand reaches over the ranks that share ``split``."""
+        """Whether a block of this operand spans the ranks that share ``split``."""
         dims, granularity = DIMS[gemm, operand], granularity_of(spec.granularity)
         sizes = (granularity.rows, granularity.columns)
         return any(size is None and dim == self.split for size, dim in zip(sizes, dims, strict=True))
@@ -84,7 +84,7 @@ class LinearId:
 
 
 class LayerAmax(NamedTuple):
-    """What a layer's scales follow beside a tensor's own entries: amax histories, and other ranks.
+    """Amax histories of a layer, and the amax reduction over ranks that share a scale.
 
     Attributes:
         linear_id: the layer.

@@ -1,4 +1,4 @@
-"""A drop-in for ``torch.nn.Linear`` whose three GEMMs follow a recipe. No Megatron, no collectives."""
+"""Drop-in replacement of ``torch.nn.Linear`` whose three GEMMs follow a recipe. No Megatron, no collectives."""
 
 from collections.abc import Callable
 from functools import cache
@@ -41,24 +41,24 @@ class _LinearFunction(torch.autograd.Function):
 class LowPrecLinear(nn.Linear):
     """``torch.nn.Linear`` whose three GEMMs follow a recipe, for use outside Megatron.
 
-    Random draws follow torch's CPU generator, as dropout does: ``torch.manual_seed`` repeats them, a saved generator
+    Random draws follow torch's CPU generator, as dropout does. ``torch.manual_seed`` repeats them, a saved generator
     state continues them, and ``torch.utils.checkpoint``, reentrant or not, recomputes with the bits of the first pass
-    as long as it preserves random states, its default. A recipe without random draws leaves the generator alone.
+    if it preserves random states, its default. A recipe without random draws does not advance the generator.
 
-    Delayed scales move on at the first forward pass after a step of any ``torch.optim.Optimizer`` in the process, or
-    when ``end_step`` is called. Weights that are updated otherwise need the call. The ``state_dict`` is
-    ``torch.nn.Linear``'s, and the amax histories of delayed scaling.
+    Delayed scales are updated at the first forward pass after a step of any ``torch.optim.Optimizer`` in the process,
+    or by ``end_step``. Call it if weights are updated otherwise. The ``state_dict`` is ``torch.nn.Linear``'s plus the
+    amax histories of delayed scaling.
 
     Args:
         in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
         recipe: a Recipe or the name of one. A layer that its ``keep_bf16`` names is not quantized.
-        seed: of the random draws, beside torch's generator.
-        layer, name: the layer's place as ``keep_bf16`` counts and names it (``layers.<layer>.<name>``), and part of the
-            key of its draws: give each layer of a model another ``layer`` or ``name``.
-        num_layers: layers of the model; ``keep_bf16.last_layers`` counts from there.
+        seed: seed of the random draws, in addition to torch's generator.
+        layer, name: number and name of the layer for ``keep_bf16`` (``layers.<layer>.<name>``), counted from 1. Both
+            enter the key of its draws: give each layer of a model a different ``layer`` or ``name``.
+        num_layers: number of the model's layers, required by ``keep_bf16.last_layers``.
 
     Attributes:
-        moment: what the last forward pass has drawn, the counter of its random streams.
+        rng_step: the RNG step of the last forward pass, drawn from torch's generator.
 
     Raises:
         UserError: unknown recipe, sizes that its blocks do not divide, or no ``num_layers`` for ``last_layers``.
@@ -88,7 +88,7 @@ class LowPrecLinear(nn.Linear):
             get_recipe("bf16") if kept else self.recipe, LinearId(layer, name), seed, self._history
         )
         self.rng_step = RngStep(0, 0)
-        # optimizer steps before the last forward pass in training; None where its amaxes have entered the histories
+        # optimizer steps before the last forward pass in training; None once its amaxes have entered the histories
         self._observed_after: int | None = None
         if self._histories:
             _count_optimizer_steps()
@@ -96,7 +96,7 @@ class LowPrecLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T + bias``; x [..., in_features] in the dtype of the weight."""
         training = torch.is_grad_enabled() and (self.weight.requires_grad or x.requires_grad)
-        # a recomputation has the scales of its first pass, also where optimizers step within the backward pass
+        # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
         if not in_backward_pass():
             self._follow_optimizer()
             if training and self._observed_after is not None:
@@ -106,20 +106,20 @@ class LowPrecLinear(nn.Linear):
         if self.linear_gemms.recipe.random:
             self.rng_step = RngStep(*torch.randint(1 << 31, (2,), device="cpu").tolist())
         flat = x.reshape(-1, x.shape[-1])
-        # Triton starts kernels on the current device; for the backward pass autograd itself makes it the tensors'
+        # Triton launches on the current device; in the backward pass autograd sets it
         with torch.cuda.device_of(flat):
             y = _LinearFunction.apply(flat, self.weight, self.bias, self.linear_gemms, self.rng_step, training)
         return y.view(*x.shape[:-1], self.out_features)
 
     def end_step(self) -> None:
-        """Move the delayed scales on, after an optimizer's step."""
+        """Update delayed scales after an optimizer step."""
         self._observed_after = None
         with torch.cuda.device_of(self.weight):
             for history in self._histories.values():
                 history.update()
 
     def _follow_optimizer(self) -> None:
-        """``end_step``, where an optimizer has stepped since the last forward pass in training."""
+        """Call ``end_step`` if an optimizer has stepped since the last forward pass in training."""
         if self._observed_after not in (None, _optimizer_steps):
             self.end_step()
 
@@ -149,7 +149,7 @@ class LowPrecLinear(nn.Linear):
 
 
 def end_step(model: nn.Module) -> None:
-    """``end_step`` of every ``LowPrecLinear`` in ``model``; for weights that no ``torch.optim.Optimizer`` updates."""
+    """Call ``end_step`` of every ``LowPrecLinear`` in ``model``; required without a ``torch.optim.Optimizer``."""
     for module in model.modules():
         if isinstance(module, LowPrecLinear):
             module.end_step()
@@ -159,7 +159,7 @@ def _is_kept(recipe: Recipe, layer: int, name: str, num_layers: int | None) -> b
     """Whether ``keep_bf16`` names the layer.
 
     Raises:
-        UserError: it counts from the last layer, and ``num_layers`` is not given or smaller than ``layer``.
+        UserError: ``num_layers`` is smaller than ``layer``, or missing with ``keep_bf16.last_layers``.
     """
     if num_layers is None and recipe.keep_bf16.last_layers:
         raise UserError(

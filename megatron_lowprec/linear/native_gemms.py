@@ -1,4 +1,4 @@
-"""GEMMs on FP8 tensor cores: fused casts, torch's scaled products."""
+"""GEMMs on FP8 tensor cores: fused casts and torch's scaled GEMMs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 
 
 class NativeGemms:
-    """The ``GemmBackend`` of GEMMs that the device has; its gemm adds a bias before it rounds to bf16."""
+    """``GemmBackend`` on FP8 tensor cores; its gemm adds a bias before it rounds to bf16."""
 
     def __init__(self, recipe: Recipe, layer_amax: LayerAmax) -> None:
         self._amax = layer_amax
         self._fast = {name: gemm.fast_accumulation for name, gemm in recipe.gemms.items()}
-        # (tensor, columnwise) -> its spec and the ranks that share its current scale
+        # (tensor, columnwise) -> its spec and the reduction over ranks that share its current scale
         self._specs: dict[tuple[str, bool], QuantSpec] = {}
         self._reductions: dict[tuple[str, bool], Reduce | None] = {}
         for tensor, gemms in SIDES.items():
@@ -48,9 +48,9 @@ class NativeGemms:
         local_amax: torch.Tensor | None = None,
         sums: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """As ``GemmBackend``, of bf16 on a GPU; without stochastic rounding.
+        """As ``GemmBackend``, for bf16 on a GPU; without stochastic rounding.
 
-        A computed matrix needs its scale beforehand, for granularity "tensor"; one in parts none a row.
+        A computed prologue requires granularity "tensor" and a known scale; a split one excludes granularity "row".
         """
         spec, casts = self._specs[tensor, not rowwise], load("cast_fp8")
         observed = None
@@ -62,7 +62,7 @@ class NativeGemms:
             observed = newest if update_amax else None
         elif spec.granularity == "tensor":
             if amax is None:
-                # both directions have the same ranks: the tensor's
+                # both directions share the tensor's ranks
                 reduce = self._reductions[tensor, not rowwise]
                 amax = casts.amax_of(matrix, vectors=False) if local_amax is None else local_amax
                 amax = amax if reduce is None else reduce(amax)
@@ -84,7 +84,7 @@ class NativeGemms:
         return QuantizedTensor(matrix.shape, matrix.dtype, spec, *made[:4]), made.sums
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
-        """fp32 [1] over the ranks that hold parts, where fprop and dgrad each quantize w by one current scale."""
+        """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""
         spec = self._specs.get(("weight", False))
         if spec is None or spec != self._specs.get(("weight", True)):
             return None

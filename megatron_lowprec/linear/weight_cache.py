@@ -1,4 +1,4 @@
-"""Per-step cache of quantized weights: the first microbatch makes them, the others multiply with the same."""
+"""Per-step cache of quantized weights: the first microbatch fills it, the others reuse it."""
 
 from collections.abc import Iterable
 
@@ -7,14 +7,14 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
 class QuantizedWeightCache:
-    """A layer's quantized weight by GEMM and backend, until ``clear``.
+    """Quantized weights of a layer by GEMM and backend, until ``clear``.
 
     Args:
-        gemms: those whose weight is quantized alike for all microbatches of a step, and may stay in memory.
+        gemms: GEMMs to cache; their weight must be quantized equally for all microbatches of a step.
 
     Attributes:
-        under_capture: use the cache also while a CUDA graph is captured. Its user keeps ``tensors`` alive and replays a
-            step's graphs in the order of their capture.
+        under_capture: also use the cache during CUDA graph capture. The caller must keep ``tensors`` alive and replay a
+            step's graphs in capture order.
     """
 
     def __init__(self, gemms: Iterable[str]) -> None:
@@ -23,7 +23,7 @@ class QuantizedWeightCache:
         self._weights: dict[tuple[str, bool], QuantizedTensor] = {}
 
     def holds(self, gemm: str) -> bool:
-        """Whether this GEMM's weight is cached."""
+        """Whether the cache covers this GEMM's weight."""
         return gemm in self._gemms and (self.under_capture or not capturing())
 
     def put(self, gemm: str, native: bool, weight: QuantizedTensor) -> None:
@@ -39,5 +39,5 @@ class QuantizedWeightCache:
         return list(self._weights.values())
 
     def clear(self) -> None:
-        """Drop them: the weight has changed."""
+        """Drop all weights, after the weight has changed."""
         self._weights.clear()

@@ -1,4 +1,4 @@
-"""AdamW whose moments and main weights are kept in narrow formats (FP8-LM, arXiv 2310.18313, "FP8 optimizer")."""
+"""AdamW with moments and main weights in narrow formats (FP8-LM, arXiv 2310.18313, "FP8 optimizer")."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
-_MASTER = "master_param"  # Megatron-core's name of a main weight that an optimizer keeps
+_MASTER = "master_param"  # Megatron-core's name of a main weight in the optimizer state
 _NAMES = tuple(_MASTER if name == "master" else name for name in STATE)
 
 
 class Place(NamedTuple):
-    """Of a weight, or a flat part of one, among the tensors whose scales ranks share.
+    """Location of a weight, or a flat shard of one, among the tensors whose scales ranks share.
 
     Attributes:
-        row: of the tensor in ``amax``.
-        keeps_fp32: whether its state is fp32, whatever the spec says.
-        stream: of stochastic rounding; None rounds to nearest even.
+        row: row of the tensor in ``amax``.
+        keeps_fp32: whether its state is fp32 regardless of the spec.
+        stream: draws of stochastic rounding; None rounds to nearest even.
     """
 
     row: int
@@ -39,8 +39,8 @@ class _Batch(NamedTuple):
     """Tensors that one launch updates.
 
     Attributes:
-        rows: int64 [slots], of ``amax``.
-        dtypes: of the three parts of the state.
+        rows: int64 [slots], rows of ``amax``.
+        dtypes: dtypes of the three parts of the state.
         slots: the tensors.
         step: the step's hyperparameters.
     """
@@ -52,19 +52,19 @@ class _Batch(NamedTuple):
 
 
 class ScaledAdamW(torch.optim.Optimizer):
-    """AdamW on the model's own weights; main weights and moments are its state, codes with a scale a tensor.
+    """AdamW that updates the model's weights; its state has moments and main weights as codes with a scale a tensor.
 
-    ``state[weight]`` has "exp_avg", "exp_avg_sq" and "master_param", codes of the weight's shape, or fp32 where its
-    place says so; "decode_scale", fp32 [3], what these three are multiplied by; and "step", a scalar as torch's AdamW
-    has it. The gradient is read from ``decoupled_grad``, for it may have another dtype than the weight.
+    ``state[weight]`` has "exp_avg", "exp_avg_sq" and "master_param", codes of the weight's shape, or fp32 by
+    ``Place.keeps_fp32``; "decode_scale", fp32 [3], which multiplies these three; and "step", a scalar as in torch's
+    AdamW. The gradient is read from ``decoupled_grad``, since its dtype may differ from the weight's.
 
     Args:
-        param_groups: of weights, or flat parts of weights; with "lr", "betas", "eps" and "weight_decay".
-        defaults: as torch's optimizers have them.
-        spec: the formats; rounding is stochastic where a place has a stream.
+        param_groups: groups of weights or flat shards of weights, with "lr", "betas", "eps" and "weight_decay".
+        defaults: as for torch's optimizers.
+        spec: formats of the state; rounding is stochastic for places with a stream.
         places: each weight -> its place among all tensors that the ranks of ``reduce_amax`` share.
         amax: fp32 [tensors, 3] on the weights' device, one row for each of these tensors.
-        reduce_amax: such an ``amax`` -> the elementwise maximum over the ranks that hold parts or copies.
+        reduce_amax: returns the elementwise maximum of ``amax`` over the ranks that hold parts or copies.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ScaledAdamW(torch.optim.Optimizer):
         reduce_amax: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__([{"params": []}], defaults)
-        # Not by add_param_group: Megatron-core's parts of fp32 weights are views, which it would refuse.
+        # add_param_group would reject Megatron-core's shards of fp32 weights, which are views
         self.param_groups = param_groups
         self._formats = [DTYPES[name] for name in spec.formats.values()]
         self._places, self._amax, self._reduce_amax = places, amax, reduce_amax
@@ -95,7 +95,7 @@ class ScaledAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Take the model's weights as they are for main weights."""
+        """Set the main weights from the model's weights."""
         for weight in self._weights():
             self.set_scaled_state(weight, _MASTER, weight)
 
@@ -114,7 +114,7 @@ class ScaledAdamW(torch.optim.Optimizer):
             adam_update_(batch.slots, batch.step, torch.stack(scales, 1))
 
     def _batches(self, group: dict[str, Any]) -> Iterator[_Batch]:
-        """The tensors of a group that have a gradient, apart by the dtypes of their state."""
+        """Batches of the tensors of a group that have a gradient, by the dtypes of their state."""
         group["step"] = int(group.get("step", 0)) + 1
         by_kind: dict[bool, tuple[list[int], list[Slot]]] = {}
         for weight in group["params"]:
@@ -133,18 +133,18 @@ class ScaledAdamW(torch.optim.Optimizer):
         numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["step"])
         for keeps_fp32, (rows, slots) in by_kind.items():
             key = tuple(rows)
-            if key not in self._indices:  # made once, for the host waits for the device to copy it
+            if key not in self._indices:  # cached, since the copy to the device blocks the host
                 self._indices[key] = torch.tensor(rows, dtype=torch.int64, device=self._amax.device)
             yield _Batch(self._indices[key], self._dtypes(keeps_fp32), slots, Hyperparameters(*numbers))
 
     def _dtypes(self, keeps_fp32: bool) -> Sequence[torch.dtype]:
-        """Of the three parts of a weight's state."""
+        """Dtypes of the three parts of a weight's state."""
         return [torch.float32] * 3 if keeps_fp32 else self._formats
 
     def _weights(self) -> Sequence[torch.Tensor]:
         return [weight for group in self.param_groups for weight in group["params"]]
 
-    # ---- what Megatron-core asks of an optimizer that keeps the main weights
+    # ---- Megatron-core's interface of optimizers with main weights
 
     def get_unscaled_state(self, weight: torch.Tensor, name: str) -> torch.Tensor:
         """One part of a weight's state, decoded to fp32."""
@@ -155,9 +155,9 @@ class ScaledAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, weight: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        """Encode one part of a weight's state, by a scale of its own until the next step.
+        """Encode one part of a weight's state by its own scale, until the next step.
 
-        What was decoded from a scale that other parts of the tensor shared is held exactly: this one is no smaller.
+        Values decoded with a scale that the tensor's other shards shared stay exact: this encode scale is no smaller.
         """
         state = self.state[weight]
         if name not in _NAMES:
@@ -171,8 +171,8 @@ class ScaledAdamW(torch.optim.Optimizer):
         state["decode_scale"][place] = 1 / scale
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Options of the groups and counts of steps; codes are set by ``set_scaled_state``, and are no numbers that
-        torch could convert to a weight's dtype.
+        """Load group options and step counts. ``set_scaled_state`` restores codes, since torch would convert them to a
+        weight's dtype.
         """
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})

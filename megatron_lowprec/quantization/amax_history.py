@@ -1,8 +1,8 @@
-"""Delayed scaling's memory, the only state of any recipe: the amax of the last steps of many tensors.
+"""Amax histories of delayed scaling, the only state of any recipe.
 
-As TransformerEngine's update: at the end of a step its amax enters the window; the window's maximum (or the newest
-entry) is in effect from the next step on, unless it is 0, Inf or NaN, when the one before stays. The scale itself is
-a pure function of the amax in effect, so that one history serves every format a tensor is cast to.
+The update is TransformerEngine's. At the end of a step its amax enters the window. The window's maximum (or newest
+entry) is in effect from the next step on; if it is 0, Inf or NaN, the previous value stays in effect. The scale is
+a pure function of the amax in effect, so one history serves every format that a tensor is cast to.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from megatron_lowprec.recipe.schema import HistorySpec
 
 
 class AmaxHistory:
-    """Windows for any number of tensors, updated all at once.
+    """Amax windows of N tensors, updated together.
 
     Args:
-        remembered: length and rule of the windows. How often they are updated is up to the caller.
+        remembered: length and rule of the windows. The caller decides how often to update.
 
     Attributes:
-        newest: fp32 [N], largest amax seen since the last update.
-        window: fp32 [length, N], newest entry first; zeros before there were updates.
+        newest: fp32 [N], largest amax since the last update.
+        window: fp32 [length, N], newest entry first; zeros before the first update.
         in_effect: fp32 [N], 0 before the first valid update.
     """
 
@@ -33,7 +33,7 @@ class AmaxHistory:
         self.in_effect = torch.zeros(0, device=device)
 
     def add_tensor(self) -> int:
-        """Make room for one more tensor; returns its slot."""
+        """Append a tensor and return its slot."""
         slot = self.newest.numel()
         self.newest = torch.cat((self.newest, self.newest.new_zeros(1)))
         self.window = torch.cat((self.window, self.window.new_zeros(self.length, 1)), dim=1)
@@ -49,40 +49,40 @@ class AmaxHistory:
         self._cells.clear()
 
     def cells(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A tensor's amax in effect and its newest one, fp32 [1] each, in the memory that kernels and graphs use."""
+        """Views of a tensor's ``in_effect`` and ``newest``, fp32 [1] each, for kernels and CUDA graphs."""
         found = self._cells.get(slot)
         if found is None:
             found = self._cells[slot] = self.in_effect[slot : slot + 1], self.newest[slot : slot + 1]
         return found
 
     def update_amax(self, slot: int, amax: torch.Tensor) -> None:
-        """Note a tensor's amax in the running step. NaN counts as Inf, which a maximum over ranks cannot lose."""
+        """Raise ``newest`` of a tensor to ``amax``. NaN is recorded as Inf, which a maximum over ranks preserves."""
         amax = amax.view(()).nan_to_num(nan=torch.inf, posinf=torch.inf)
         self.newest[slot] = torch.maximum(self.newest[slot], amax)
 
     def update(self, reduce_max: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """Let the newest amaxes enter the window: at the end of a step, or of a microbatch.
+        """Move ``newest`` into the window, at the end of a step or of a microbatch.
 
         Args:
-            reduce_max: takes ``newest`` to its maximum over the ranks that hold parts or copies of the tensors.
+            reduce_max: returns the maximum of ``newest`` over the ranks that hold parts or copies of the tensors.
         """
         if reduce_max is not None:
             self.newest.copy_(reduce_max(self.newest))
-        # in place: a captured graph goes on reading and writing the same memory
+        # in place: a captured graph keeps the addresses
         update_history_(self.newest, self.window, self.in_effect, self.rule == "max")
 
     def upcoming(self) -> torch.Tensor:
-        """fp32 [N]: what the end of this step will put in effect, of tensors whose ``newest`` all ranks know alike."""
+        """fp32 [N]: ``in_effect`` after the next ``update``; ``newest`` must already be equal on all ranks."""
         in_effect = self.in_effect.clone()
         update_history_(self.newest.clone(), self.window.clone(), in_effect, self.rule == "max")
         return in_effect
 
     def state(self, slot: int) -> torch.Tensor:
-        """fp32 [length + 1] of one tensor: the amax in effect, then its window."""
+        """fp32 [length + 1] of one tensor: its amax in effect, then its window."""
         return torch.cat((self.in_effect[slot : slot + 1], self.window[:, slot]))
 
     def load_state(self, slot: int, state: torch.Tensor) -> None:
-        """Take over what ``state`` gave; a window of another length keeps its newest entries."""
+        """Restore the result of ``state``; of a window of another length, its newest entries."""
         kept = min(self.length, state.numel() - 1)
         self.in_effect[slot] = state[0]
         self.window[:, slot] = 0

@@ -1,4 +1,4 @@
-"""Moments in a GPU's memory, where kernels read them: a launch argument would be frozen into a captured CUDA graph."""
+"""RNG steps in GPU memory, read by kernels: a CUDA graph would freeze a launch argument."""
 
 from collections import OrderedDict
 
@@ -7,18 +7,18 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.quantization.random_stream import RngStep
 
-_KEPT = 16  # moments in flight: one, or as many as a pipeline has microbatches between forward and backward
+_KEPT = 16  # RNG steps in flight: one, or the microbatches of a pipeline between forward and backward
 _moments: OrderedDict[tuple[torch.device, RngStep], torch.Tensor] = OrderedDict()
 _running: dict[torch.device, torch.Tensor] = {}
 
 
 def capturing() -> bool:
-    """Whether the current stream records a CUDA graph: nothing that was made before may then be taken for granted."""
+    """Whether the current stream captures a CUDA graph; values cached before the capture must not be used then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(what: str) -> None:
-    """For draws by numbers of the host, which a graph would repeat in each replay.
+    """Guard for draws from host counters, which a CUDA graph would repeat in each replay.
 
     Raises:
         UserError: a CUDA graph is being captured.
@@ -30,7 +30,7 @@ def refuse_capture(what: str) -> None:
 
 
 def device_rng_step(rng_step: RngStep, device: torch.device) -> torch.Tensor:
-    """int32 [2] on ``device``: the moment, or, under graph capture, the cell that ``enter_rng_step`` writes."""
+    """int32 [2] on ``device``: step and microbatch; under graph capture the cell that ``enter_rng_step`` writes."""
     if capturing():
         return _cell(device)
     key = (device, rng_step)
@@ -43,13 +43,13 @@ def device_rng_step(rng_step: RngStep, device: torch.device) -> torch.Tensor:
 
 
 def enter_rng_step(rng_step: RngStep, device: torch.device) -> None:
-    """Before the capture and each replay of a graph: the moment of its draws. In stream order, without a host copy."""
+    """Set the RNG step of a graph's draws, before its capture and each replay; in stream order, without host copy."""
     _write(_cell(device), rng_step)
 
 
 def _cell(device: torch.device) -> torch.Tensor:
     if device not in _running:
-        if capturing():  # its first zeros would be part of the graph, and every replay would begin by writing them
+        if capturing():  # a zero fill would become part of the graph and run in each replay
             raise RuntimeError("call enter_rng_step before a CUDA graph is captured, as before each of its replays")
         _running[device] = torch.zeros(2, dtype=torch.int32, device=device)
     return _running[device]

@@ -1,4 +1,4 @@
-"""How well an operand represents the matrix that it was made of: sums that ranks and layers may add up."""
+"""Quantization error of an operand, as sums that add up over ranks and layers."""
 
 import math
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from megatron_lowprec.kernels.quantize.reference import scale_blocks
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 
 COUNTS = 8
-# Entries at a time, in five fp32 temporaries and one of doubles: a GPU takes as long to be told as for so many.
+# Entries of a chunk, with five fp32 temporaries and one fp64. On a GPU, smaller chunks are bound by launches.
 _CHUNK, _GPU_CHUNK = 1 << 20, 1 << 22
-# An fp32 scale and its reciprocal are rounded: so much above the largest value an amax may lie.
+# An fp32 scale and its reciprocal are rounded, so an amax may exceed the largest value by this factor.
 _SLACK = 1.0 + 2.0**-20
 
 
 @dataclass(frozen=True)
 class QuantizationError:
-    """Of x and the values q that codes and scales stand for, headroom divided out.
+    """Error of the dequantized values q of a matrix x, headroom divided out.
 
     Attributes:
-        entries: that were rounded: on every rank that has a copy, and with the padding of a transform.
-        amax: the largest magnitude in x; Inf where something is not finite, once it went over ranks.
-        snr: 10 log10(sum x^2 / sum (q - x)^2), in dB; None where nothing was lost, or something is not finite.
-        bias: sum q x / sum x^2 - 1: by how much q is too long where it should be x; near 0 for unbiased rounding.
-        underflow: share of the entries that are not zero whose q is.
-        saturation: share of all entries beyond the largest value of the format under their scale.
+        entries: number of rounded entries, counting the copies on every rank and the padding of a transform.
+        amax: largest magnitude in x; after the reduction over ranks Inf where an entry is not finite.
+        snr: 10 log10(sum x^2 / sum (q - x)^2), in dB; None without error, or where a sum is not finite.
+        bias: relative gain error, sum q x / sum x^2 - 1; near 0 for unbiased rounding. None if a sum is not finite.
+        underflow: share of the nonzero entries with q = 0.
+        saturation: share of all entries beyond the format's largest value under their scale.
     """
 
     entries: int
@@ -39,7 +39,7 @@ class QuantizationError:
 
     @staticmethod
     def of(sums: torch.Tensor) -> "QuantizationError":
-        """From what ``error_stats`` gave, the first seven added up, the last one's maximum; not of no entries."""
+        """From reduced ``error_stats``: the first seven summed, the last one's maximum; at least one entry."""
         entries, nonzero, underflows, saturated, energy, error, projection, amax = sums.tolist()
         whole = math.isfinite(energy) and math.isfinite(error) and math.isfinite(projection) and energy > 0
         return QuantizationError(
@@ -53,11 +53,11 @@ class QuantizationError:
 
 
 def error_stats(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
-    """float64 [COUNTS]: entries, those not zero, underflows, saturated ones, sum x^2, sum (q - x)^2, sum q x, amax.
+    """float64 [COUNTS]: entries, nonzero, underflows, saturated, sum x^2, sum (q - x)^2, sum q x, amax.
 
     Args:
-        matrix: [R, K] as it was rounded, so behind a transform.
-        made: of it.
+        matrix: [R, K], the source of the rounding, after any transform.
+        made: the quantized matrix, with rowwise data.
     """
     spec, decode, data = made.spec, made.decode_scale, made.rowwise_data
     assert spec is not None

@@ -1,11 +1,11 @@
-"""A weight that is FP8 codes and one scale, without a copy in the compute dtype: an FP8 primary weight.
+"""FP8 primary weights: FP8 codes and one scale, without a copy in the compute dtype.
 
-The codes are the quantizer's of the optimizer's fp32 main weight. What the ordinary path has in between, the rounding
-of the main weight to bf16, is left out: codes differ where that rounding crosses the middle between two of them.
+The codes are quantized from the optimizer's fp32 main weight. The usual path rounds the main weight to bf16 first;
+codes differ where that rounding crosses the midpoint between two of them.
 
-It is a tensor of its own kind that says bf16, as TransformerEngine's is, and no parameter of dtype float8: autograd
-gives a parameter a gradient of its dtype, and Megatron-core's optimizers sort parameters by dtype and know no FP8 one.
-What Megatron-core asks of such a tensor is in ``mcore.optim.fp8_param_gather``.
+The weight is a tensor subclass that reports bf16, as TransformerEngine's does, not a float8 parameter: autograd gives
+a parameter a gradient of its dtype, and Megatron-core's optimizers group parameters by dtype and support no FP8.
+``mcore.optim.fp8_param_gather`` implements Megatron-core's interface of such tensors.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.defa
 
 
 class Fp8Weight(torch.Tensor):
-    """[O, I] of ``codes * decode_scale``, to autograd a tensor of the compute dtype.
+    """Weight [O, I] with value ``codes * decode_scale``; to autograd a tensor of the compute dtype.
 
-    An op that reads it gets its value in that dtype. Of ops that write, ``copy_`` alone is there: it takes values and
-    keeps them on the host until ``set_codes`` has made codes of the main weights that were copied from them.
+    Ops that read it get its value in that dtype. ``copy_`` is the only op that writes. It stores the values on the
+    host until ``set_codes`` writes the codes of the main weights that the optimizer initialized from them.
 
     Attributes:
         codes: uint8 [O, I].
-        decode_scale: fp32 [1], what a decoded element is multiplied by.
-        main_amax: fp32 [1] of what the codes were made of, over all ranks that share the scale.
-        spec: of both GEMMs that take the weight; granularity "tensor".
-        source: the values that ``copy_`` got, in the compute dtype on the host, or None.
+        decode_scale: fp32 [1], multiplies a decoded element.
+        main_amax: fp32 [1], amax of the quantized values over all ranks that share the scale.
+        spec: quantization of the weight in fprop and dgrad; granularity "tensor".
+        source: the values given to ``copy_``, in the compute dtype on the host, or None.
     """
 
     codes: torch.Tensor
@@ -47,7 +47,7 @@ class Fp8Weight(torch.Tensor):
     spec: QuantSpec
     source: torch.Tensor | None
 
-    # below autograd nothing but __torch_dispatch__ is to see it
+    # only __torch_dispatch__, below autograd, handles this class
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -72,13 +72,13 @@ class Fp8Weight(torch.Tensor):
 
     @classmethod
     def of(cls, values: torch.Tensor, spec: QuantSpec) -> Fp8Weight:
-        """From values in the compute dtype, as ``copy_`` takes them."""
+        """A weight from values in the compute dtype, by the rules of ``copy_``."""
         one = torch.ones(1, dtype=torch.float32, device=values.device)
         made = cls(torch.empty_like(values, dtype=torch.uint8), one, one.clone(), spec, values.dtype)
         return made.take(values)
 
     def take(self, values: torch.Tensor) -> Fp8Weight:
-        """Stand for ``values`` [O, I], which are kept in ``source``; the scale is of these alone, without a history."""
+        """Quantize ``values`` [O, I] by their own amax, without a history, and store them in ``source``."""
         self.source = values.detach().to("cpu", self.dtype, copy=True)
         fp32 = values.detach().to(self.codes.device, torch.float32)
         self.main_amax.copy_(fp32.abs().amax().view(1))
@@ -92,7 +92,7 @@ class Fp8Weight(torch.Tensor):
         return self.codes.view(DTYPES[self.spec.format])
 
     def value(self) -> torch.Tensor:
-        """A plain tensor of what it stands for: ``source`` where it is still there, else codes times scale."""
+        """The value as a plain tensor: ``source`` if present, else codes times decode scale."""
         if self.source is not None:
             return self.source.to(self.codes.device)
         return (self.elements().float() * self.decode_scale).to(self.dtype)
@@ -101,8 +101,8 @@ class Fp8Weight(torch.Tensor):
         """The weight for a GEMM that contracts its rows or its columns.
 
         Args:
-            columnwise: [I, O] for dgrad; of codes it is a copy. Else [O, I].
-            codes: FP8 codes, for a native GEMM; else the same values in the compute dtype, for an emulated one.
+            columnwise: [I, O] for dgrad, a copy if of codes; else [O, I].
+            codes: FP8 codes for a native GEMM; else the same values in the compute dtype for an emulated one.
         """
         scale = self.decode_scale.view(1, 1)
         made = QuantizedTensor(self.shape, self.dtype, self.spec)
@@ -115,13 +115,13 @@ class Fp8Weight(torch.Tensor):
             made.columnwise_data, made.columnwise_scale = self.elements().to(self.dtype).t(), scale
         return made
 
-    # Megatron-core's names for ``source``, which its optimizer makes main weights of
+    # Megatron-core's names for ``source``, from which its optimizer initializes main weights
     def get_high_precision_init_val(self) -> torch.Tensor:
-        """The value in the compute dtype, on the host where ``copy_`` has left it there."""
+        """The value in the compute dtype; ``source``, on the host, if present."""
         return self.value() if self.source is None else self.source
 
     def clear_high_precision_init_val(self) -> None:
-        """Nothing: ``set_codes`` drops it."""
+        """No-op: ``set_codes`` drops ``source``."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Fp8Weight({tuple(self.shape)}, {self.spec.format}, decode scale {self.decode_scale.item():.4g})"
@@ -148,9 +148,9 @@ class Fp8Weight(torch.Tensor):
 
 
 def weight_encode_scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """fp32 numbers to multiply weights by before rounding, from the amax that each one's scale follows, same shape.
+    """fp32 encode scales, which multiply weights before rounding, from amaxes of the same shape.
 
-    An amax of 0 gives 1: of a history before its first step, or of a weight of zeros.
+    An amax of 0 (a history before its first step, or a weight of zeros) gives 1.
     """
     margin = spec.margin if spec.scaling == "delayed" else 0
     return fp32_encode_scale(amax, FORMATS[spec.format], spec.scale_rule, spec.amax_floor, margin)
@@ -159,11 +159,11 @@ def weight_encode_scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 def set_codes(
     shards: Sequence[tuple[Fp8Weight, torch.Tensor | None, int]], encode_scales: Sequence[torch.Tensor]
 ) -> None:
-    """Codes of parts of many weights at once, a launch for each format; ends each weight's ``source``.
+    """Write codes of shards of many weights, one launch for each format, and drop each weight's ``source``.
 
     Args:
-        shards: (weight, fp32 values of the part or None, its first entry counted along rows) of each.
-        encode_scales: fp32 [1] of each.
+        shards: of each, (weight, fp32 values of the shard or None, row-major index of its first entry).
+        encode_scales: of each, fp32 [1].
     """
     by_format: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
     for (weight, values, start), scale in zip(shards, encode_scales, strict=True):

@@ -1,4 +1,4 @@
-"""From a spec to a quantized tensor: the one place where a recipe's fields become a kernel's plain arguments."""
+"""Quantization of a tensor by a ``QuantSpec``; maps a recipe's fields to plain kernel arguments."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,27 +19,27 @@ from megatron_lowprec.quantization.transform import Transform, padded
 from megatron_lowprec.recipe.schema import QuantSpec
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Elementwise maximum of an amax over the ranks that hold parts of the tensor."""
+"""Returns the elementwise maximum of an amax over the ranks that hold parts of the tensor."""
 
 
 @torch.no_grad()
 def quantize(
     x: torch.Tensor, spec: QuantSpec, *, axis: int = -1, random: RandomStream | torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """Quantize a tensor with scales along ``axis``; no gradient flows through it.
+    """Quantize a tensor with scales along ``axis``; without gradient.
 
     Args:
         x: fp32, bf16 or fp16, one or more dimensions; computed in fp32.
-        spec: what to do. ``scaling="delayed"`` is taken as current: a tensor by itself has no history.
-        axis: the dimension that a product would contract; blocks run along it, their rows over all others, flattened.
+        spec: format, scale and rounding. ``scaling="delayed"`` is treated as current, since there is no history.
+        axis: contracted dimension; blocks run along it, and their rows over all other dimensions, flattened.
         random: for stochastic rounding, a stream, or fp32 draws u in [0, 1) of the shape of x (magnitudes are floor(t
             + u)).
 
     Returns:
-        codes, decode scales and ``dequantize``; its layout is the source's.
+        A tensor with codes, decode scales and ``dequantize`` in the layout of x.
 
     Raises:
-        UserError: stochastic rounding without ``random``, or x of whole numbers.
+        UserError: stochastic rounding without ``random``, x of integers, or a zero-dimensional x.
     """
     if not x.is_floating_point():
         raise UserError(f"quantize takes floating-point tensors, got {x.dtype}: convert it first")
@@ -61,14 +61,14 @@ def quantize(
 
 @lru_cache(maxsize=64)
 def mx_rule(spec: QuantSpec) -> MxRule:
-    """The spec's fields as the fused MX kernel takes them."""
+    """The ``MxRule`` of a spec, for the fused MX kernel."""
     return MxRule(FORMATS[spec.format], spec.scale_rule, spec.rounding, spec.random_bits, spec.headroom)
 
 
 def _quantize_by_kernel(
     matrix: torch.Tensor, spec: QuantSpec, random: RandomStream
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes, one an entry, and scale bytes of [R, K] with K whole blocks, by the fused kernel."""
+    """Codes, one an entry, and scale bytes of [R, K] by the fused kernel; K a multiple of the block."""
     by_rows = matrix.stride(1) == 1
     way = Direction(Key.of(random.key))
     spans = (random.row_span, random.column_span)
@@ -98,17 +98,16 @@ def quantize_by_reference(
     *,
     dequantize: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and decode scale of a matrix by ``kernels.quantize.reference.quantize_operand``, headroom left in.
+    """Data and decode scale of a matrix by ``kernels.quantize.reference.quantize_operand``, headroom included.
 
-    ``encode_scale`` is the matrix's own where none is given and a scale spans rows or the tensor: this needs the whole
-    transformed matrix first. Elsewhere the transform is left to ``quantize_operand``, which has some rows in fp32 at a
-    time.
+    A current scale of a row or of the tensor needs the whole transformed matrix first. For blocks and delayed scales
+    ``quantize_operand`` applies the transform, with a chunk of rows in fp32 at a time.
 
     Args:
         matrix: [R, K], contracted dimension last, any strides.
-        random: of stochastic rounding: a stream, or fp32 draws [R, K].
+        random: draws of stochastic rounding: a stream, or fp32 [R, K].
         transform: applied first; K is then padded to whole blocks.
-        encode_scale: a delayed scale, fp32 [1, 1].
+        encode_scale: fp32 [1, 1] of delayed scaling.
         reduce_amax: maximum over the ranks that share a current scale.
         dequantize: multiply data by their decode scale, exact for powers of two.
     """
@@ -124,7 +123,7 @@ def quantize_by_reference(
 
 
 def current_encode_scale(matrix: torch.Tensor, spec: QuantSpec, reduce_amax: Reduce | None = None) -> torch.Tensor:
-    """fp32 encode scale of granularity ``tensor`` [1, 1] or ``row`` [R, 1] from the matrix itself."""
+    """fp32 encode scale from the matrix's amax: [1, 1] for granularity ``tensor``, [R, 1] for ``row``."""
     amax = block_amax(matrix, block_sizes(spec, matrix))
     if reduce_amax is not None:
         amax = reduce_amax(amax)
@@ -132,7 +131,7 @@ def current_encode_scale(matrix: torch.Tensor, spec: QuantSpec, reduce_amax: Red
 
 
 def delayed_encode_scale(amax_in_effect: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """fp32 encode scale [1, 1] from an amax of earlier steps; 1 before there is one."""
+    """fp32 encode scale [1, 1] from the amax of earlier steps; 1 before the first."""
     scale = fp32_encode_scale(amax_in_effect, FORMATS[spec.format], spec.scale_rule, spec.amax_floor, spec.margin)
     return scale.view(1, 1)
 
@@ -140,7 +139,7 @@ def delayed_encode_scale(amax_in_effect: torch.Tensor, spec: QuantSpec) -> torch
 def kernel_arguments(
     matrix: torch.Tensor, spec: QuantSpec, random: RandomStream | torch.Tensor | None
 ) -> dict[str, Any]:
-    """The spec's fields as the kernel names them."""
+    """Arguments of ``quantize_operand`` that follow from the spec."""
     return {
         "fmt": FORMATS[spec.format],
         "block": block_sizes(spec, matrix),

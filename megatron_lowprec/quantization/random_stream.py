@@ -1,8 +1,8 @@
-"""Keys of the random stream: which tensor, drawn by whom; the counter then says when and which entry.
+"""Counter-based random streams of tensors: the key names the tensor, the counter the RNG step and the entry.
 
-A tensor's 64-bit key is a hash of what stays the same through a run. Step and microbatch are words of the counter
-instead (``kernels/philox/reference.py``): what changes from call to call is then two integers, the same for all
-layers, which a captured CUDA graph can read from memory.
+A tensor's 64-bit key is a hash of what is constant during a run. Step and microbatch are words of the counter
+(``kernels/philox/reference.py``). Only these two integers change from call to call; they are the same for all
+layers, and a captured CUDA graph can read them from memory.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ Purpose = Literal["sign", "rounding"]
 
 
 class RngStep(NamedTuple):
-    """When a draw is made: optimizer steps completed, and the microbatch within the step."""
+    """Step and microbatch of a draw: optimizer steps completed, and the microbatch within the step."""
 
     step: int
     microbatch: int
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd runs a backward pass on this thread: a forward pass within it is a recomputation."""
+    """Whether autograd runs a backward pass on this thread; a forward pass within it is a recomputation."""
     in_task: bool = torch._C._current_graph_task_id() != -1
     return in_task
 
@@ -46,22 +46,22 @@ def stream_key(
 
     Args:
         seed: the run's seed.
-        purpose: signs of a Hadamard transform (shared by the GEMM's operands: leave ``operand`` empty) or rounding.
+        purpose: "sign" of a Hadamard transform, or "rounding". A GEMM's operands share signs: leave ``operand`` empty.
         layer: global layer number.
         linear: the linear layer's name within it.
-        gemm, operand: which product, which of its tensors.
-        expert: global expert number, -1 outside of experts.
-        data_parallel_rank: rank among those that hold different data.
+        gemm, operand: the GEMM and its operand.
+        expert: global expert number, -1 outside experts.
+        data_parallel_rank: rank among those with different data.
     """
     return _key_of(f"{seed}/{purpose}/{layer}/{linear}/{expert}/{gemm}/{operand}/{data_parallel_rank}")
 
 
 def optimizer_key(seed: int, weight: str) -> tuple[int, int]:
-    """Philox key of the rounding of one weight's optimizer state, as two 32-bit words.
+    """Philox key for rounding one weight's optimizer state, as two 32-bit words.
 
     Args:
         seed: the run's seed.
-        weight: the weight's name in the whole model, by global layer and expert numbers. Copies of a weight share it.
+        weight: the weight's name in the whole model, with global layer and expert numbers. Copies of a weight share it.
     """
     return _key_of(f"{seed}/optimizer/{weight}")
 
@@ -73,9 +73,9 @@ def _key_of(name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RandomStream:
-    """The draws of one tensor at one moment; pure: the same stream gives the same bits each time it is asked.
+    """Random draws of one tensor at one RNG step; pure: equal streams give equal bits.
 
-    ``row_span`` and ``column_span`` place a shard in the unsharded tensor, contracted dimension last.
+    ``row_span`` and ``column_span`` locate a shard in the unsharded tensor, contracted dimension last.
     """
 
     key: tuple[int, int]
@@ -84,11 +84,11 @@ class RandomStream:
     column_span: ShardSlice = ShardSlice()
 
     def at(self, rng_step: RngStep) -> "RandomStream":
-        """The same tensor's stream at another moment."""
+        """The same tensor's stream at another RNG step."""
         return replace(self, rng_step=rng_step)
 
     def uniform(self, columns: int, random_bits: int, device: torch.device) -> Callable[[slice], torch.Tensor]:
-        """row slice -> fp32 [rows, columns] of draws in (0, 1) with ``random_bits`` bits each."""
+        """A function from a row slice to fp32 draws [rows, columns] in (0, 1) with ``random_bits`` bits each."""
 
         def draw(rows: slice) -> torch.Tensor:
             bits = draw_bits(

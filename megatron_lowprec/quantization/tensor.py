@@ -1,4 +1,4 @@
-"""The one type of a quantized tensor: rowwise data, columnwise data, and their decode scales."""
+"""``QuantizedTensor``: rowwise data, columnwise data, and their decode scales."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from megatron_lowprec.scaling import granularity_of
 
 @dataclass(slots=True, eq=False)
 class QuantizedTensor:
-    """A tensor quantized along its rows, along its columns, or both, as TransformerEngine names these.
+    """A tensor quantized rowwise, columnwise or both, as TransformerEngine names these.
 
-    A GEMM contracts the last dimension of both of its operands' data. Rowwise data have the tensor's layout, columnwise
-    data are those of its transpose. Operands of emulated and of native GEMMs, FP8 primary weights, cached weights and
-    inputs saved for backward are all of this type.
+    A GEMM contracts the last dimension of both operands' data. Rowwise data have the tensor's layout; columnwise data
+    are those of its transpose. The type serves operands of emulated and native GEMMs, FP8 primary weights, cached
+    weights and inputs saved for backward.
 
     ``dequantize() == data * decode scale of the entry's block / headroom``, entry by entry.
 
     Attributes:
         shape: shape of the source, ``axis`` last; [M, N] in a GEMM.
         dtype: dtype of the source.
-        spec: format, granularity and scale rule of both directions; None where a recipe leaves the tensor as it is.
+        spec: format, granularity and scale rule of both directions; None if the recipe does not quantize the tensor.
         rowwise_data: [R, K], R the product of all sizes of ``shape`` but the last, K the last. Values of the format's
-            grid in ``dtype``, or codes in torch's FP8 dtype; a native GEMM's may be padded with zeros. None if absent.
-        rowwise_scale: decode scales [ceil(R / block rows), ceil(K / block columns)], fp32 or E8M0 bytes (uint8); a
-            128x128 one of a native GEMM has columns in multiples of 4. None where power-of-two scales are multiplied
+            grid in ``dtype``, or codes in torch's FP8 dtype; a native GEMM's may be zero-padded. None if absent.
+        rowwise_scale: decode scales [ceil(R / block rows), ceil(K / block columns)], fp32 or E8M0 bytes (uint8); for
+            128x128 blocks of a native GEMM, columns in multiples of 4. None if power-of-two scales are multiplied
             into the data.
-        columnwise_data, columnwise_scale: the same of the transpose [N, M]; for two dimensions alone.
-        axis: the dimension of the source that rowwise data have last.
+        columnwise_data, columnwise_scale: the same for the transpose [N, M]; two-dimensional tensors only.
+        axis: dimension of the source that is last in rowwise data.
     """
 
     shape: torch.Size
@@ -56,7 +56,7 @@ class QuantizedTensor:
 
     @property
     def format(self) -> Format:
-        """The elements' format row."""
+        """Row of ``FORMATS`` of the elements."""
         return FORMATS[self._spec.format]
 
     @property
@@ -84,8 +84,7 @@ class QuantizedTensor:
     def scale(self) -> torch.Tensor:
         """Decode scales as stored, fp32 or E8M0 bytes, [rows of blocks, blocks along the quantized axis].
 
-        For a source of two or more dimensions with one-row blocks, in the source's layout with the quantized axis
-        shortened.
+        With one-row blocks the scales have the source's layout, with one entry a block along the quantized axis.
         """
         assert self.rowwise_scale is not None
         if self._spec.block is not None and self._spec.block[0] == 1:
@@ -94,14 +93,14 @@ class QuantizedTensor:
 
     @property
     def decode_scale(self) -> torch.Tensor:
-        """``rowwise_scale`` as fp32 numbers."""
+        """``rowwise_scale`` in fp32."""
         assert self.rowwise_scale is not None
         return _as_numbers(self.rowwise_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values that data and scales stand for, headroom divided out, in the source's layout.
+        """Values of data and scales in the source's layout, headroom divided out.
 
-        Of an operand behind a Hadamard transform these are the transformed values.
+        For an operand with a Hadamard transform, these are the transformed values.
         """
         if self.rowwise_data is not None:
             return self._as_source(self._values(*self.rowwise(), self.shape[-1]).to(dtype))
@@ -109,7 +108,7 @@ class QuantizedTensor:
 
     @staticmethod
     def from_codes(codes: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> QuantizedTensor:
-        """From stored 2-D codes and decode scales, quantized axis last."""
+        """A tensor from stored 2-D codes and decode scales, quantized axis last."""
         elements = decode(codes, FORMATS[spec.format])
         return QuantizedTensor(codes.shape, elements.dtype, spec, elements, scale)
 

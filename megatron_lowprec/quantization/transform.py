@@ -1,4 +1,4 @@
-"""Hadamard transforms of a layer's GEMMs, moment by moment; the signs of a GEMM are drawn once for both operands."""
+"""Hadamard transforms of a layer's GEMMs at an RNG step; both operands of a GEMM share one draw of signs."""
 
 from collections.abc import Mapping
 
@@ -14,9 +14,9 @@ from megatron_lowprec.recipe.schema import HadamardSpec
 
 
 class Transform:
-    """A GEMM's transform at one moment: its block, and the stream of its signs; None for no signs.
+    """Hadamard transform of a GEMM at one RNG step.
 
-    Without a moment it is the stream's own.
+    ``stream`` gives the random signs; None for no signs. ``rng_step=None`` takes the stream's own.
     """
 
     def __init__(self, block: int, stream: RandomStream | None, rng_step: RngStep | None = None) -> None:
@@ -25,7 +25,7 @@ class Transform:
         self._drawn_with: Transform | None = None
 
     def draw_with(self, other: "Transform") -> None:
-        """Let one launch draw the signs of both."""
+        """Draw the signs of both transforms in one launch."""
         if self.block == other.block and self.stream is not None and other.stream is not None:
             self._drawn_with, other._drawn_with = other, self
 
@@ -38,7 +38,7 @@ class Transform:
         return stream.signs(self.block, device)
 
     def scaled_signs(self, device: torch.device) -> torch.Tensor:
-        """fp32 [block] of signs times 1/sqrt(block), as the fused kernel takes them; on a GPU."""
+        """fp32 [block] of signs times 1/sqrt(block), for the fused kernel; on a GPU."""
         if self._scaled is None:
             self._draw(device)
         assert self._scaled is not None
@@ -56,16 +56,16 @@ class Transform:
             one._scaled = signs
 
     def apply(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Transform [R, K] along K in fp32, padded with zeros to whole blocks: neither scale nor product sees them."""
+        """Transform [R, K] along K in fp32, zero-padded to whole blocks; the zeros change no scale and no product."""
         return hadamard_transform(padded(matrix, self.block), self.signs(matrix.device))
 
 
 class Transforms:
-    """The transforms of one layer's GEMMs.
+    """Hadamard transforms of one layer's GEMMs.
 
     Args:
-        specs: by GEMM; None for no transform.
-        streams: of random signs, by GEMM.
+        specs: spec by GEMM; None for no transform.
+        streams: stream of random signs by GEMM.
     """
 
     def __init__(self, specs: Mapping[str, HadamardSpec | None], streams: Mapping[str, RandomStream]) -> None:
@@ -74,7 +74,7 @@ class Transforms:
         self._last: tuple[RngStep, dict[str, Transform]] | None = None
 
     def at(self, gemm: str, rng_step: RngStep) -> Transform | None:
-        """The GEMM's transform, one object for all who ask in a moment; None where it has none."""
+        """The GEMM's transform, one object for all callers at an RNG step; None if it has none."""
         if gemm not in self._specs:
             return None
         if self._last is not None and self._last[0] == rng_step and not capturing():
@@ -85,12 +85,12 @@ class Transforms:
         }
         if "dgrad" in made and "wgrad" in made:
             made["dgrad"].draw_with(made["wgrad"])
-        if not capturing():  # signs of a graph change with its replays
+        if not capturing():  # a graph draws new signs in each replay
             self._last = rng_step, made
         return made[gemm]
 
 
 def padded(matrix: torch.Tensor, multiple: int) -> torch.Tensor:
-    """[R, K] with zeros up to a multiple along K."""
+    """[R, K] zero-padded along K to a multiple of ``multiple``."""
     missing = -matrix.shape[1] % multiple
     return pad(matrix, (0, missing)) if missing else matrix

@@ -1,15 +1,15 @@
-"""Largest magnitudes; a NaN is above all numbers."""
+"""Largest magnitudes; NaN compares as the largest."""
 
 import torch
 
 
 def amax_along(magnitude: torch.Tensor, axis: int) -> torch.Tensor:
-    """The largest entry along an axis, which is kept with size 1; entries are not negative."""
+    """The largest entry along an axis, which gets size 1; entries must not be negative."""
     return magnitude.amax(axis, keepdim=True)
 
 
 def larger(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The larger of two entries, elementwise; neither is negative."""
+    """Elementwise larger of two entries, which must not be negative."""
     return torch.maximum(a, b)
 
 

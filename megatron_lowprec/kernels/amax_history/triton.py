@@ -1,7 +1,7 @@
-"""The end of a step in delayed scaling's windows, as one kernel in place of six.
+"""Update of amax histories at the end of a step, in one kernel instead of six.
 
-Bytes: the window is read and written once, 2.4 MB for the 288 tensors of a 24-layer model and 1024 steps, which stay in
-the L2 cache; what is saved is launches. A program owns sixteen tensors, 64 contiguous bytes of each step.
+The window is read and written once: 2.4 MB for the 288 tensors of a 24-layer model and 1024 steps, which stay in the L2
+cache. The saving is launches. A program processes sixteen tensors, 64 contiguous bytes of each step.
 """
 
 import torch
@@ -22,14 +22,14 @@ def _update_kernel(
     mine = tensor < N
     newest = tl.load(newest_ptr + tensor, mask=mine, other=0.0)
     found = newest
-    # From the oldest steps on: what a chunk reads is overwritten by itself and the next one alone.
+    # From the oldest steps on: only a chunk itself and the next one overwrite its entries.
     for chunk in range(tl.cdiv(length, STEPS) - 1, -1, -1):
         to = (chunk * STEPS + tl.arange(0, STEPS))[:, None]
         at = to * N + tensor
         inside = (to < length) & mine
         moved = tl.load(window_ptr + at - N, mask=inside & (to > 0), other=0.0)
         moved = tl.where(to == 0, newest, moved)
-        tl.debug_barrier()  # other threads of this program may still be reading what is written now
+        tl.debug_barrier()  # other threads of this program may still read these addresses
         tl.store(window_ptr + at, moved, mask=inside)
         tl.debug_barrier()
         if TAKE_MAX:

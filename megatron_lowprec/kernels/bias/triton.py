@@ -1,6 +1,6 @@
-"""``reference.py`` in 16-byte pieces: 4 bytes an entry in bf16, 96 microseconds for [32768, 3072] at 4.2 TB/s.
+"""In-place bias addition with 16-byte accesses, bits equal to ``reference.py``.
 
-torch's kernel for a broadcast operand reads entry by entry and takes 250. The bits are the same.
+4 bytes an entry in bf16: 96 microseconds for [32768, 3072] at 4.2 TB/s. torch's kernel loads single entries: 250.
 """
 
 import torch

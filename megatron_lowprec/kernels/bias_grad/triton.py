@@ -1,8 +1,8 @@
-"""Second stage of sums over rows: the first is part of the kernels that have the rows at hand.
+"""Second stage of sums over rows; the first is fused into the kernels that read the rows.
 
-Each program of such a kernel sums its own rows and writes one row of partial sums; here those are added. Nothing is
-atomic, so that a sum has the same bits each time. fp32 [512, 1024] partial sums are 2 MB, which stay in the L2 cache:
-launching it takes longer than reading them.
+Each program of such a kernel writes one row of partial sums, which this kernel adds. There are no atomics, so the sum
+is deterministic. fp32 [512, 1024] partial sums are 2 MB, which stay in the L2 cache: the launch takes longer than the
+reads.
 """
 
 import torch

@@ -1,1 +1,1 @@
-"""Casts to FP8 for native products: codes along rows and columns of a matrix from one read, and their scales."""
+"""Casts to FP8 for native GEMMs: rowwise and columnwise codes of a matrix from one read, and their scales."""

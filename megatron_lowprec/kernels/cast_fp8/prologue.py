@@ -1,9 +1,9 @@
-"""What a cast reads: a matrix, or one that another kernel would write and that is computed on the way instead.
+"""Prologues of a cast: the source is a matrix in memory, or the output of an op fused into the cast.
 
-The entries are those that ``kernels.gelu``, ``kernels.dropout`` and ``kernels.layernorm`` write, rounded to the dtype
-of the first tensor as they round them, bit for bit: both use the same functions, whose multiply-adds are spelled out.
-A cast of GELU, of dropout's gradient or of a norm along rows and columns then reads 2 bytes an entry and writes 2,
-where that kernel and the cast alone move 8. The gradients of queries, keys and values are cast without being joined.
+Fused entries equal those that ``kernels.gelu``, ``kernels.dropout`` and ``kernels.layernorm`` write, bit for bit,
+rounded to the first tensor's dtype: both use the same functions, with explicit multiply-adds. A cast of GELU, of
+dropout's gradient or of a norm, rowwise and columnwise, then reads 2 bytes an entry and writes 2. Separate kernels
+move 8. Gradients of queries, keys and values are cast without concatenation.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ KernelTensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, to
 
 
 class CastPrologue(ABC):
-    """A matrix [T, N] and how its entries follow from tensors in memory; bf16 or fp32, the last dimension contiguous.
+    """A matrix [T, N], bf16 or fp32, computed from tensors in memory whose last dimension is contiguous.
 
     Attributes:
-        kind: of KINDS.
+        kind: a key of KINDS.
     """
 
     __slots__ = ()
@@ -42,7 +42,7 @@ class CastPrologue(ABC):
 
     @abstractmethod
     def tensors(self) -> KernelTensors:
-        """By the kernel's arguments; the first one has the matrix's dtype, device and row stride."""
+        """Tensors in the kernel's argument order; the first one has the matrix's dtype, device and row stride."""
 
     @property
     def x(self) -> torch.Tensor:
@@ -56,37 +56,37 @@ class CastPrologue(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix."""
+        """Dtype of the matrix."""
         return self.x.dtype
 
     @property
     def in_memory(self) -> tuple[torch.Tensor, ...]:
-        """Tensors whose entries are the matrix's; none where it is computed."""
+        """Tensors that hold the matrix's entries; empty for a computed matrix."""
         return ()
 
     @property
     def like(self) -> torch.Tensor:
-        """A tensor of the matrix's shape, dtype and device, not of its entries."""
+        """A tensor of the matrix's shape, dtype and device, with other entries."""
         return self.x
 
     @property
     def dropout_p(self) -> float:
-        """Of a dropout's gradient; else 0."""
+        """Dropout probability for a dropout's gradient; else 0."""
         return 0.0
 
     @property
     def head_widths(self) -> tuple[int, int]:
-        """Columns of a group in dq, and in dk or dv; zeros but for ``QkvGrad``."""
+        """Columns of a group in dq, and in dk or dv; zeros except for ``QkvGrad``."""
         return (0, 0)
 
     def arguments(self) -> tuple[torch.Tensor | int | float, ...]:
-        """For a kernel: four tensors, the first one where the kind does not read another, and dropout's two numbers."""
+        """Kernel arguments: four tensors, the first one in unused positions, then dropout's threshold and scale."""
         first, *others = self.tensors()
         p = self.dropout_p
         return first, *(first if tensor is None else tensor for tensor in others), threshold(p), keep_scale(p)
 
     def specialized_on(self) -> tuple[object, ...]:
-        """What Triton tells apart in ``arguments`` and in the sizes."""
+        """Properties on which Triton specializes ``arguments`` and sizes."""
         tensors = self.tensors()
         N, stride = self.shape[1], tensors[0].stride(0)
         found: tuple[object, ...] = (N % 16 == 0, stride % 16 == 0, N == 1, stride == 1)
@@ -98,7 +98,7 @@ class CastPrologue(ABC):
 
 @dataclass(slots=True, eq=False)
 class Matrix(CastPrologue):
-    """x [T, N] itself."""
+    """A matrix [T, N] in memory."""
 
     matrix: torch.Tensor
     kind: ClassVar[Kind] = "matrix"
@@ -125,7 +125,7 @@ class BiasGelu(CastPrologue):
 
 @dataclass(slots=True, eq=False)
 class BiasGeluGrad(CastPrologue):
-    """The gradient of y by that of ``gelu(y + bias)``, dout [T, N]; y with the same strides."""
+    """The gradient of y in ``gelu(y + bias)``; dout [T, N] is the output's gradient, y has the same strides."""
 
     dout: torch.Tensor
     y: torch.Tensor
@@ -138,7 +138,7 @@ class BiasGeluGrad(CastPrologue):
 
 @dataclass(slots=True, eq=False)
 class DropoutGrad(CastPrologue):
-    """The gradient before dropout by the one behind it, dout [T, N]; ``key`` of ``kernels.dropout.reference``."""
+    """The gradient of dropout's input; dout [T, N] is the output's gradient, ``key`` as in ``kernels.dropout``."""
 
     dout: torch.Tensor
     key: torch.Tensor
@@ -155,7 +155,7 @@ class DropoutGrad(CastPrologue):
 
 @dataclass(slots=True, eq=False)
 class LayerNormOutput(CastPrologue):
-    """A LayerNorm's output; input [T, N], weight and bias [N], statistics of ``kernels.layernorm.statistics``."""
+    """LayerNorm output; input [T, N], weight and bias [N], statistics of ``kernels.layernorm.statistics``."""
 
     input: torch.Tensor
     weight: torch.Tensor
@@ -169,7 +169,7 @@ class LayerNormOutput(CastPrologue):
 
 @dataclass(slots=True, eq=False)
 class RMSNormOutput(CastPrologue):
-    """An RMSNorm's output; input [T, N], weight [N], statistics of ``kernels.layernorm.statistics``."""
+    """RMSNorm output; input [T, N], weight [N], statistics of ``kernels.layernorm.statistics``."""
 
     input: torch.Tensor
     weight: torch.Tensor
@@ -183,7 +183,7 @@ class RMSNormOutput(CastPrologue):
 def norm_output(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, statistics: torch.Tensor
 ) -> CastPrologue:
-    """The output of the LayerNorm or, without a bias, of the RMSNorm of x [T, N]."""
+    """Prologue of the LayerNorm output of x [T, N]; of RMSNorm if ``bias`` is None."""
     if bias is None:
         return RMSNormOutput(x, weight, statistics)
     return LayerNormOutput(x, weight, bias, statistics)
@@ -191,7 +191,7 @@ def norm_output(
 
 @dataclass(slots=True, eq=False)
 class QkvGrad(CastPrologue):
-    """The gradient of linear_qkv's output, whose columns are, group by group, those of dq, dk and dv.
+    """The gradient of linear_qkv's output; each group has columns of dq, dk and dv in this order.
 
     Attributes:
         dq: [T, groups * widths[0]], contiguous.
@@ -229,5 +229,5 @@ class QkvGrad(CastPrologue):
 
 
 def prologue_of(x: torch.Tensor | CastPrologue) -> CastPrologue:
-    """A matrix in memory as a prologue, or the prologue itself."""
+    """x as a prologue: ``Matrix`` of a tensor, or the prologue itself."""
     return x if isinstance(x, CastPrologue) else Matrix(x)

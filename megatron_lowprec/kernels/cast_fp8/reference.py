@@ -1,4 +1,4 @@
-"""FP8 data and scales of a matrix and of its transpose, and the amax they need, in plain torch."""
+"""Rowwise and columnwise FP8 data and scales of a matrix, and its amax, in plain torch."""
 
 import torch
 from torch.nn.functional import pad
@@ -25,7 +25,7 @@ _Operand = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def entries(x: torch.Tensor | CastPrologue) -> torch.Tensor:
-    """fp32 [M, N] of a matrix, or of what a prologue computes, before it is rounded to the matrix's dtype."""
+    """fp32 [M, N] of a matrix or a prologue, before rounding to the matrix's dtype."""
     match source := prologue_of(x):
         case BiasGelu():
             return bias_gelu(source.y.float(), source.bias)
@@ -45,10 +45,10 @@ def entries(x: torch.Tensor | CastPrologue) -> torch.Tensor:
 
 
 def amax_of(x: torch.Tensor | CastPrologue, vectors: bool) -> torch.Tensor:
-    """fp32 [1], or [M + N] of the rows and the columns of x [M, N]; a NaN in reach gives NaN.
+    """Amax of x [M, N], fp32 [1], or with ``vectors`` of each row and column, [M + N]; NaN propagates.
 
     Args:
-        x: in memory, in one tensor or, for a single amax, in parts.
+        x: a matrix in memory; several tensors only without ``vectors``.
     """
     magnitude = entries(x).abs()
     return torch.cat((magnitude.amax(1), magnitude.amax(0))) if vectors else magnitude.amax().view(1)
@@ -64,14 +64,14 @@ def cast_fp8(
     observed: torch.Tensor | None = None,
     sums: bool = False,
 ) -> Fp8Cast:
-    """FP8 data of x [M, N] along its rows, its columns, or both.
+    """Rowwise data, columnwise data or both of x [M, N] in FP8.
 
     Args:
-        x: bf16 or fp32, the last dimension contiguous; not empty. N a multiple of 16; of 128 along rows in blocks of
-            1x128 and for 128x128. M of any size: columns are padded with zeros to whole units of the product.
-        amax: of granularity "tensor" [1] and "row" [M + N], from ``amax_of`` or a history; made here where it is None.
-        observed: fp32 [1], raised to the amax of x, a NaN as Inf.
-        sums: also sum over M, for the gradient of a bias; of a computed source before its entries are rounded.
+        x: bf16 or fp32, last dimension contiguous, not empty. N a multiple of 16; of 128 for rowwise 1x128 blocks and
+            for 128x128 blocks. Any M: columns are zero-padded to the GEMM's multiple.
+        amax: fp32 [1] for granularity "tensor", [M + N] for "row", from ``amax_of`` or a history; None computes it.
+        observed: fp32 [1], raised to the amax of x, NaN as Inf.
+        sums: also sum over M, for the gradient of a bias; for a computed source before rounding its entries.
     """
     source = prologue_of(x)
     exact = entries(source)
@@ -96,7 +96,7 @@ def cast_fp8(
 
 
 def _operand(matrix: torch.Tensor, rule: Fp8Rule, amax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 data of [R, K], contracted dimension last, and decode scales in the layout that ``Fp8Cast`` documents."""
+    """FP8 data of [R, K], contracted dimension last, and decode scales in the layout of ``Fp8Cast``."""
     encode_scale = None
     if amax is not None:
         encode_scale = fp32_encode_scale(amax[:, None], rule.fmt, rule.scale_rule, rule.amax_floor, rule.margin)

@@ -1,4 +1,4 @@
-"""How a matrix becomes FP8, and what of it is fixed when a kernel is compiled."""
+"""FP8 cast rules, and the constants of the kernels compiled for them."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ NAN_CODE = 0x7F  # of E4M3 and of E5M2, as of kernels.quantize.reference.encode
 
 
 class CodeConstants(NamedTuple):
-    """What codes are like, and who makes them.
+    """Constants of the conversion to codes.
 
     Attributes:
-        MANTISSA, MIN_EXPONENT, MAX, NAN_CODE: of the format.
-        NATIVE: whether the GPU converts to FP8 and bf16 itself; the interpreter does not.
+        MANTISSA, MIN_EXPONENT, MAX, NAN_CODE: properties of the format.
+        NATIVE: whether hardware instructions convert to FP8 and bf16; false in the interpreter.
     """
 
     MANTISSA: int
@@ -28,29 +28,29 @@ class CodeConstants(NamedTuple):
 
 
 def code_constants(fmt: Format, device: torch.device) -> CodeConstants:
-    """Of codes in ``fmt``, converted by the GPU itself where ``device`` is one that can."""
+    """Constants of codes in ``fmt``; native on GPUs of compute capability 8.9 and above."""
     native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, native)
 
 
 class CastConstants(NamedTuple):
-    """The constexpr ``CAST`` of a kernel, which it hands on whole to the functions that it calls. Numbers alone.
+    """The constexpr ``CAST`` of a kernel, passed as a whole to the functions that it calls. Numbers only.
 
-    Names and order are part of the key under which ``kernels.tuning`` remembers a tiling.
+    Names and order are part of the key of a cached tiling in ``kernels.tuning``.
 
     Attributes:
-        ALONG_ROWS, ALONG_COLUMNS: which operands are made.
-        OBSERVES: whether an amax is raised on the way.
+        ALONG_ROWS, ALONG_COLUMNS: whether rowwise and columnwise data are written.
+        OBSERVES: whether the cast raises an amax.
         SUMS: whether entries are summed over M.
-        KIND: what is read, of ``source.KINDS``.
+        KIND: number of the prologue in ``prologue.KINDS``.
         QUERY, HEAD: ``CastPrologue.head_widths``.
-        GRANULARITY: entries that share a scale, of GRANULARITY_NUMBERS.
-        CODES: how numbers become codes.
-        FLOOR: the least fp32 not below the rule's amax_floor.
-        FLOOR_SCALE: fl32(SCALED_MAX / amax_floor), the encode scale of a lower amax; 1 without a floor.
-        SCALED_MAX: MAX / 2^margin, what amax is scaled to.
-        POWER_OF_TWO: whether encode scales are cut to powers of two.
-        WHOLE: whether tiles divide the matrix: nothing of a tile is outside of it, and nothing is asked about that.
+        GRANULARITY: number of the granularity in GRANULARITY_NUMBERS.
+        CODES: constants of the conversion to codes.
+        FLOOR: the least fp32 number not below the rule's amax_floor.
+        FLOOR_SCALE: fl32(SCALED_MAX / amax_floor), the encode scale for a lower amax; 1 without a floor.
+        SCALED_MAX: MAX / 2^margin, the value that amax is scaled to.
+        POWER_OF_TWO: whether encode scales are truncated to powers of two.
+        WHOLE: whether tiles divide the matrix, so that no bounds checks are needed.
     """
 
     ALONG_ROWS: bool
@@ -70,15 +70,15 @@ class CastConstants(NamedTuple):
 
 
 class Fp8Cast(NamedTuple):
-    """FP8 data and fp32 decode scales of [M, N], along rows, along columns, or both; None what was not asked for.
+    """FP8 data and fp32 decode scales of [M, N], rowwise, columnwise or both; None where not requested.
 
-    Scales are [ceil(R / block rows), ceil(K / block columns)] of data [R, K]; [1, 1] of a tensor, [R, 1] of rows. Those
-    of 1x128 blocks have K outermost in memory, those of 128x128 blocks have columns in multiples of 4, as cuBLAS wants.
+    Scales of data [R, K] are [ceil(R / block rows), ceil(K / block columns)]: [1, 1] for "tensor", [R, 1] for "row".
+    Those of 1x128 blocks have K outermost in memory, those of 128x128 blocks columns in multiples of 4, for cuBLAS.
 
     Attributes:
-        rowwise_data: [M, N]; M padded with zeros to a multiple of 128 for 1x128 blocks.
-        columnwise_data: [N, M], M padded with zeros to a multiple of 16, of 128 for blocks.
-        sums: over M, [N] in the matrix's dtype.
+        rowwise_data: [M, N]; for 1x128 blocks M is zero-padded to a multiple of 128.
+        columnwise_data: [N, M], M zero-padded to a multiple of 16, of 128 for blocks.
+        sums: sums over M, [N] in the matrix's dtype.
     """
 
     rowwise_data: torch.Tensor | None = None
@@ -90,10 +90,10 @@ class Fp8Cast(NamedTuple):
 
 @dataclass(frozen=True)
 class Fp8Rule:
-    """How a matrix becomes FP8, as in ``recipe.schema.QuantSpec``; rounded to nearest even, fp32 scales.
+    """Rule of a cast to FP8, fields as in ``recipe.schema.QuantSpec``; rounding to nearest even, fp32 scales.
 
     ``granularity`` is "tensor", "row", "1x128" or "128x128", its second size along the contracted dimension. A rule
-    keeps the kernels that were specialized for it: looking one up must cost less than launching it.
+    caches the kernels specialized for it, since the lookup must cost less than a launch.
     """
 
     fmt: Format
@@ -105,7 +105,7 @@ class Fp8Rule:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """Dtype of the codes."""
         return torch.float8_e4m3fn if self.fmt.name == "e4m3" else torch.float8_e5m2
 
     def constants(
@@ -118,7 +118,7 @@ class Fp8Rule:
         widths: tuple[int, int],
         device: torch.device,
     ) -> CastConstants:
-        """Of a kernel that gives these operands by this rule on ``device``."""
+        """Constants of the kernel that writes these outputs by this rule on ``device``."""
         scaled_max = self.fmt.max * 2.0**-self.margin
         floor = torch.tensor(self.amax_floor, dtype=torch.float64)
         floor32 = floor.float()

@@ -1,4 +1,4 @@
-"""FP8 codes and scales of one tile of a matrix, inside of a Triton program."""
+"""FP8 codes and scales of one tile of a matrix, within a Triton program."""
 
 import triton
 import triton.language as tl
@@ -39,9 +39,9 @@ def cast_rows(
     BN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Codes along rows with a scale a row, of the whole row or of its part in the tile.
+    """Rowwise codes with one scale for each row, or for each row of the tile.
 
-    The tile is held as [BN / 32, rows, 32]: four threads share a row, and each works out the scales of few.
+    The tile has shape [BN / 32, rows, 32]: four threads share a row, so each computes few scales.
     """
     CHUNK: tl.constexpr = 32
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
@@ -96,10 +96,10 @@ def cast_words(
     BN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Codes along columns; with one scale for all of the tile, codes along rows as well.
+    """Columnwise codes; if the tile has one scale, rowwise codes as well.
 
-    A thread has four consecutive rows of its columns, one in each of four tiles of a layout: it packs their codes to
-    one word of the transposed operand, so that whole words cross shared memory, not single bytes.
+    A thread holds four consecutive rows of its columns, one in each of four tensors of equal layout. It packs their
+    codes into one word of the transposed operand, so words cross shared memory instead of bytes.
     """
     BF16: tl.constexpr = source[0].dtype.element_ty == tl.bfloat16
     CODES: tl.constexpr = CAST.CODES
@@ -111,7 +111,7 @@ def cast_words(
     rows = tile_m * BM + 4 * words
     one = tl.zeros([1, 1], tl.int32)
     largest = tl.zeros([BM // 4, COLUMNS], tl.float32)
-    # of a whole tensor's tile; of others nothing is given, and the compiler drops this
+    # amax of granularity "tensor"; for others the compiler drops this
     given = tl.load(amax_ptr + one) if CAST.GRANULARITY == TENSOR else tl.zeros([1, 1], tl.float32)
     given_scale, given_decode = both_scales(given, CAST, OF_BF16)
     for part in range(BN // COLUMNS):

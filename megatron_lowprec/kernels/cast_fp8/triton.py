@@ -1,9 +1,9 @@
-"""FP8 operands of a matrix and of its transpose from one read, and the amax they need; bits equal to ``reference.py``.
+"""Rowwise and columnwise FP8 data of a matrix from one read, and its amax; bits equal to ``reference.py``.
 
-The codes are those of ``kernels.quantize.reference.quantize_operand``. A matrix [M, N] gives codes along its rows,
-[M, N], and along its columns, [N, M padded]: both are contracted along their last dimension, as Hopper's FP8 products
-want it. bf16 in and both ways out are 4 bytes an entry. A ``CastPrologue`` computes the matrix on the way, so that the
-output of a norm or an activation never is in memory.
+The codes are those of ``kernels.quantize.reference.quantize_operand``. A matrix [M, N] gives rowwise codes [M, N] and
+columnwise codes [N, M padded]. Both have the contracted dimension last, as Hopper's FP8 GEMMs require. Reading bf16
+and writing both moves 4 bytes an entry. A ``CastPrologue`` computes the matrix in the kernel, so the output of a norm
+or an activation is never in memory.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _BLOCK = 128
 
 @triton.jit(do_not_specialize=["M"])
 def _amax_kernel(x_ptr, amax_ptr, M, N, stride, VECTORS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """amax of [M, N], or of its M rows and N columns one behind the other; NaN stays the largest."""
+    """Amax of [M, N], or of its M rows followed by its N columns; NaN compares as the largest."""
     tiles_n = tl.cdiv(N, BN)
     tile = tl.program_id(0)
     rows = (tile // tiles_n) * BM + tl.arange(0, BM)
@@ -76,7 +76,7 @@ def _cast_kernel(
     source = (x_ptr, second_ptr, third_ptr, fourth_ptr, threshold, keep_scale)
     tiles_n = tl.cdiv(N, BN)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
-    # one scale for all of the tile, whose codes serve both ways
+    # one scale for the tile: its codes serve both directions
     ONE: tl.constexpr = CAST.GRANULARITY == TENSOR or CAST.GRANULARITY == BLOCK_128X128
     if CAST.ALONG_ROWS and not ONE:
         cast_rows(
@@ -84,7 +84,7 @@ def _cast_kernel(
             tile_m, tile_n, M, height, N, stride, CAST, BM, BN, ROWS
         )  # fmt: skip
     if CAST.ALONG_COLUMNS or ONE:
-        # after rows with scales of their own this reads the tile again, from the cache
+        # after cast_rows this reads the tile from the cache
         cast_words(
             source, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, observed_ptr, sums_ptr,
             tile_m, tile_n, M, height, padded_M, N, stride, CAST, BM, BN, COLUMNS
@@ -92,10 +92,10 @@ def _cast_kernel(
 
 
 def amax_of(x: torch.Tensor | CastPrologue, vectors: bool) -> torch.Tensor:
-    """fp32 [1], or [M + N] of the rows and the columns of x [M, N], row-major; a NaN in reach gives NaN.
+    """Amax of x [M, N], row-major, fp32 [1], or with ``vectors`` of each row and column, [M + N]; NaN propagates.
 
     Args:
-        x: in memory, in one tensor or, for a single amax, in parts.
+        x: a matrix in memory; several tensors only without ``vectors``.
     """
     source = prologue_of(x)
     parts = source.in_memory
@@ -120,14 +120,14 @@ def cast_fp8(
     observed: torch.Tensor | None = None,
     sums: bool = False,
 ) -> Fp8Cast:
-    """FP8 data of x [M, N] along its rows, its columns, or both.
+    """Rowwise data, columnwise data or both of x [M, N] in FP8, from one read.
 
     Args:
-        x: bf16 or fp32, the last dimension contiguous; not empty. N a multiple of 16; of 128 along rows in blocks of
-            1x128 and for 128x128. M of any size: columns are padded with zeros to whole units of the product.
-        amax: of granularity "tensor" [1] and "row" [M + N], from ``amax_of`` or a history; made here where it is None.
-        observed: fp32 [1], raised to the amax of x on the way.
-        sums: also sum over M, for the gradient of a bias; of a computed source before its entries are rounded.
+        x: bf16 or fp32, last dimension contiguous, not empty. N a multiple of 16; of 128 for rowwise 1x128 blocks and
+            for 128x128 blocks. Any M: columns are zero-padded to the GEMM's multiple.
+        amax: fp32 [1] for granularity "tensor", [M + N] for "row", from ``amax_of`` or a history; None computes it.
+        observed: fp32 [1], raised to the amax of x, NaN as Inf.
+        sums: also sum over M, for the gradient of a bias; for a computed source before rounding its entries.
     """
     source = prologue_of(x)
     if amax is None and rule.granularity in ("tensor", "row"):
@@ -140,7 +140,7 @@ def cast_fp8(
         kernel = rule.kernels[key] = _CastKernel(rule, device, *key)
     blocks = rule.granularity in ("1x128", "128x128")
     padded_M = -(-M // _BLOCK) * _BLOCK if blocks else -(-M // ROW_MULTIPLE) * ROW_MULTIPLE
-    # cuBLAS wants the scales of 1x128 blocks in columns of whole 16 bytes
+    # cuBLAS requires the columns of 1x128 scales in multiples of 16 bytes
     height = padded_M if rule.granularity == "1x128" else M
     row_data = row_scale = column_data = column_scale = partials = None
     if rowwise:
@@ -149,7 +149,7 @@ def cast_fp8(
         column_data, column_scale = _allocate(rule, N, padded_M, device)
     if sums:
         partials = torch.empty((1, -(-padded_M // kernel.tilings[0].rows), N), dtype=torch.float32, device=device)
-    # the kernel does not touch what is absent
+    # placeholders for absent tensors, which the kernel does not access
     arguments = (
         *source.arguments(),
         *(first if tensor is None else tensor for tensor in (row_data, row_scale, column_data, column_scale)),
@@ -179,7 +179,7 @@ def cast_fp8(
 
 
 def _allocate(rule: Fp8Rule, height: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty data [height, length] and scales as the kernel writes them, those of 1x128 blocks transposed."""
+    """Empty data [height, length] and scales in the kernel's layout: those of 1x128 blocks are transposed."""
     blocks = -(-length // _BLOCK)
     make: Callable[..., torch.Tensor] = torch.empty
     if rule.granularity == "tensor":
@@ -190,7 +190,7 @@ def _allocate(rule: Fp8Rule, height: int, length: int, device: torch.device) -> 
         size = (blocks, height)
     else:
         size = (-(-height // _BLOCK), -(-blocks // 4) * 4)
-        # what pads a row of scales is not used, but should not be NaN by chance
+        # unused padding of scales; zeros, so that it is not NaN by chance
         make = torch.zeros if blocks % 4 else make
     data = torch.empty((height, length), dtype=rule.dtype, device=device)
     return data, make(size, dtype=torch.float32, device=device)
@@ -209,15 +209,15 @@ class _Tiling(NamedTuple):
     rows: int
     columns: int
     warps: int
-    part_rows: int = 0  # at a time, where a row has a scale of its own; 0 for all
-    part_columns: int = 0  # at a time, where a column has one, or all of the matrix
+    part_rows: int = 0  # rows at a time if each has its own scale; 0 for all
+    part_columns: int = 0  # columns at a time if each has its own scale, or the matrix has one; 0 for all
 
 
 class _CastKernel:
-    """The kernel for one rule and set of outputs; ``tuned`` finds the fastest tiling by size, within a factor of two.
+    """The kernel for one rule and set of outputs; ``tuned`` selects a tiling for each power of two of sizes.
 
-    With sums it is the first tiling, whatever the machine: the last bits of a sum follow from its order, which is the
-    tiling's, and tensor-parallel ranks that hold copies of a bias must move it alike.
+    Sums always use the first tiling: the tiling fixes their order and so their last bits, and tensor-parallel ranks
+    with copies of a bias must update it equally.
     """
 
     def __init__(
@@ -249,15 +249,15 @@ class _CastKernel:
         else:
             shapes = ((64, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8))
             if rule.granularity == "tensor":
-                # Parts one after the other share the scale, and the observed amax is found once: half the instructions
-                # of a cast from memory. Too few programs for a small matrix.
+                # Sequential parts share the scale and one reduction of the observed amax: half the instructions of a
+                # cast from memory. Too few programs for a small matrix.
                 shapes += ((64, 256, 4, 0, 128), (64, 512, 4, 0, 128), (128, 256, 8, 0, 128))
         self.tilings = tuple(_Tiling(*shape) for shape in shapes)
         self.tuned = Tuned(f"{_cast_kernel.__name__} {self._constants._asdict()}", self.tilings)
         self._specialized: dict[tuple[_Tiling, bool], Specialized] = {}
 
     def at(self, tiling: _Tiling, M: int, padded_M: int, N: int) -> tuple[Specialized, int]:
-        """The kernel in a tiling, and the number of programs that cover [M, N]."""
+        """The kernel specialized for a tiling, and the number of programs that cover [M, N]."""
         programs = -(-padded_M // tiling.rows) * -(-N // tiling.columns)
         whole = padded_M == M and M % tiling.rows == 0 and N % tiling.columns == 0
         return self._specialized.get((tiling, whole)) or self._specialize(tiling, whole), programs
@@ -273,7 +273,7 @@ class _CastKernel:
                 "COLUMNS": tiling.part_columns or tiling.columns,
             },
             num_warps=tiling.warps,
-            # a contracted multiply-add rounds once where the reference rounds twice
+            # a contracted multiply-add rounds once, the reference twice
             enable_fp_fusion=False,
         )
         self._specialized[tiling, whole] = kernel

@@ -1,4 +1,4 @@
-"""What a Triton program does with the entries that it casts to FP8."""
+"""Triton functions of the FP8 casts: reading entries, scales, and conversion to codes."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from megatron_lowprec.kernels.quantize.triton_ops import NEAREST_EVEN, element_c
 
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
-# the numbers of CAST.GRANULARITY and CAST.KIND, by name
+# named values of CAST.GRANULARITY and CAST.KIND
 TENSOR = tl.constexpr(GRANULARITY_NUMBERS["tensor"])
 ROW = tl.constexpr(GRANULARITY_NUMBERS["row"])
 BLOCK_1X128 = tl.constexpr(GRANULARITY_NUMBERS["1x128"])
@@ -29,7 +29,7 @@ QKV_GRAD = tl.constexpr(KINDS["qkv_grad"])
 
 @triton.jit
 def places(rows, first_column, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Numbers of rows and of columns of a tile held as [R, COLUMNS], or cut into [COLUMNS / CHUNK, R, CHUNK]."""
+    """Row and column indices of a tile [R, COLUMNS], or split into [COLUMNS / CHUNK, R, CHUNK]."""
     if CHUNK == COLUMNS:
         row = rows[:, None]
         col = (first_column + tl.arange(0, COLUMNS))[None, :]
@@ -42,14 +42,14 @@ def places(rows, first_column, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def below(index, end, CAST: tl.constexpr):
-    """``index < end``, of numbers of rows or of columns; true to the compiler where tiles divide the matrix."""
+    """``index < end`` for row or column indices; constant true where tiles divide the matrix."""
     return tl.full(index.shape, True, tl.int1) if CAST.WHOLE else index < end
 
 
 @triton.jit
 def place_in_parts(q_ptr, k_ptr, v_ptr, row, col, stride, QUERY: tl.constexpr, HEAD: tl.constexpr):
-    """Addresses of a matrix's entries that lie in three tensors: its columns are, group by group, QUERY of the first,
-    whose rows are ``stride`` apart, then HEAD of the second and of the third.
+    """Addresses of the entries of a matrix stored in three tensors. Each group of columns has QUERY of q, with row
+    stride ``stride``, then HEAD of k and HEAD of v.
     """
     group, place = col // (QUERY + 2 * HEAD), col % (QUERY + 2 * HEAD)
     row = row.to(tl.int64)
@@ -60,17 +60,17 @@ def place_in_parts(q_ptr, k_ptr, v_ptr, row, col, stride, QUERY: tl.constexpr, H
 
 @triton.jit
 def of_rows(values_ptr, rows, M, PLAIN: tl.constexpr, CAST: tl.constexpr):
-    """A number for each row, as ``places`` has rows; loaded as a vector, for a thread loads a column eight times."""
+    """One value a row, in the layout of ``places``; a vector load, since threads would load a column eight times."""
     values = tl.load(values_ptr + rows, mask=below(rows, M, CAST), other=0.0)
     return values[:, None] if PLAIN else values[None, :, None]
 
 
 @triton.jit
 def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """fp32 entries before any rounding at ``rows`` [R] and COLUMNS columns from the first on; zeros outside of [M, N].
+    """fp32 entries, unrounded, at ``rows`` [R] and COLUMNS columns from ``first_column``; zeros outside [M, N].
 
-    ``source`` are a kernel's arguments for ``CastPrologue``; ``first_column`` is a multiple of 8. The entries lie as
-    ``places`` has them.
+    ``source`` holds the kernel arguments of a ``CastPrologue``; ``first_column`` is a multiple of 8. The result has the
+    layout of ``places``.
     """
     x_ptr, second_ptr, third_ptr, fourth_ptr = source[0], source[1], source[2], source[3]
     KIND: tl.constexpr = CAST.KIND
@@ -107,7 +107,7 @@ def read(source, rows, first_column, M, N, stride, CAST: tl.constexpr, COLUMNS: 
 
 @triton.jit
 def as_stored(x, BF16: tl.constexpr, CAST: tl.constexpr):
-    """fp32 rounded as it would be in memory, where it is not from there."""
+    """fp32 entries of a computed matrix, rounded to the matrix's dtype as in memory."""
     if BF16 and CAST.KIND != MATRIX and CAST.KIND != QKV_GRAD:
         x = round_to_bf16(x, CAST.CODES.NATIVE)
     return x
@@ -115,9 +115,9 @@ def as_stored(x, BF16: tl.constexpr, CAST: tl.constexpr):
 
 @triton.jit
 def round_to_bf16(x, NATIVE: tl.constexpr):
-    """fp32 to the nearest bf16 number, ties to even; by integers where the interpreter would cut."""
+    """fp32 to the nearest bf16 number, ties to even; integer arithmetic in the interpreter, which would truncate."""
     if NATIVE:
-        # two at a time, which the compiler does for what it stores, not for what stays in registers
+        # converts in pairs, as the compiler does only for values that it stores
         x = tl.inline_asm_elementwise(
             """{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16;
             and.b32 $1, pair, 0xFFFF0000; }""",
@@ -132,7 +132,7 @@ def round_to_bf16(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode_scale(amax, CAST: tl.constexpr):
-    """``reference.fp32_encode_scale``."""
+    """fp32 encode scale of an amax, as ``reference.fp32_encode_scale``."""
     scale = tl.minimum(tl.div_rn(tl.full(amax.shape, CAST.SCALED_MAX, tl.float32), amax), _FP32_MAX)
     if CAST.FLOOR == 0.0:
         scale = tl.where(amax == 0.0, 1.0, scale)
@@ -149,12 +149,12 @@ def encode_scale(amax, CAST: tl.constexpr):
 def both_scales(amax, CAST: tl.constexpr, OF_BF16: tl.constexpr):
     """``encode_scale`` and its reciprocal, the decode scale, both rounded to nearest.
 
-    OF_BF16: on a GPU amax is a bf16 number. Then no IEEE division is needed: the quotient of the mantissas, 1.75 by one
-    of 128, is right after one correction, and the reciprocal of a scale after one of amax / MAX;
-    tests/kernels/test_cast.py tries all bf16 numbers.
+    OF_BF16: amax is a bf16 number, on a GPU. No IEEE division is needed then. The quotient of 1.75 by one of 128
+    mantissas is exactly rounded after one correction, and so is the scale's reciprocal, from amax / MAX;
+    tests/kernels/test_cast.py tests all bf16 numbers.
     """
     if OF_BF16 and CAST.FLOOR == 0.0 and CAST.SCALED_MAX == CAST.CODES.MAX and not CAST.POWER_OF_TWO:
-        # the least whose quotient is within fp32; what is below has fp32's maximum for a scale, but 0 has 1
+        # the least amax whose quotient is finite in fp32; a lower one gets fp32's maximum as scale, and 0 gets 1
         LEAST: tl.constexpr = (1.75 + 2.0**-23) * (CAST.CODES.MAX / 1.75) * 2.0**-128
         number = tl.maximum(tl.where(amax == 0.0, CAST.CODES.MAX, amax), LEAST)
         bits = number.to(tl.int32, bitcast=True)
@@ -166,7 +166,7 @@ def both_scales(amax, CAST: tl.constexpr, OF_BF16: tl.constexpr):
         top = tl.full(amax.shape, 1.75, tl.float32)
         quotient = 1.75 * about
         quotient = tl.fma(tl.fma(-quotient, mantissa, top), about, quotient)
-        MAX_EXPONENT: tl.constexpr = 8 if CAST.CODES.MAX == 448.0 else 15  # of E4M3's 448 and of E5M2's 57344
+        MAX_EXPONENT: tl.constexpr = 8 if CAST.CODES.MAX == 448.0 else 15  # of 448 (E4M3), 57344 (E5M2)
         bits = quotient.to(tl.int32, bitcast=True) + ((127 + MAX_EXPONENT) << 23) - exponent
         scale = tl.where(amax < float("inf"), bits, 0x7FC00000).to(tl.float32, bitcast=True)
         about = number * (1.0 / CAST.CODES.MAX)
@@ -179,7 +179,7 @@ def both_scales(amax, CAST: tl.constexpr, OF_BF16: tl.constexpr):
 
 @triton.jit
 def to_fp8(v, CODES: tl.constexpr):
-    """fp32 -> uint8 codes, nearest even, saturating; ``CODES`` are ``CodeConstants``."""
+    """fp32 -> uint8 codes, nearest even, saturating; ``CODES`` is a ``CodeConstants``."""
     if CODES.NATIVE:
         if CODES.MANTISSA == 3:
             codes = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -193,7 +193,7 @@ def to_fp8(v, CODES: tl.constexpr):
 
 @triton.jit
 def four_to_fp8(v0, v1, v2, v3, CODES: tl.constexpr):
-    """``to_fp8`` of four numbers as one uint32, v0's codes lowest: natively two conversions of two numbers each."""
+    """``to_fp8`` of four numbers as one uint32, v0's code lowest; natively two conversions of pairs."""
     if CODES.NATIVE:
         PAIR: tl.constexpr = "e4m3x2" if CODES.MANTISSA == 3 else "e5m2x2"
         word = tl.inline_asm_elementwise(
@@ -211,7 +211,7 @@ def four_to_fp8(v0, v1, v2, v3, CODES: tl.constexpr):
 
 @triton.jit
 def observe(amax_ptr, amax):
-    """Raise the fp32 at ``amax_ptr`` to the one in ``amax``; NaN counts as Inf. Order does not matter to a maximum."""
+    """Raise the fp32 at ``amax_ptr`` to ``amax``, NaN as Inf; a maximum does not depend on order."""
     bits = tl.minimum(amax.to(tl.int32, bitcast=True), 0x7F800000)
     cell = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.zeros(amax.shape, tl.int32)
     tl.atomic_max(cell, bits, sem="relaxed")

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary may be cut over ranks: each rank's sums, and the gradient of its logits."""
+"""Cross entropy with a vocabulary that may be sharded over ranks: a rank's partial sums and logit gradient."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ import torch
 
 
 class LogitSums(NamedTuple):
-    """What one rank's part of the vocabulary contributes to the loss of each token, all fp32 [T].
+    """Partial sums of the loss of each token over one rank's part of the vocabulary, all fp32 [T].
 
     Attributes:
-        maximum: of the logits.
+        maximum: the largest logit.
         total: sum of ``exp(logit - maximum)``.
-        target: the target's logit; 0 where the target lies on another rank.
+        target: the target's logit; 0 if another rank has the target.
     """
 
     maximum: torch.Tensor
@@ -20,12 +20,12 @@ class LogitSums(NamedTuple):
 
 
 def logit_sums(logits: torch.Tensor, targets: torch.Tensor, first: int) -> LogitSums:
-    """One pass over the logits.
+    """``LogitSums`` of each token, from one pass over the logits.
 
     Args:
         logits: [T, V].
-        targets: int64 [T], numbers in the whole vocabulary.
-        first: number of the first of these V.
+        targets: int64 [T], indices in the whole vocabulary.
+        first: vocabulary index of the first logit.
     """
     x = logits.float()
     maximum = x.amax(1)
@@ -38,11 +38,11 @@ def logit_sums(logits: torch.Tensor, targets: torch.Tensor, first: int) -> Logit
 def logits_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, first: int, log_total: torch.Tensor, dloss: torch.Tensor
 ) -> torch.Tensor:
-    """``(softmax - one at the target) * dloss``, written over the logits and returned.
+    """``(softmax - one_hot(target)) * dloss``, written to ``logits`` and returned.
 
     Args:
         logits, targets, first: as in ``logit_sums``.
-        log_total: fp32 [T], logarithm of the sum of ``exp(logit)`` over the whole vocabulary.
+        log_total: fp32 [T], log of the sum of ``exp(logit)`` over the whole vocabulary.
         dloss: fp32 [T], gradient of each token's loss.
     """
     gradient = (logits.float() - log_total[:, None]).exp()

@@ -1,7 +1,7 @@
-"""What ends a block of a transformer layer: a bias is added, entries are dropped, the residual is added.
+"""Bias, dropout and residual addition at the end of a transformer sublayer.
 
-Entry (token, column) is dropped where its 16 bits of the stream in ``philox/reference.py``, under a key of its own and
-at moment (0, 0), are below ``threshold(p)``; nothing but the key has to be kept for the backward pass.
+Entry (token, column) is dropped if its 16 bits of the stream in ``philox/reference.py``, under the call's key and at
+RNG step (0, 0), are below ``threshold(p)``. Only the key is saved for the backward pass.
 """
 
 import torch
@@ -13,12 +13,12 @@ DRAWS = 1 << 16
 
 
 def threshold(p: float) -> int:
-    """How many of 65536 draws drop an entry: p to 8e-6, but never all."""
+    """Number of the 65536 draws that drop an entry: p with an error up to 8e-6, but at most 65535."""
     return min(round(p * DRAWS), DRAWS - 1)
 
 
 def keep_scale(p: float) -> float:
-    """What an entry that is kept is multiplied with, so that nothing changes on average."""
+    """Factor of the entries that are not dropped, which preserves the mean."""
     return DRAWS / (DRAWS - threshold(p))
 
 
@@ -30,8 +30,8 @@ def bias_dropout_add(
     Args:
         x, residual: [T, H].
         bias: [H] or None.
-        p: probability to be dropped.
-        key: int32 [2], two 32-bit words, on the device of x; None where p is 0.
+        p: dropout probability.
+        key: int32 [2], two 32-bit words, on the device of x; None if p is 0.
     """
     v = x.float() if bias is None else x.float() + bias.float()
     return (residual.float() + v * _factors(x, p, key)).to(x.dtype)
@@ -44,9 +44,9 @@ def bias_dropout_add_backward(
     bias_dtype: torch.dtype | None,
     amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of x [T, H] and of the bias [H], summed in fp32 before any rounding; None where there is no bias.
+    """Gradients of x [T, H] and of the bias [H], the latter summed in fp32 before rounding; None without a bias.
 
-    The residual's gradient is ``dout`` itself. An fp32 [1] ``amax`` is raised to that of x's gradient, NaN above all.
+    The residual's gradient is ``dout``. ``amax``, fp32 [1], is raised to that of x's gradient, NaN as the largest.
     """
     dx = dout.float() * _factors(dout, p, key)
     rounded = dx.to(dout.dtype)

@@ -1,8 +1,8 @@
-"""``reference.py``'s bias, dropout and residual: one pass forward, one backward that also sums the bias gradient.
+"""Bias, dropout and residual in one forward pass, and one backward pass that also sums the bias gradient.
 
-Bytes an entry in bf16: forward 6, backward 4 (2 without dropout: dx is dout then, and only its sum is wanted). A kernel
-that keeps its mask moves 7 and 5, and 3 more for the sum. For [32768, 1024] at 4.2 TB/s: 48 and 32 microseconds. Random
-bits cost one eighth of a Philox call an entry, as in kernels/quantize.
+Bytes an entry in bf16: forward 6, backward 4 (2 without dropout, when dx is dout and only the sum is computed). A
+kernel that stores its mask moves 7 and 5, and 3 more for the sum. For [32768, 1024] at 4.2 TB/s: 48 and 32
+microseconds. Random bits cost one eighth of a Philox call an entry, as in kernels/quantize.
 """
 
 import torch
@@ -21,7 +21,7 @@ _BACKWARD_PROGRAMS = 1024  # all run at once: eight on each of 128 multiprocesso
 
 @triton.jit
 def factors(rows, first_column, key_ptr, threshold, scale, COLUMNS: tl.constexpr):
-    """fp32 [R, COLUMNS]: 0 for what is dropped, else scale; rows int32 [R], first_column a multiple of 8."""
+    """fp32 [R, COLUMNS]: 0 for dropped entries, else scale; rows int32 [R], first_column a multiple of 8."""
     ROWS: tl.constexpr = rows.shape[0]
     k0 = tl.load(key_ptr).to(tl.uint32, bitcast=True)
     k1 = tl.load(key_ptr + 1).to(tl.uint32, bitcast=True)
@@ -141,7 +141,7 @@ def bias_dropout_add_backward(
     *,
     stages: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As ``reference.bias_dropout_add_backward``; dout contiguous, and returned as dx where nothing is dropped."""
+    """As ``reference.bias_dropout_add_backward``; dout contiguous, and returned as dx without dropout."""
     T, H = dout.shape
     drops = reference.threshold(p) > 0
     if not drops and bias_dtype is None and amax is None:

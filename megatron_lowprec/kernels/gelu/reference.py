@@ -1,7 +1,7 @@
-"""GELU in its tanh form (arXiv 1606.08415) after a bias, in fp32 inside, and its gradients.
+"""Bias and GELU in its tanh form (arXiv 1606.08415), computed in fp32, and their gradients.
 
-With u = sqrt(2/pi) (x + 0.044715 x^3), (1 + tanh u) / 2 is the logistic function of 2u: one exponential instead of a
-tanh, and digits left where it is small.
+With u = sqrt(2/pi) (x + 0.044715 x^3), (1 + tanh u) / 2 is the logistic function of 2u. It needs one exponential
+instead of a tanh, and is accurate where it is small.
 """
 
 import math
@@ -12,14 +12,14 @@ from megatron_lowprec.kernels.amax.reference import raise_to_amax
 
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CUBIC = 0.044715
-# Largest x^2 that is told from a larger one: beyond it the logistic function is 0 or 1 and its slope 0, not inf * 0.
+# Upper bound of x^2: beyond it the logistic function is 0 or 1, and its slope must be 0, not inf * 0.
 MAX_SQUARE = 1e8
 
 
 def bias_gelu(y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
     """``gelu(y + bias)``, rounded once to the dtype of y; y [T, F], bias [F].
 
-    An fp32 [1] ``amax`` is raised to the result's, NaN above all.
+    ``amax``, fp32 [1], is raised to that of the result, NaN as the largest.
     """
     x = y.float() + bias.float()
     out = (x * _gate(x)[0]).to(y.dtype)
@@ -31,9 +31,9 @@ def bias_gelu(y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = N
 def bias_gelu_backward(
     dout: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of y [T, F] and of bias [F], the latter summed in fp32 before any rounding.
+    """Gradients of y [T, F] and of bias [F], the latter summed in fp32 before rounding.
 
-    An fp32 [1] ``amax`` is raised to that of y's gradient, NaN above all.
+    ``amax``, fp32 [1], is raised to that of y's gradient, NaN as the largest.
     """
     x = y.float() + bias.float()
     gate, square = _gate(x)

@@ -1,13 +1,13 @@
-"""FP8 GEMMs on tensor cores, by torch's scaled matrix product."""
+"""FP8 GEMMs on tensor cores, by torch's scaled GEMM."""
 
 from typing import Any
 
 import torch
 
 ROW_MULTIPLE = 16
-"""The contracted dimension and the columns of a result must be multiples of this."""
+"""The contracted dimension and the columns of the result must be multiples of this."""
 
-# torch.nn.functional.ScalingType, whose members the operator takes as numbers
+# values of torch.nn.functional.ScalingType, which the operator takes as integers
 _SCALINGS = {"tensor": 0, "row": 1, "1x128": 4, "128x128": 5}
 
 
@@ -28,20 +28,20 @@ def scaled_gemm(
     """``(a * a_scale) @ (b * b_scale).T``, summed by the tensor cores.
 
     Args:
-        a: FP8 [M, K], row-major.
-        b: FP8 [N, K], row-major; K and N multiples of 16; M too, with ``accumulate_into`` and 1x128 blocks.
-        a_scale, b_scale: fp32 decode scales, [1, 1] a tensor, [R, 1] a row, [R, K / 128] of 1x128 blocks with K
-            outermost in memory, [R / 128, K / 128 in multiples of 4] of 128x128 blocks.
+        a: FP8 [M, K], row-major; M a multiple of 16 with ``accumulate_into`` and 1x128 blocks.
+        b: FP8 [N, K], row-major; K and N multiples of 16.
+        a_scale, b_scale: fp32 decode scales: [1, 1] for "tensor", [R, 1] for "row", [R, K / 128] with K outermost in
+            memory for 1x128 blocks, [R / 128, K / 128 in multiples of 4] for 128x128 blocks.
         a_granularity, b_granularity: "tensor", "row", "1x128" or "128x128".
-        out_dtype: bf16, or fp32 where no operand has a scale a row.
-        fast_accumulation: let the tensor cores keep sums in their own accumulator, of about 14 bits on Hopper, in place
-            of promoting them to fp32 every 128 terms; 1x128 blocks are always promoted.
+        out_dtype: bf16; or fp32 if no operand has granularity "row".
+        fast_accumulation: keep sums in the tensor cores' accumulator, of about 14 bits on Hopper, instead of promoting
+            them to fp32 every 128 terms; 1x128 blocks are always promoted.
         bias: bf16 [N], added before the result is rounded to bf16.
-        accumulate_into: fp32 [M, N]; the product is added to it in fp32 and it is returned. torch's scaled product
-            adds to nothing, so this is a pass of its own; with scales a row the product is rounded to bf16 before.
-        overwrite: put the product into ``accumulate_into`` without adding.
+        accumulate_into: fp32 [M, N]; add the product to it in fp32 and return it. torch's scaled GEMM cannot
+            accumulate, so this is a separate pass; with row scales the product is first rounded to bf16.
+        overwrite: write the product to ``accumulate_into`` instead of adding.
     """
-    if (a_granularity == "row") != (b_granularity == "row"):  # the operator takes a scale a row of both or of neither
+    if (a_granularity == "row") != (b_granularity == "row"):  # the operator takes row scales of both or of neither
         a_scale, b_scale = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.expand(b.shape[0], 1).contiguous()
         a_granularity = b_granularity = "row"
     by_rows = a_granularity == "row"

@@ -1,4 +1,4 @@
-"""A product of two operands along their last dimension, with scales and alpha applied to the fp32 accumulator."""
+"""GEMM that contracts the last dimension of both operands; scales and alpha multiply the fp32 accumulator."""
 
 from functools import lru_cache
 
@@ -18,24 +18,24 @@ def gemm(
     accumulate_into: torch.Tensor | None = None,
     overwrite: bool = False,
 ) -> torch.Tensor:
-    """``alpha * (a * a_scale) @ (b * b_scale).T``, summed in fp32 (of fp64 operands in fp64) and rounded once.
+    """``alpha * (a * a_scale) @ (b * b_scale).T``, summed in fp32 (fp64 for fp64 operands) and rounded once.
 
-    Without scales it is one matrix product. Scales of whole rows multiply the finished sum; scales of blocks along K
+    Without scales it is one matrix product. Row and tensor scales multiply the final sum. Scales of blocks along K
     multiply each partial sum over a block, which is then added in fp32: DeepSeek-V3's promotion (arXiv 2412.19437,
     section 3.3.2).
 
     Args:
         a: [M, K] in the compute dtype.
-        b: [N, K], likewise.
+        b: [N, K] in the compute dtype.
         a_scale, b_scale: None, or fp32 decode scales: [1, 1], [R, 1], or [ceil(R / rows), ceil(K / columns)] of blocks.
         a_block, b_block: (rows, columns) that share a scale; ignored without scales.
         alpha: multiplies the fp32 sum.
         out_dtype: dtype of the result.
-        accumulate_into: fp32 [M, N]; the product is added to it in fp32 and it is returned.
-        overwrite: take ``accumulate_into`` as zeros, unread.
+        accumulate_into: fp32 [M, N]; add the product to it in fp32 and return it.
+        overwrite: write the product to ``accumulate_into``, which is not read.
 
     Raises:
-        ValueError: blocks of both operands differ along K.
+        ValueError: the blocks of the operands differ along K.
     """
     if a_scale is None and b_scale is None:
         if accumulate_into is not None:
@@ -58,14 +58,14 @@ def gemm(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, alpha: float, out_dtype: torch.dtype) -> torch.Tensor:
-    """``alpha * a @ b.T`` with alpha on the fp32 sum."""
+    """``alpha * a @ b.T``; alpha multiplies the fp32 sum."""
     if alpha == 1.0 and a.dtype == out_dtype:
         return torch.mm(a, b.t())
     if a.is_cuda and a.dtype == out_dtype:
         return torch.addmm(_ignored(a.device, a.dtype), a, b.t(), beta=0.0, alpha=alpha)
     if a.is_cuda and a.dtype != torch.float32 and out_dtype == torch.float32:
         product = torch.mm(a, b.t(), out_dtype=torch.float32)
-    else:  # torch has no product of narrow operands with an fp32 result on a CPU
+    else:  # on a CPU torch has no GEMM of narrow operands with an fp32 result
         product = torch.mm(a.to(_sum_dtype(a)), b.to(_sum_dtype(b)).t())
     return (product * alpha if alpha != 1.0 else product).to(out_dtype)
 
@@ -76,7 +76,7 @@ def _sum_dtype(elements: torch.Tensor) -> torch.dtype:
 
 @lru_cache(maxsize=16)
 def _ignored(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """What addmm would add, were beta not 0."""
+    """Unused addend of addmm with beta 0."""
     return torch.zeros(1, device=device, dtype=dtype)
 
 
@@ -90,7 +90,7 @@ def _accumulate(a: torch.Tensor, b: torch.Tensor, alpha: float, total: torch.Ten
 
 
 def _k_slices(length: int, *sides: tuple[torch.Tensor | None, tuple[int, int]]) -> list[slice]:
-    """Parts of K over which no scale changes."""
+    """Slices of K with constant scales; ValueError if the operands' blocks differ."""
     steps = {block[1] for scale, block in sides if scale is not None and scale.shape[1] > 1}
     if len(steps) > 1:
         raise ValueError(f"both operands must have equal blocks along the contracted dimension, got {sorted(steps)}")
@@ -99,7 +99,7 @@ def _k_slices(length: int, *sides: tuple[torch.Tensor | None, tuple[int, int]]) 
 
 
 def _row_scale(scale: torch.Tensor, block: tuple[int, int], rows: int, k: slice) -> torch.Tensor:
-    """The scale of each of an operand's rows over that part of K: [R] or [1]."""
+    """Scale of each row of an operand in slice ``k`` of K: [R] or [1]."""
     column = scale[:, k.start // block[1] if scale.shape[1] > 1 else 0]
     whole = column.numel() in (1, rows) and block[0] in (1, rows)
     return column if whole else column.repeat_interleave(block[0])[:rows]

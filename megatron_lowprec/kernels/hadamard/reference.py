@@ -1,6 +1,4 @@
-"""Hadamard transform along the last dimension, in a fixed order of fp32 additions, so that every device gives the
-same bits.
-"""
+"""Hadamard transform along the last dimension, with a fixed order of fp32 additions: equal bits on every device."""
 
 import math
 
@@ -10,8 +8,8 @@ import torch
 def hadamard_transform(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """``y = x diag(signs / sqrt(g)) H`` on contiguous groups of g = len(signs), H Sylvester's matrix in natural order.
 
-    Each entry is multiplied by fl32(1/sqrt(g)) and its sign, then come butterflies of stride g/2, ..., 2, 1 in fp32. A
-    matrix product would be free to sum in another order, and a code at a rounding boundary would depend on the device.
+    Each entry is multiplied by fl32(1/sqrt(g)) and its sign. Butterflies of stride g/2, ..., 2, 1 in fp32 follow. A
+    matrix product could sum in another order, so a code at a rounding boundary would depend on the device.
 
     Args:
         x: [R, K], K a multiple of g.

@@ -1,4 +1,4 @@
-"""Signs of random Hadamard transforms, drawn on a GPU: the bits of ``philox.reference``, times 1/sqrt(g)."""
+"""Signs of random Hadamard transforms times 1/sqrt(g), drawn on a GPU with the bits of ``philox.reference``."""
 
 from functools import lru_cache
 
@@ -37,11 +37,11 @@ def _signs_launcher(group: int) -> Specialized:
 
 
 def scaled_signs(keys: tuple[Key, ...], rng_step: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
-    """fp32 [group] for each of one or two keys: random signs times fl32(1/sqrt(group)), as ``philox/reference.py``.
+    """fp32 [group] for each key: random signs times fl32(1/sqrt(group)), as ``philox/reference.py``.
 
     Args:
-        keys: Philox keys.
-        moment: int32 [2], (step, microbatch), on the device of the result.
+        keys: one or two Philox keys.
+        rng_step: int32 [2], (step, microbatch), on the device of the result.
     """
     out = torch.empty((len(keys), group), dtype=torch.float32, device=rng_step.device)
     arguments = (out, *keys[0], *keys[-1], rng_step, group**-0.5)

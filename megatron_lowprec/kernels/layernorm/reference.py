@@ -1,4 +1,4 @@
-"""LayerNorm (with a bias) and RMSNorm (without one) over the last dimension, in fp32 inside, and their gradients."""
+"""LayerNorm (with a bias) and RMSNorm (without) over the last dimension, computed in fp32, and their gradients."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from megatron_lowprec.kernels.amax.reference import raise_to_amax
 
 
 class Normalized(NamedTuple):
-    """A norm's output and what its backward pass needs.
+    """A norm's output and the statistics for its backward pass.
 
     Attributes:
         y: [T, H] in the dtype of x.
@@ -24,12 +24,12 @@ class Normalized(NamedTuple):
 def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, amax: torch.Tensor | None = None
 ) -> Normalized:
-    """``(x - mean) * rstd * weight + bias``, rounded once; RMSNorm, without a mean, where ``bias`` is None.
+    """``(x - mean) * rstd * weight + bias``, rounded once; RMSNorm, without a mean, if ``bias`` is None.
 
     Args:
         x: [T, H].
         weight, bias: [H].
-        amax: fp32 [1], raised to that of y, NaN above all.
+        amax: fp32 [1], raised to that of y, NaN as the largest.
     """
     found = statistics(x, eps, centered=bias is not None)
     y = normalize(x, weight, bias, found)
@@ -41,14 +41,14 @@ def norm(
 def normalize(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, statistics: torch.Tensor
 ) -> torch.Tensor:
-    """``norm``'s y from what ``statistics`` found of the rows of x."""
+    """y of ``norm`` from the result of ``statistics`` for the rows of x."""
     centered = x.float() if bias is None else x.float() - statistics[1][:, None]
     y = centered * statistics[0][:, None] * weight.float()
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def statistics(x: torch.Tensor, eps: float, centered: bool) -> torch.Tensor:
-    """fp32 [2, T]: of each row of x what ``norm`` finds, rstd and then, where ``centered``, the mean; else [1, T]."""
+    """Statistics of each row of x as in ``norm``: fp32 [2, T], rstd and mean; [1, T], rstd, unless ``centered``."""
     v = x.float()
     mean = v.mean(1, keepdim=True) if centered else torch.zeros(())
     rstd = torch.rsqrt((v - mean).square().mean(1) + eps)
@@ -68,7 +68,7 @@ def norm_backward(
     Args:
         dy: [T, H].
         mean, rstd: of ``norm``.
-        dresidual: [T, H], the gradient of x as a residual, past the norm; it is added to the rounded gradient of x.
+        dresidual: [T, H], gradient of x from the residual branch; added to the rounded gradient of x.
     """
     g, v = dy.float(), x.float()
     x_hat = (v if mean is None else v - mean[:, None]) * rstd[:, None]

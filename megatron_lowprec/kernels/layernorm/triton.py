@@ -1,11 +1,11 @@
 """LayerNorm and RMSNorm with one read of x, and their backward pass with one read of x and dy.
 
-Bytes an entry in bf16: forward 4 (x in, y out), backward 6 (x and dy in, dx out) and 2% for partial sums; 8 where the
-residual's gradient is added, which apart takes 6 more. For [32768, 1024] at 4.2 TB/s that is 32, 49 and 65
-microseconds. A row is spread over all of a program's threads, eight entries each, and a program has several rows: what
-a thread adds up over rows for the gradients of weight and bias stays in its registers until the program ends
-(``column_sum`` adds the programs' sums). Rows of a program follow from the sizes alone, so that the gradients have the
-same bits on every GPU. Against ``reference.py`` only the order of sums differs.
+Bytes an entry in bf16: forward 4 (x in, y out), backward 6 (x and dy in, dx out) and 2% for partial sums; 8 with the
+residual's gradient, whose separate addition takes 6 more. For [32768, 1024] at 4.2 TB/s that is 32, 49 and 65
+microseconds. A row is spread over all threads of a program, eight entries each, and a program has several rows. Partial
+sums over rows, for the gradients of weight and bias, stay in registers until the program ends; ``bias_grad`` adds them
+over programs. The rows of a program depend only on the sizes, so gradients have equal bits on every GPU. Only the order
+of sums differs from ``reference.py``.
 """
 
 from typing import NamedTuple
@@ -22,19 +22,19 @@ from megatron_lowprec.kernels.layernorm.reference import Normalized
 
 @triton.jit
 def centered_norm(x, inside, eps, WIDTH: tl.constexpr, CENTERED: tl.constexpr):
-    """fp32 [R, BLOCK] -> (x without its mean where CENTERED, mean, rstd); entries beyond WIDTH are zeros in x."""
+    """fp32 [R, BLOCK] -> (x, less its mean if CENTERED, mean, rstd); entries of x beyond WIDTH are zeros."""
     mean = tl.sum(x, 1) / WIDTH
     if CENTERED:
-        # the variance of what is left, not a difference of squares: an offset costs no digits
+        # two-pass variance, not a difference of squares: an offset costs no precision
         x = tl.where(inside, x - mean[:, None], 0.0)
     return x, mean, tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
 
 
 @triton.jit
 def affine(x, rstd, weight, bias, CENTERED: tl.constexpr):
-    """A norm's output before any rounding, of fp32 operands that broadcast to x, of ``centered_norm``.
+    """A norm's unrounded output from x of ``centered_norm``; the other fp32 operands broadcast to x.
 
-    The multiply-add is spelled out: all kernels then have one result.
+    The multiply-add is explicit, so that all kernels give equal bits.
     """
     x = x * rstd
     return tl.fma(x, weight, bias) if CENTERED else x * weight
@@ -42,7 +42,7 @@ def affine(x, rstd, weight, bias, CENTERED: tl.constexpr):
 
 @triton.jit
 def rounded_sum(x, y):
-    """x + y of fp32, where a compiler would take x's last multiplication and the sum as one, rounded once."""
+    """x + y in fp32, protected from contraction with the multiplication that gives x."""
     if INTERPRETED:
         total = x + y
     else:
@@ -57,9 +57,9 @@ def store_statistics(
     x_ptr, mean_ptr, rstd_ptr, first_row, T, eps,
     WIDTH: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Statistics of ROWS rows, to memory; and (x as ``centered_norm`` has it, rstd) [ROWS, BLOCK], [ROWS].
+    """Store statistics of ROWS rows; returns x of ``centered_norm`` [ROWS, BLOCK] and rstd [ROWS].
 
-    Two kernels have the same bits where they have the same ROWS, BLOCK and number of warps: the order of the sums.
+    Kernels with equal ROWS, BLOCK and number of warps sum in the same order, so they give equal bits.
     """
     rows, columns = first_row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     inside = (rows < T)[:, None] & (columns < WIDTH)[None, :]
@@ -167,14 +167,14 @@ def _statistics_kernel(
 
 
 class Tiling(NamedTuple):
-    """How a norm is cut into programs.
+    """Division of a norm into programs.
 
     Attributes:
-        warps: of a program, over which each row is spread.
-        rows: that a program of the forward pass holds.
-        backward_rows: that a program of the backward pass holds at once, of its many.
-        programs: of the backward pass, at most.
-        stages: 2 and more read rows ahead through shared memory.
+        warps: warps of a program; each row is spread over all.
+        rows: rows of a program of the forward pass.
+        backward_rows: rows that a program of the backward pass holds at a time.
+        programs: largest number of programs of the backward pass.
+        stages: pipeline stages; 2 or more prefetch rows to shared memory.
     """
 
     warps: int
@@ -185,12 +185,12 @@ class Tiling(NamedTuple):
 
 
 def tiling(width: int) -> Tiling:
-    """Eight entries of a row a thread where the warps suffice; all programs of a backward pass run at once."""
+    """Tiling with eight entries of a row a thread if the warps suffice; all backward programs run concurrently."""
     block = triton.next_power_of_2(width)
     warps = min(16, max(4, block // 256))
-    # of rows that a program holds at once, a thread has 32 entries in the forward pass, 16 of x and dy in the backward
+    # entries that a thread holds at a time: 32 in the forward pass, 16 of each of x and dy in the backward pass
     rows = max(1, warps * 1024 // block)
-    # 512 threads on each of 128 multiprocessors: at 128 registers a thread there is room for all
+    # 512 threads on each of 128 multiprocessors: the registers suffice at 128 a thread
     return Tiling(warps, rows, max(1, rows // 2), 2048 // warps)
 
 
@@ -224,7 +224,7 @@ def norm(
 
 
 def statistics(x: torch.Tensor, eps: float, centered: bool) -> torch.Tensor:
-    """As ``reference.statistics``, the bits of ``norm``; x contiguous."""
+    """As ``reference.statistics``, bits equal to ``norm``; x contiguous."""
     T, width = x.shape
     found = torch.empty((1 + centered, T), dtype=torch.float32, device=x.device)
     sizes = tiling(width)

@@ -1,4 +1,4 @@
-"""FP8 codes of many tensors, each by a scale of its own."""
+"""FP8 codes of many tensors, each with its own scale."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def fp8_codes(values: torch.Tensor, encode_scale: torch.Tensor, fmt: Format) -> 
     """uint8 codes of fp32 ``values``, any shape, by torch's conversion: nearest even, saturated, NaN of either sign.
 
     Args:
-        encode_scale: fp32 [1], what values are multiplied by before rounding.
+        encode_scale: fp32 [1], multiplies values before rounding.
     """
     return (values * encode_scale).clamp_(-fmt.max, fmt.max).to(DTYPES[fmt.name]).view(torch.uint8)
 
@@ -21,12 +21,12 @@ def fp8_codes(values: torch.Tensor, encode_scale: torch.Tensor, fmt: Format) -> 
 def multi_tensor_cast_(
     values: Sequence[torch.Tensor], encode_scale: torch.Tensor, fmt: Format, codes: Sequence[torch.Tensor]
 ) -> None:
-    """Codes of each of ``values`` into the one of ``codes`` at its place.
+    """Write the codes of each tensor of ``values`` to the tensor of ``codes`` at the same index.
 
     Args:
         values: fp32, contiguous, any number of any size.
-        encode_scale: fp32 [len(values)], what each is multiplied by before rounding.
-        codes: uint8, contiguous, each as large as its values.
+        encode_scale: fp32 [len(values)], multiplies each tensor before rounding.
+        codes: uint8, contiguous, with the sizes of ``values``.
     """
     for value, scale, code in zip(values, encode_scale.split(1), codes, strict=True):
         code.copy_(fp8_codes(value, scale, fmt))

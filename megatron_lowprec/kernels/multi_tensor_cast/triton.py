@@ -1,7 +1,7 @@
-"""FP8 codes of many tensors in one launch, where torch takes four a tensor; 4 bytes are read and 1 written an entry.
+"""FP8 codes of many tensors in one launch, where torch launches four a tensor; reads 4 bytes an entry and writes 1.
 
-Where the tensors lie is a table in the device's memory, made once: an optimizer's main weights and the buffer of their
-codes stay where they are. Programs are (part, tensor); those of a tensor take its blocks in turn.
+The tensors' addresses are a cached table in device memory, since an optimizer's main weights and the buffer of their
+codes do not move. The grid is (part, tensor); the programs of a tensor stride over its blocks.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.cast_fp8.rule import code_constants
 from megatron_lowprec.kernels.cast_fp8.triton_ops import to_fp8
 
 _BLOCK, _MOST_PARTS = 4096, 256
-_ALIGNMENT = 16  # bytes of an address, and entries, for loads and stores of whole words
+_ALIGNMENT = 16  # of addresses in bytes, and of entry counts, for vector loads and stores
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _cast_many_kernel(
         tl.store(codes + at, to_fp8(value * scale, CODES), mask=at < count)
 
 
-@lru_cache(maxsize=1024)  # more than a step has buckets of gradients: with fewer none would be found again
+@lru_cache(maxsize=1024)  # above the gradient buckets of a step: with fewer entries each lookup would miss
 def _table(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
@@ -48,8 +48,8 @@ def _table(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> torc
 def multi_tensor_cast_(
     values: Sequence[torch.Tensor], encode_scale: torch.Tensor, fmt: Format, codes: Sequence[torch.Tensor]
 ) -> None:
-    """As ``reference.multi_tensor_cast_``, bit for bit, but that a NaN's code is positive."""
-    for value, code in zip(values, codes, strict=True):  # the kernel sees addresses alone
+    """As ``reference.multi_tensor_cast_``, bit for bit, except that a NaN's code is positive."""
+    for value, code in zip(values, codes, strict=True):  # the kernel gets only addresses
         assert (value.dtype, code.dtype, value.numel()) == (torch.float32, torch.uint8, code.numel())
         assert value.is_contiguous()
         assert code.is_contiguous()

@@ -1,11 +1,11 @@
-"""A Philox key as kernels take it."""
+"""Philox keys as kernel arguments."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """A Philox key as Triton's int32 arguments."""
+    """A Philox key as two int32 arguments of a Triton kernel."""
 
     word0: int = 0
     word1: int = 0
@@ -18,5 +18,5 @@ class Key(NamedTuple):
 
 
 def _signed(word: int) -> int:
-    """A 32-bit word as an int32, so that no value changes a kernel's signature."""
+    """A 32-bit word as an int32, so that Triton's signature does not depend on the value."""
     return word - (1 << 32) if word >= 1 << 31 else word

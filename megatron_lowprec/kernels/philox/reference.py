@@ -1,12 +1,11 @@
-"""Counter-based random numbers: Philox4x32 (Salmon et al., SC 2011, section 3.3), the same on every device.
+"""Counter-based random numbers: Philox4x32 (Salmon et al., SC 2011, section 3.3), equal bits on every device.
 
-The layout of the stream is fixed: every stochastic bit of every recipe hangs on it. Entry (row, column) of an operand,
-indices in the unsharded tensor with the contracted dimension last, takes 16 bits from the call with counter
+The layout of the stream is fixed, since every stochastic bit of every recipe depends on it. Entry (row, column) of an
+operand, indexed in the unsharded tensor with the contracted dimension last, takes 16 bits from the call with counter
 
     (column // 8, row, step, microbatch)
 
-under the tensor's 64-bit key: of its four words, word ``(column % 8) // 2``, low half for even columns, high half for
-odd.
+under the tensor's 64-bit key: from word ``(column % 8) // 2``, the low half for even columns, the high half for odd.
 """
 
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 ROUNDS = 7
-"""Fewest rounds that the authors found to pass BigCrush (their table 2); their default of 10 is a margin."""
+"""Fewest rounds that pass BigCrush (table 2 of the source); its default of 10 has a safety margin."""
 
 VALUES_PER_CALL = 8
 
@@ -24,10 +23,10 @@ _MASK = 0xFFFFFFFF
 
 
 class ShardSlice(NamedTuple):
-    """Where a shard lies in an unsharded dimension: index i at ``start + i``, or from ``gate_offset`` on at
+    """Location of a shard in an unsharded dimension: index i is ``start + i``, or from ``gate_offset`` on
     ``start + i + gate_stride``.
 
-    The shard of a gated fc1 has two parts: one of the gate, then the same part of what the gate multiplies.
+    The shard of a gated fc1 has two parts: a slice of the gate, then the same slice of the up projection.
     """
 
     start: int = 0
@@ -48,7 +47,7 @@ def philox(counter: Words, key: tuple[int, int], rounds: int = ROUNDS) -> Words:
     """Four random 32-bit words for each counter.
 
     Args:
-        counter: four int64 tensors that broadcast against each other, values in [0, 2^32).
+        counter: four broadcastable int64 tensors, values in [0, 2^32).
         key: two 32-bit words.
         rounds: 7 here; 10 gives the published known-answer vectors.
 
@@ -58,8 +57,7 @@ def philox(counter: Words, key: tuple[int, int], rounds: int = ROUNDS) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # int64 products wrap beyond 2^63, but their 64 bits are right: the mask takes the sign extension off the high
-        # half
+        # int64 products wrap beyond 2^63 with correct 64 bits; the mask removes the high half's sign extension
         product0, product1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0 = ((product1 >> 32) & _MASK) ^ c1 ^ k0
         c1 = product1 & _MASK
@@ -80,14 +78,14 @@ def draw_bits(
     first_row: int = 0,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """16 random bits for each entry of some rows of a shard of an operand.
+    """16 random bits for each entry of a row slice of an operand's shard.
 
     Args:
         key: the tensor's key.
-        moment: (step, microbatch).
-        rows, columns: how many; all columns of the shard.
-        row_span, column_span: where the shard lies; its columns begin, and jump, at multiples of 8.
-        first_row: the first of the rows within the shard.
+        rng_step: (step, microbatch).
+        rows, columns: shape of the slice; it has all columns of the shard.
+        row_span, column_span: location of the shard; column starts, offsets and strides are multiples of 8.
+        first_row: index of the slice's first row in the shard.
 
     Returns:
         int64 [rows, columns], values in [0, 2^16).

@@ -1,4 +1,4 @@
-"""The random stream of ``reference.py`` inside Triton kernels: the same words for the same counters and keys."""
+"""The random stream of ``reference.py`` in Triton kernels: equal words for equal counters and keys."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ _WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Four uint32 words of each counter; the counter's words may differ in shape where they broadcast."""
+    """Four uint32 words of each counter; the counter's words are broadcastable."""
     for _ in tl.static_range(_ROUNDS):
         product0 = c0.to(tl.uint64) * _MULTIPLIER_0
         product1 = c2.to(tl.uint64) * _MULTIPLIER_1
@@ -36,9 +36,9 @@ def draw_bits(row, first_column, k0, k1, step, microbatch, start, gate_offset, g
     """16 random bits for ``GROUP`` consecutive columns of each row, as uint32 [GROUP, P].
 
     Args:
-        row: uint32 [P], the entries' rows in the unsharded tensor.
-        first_column: int32 [P], of each group, in the shard.
-        start, seam, jump: where the shard's columns lie in the unsharded tensor.
+        row: uint32 [P], rows in the unsharded tensor.
+        first_column: int32 [P], first column of each group in the shard.
+        start, gate_offset, gate_stride: the ``ShardSlice`` of the shard's columns.
     """
     P: tl.constexpr = row.shape[0]
     CALLS: tl.constexpr = GROUP // 8

@@ -1,8 +1,8 @@
-"""Scales and rounding in plain torch: the meaning of every quantized bit in the project.
+"""Scales and rounding in plain torch: the definition of every quantized bit in the project.
 
-Everything runs in fp32 with single IEEE operations, so the codes and scales are the same on every device. Operands are
-[R, K] with the contracted dimension last; a block is (rows, columns), and partial blocks at the edges are scaled by
-what they hold.
+All operations are single IEEE operations in fp32, so codes and scales are equal on every device. Operands are [R, K]
+with the contracted dimension last. A block is (rows, columns); partial blocks at the edges are scaled by their own
+entries.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from megatron_lowprec.scaling import SCALE_RULES
 
 _EXPONENT_FIELD = 0x7F800000
 _MANTISSA_FIELD = 0x007FFFFF
-_HALF_OF_MIN_NORMAL = 0x00400000  # the bits of 2^-127, subnormal in fp32 but a valid E8M0 scale
+_HALF_OF_MIN_NORMAL = 0x00400000  # bits of 2^-127, subnormal in fp32 but a valid E8M0 scale
 _NAN = 0x7FC00000
 _FP32_MAX = torch.finfo(torch.float32).max
 
 Uniform = Callable[[slice], torch.Tensor]
-"""Row slice of the operand -> fp32 draws u of stochastic rounding for these rows, [rows, K], inside [0, 1)."""
+"""Row slice of the operand -> fp32 draws u of stochastic rounding, [rows, K], in [0, 1)."""
 
 
 # ---- elements
 def round_to_format(v: torch.Tensor, fmt: Format, rounding: str, uniform: torch.Tensor | None = None) -> torch.Tensor:
     """Round to the grid of ``fmt``, saturating at its maximum; NaN stays NaN, Inf saturates, zeros keep their sign.
 
-    ``nearest_even`` and ``half_away`` differ at ties. ``stochastic`` rounds the magnitude up where its fraction f of
-    a step reaches 1 - u, which is to say floor(f + u): with u uniform the result is unbiased. All of it is exact in
-    fp32, save that a magnitude below the smallest normal is first rounded to 2^-23 of it: a kernel can then take its
+    ``nearest_even`` and ``half_away`` differ at ties. ``stochastic`` rounds the magnitude up if its fraction f of a
+    step reaches 1 - u, that is floor(f + u); with uniform u the result is unbiased. All steps are exact in fp32, with
+    one exception: a magnitude below the smallest normal is first rounded to 2^-23 of it, so that a kernel can take its
     fraction from the bits of one sum.
 
     Args:
@@ -68,14 +68,14 @@ def _required(uniform: torch.Tensor | None) -> torch.Tensor:
 def uniform_from_bits(bits: torch.Tensor, random_bits: int) -> torch.Tensor:
     """The top ``random_bits`` of 16-bit draws as u = (r + 1/2) / 2^random_bits, fp32.
 
-    The half makes the rounding of a fraction f up happen for round(f 2^random_bits) of the 2^random_bits draws: exact
-    for multiples of 2^-random_bits, off by at most half of that otherwise, and on average not at all.
+    With the offset 1/2, a fraction f is rounded up for round(f 2^random_bits) of the 2^random_bits draws. This is exact
+    for multiples of 2^-random_bits, else off by at most half of that, and unbiased on average over f.
     """
     return ((bits >> (16 - random_bits)).to(torch.float32) + 0.5) * 2.0**-random_bits
 
 
 def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Values on the grid of ``fmt`` -> uint8 codes in the low bits; NaN gives its NaN, or zero where it has none."""
+    """Values on the grid of ``fmt`` -> uint8 codes in the low bits; NaN gives the format's NaN, else code 0."""
     v = values.to(torch.float32)
     bits = v.view(torch.int32)
     exponent = ((bits & _EXPONENT_FIELD) >> 23) - 127
@@ -114,10 +114,10 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
-    """Scale byte of each block from its amax, by an E8M0 rule of ``scaling.SCALE_RULES``.
+    """E8M0 decode scale of each block from its amax, by an E8M0 rule of ``scaling.SCALE_RULES``.
 
     Zero gives byte 0 (2^-127); NaN and Inf give ``E8M0_NAN``; the exponent saturates to [-127, 127]. floor(log2) is
-    read off the exponent field: a floating log2 errs just below powers of two.
+    the exponent field, since a floating-point log2 errs just below powers of two.
 
     Args:
         amax: fp32, any shape, not negative.
@@ -132,7 +132,7 @@ def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
         bits = bits + (1 << (22 - fmt.mantissa_bits))
     byte = bits >> 23
     if row.rounds_up:
-        # a subnormal number is at most 2^-127, byte 0, or else at most 2^-126, byte 1
+        # a subnormal number is at most 2^-127, byte 0, or at most 2^-126, byte 1
         at_most_power = torch.where(byte == 0, _HALF_OF_MIN_NORMAL, 0)
         byte = byte + ((bits & _MANTISSA_FIELD) > at_most_power)
     if not row.divides:
@@ -142,14 +142,14 @@ def e8m0_scale(amax: torch.Tensor, fmt: Format, rule: str) -> torch.Tensor:
 
 
 def e8m0_decode_scale(byte: torch.Tensor) -> torch.Tensor:
-    """E8M0 bytes -> the fp32 number to multiply a decoded element by: 2^(byte - 127), NaN for 255."""
+    """E8M0 bytes -> fp32 decode scale, which multiplies a decoded element: 2^(byte - 127), NaN for 255."""
     b = byte.to(torch.int32)
     bits = torch.where(b == 0, _HALF_OF_MIN_NORMAL, b << 23)
     return torch.where(b == E8M0_NAN, _NAN, bits).view(torch.float32)
 
 
 def e8m0_encode_scale(byte: torch.Tensor) -> torch.Tensor:
-    """E8M0 bytes -> the fp32 number to multiply an entry by before rounding: 2^(127 - byte), NaN for 255."""
+    """E8M0 bytes -> fp32 encode scale, which multiplies an entry before rounding: 2^(127 - byte), NaN for 255."""
     b = byte.to(torch.int32)
     bits = torch.where(b == E8M0_NAN - 1, _HALF_OF_MIN_NORMAL, (E8M0_NAN - 1 - b) << 23)
     return torch.where(b == E8M0_NAN, _NAN, bits).view(torch.float32)
@@ -158,10 +158,10 @@ def e8m0_encode_scale(byte: torch.Tensor) -> torch.Tensor:
 def fp32_encode_scale(
     amax: torch.Tensor, fmt: Format, rule: str, amax_floor: float = 0.0, margin: int = 0
 ) -> torch.Tensor:
-    """fp32 number to multiply a block by before rounding: s = fl((M / 2^margin) / amax); the decode scale is fl(1 / s).
+    """fp32 encode scale, which multiplies a block before rounding: s = fl((M / 2^margin) / amax), M = ``fmt.max``.
 
-    ``amax_pow2`` keeps only the exponent of s. amax 0 gives 1; a quotient beyond fp32 gives its maximum, as
-    TransformerEngine's update of delayed scales does; NaN and Inf give NaN, so that what they touch is seen.
+    The decode scale is fl(1 / s). ``amax_pow2`` truncates s to a power of two. amax 0 gives 1. A quotient beyond fp32
+    gives its maximum, as in TransformerEngine's delayed scaling; NaN and Inf give NaN, so that they propagate.
 
     Args:
         amax: fp32, any shape, not negative.
@@ -169,7 +169,7 @@ def fp32_encode_scale(
     Returns:
         fp32, the shape of ``amax``.
     """
-    # fp64 holds amax_floor unrounded, and is wide enough that its quotient rounds to the correctly rounded fp32 one
+    # fp64 holds amax_floor unrounded, and its quotient rounds to the correctly rounded fp32 one
     scaled_max = torch.full_like(amax, fmt.max * 2.0**-margin, dtype=torch.float64)
     scale = (scaled_max / amax.double().clamp(min=amax_floor)).float().clamp_(max=_FP32_MAX)
     scale = torch.where((amax == 0) & (amax_floor == 0.0), torch.ones_like(scale), scale)
@@ -197,16 +197,16 @@ def quantize_operand(
     """Transform, scale and round an operand.
 
     Args:
-        x: [R, K] bf16, fp16 or fp32, any strides; K a multiple of len(signs) where these are given.
+        x: [R, K] bf16, fp16 or fp32, any strides; K a multiple of len(signs) if ``signs`` is given.
         block: (rows, columns) that share a scale.
         scale_format, scale_rule, rounding, headroom, amax_floor: as in ``recipe.schema.QuantSpec``.
-        encode_scale: fp32, one entry a block, for a scale that is known already (delayed, or shared by ranks).
+        encode_scale: fp32, one entry a block, if the scale is known (delayed, or shared by ranks).
         signs: [g], applies the Hadamard transform first.
         uniform: draws of stochastic rounding.
-        dequantize: multiply the elements by their decode scale, exact where that is a power of two in bf16's range.
+        dequantize: multiply the elements by their decode scale; exact for a power of two in bf16's range.
 
     Returns:
-        elements: [R, K] in the dtype of x, values on the grid of ``fmt`` (exact in bf16), or these times their scale.
+        elements: [R, K] in the dtype of x, values on the grid of ``fmt`` (exact in bf16), or dequantized.
         scale: E8M0 bytes (uint8) or fp32 decode scales, [ceil(R / rows), ceil(K / columns)].
     """
     elements = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -238,7 +238,7 @@ def quantize_operand(
 
 
 def scale_blocks(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """x [R, K] times the scale of each entry's block; a scale of one row or column holds for all of that dimension."""
+    """x [R, K] times the scale of each entry's block; a scale dimension of size 1 is broadcast."""
     rows, columns = x.shape
     if block[0] == 1 and scale.shape[1] > 1 and columns % block[1] == 0:
         return (x.reshape(rows, columns // block[1], block[1]) * scale.unsqueeze(-1)).reshape(rows, columns)

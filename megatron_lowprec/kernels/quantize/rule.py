@@ -1,4 +1,4 @@
-"""How a matrix becomes MX operands, and what of it is fixed when the kernel is compiled."""
+"""MX quantization rules, and the constants of the kernels compiled for them."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ MX_BLOCK = GRANULARITIES["1x32"].columns or 0
 
 
 def rules_that(attribute: str) -> int:
-    """The E8M0 rules with that attribute of ``ScaleRule``, as a set of bits by the rules' numbers."""
+    """Bit set of the E8M0 rules with an attribute of ``ScaleRule``, by the rules' numbers."""
     rows = [row for row in SCALE_RULES.values() if row.scale_format == "e8m0"]
     return sum(1 << row.number for row in rows if getattr(row, attribute))
 
 
 class Direction(NamedTuple):
-    """One way to quantize a matrix: the key of its rounding, and its transform.
+    """Arguments of one direction, rowwise or columnwise, of an MX quantization.
 
     Attributes:
-        key: of stochastic rounding.
+        key: Philox key of stochastic rounding.
         signs: fp32 [g] of +-1/sqrt(g) for the Hadamard transform, from ``hadamard.triton.scaled_signs``; None for no
             transform.
     """
@@ -33,22 +33,22 @@ class Direction(NamedTuple):
 
 
 class MxConstants(NamedTuple):
-    """The constexpr ``MX`` of the kernel, which it hands on whole to the functions that it calls. Numbers alone.
+    """The constexpr ``MX`` of the kernel, passed as a whole to the functions that it calls. Numbers only.
 
-    Names and order are part of the key under which ``kernels.tuning`` remembers a tiling.
+    Names and order are part of the key of a cached tiling in ``kernels.tuning``.
 
     Attributes:
         PACKED: whether two bf16 numbers are read as a word.
-        ALONG_ROWS, ALONG_COLUMNS: which operands are made.
-        GROUP: consecutive entries that a thread has: the transform's block, or a block of MX without one.
+        ALONG_ROWS, ALONG_COLUMNS: whether rowwise and columnwise data are written.
+        GROUP: consecutive entries in a thread: the transform's block, or an MX block without a transform.
         HADAMARD: whether groups are transformed.
-        MANTISSA, MIN_EXPONENT, MAX, MAX_EXPONENT: of the format.
-        RULE: number of the row of SCALE_RULES.
-        ROUNDING: of ROUNDINGS.
-        RANDOM_BITS: of a draw that stochastic rounding takes.
-        HEADROOM: factor of what is rounded.
-        CODE_BITS: of a code; 0 for dequantized operands.
-        NAN_CODE: of the format.
+        MANTISSA, MIN_EXPONENT, MAX, MAX_EXPONENT: properties of the format.
+        RULE: ``ScaleRule.number`` of the scale rule.
+        ROUNDING: number of the rounding in ROUNDINGS.
+        RANDOM_BITS: bits of a draw that stochastic rounding uses.
+        HEADROOM: factor applied before rounding.
+        CODE_BITS: bits of a code; 0 for dequantized operands.
+        NAN_CODE: the format's NaN code; 0 if it has none.
     """
 
     PACKED: bool
@@ -70,9 +70,9 @@ class MxConstants(NamedTuple):
 
 @dataclass(frozen=True)
 class MxRule:
-    """How entries become elements, as in ``recipe.schema.QuantSpec``; one for both directions.
+    """Rule of an MX quantization, fields as in ``recipe.schema.QuantSpec``; the same for both directions.
 
-    It keeps the kernels that were specialized for it: looking one up must cost less than launching it.
+    It caches the kernels specialized for it, since the lookup must cost less than a launch.
     """
 
     fmt: Format
@@ -83,7 +83,7 @@ class MxRule:
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def constants(self, block: int, rows: bool, columns: bool, packed: bool, codes: bool) -> MxConstants:
-        """Of the kernel that gives these operands by this rule; ``block`` of the transform, 0 for none."""
+        """Constants of the kernel that writes these outputs; ``block`` is the transform's, 0 for none."""
         fmt = self.fmt
         return MxConstants(
             PACKED=packed,

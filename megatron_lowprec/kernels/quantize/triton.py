@@ -1,8 +1,8 @@
-"""MX quantization in one pass: Hadamard transform, block scales, rounding; along rows, along columns, or both.
+"""MX quantization in one pass: Hadamard transform, block scales and rounding; rowwise, columnwise or both.
 
-A program holds groups of consecutive entries as a tensor [GROUP, P] with a whole group in each thread, so that the
-transform's butterflies, the block maxima and the draws (8 of one Philox call) move no data between threads. The tile is
-read in 16-byte pieces and goes through shared memory once each way, as bf16. Bits equal ``reference.py``: the same fp32
+A program holds groups of consecutive entries as a tensor [GROUP, P], one whole group in each thread. The transform's
+butterflies, block maxima and draws (8 of one Philox call) then exchange no data between threads. The tile is read in
+16-byte vectors and crosses shared memory once in each direction, as bf16. Bits equal ``reference.py``: the same fp32
 operations in the same order, none contracted, and rounding on the bits of an fp32 number.
 """
 
@@ -54,11 +54,11 @@ def _mx_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Dequantized tiles for ``MX.CODE_BITS`` 0, else codes and scale bytes, those along columns transposed.
+    """Writes dequantized tiles if ``MX.CODE_BITS`` is 0, else codes and scale bytes, columnwise ones transposed.
 
     ``row_pitch`` and ``col_pitch`` are the bytes of a row of codes, multiples of 16.
     """
-    # codes of 4 bits share a byte
+    # two 4-bit codes share a byte
     SHARE: tl.constexpr = 2 if MX.CODE_BITS == 4 else 1
     GROUP: tl.constexpr = MX.GROUP
     BLOCKS: tl.constexpr = GROUP // MX_BLOCK
@@ -119,9 +119,9 @@ def _mx_kernel(
             block = (m.to(tl.int64) * (N // MX_BLOCK) + first_column // MX_BLOCK)[None, :]
             tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
     if MX.ALONG_COLUMNS:
-        # where rows came first, this read comes from the cache: registers for the tile are better spent on warps
+        # after the rowwise part this read hits the cache: registers for the tile are better spent on warps
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-        # BM // GROUP groups, one below the other
+        # groups stacked along M
         TALL: tl.constexpr = BM // GROUP
         y = tl.reshape(tl.permute(tl.reshape(x, [TALL, GROUP, BN]), (1, 0, 2)), [GROUP, TALL * BN]).to(tl.float32)
         lane = tl.arange(0, TALL * BN)
@@ -159,14 +159,14 @@ _NOTHING = Direction()
 
 
 class MxCast(NamedTuple):
-    """MX data of [M, N], along rows, along columns, or both, contracted dimension last; None what was not asked for.
+    """MX data of [M, N], rowwise, columnwise or both, contracted dimension last; None where not requested.
 
     Attributes:
         rowwise_data: [M, N] dequantized in the matrix's dtype; or codes, uint8 [M, N], two a byte for 4-bit formats,
             entry 2i in the low nibble.
-        columnwise_data: [N, M rounded up to whole groups where transformed, else M], a transposed view; or codes of
-            [N, M rounded up to whole groups], row-major, padding being quantized zeros.
-        rowwise_scale, columnwise_scale: E8M0 bytes, uint8 [R, K / 32], of codes.
+        columnwise_data: dequantized, [N, M], M rounded up to whole groups if transformed, a transposed view; or codes
+            [N, M rounded up to whole groups], row-major, padded with quantized zeros.
+        rowwise_scale, columnwise_scale: E8M0 bytes, uint8 [R, K / 32]; only with codes.
     """
 
     rowwise_data: torch.Tensor | None = None
@@ -185,22 +185,22 @@ def quantize_mx(
     spans: tuple[ShardSlice, ShardSlice] = (WHOLE, WHOLE),
     codes: bool = False,
 ) -> MxCast:
-    """MX data of a matrix, along its rows, along its columns, or both from one read.
+    """Rowwise MX data, columnwise MX data or both of a matrix, from one read.
 
     Args:
-        x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of 32 and of len(signs) where ``rows`` is
-            given. Any M: columns are padded with zeros inside, which change no scale.
+        x: [M, N] bf16 or fp32, the last dimension contiguous; N a multiple of 32 and of len(signs) if ``rows`` is
+            given. Any M: the kernel zero-pads columns, which changes no scale.
         rule: format, scale and rounding.
-        rows: blocks along the last dimension (the operand x); None to leave it out.
-        columns: blocks along the first (the operand x.T); None to leave it out.
-        rng_step: int32 [2] on the device of x: step and microbatch of the draws. In memory, not an argument, so that a
-            captured CUDA graph draws anew in each replay.
-        spans: where the rows and the columns of x lie in the unsharded matrix.
-        codes: write codes and scale bytes, the layout of native products; else dequantized values, headroom left in.
+        rows: rowwise data, blocks along the last dimension (the operand x); None to omit.
+        columns: columnwise data, blocks along the first dimension (the operand x.T); None to omit.
+        rng_step: int32 [2] on the device of x, step and microbatch of the draws. It is in memory so that a captured
+            CUDA graph draws new bits in each replay.
+        spans: location of the rows and the columns of x in the unsharded matrix.
+        codes: write codes and scale bytes, the layout of native GEMMs; else dequantized values, headroom included.
     """
     transforms = rows is not None and rows.signs is not None
     if transforms and columns is not None and rule.rounding == "stochastic" and not codes:
-        # bound by arithmetic: two programs that each keep a group in registers beat one that reads less
+        # bound by arithmetic: two kernels with one group in registers each beat one kernel that reads less
         along_rows = quantize_mx(x, rule, rows=rows, rng_step=rng_step, spans=spans)
         along_columns = quantize_mx(x, rule, columns=columns, rng_step=rng_step, spans=spans)
         return along_rows._replace(columnwise_data=along_columns.columnwise_data)
@@ -230,7 +230,7 @@ def _mx_kernel_for(
 
 
 class _MxKernel:
-    """The kernel for one rule, transform block (0 for none), direction and output, in the tiling that is fastest."""
+    """The kernel for one rule, transform block (0 for none), set of directions and output, with tuned tiling."""
 
     def __init__(self, rule: MxRule, block: int, rows: bool, columns: bool, packed: bool, codes: bool) -> None:
         constants = rule.constants(block, rows, columns, packed, codes)
@@ -244,7 +244,7 @@ class _MxKernel:
                 {"MX": constants, "BM": tiling.rows, "BN": tiling.columns},
                 num_warps=tiling.warps,
                 maxnreg=tiling.registers,
-                # a contracted multiply-add rounds once where the reference rounds twice
+                # a contracted multiply-add rounds once, the reference twice
                 enable_fp_fusion=False,
             )
             for tiling in tilings
@@ -259,7 +259,7 @@ class _MxKernel:
         rng_step: torch.Tensor,
         spans: tuple[ShardSlice, ShardSlice],
     ) -> tuple[MxCast, tuple[Any, ...]]:
-        """Empty outputs, and all arguments of a launch."""
+        """Empty outputs and all launch arguments."""
         (M, N), device, share = x.shape, x.device, self._codes_a_byte
         padded_M = _whole(M, self._group)
         row_data = row_scale = column_data = column_scale = written = None
@@ -272,7 +272,7 @@ class _MxKernel:
                 column_scale = torch.empty((N, padded_M // MX_BLOCK.value), dtype=torch.uint8, device=device)
             pitches = (N // share, padded_M // share)
         else:
-            # a transformed group is dense even where its entries were padding
+            # the transform makes a group dense, padding included
             padded_M = padded_M if self._transforms else M
             if rows is not None:
                 row_data = torch.empty((M, N), dtype=x.dtype, device=device)
@@ -281,7 +281,7 @@ class _MxKernel:
                 column_data = written.t()
             pitches = (0, 0)
         rows, columns = rows or _NOTHING, columns or _NOTHING
-        # the kernel does not touch what a direction that is left out would read or write
+        # placeholders for an omitted direction, which the kernel does not access
         arguments = (
             x,
             *(x if out is None else out for out in (row_data, row_scale, written, column_scale)),
@@ -306,17 +306,17 @@ class _Tiling(NamedTuple):
     rows: int
     columns: int
     warps: int
-    registers: int | None  # a thread's limit, where more resident warps are worth some spilling
+    registers: int | None  # limit of a thread, where more resident warps outweigh some spilling
 
     def programs(self, M: int, N: int) -> int:
-        """That cover [M, N]."""
+        """Number of programs that cover [M, N]."""
         return -(-M // self.rows) * -(-N // self.columns)
 
 
 def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochastic: bool) -> tuple[_Tiling, ...]:
-    """A program's tile, about a group a thread, with whole groups in each direction; fastest on an H200 first.
+    """Candidate tiles of a program, about one group a thread, whole groups in each direction; fastest on an H200 first.
 
-    Few warps a program, since they share nothing; see docs/design/kernels.md for what was tried.
+    Programs have few warps, since warps share no data; docs/design/kernels.md lists the alternatives tried.
     """
     limit = 128 if transformed and stochastic and group <= 64 else None
     if rows and columns:

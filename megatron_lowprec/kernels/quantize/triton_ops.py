@@ -1,4 +1,4 @@
-"""What a Triton program does with groups of entries held as [GROUP, P]; the bits are ``reference.py``'s."""
+"""Triton functions on groups of entries [GROUP, P]: transform, scales, rounding; bits equal to ``reference.py``."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from megatron_lowprec.kernels.philox.triton import draw_bits
 from megatron_lowprec.kernels.quantize import rule
 
 MX_BLOCK = tl.constexpr(rule.MX_BLOCK)
-# sets of bits by MX.RULE
+# bit sets indexed by MX.RULE
 _DIVIDES = tl.constexpr(rule.rules_that("divides"))
 _ROUNDS_AMAX = tl.constexpr(rule.rules_that("rounds_amax"))
 _ROUNDS_UP = tl.constexpr(rule.rules_that("rounds_up"))
 _NOT_FLOOR = tl.constexpr(_DIVIDES.value | _ROUNDS_AMAX.value | _ROUNDS_UP.value)
-# the numbers of ROUNDING, by name
+# named values of ROUNDING
 NEAREST_EVEN = tl.constexpr(rule.ROUNDINGS["nearest_even"])
 HALF_AWAY = tl.constexpr(rule.ROUNDINGS["half_away"])
 STOCHASTIC = tl.constexpr(rule.ROUNDINGS["stochastic"])
@@ -21,7 +21,7 @@ STOCHASTIC = tl.constexpr(rule.ROUNDINGS["stochastic"])
 
 @triton.jit
 def hadamard(y, signs, GROUP: tl.constexpr):
-    """Butterflies of stride GROUP/2 ... 1 along dimension 0: a stage moves the index's top bit to the bottom."""
+    """Butterflies of stride GROUP/2 ... 1 along dimension 0; each stage rotates the index's top bit to the bottom."""
     P: tl.constexpr = y.shape[1]
     y = y * signs
     for s in tl.static_range(8):
@@ -33,7 +33,7 @@ def hadamard(y, signs, GROUP: tl.constexpr):
 
 @triton.jit
 def e8m0(amax, MX: tl.constexpr):
-    """Scale byte of each block, int32, from its amax; see ``reference.e8m0_scale``."""
+    """E8M0 decode scale of each block, int32, from its amax, as ``reference.e8m0_scale``."""
     DIVIDES: tl.constexpr = (_DIVIDES >> MX.RULE) & 1
     number = amax
     if DIVIDES:
@@ -70,18 +70,18 @@ def round_to_grid(
     RANDOM_BITS: tl.constexpr,
     SATURATES: tl.constexpr,
 ):
-    """Round fp32 to the format's grid, saturating; NaN is left to the block's scale."""
+    """Round fp32 to the format's grid, saturating; NaN must come from the block's scale."""
     SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
     magnitude = tl.abs(v)
     if SATURATES:
         magnitude = tl.minimum(magnitude, MAX)
     if ROUNDING == NEAREST_EVEN:
-        # adding 1.5 * 2^23 steps leaves no bit below a step, rounded to nearest even; the step follows the exponent
+        # adding 1.5 * 2^23 steps rounds to a whole step, nearest even; the step follows from the exponent
         field = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (MIN_EXPONENT + 127) << 23)
         magic = (field + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
         rounded = (magnitude + magic) - magic
     else:
-        # from SMALLEST up a step is 2^MANTISSA-th of the binade: below, adding SMALLEST brings the magnitude there
+        # from SMALLEST up a step is 2^-MANTISSA of the binade; adding SMALLEST moves lower magnitudes into that range
         offset = tl.where(magnitude < SMALLEST, SMALLEST, 0.0)
         if ROUNDING == HALF_AWAY:
             bits = magnitude.to(tl.int32, bitcast=True)
@@ -92,8 +92,8 @@ def round_to_grid(
         else:
             SHIFT: tl.constexpr = 23 - MANTISSA
             bits = (magnitude + offset).to(tl.int32, bitcast=True)
-            # u = (r + 1/2) 2^-RANDOM_BITS of a step, as an addend to the mantissa. Its unit comes as an argument, so
-            # that the compiler keeps a multiply-add, which runs beside the integer units; those are the bottleneck
+            # u = (r + 1/2) 2^-RANDOM_BITS of a step, as an addend to the mantissa. Its unit is an argument, so the
+            # compiler emits a multiply-add, which runs in parallel with the integer units, the bottleneck
             draws = (draws >> (16 - RANDOM_BITS)).to(tl.int32)
             bits = (draws * unit + (bits + ((1 << (SHIFT - RANDOM_BITS)) >> 1))) & (-1 << SHIFT)
             rounded = bits.to(tl.float32, bitcast=True) - offset
@@ -110,7 +110,7 @@ def element_codes(
     bits = elements.to(tl.int32, bitcast=True)
     magnitude = tl.abs(elements)
     normal = magnitude >= SMALLEST
-    # as in the rounding: a subnormal number plus the smallest normal one has its code in the mantissa
+    # as in round_to_grid: a subnormal number plus the smallest normal one has its code in the mantissa
     field = (magnitude + tl.where(normal, 0.0, SMALLEST)).to(tl.int32, bitcast=True) >> (23 - MANTISSA)
     code = field - tl.where(normal, (MIN_EXPONENT + 126) << MANTISSA, (MIN_EXPONENT + 127) << MANTISSA)
     return tl.where(is_nan, NAN_CODE, code | (((bits >> 31) & 1) << (BITS - 1)))
@@ -132,10 +132,10 @@ def quantize_groups(
     unit,
     MX: tl.constexpr,
 ):
-    """[MX.GROUP, P] fp32 -> elements and scale bytes, int32 [GROUP / 32, P].
+    """[MX.GROUP, P] fp32 -> elements, and scale bytes, int32 [GROUP / 32, P].
 
-    Elements are fp32 [GROUP, P] times their scale, or, with ``MX.CODE_BITS`` above 0, uint8 codes of that many bits,
-    two of 4 bits a byte: [GROUP or GROUP / 2, P].
+    Elements are fp32 [GROUP, P], dequantized; or, with ``MX.CODE_BITS`` above 0, uint8 codes of that width,
+    [GROUP, P], or [GROUP / 2, P] with two 4-bit codes a byte.
     """
     P: tl.constexpr = y.shape[1]
     GROUP: tl.constexpr = MX.GROUP
@@ -145,7 +145,7 @@ def quantize_groups(
     blocks = tl.reshape(y, [GROUP // MX_BLOCK, MX_BLOCK, P])
     amax = tl.reduce(tl.abs(blocks), 1, larger)
     byte = e8m0(amax, MX)
-    # 2^(127 - byte): the byte 254 - byte, but 255 stays NaN
+    # 2^(127 - byte) is the byte 254 - byte; 255 stays NaN
     encode = power_of_two(tl.where(byte == 255, 255, 254 - byte))
     v = blocks * (encode * MX.HEADROOM)[:, None, :]
     if MX.ROUNDING == STOCHASTIC:
@@ -155,7 +155,7 @@ def quantize_groups(
         )
     else:
         draws = tl.zeros([1, 1, 1], tl.uint32)
-    # below 2^(MAX_EXPONENT + 1) times the scale by the floor rule: with enough headroom nothing can saturate
+    # the floor rule scales below 2^(MAX_EXPONENT + 1): with enough headroom no entry saturates
     SATURATES: tl.constexpr = ((_NOT_FLOOR >> MX.RULE) & 1) != 0 or MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
     elements = round_to_grid(
         v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES

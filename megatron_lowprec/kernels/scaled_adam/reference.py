@@ -1,18 +1,18 @@
-"""AdamW on a state in narrow formats, a power-of-two scale a tensor: an update reads the state twice.
+"""AdamW with state in narrow formats and a power-of-two scale a tensor, in two passes over the state.
 
-The scale of a tensor's next codes follows the largest magnitude of all of its new values, on every rank that holds a
-part of them: a first pass finds it and keeps nothing, a second computes the same values again and writes their codes.
+The scale of a tensor's new codes depends on the amax of all its new values, over the ranks that hold a part. The first
+pass computes the amax and stores nothing else; the second recomputes the values and writes their codes.
 
-Codes are rounded stochastically where a slot has a ``Stream``. Entry e of the unsharded tensor, counted row by row,
-takes 16 bits from the Philox call with counter
+Codes are rounded stochastically if a slot has a ``Stream``. Entry e of the unsharded tensor, in row-major order, takes
+16 bits from the Philox call with counter
 
     (e // 8, 0, step, part)
 
 where ``part`` is the index in ``STATE`` and ``step`` counts updates from 1: word ``(e % 8) // 2``, low half for even
-entries, high half for odd ones. The draws of a tensor therefore do not depend on how ranks share it.
+entries, high half for odd ones. The draws of a tensor therefore do not depend on its sharding.
 
-A positive second moment is stored as the smallest number of its format at least: the root of a zero would leave eps
-alone to divide a first moment that has not vanished.
+A positive second moment is raised at least to its format's smallest number. After underflow to zero, eps alone would
+divide a nonzero first moment.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ FORMAT_OF = {
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Of AdamW, for one step; ``step`` counts from 1. The names are torch's."""
+    """AdamW's hyperparameters for one step, with torch's names; ``step`` counts from 1."""
 
     lr: float
     beta1: float
@@ -47,25 +47,25 @@ class Hyperparameters:
 
     @property
     def step_size(self) -> float:
-        """The learning rate over the bias correction of the first moment."""
+        """Learning rate divided by the bias correction of the first moment."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
     def root_correction(self) -> float:
-        """What the root of the second moment is multiplied by: one over the root of its bias correction."""
+        """Factor of the second moment's root: 1 / sqrt(bias correction)."""
         return float((1 - self.beta2**self.step) ** -0.5)
 
 
 class Stream(NamedTuple):
-    """Random draws of a slot, and where its entries lie in the unsharded tensor.
+    """Random draws of a slot, with the location of its entries in the unsharded tensor.
 
     Attributes:
         key: Philox key, two 32-bit words.
-        columns: row length of this rank's part of the tensor; a multiple of 8, or the part is a single row.
-        first: index of the slot's first entry within this rank's part, row by row.
+        columns: row length of this rank's shard; a multiple of 8, unless the shard is a single row.
+        first: row-major index of the slot's first entry in this rank's shard.
         whole_columns: row length of the unsharded tensor.
-        first_column: first column of this rank's part.
-        rows: where the rows of this rank's part lie.
+        first_column: first column of this rank's shard.
+        rows: location of the shard's rows.
     """
 
     key: tuple[int, int]
@@ -86,14 +86,14 @@ class Stream(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One tensor: its gradient, the weight of the model, and the state kept between steps, all of one size.
+    """Gradient, model weight and optimizer state of one tensor, all of one size.
 
     Attributes:
         grad: fp32 or bf16.
-        weight: what the new main weight is rounded into, any dtype.
+        weight: the model's weight, any dtype; receives the rounded new main weight.
         exp_avg, exp_avg_sq, master: fp32, fp16 or FP8 codes.
-        decode_scale: fp32 [3], what these three are multiplied by; overwritten with the codes.
-        stream: of stochastic rounding; None rounds to nearest even.
+        decode_scale: fp32 [3], multiplies these three when decoded; overwritten with the codes.
+        stream: draws of stochastic rounding; None rounds to nearest even.
     """
 
     grad: torch.Tensor
@@ -106,14 +106,14 @@ class Slot(NamedTuple):
 
     @property
     def state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In the order of ``STATE``."""
+        """The state in the order of ``STATE``."""
         return self.exp_avg, self.exp_avg_sq, self.master
 
 
 def encode_scale(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.Tensor:
     """2^floor(log2(fl((M / 2^margin) / amax))) with M the maximum of ``dtype``: fp32, the shape of ``amax``.
 
-    1 for fp32, and where ``amax`` is 0 or not finite; a quotient beyond fp32 counts as its maximum.
+    1 for fp32 state, and where ``amax`` is 0 or not finite; a quotient beyond fp32 is clamped to its maximum.
 
     Args:
         amax: fp32, any shape, not negative.
@@ -124,18 +124,18 @@ def encode_scale(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> tor
 
 
 def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
-    """Largest magnitudes of the new exp_avg, exp_avg_sq and main weight of each slot: fp32 [len(slots), 3]."""
+    """Amax of the new exp_avg, exp_avg_sq and main weight of each slot: fp32 [len(slots), 3]."""
     rows = [torch.stack([new.abs().amax() for new in _updated(slot, step)]) for slot in slots]
     return torch.stack(rows)
 
 
 def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
-    """Take one step: codes of the new state, their decode scales, and the model's weights.
+    """Write the new state's codes, their decode scales, and the model's weights.
 
-    A weight is what its main weight's codes decode to, rounded to its dtype.
+    A weight is the decoded main weight, rounded to the weight's dtype.
 
     Args:
-        encode_scales: fp32 [len(slots), 3], powers of two that the new values are multiplied by before rounding.
+        encode_scales: fp32 [len(slots), 3], powers of two that multiply the new values before rounding.
     """
     for slot, scales in zip(slots, encode_scales, strict=True):
         for part, (codes, new) in enumerate(zip(slot.state, _updated(slot, step), strict=True)):
@@ -148,12 +148,12 @@ def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.T
 
 
 def random_bits(fmt: Format) -> int:
-    """Bits of a draw that rounds fp32 to ``fmt``: no more than fp32 has below the format's mantissa."""
+    """Bits of a draw that rounds fp32 to ``fmt``: at most those that fp32 has below the format's mantissa."""
     return min(16, 23 - fmt.mantissa_bits)
 
 
 def _rounded(scaled: torch.Tensor, dtype: torch.dtype, stream: Stream | None, step: int, part: int) -> torch.Tensor:
-    """fp32 on the grid of ``dtype`` where ``stream`` is given, else ``scaled`` itself, for a cast to round."""
+    """fp32 on the grid of ``dtype`` if ``stream`` is given, else ``scaled``, which the caller's cast rounds."""
     if stream is None or dtype not in FORMAT_OF:
         return scaled
     fmt = FORMAT_OF[dtype]
@@ -162,7 +162,7 @@ def _rounded(scaled: torch.Tensor, dtype: torch.dtype, stream: Stream | None, st
 
 
 def _updated(slot: Slot, step: Hyperparameters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new values in fp32, by torch's order of AdamW's operations; numbers are rounded to fp32 first."""
+    """New state in fp32, in torch's order of AdamW's operations; scalars are rounded to fp32 first."""
     grad = slot.grad.float()
     exp_avg, exp_avg_sq, master = (
         codes.float() * scale for codes, scale in zip(slot.state, slot.decode_scale, strict=True)
@@ -170,6 +170,6 @@ def _updated(slot: Slot, step: Hyperparameters) -> tuple[torch.Tensor, torch.Ten
     master *= 1 - step.lr * step.weight_decay
     exp_avg += (grad - exp_avg) * (1 - step.beta1)
     exp_avg_sq = exp_avg_sq * step.beta2 + grad * grad * (1 - step.beta2)
-    root = exp_avg_sq.double().sqrt().float()  # torch's root in fp32 is an ulp off at times, on a CPU
+    root = exp_avg_sq.double().sqrt().float()  # on a CPU, torch's fp32 sqrt can be off by one ulp
     master -= step.step_size * (exp_avg / (root * step.root_correction + step.eps))
     return exp_avg, exp_avg_sq, master

@@ -1,9 +1,9 @@
-"""The two passes of ``reference.py``, each as one launch for all tensors with the same numbers.
+"""The two passes of ``reference.py``, each in one launch for all tensors with equal hyperparameters.
 
-Bytes an entry under FP8-LM's formats and fp32 gradients: 9 read by the first pass, 9 read and 7 written by the second,
-where torch's fused AdamW on fp32 reads 16 and writes 14 with the model's bf16 weight. Stochastic rounding adds three
-Philox calls for eight entries to the second. Where the tensors lie is a table in the device's memory, made once, for
-they stay there. Programs are (part, tensor), as in ``multi_tensor_cast``.
+Bytes an entry with FP8-LM's formats and fp32 gradients: the first pass reads 9, the second reads 9 and writes 7.
+torch's fused AdamW on fp32 reads 16 and writes 14, with the model's bf16 weight. Stochastic rounding adds three Philox
+calls for eight entries to the second pass. The tensors' addresses are a cached table in device memory, since they do
+not move. The grid is (part, tensor), as in ``multi_tensor_cast``.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from megatron_lowprec.kernels.quantize.triton_ops import STOCHASTIC, round_to_gr
 from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters, Slot
 
 _BLOCK, _MOST_PARTS = 1024, 512
-_ALIGNMENT = 16  # bytes of an address, and entries, for loads and stores of whole words
+_ALIGNMENT = 16  # of addresses in bytes, and of entry counts, for vector loads and stores
 _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
-# Of the table: addresses of gradient, weight, three parts of the state, scales; entries; ``Stream``.
+# Columns of the table: addresses of gradient, weight, three parts of the state, scales; entries; ``Stream``.
 _COLUMNS = tl.constexpr(16)
 _STREAM = tl.constexpr(7)
-# the numbers of KIND, by name
+# named values of KIND
 _FP32, _BF16, _FP16, _E4M3, _E5M2 = (tl.constexpr(number) for number in range(5))
 _KINDS = {
     torch.float32: _FP32.value,
@@ -44,10 +44,10 @@ class Numbers(NamedTuple):
     """The argument ``numbers`` of a kernel: Python floats, which become fp32 at the launch.
 
     Attributes:
-        decay: factor of the main weight.
-        grow: share of the gradient in the new first moment.
-        keep_square, grow_square: shares of the old second moment and of the gradient's square in the new one.
-        root_correction, eps, step_size: of ``Hyperparameters``.
+        decay: factor of the main weight, 1 - lr * weight_decay.
+        grow: coefficient of the gradient in the new first moment.
+        keep_square, grow_square: coefficients of the old second moment and of the squared gradient in the new one.
+        root_correction, eps, step_size: as in ``Hyperparameters``.
     """
 
     decay: float
@@ -60,7 +60,7 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(step: Hyperparameters) -> "Numbers":
-        """From a step's hyperparameters."""
+        """Numbers of a step's hyperparameters."""
         decay, eps = 1 - step.lr * step.weight_decay, step.eps
         return Numbers(decay, 1 - step.beta1, step.beta2, 1 - step.beta2, step.root_correction, eps, step.step_size)
 
@@ -69,8 +69,8 @@ class SlotConstants(NamedTuple):
     """The constexpr ``SLOT`` of a kernel.
 
     Attributes:
-        GRAD, WEIGHT, FIRST, SECOND, MAIN: kinds of what lies in memory.
-        ALIGNED: whether all of it is in whole words.
+        GRAD, WEIGHT, FIRST, SECOND, MAIN: KIND of each tensor's dtype.
+        ALIGNED: whether all addresses and sizes are multiples of ``_ALIGNMENT``.
         STOCHASTIC: whether codes are rounded stochastically.
         SHIFTED: whether a slot begins within a group of eight entries, which share a Philox call.
     """
@@ -86,7 +86,7 @@ class SlotConstants(NamedTuple):
 
 
 class StateConstants(NamedTuple):
-    """The constexpr ``STATE`` of a kernel: how numbers become codes of each format."""
+    """The constexpr ``STATE`` of a kernel: constants of the conversion to each format."""
 
     E4M3: CodeConstants
     E5M2: CodeConstants
@@ -110,7 +110,7 @@ def _pointer(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _decode(stored, KIND: tl.constexpr):
-    """fp32 of what lies in memory. A code's exponent and mantissa, moved to fp32's places, are its value but for a
+    """fp32 values of stored entries. A code's exponent and mantissa, shifted to fp32's fields, give its value up to a
     power of two.
     """
     if KIND == _FP32 or KIND == _BF16 or KIND == _FP16:  # noqa: SIM109 - Triton has no `in`
@@ -126,8 +126,8 @@ def _decode(stored, KIND: tl.constexpr):
 
 @triton.jit
 def _encode(value, KIND: tl.constexpr, STATE: tl.constexpr):
-    """What lies in memory of fp32 entries, nearest even."""
-    E4M3: tl.constexpr = STATE.E4M3  # Triton 3.6 hands on no part of an argument
+    """fp32 entries in their stored dtype, rounded to nearest even."""
+    E4M3: tl.constexpr = STATE.E4M3  # Triton 3.6 cannot pass a field of an argument to a function
     E5M2: tl.constexpr = STATE.E5M2
     NATIVE: tl.constexpr = E4M3.NATIVE
     if KIND == _E4M3:
@@ -145,7 +145,7 @@ def _encode(value, KIND: tl.constexpr, STATE: tl.constexpr):
 
 @triton.jit
 def _not_zero(value, KIND: tl.constexpr, STATE: tl.constexpr):
-    """Positive entries raised to the smallest number of what they are stored in."""
+    """Positive entries raised to at least the smallest number of their stored format."""
     if KIND != _FP32:
         CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
         value = tl.where(value > 0.0, tl.maximum(value, 2.0 ** (CODES.MIN_EXPONENT - CODES.MANTISSA)), value)
@@ -154,10 +154,10 @@ def _not_zero(value, KIND: tl.constexpr, STATE: tl.constexpr):
 
 @triton.jit
 def _on_grid(value, row, group, step, PART: tl.constexpr, KIND: tl.constexpr, STATE: tl.constexpr):
-    """fp32 entries rounded stochastically to the grid of what they are stored in; fp32 ones as they are.
+    """fp32 entries rounded stochastically to the grid of their stored format; unchanged for fp32.
 
     Args:
-        row, group, step, PART: as for ``_draw``.
+        row, group, step, PART: arguments of ``_draw``.
     """
     if KIND != _FP32:
         CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
@@ -173,7 +173,7 @@ def _on_grid(value, row, group, step, PART: tl.constexpr, KIND: tl.constexpr, ST
 
 @triton.jit
 def _draw(row, first, step, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """``Stream.draw`` of BLOCK entries: uint32 [BLOCK]; ``first``, a multiple of 8, counts in this rank's part."""
+    """``Stream.draw`` of BLOCK entries: uint32 [BLOCK]; ``first``, a multiple of 8, is an index in the rank's shard."""
     entry = first + 8 * tl.arange(0, BLOCK // 8)
     stream = row + _STREAM
     columns = tl.load(stream + 3)
@@ -195,7 +195,7 @@ def _load(address, at, inside, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tensor(table_ptr, SLOT: tl.constexpr):
-    """Of a program's tensor: its row of the table, and how many entries it has."""
+    """Table row and number of entries of a program's tensor."""
     row = table_ptr + _COLUMNS * tl.program_id(1)
     count = tl.load(row + 6)
     if SLOT.ALIGNED:
@@ -205,7 +205,7 @@ def _tensor(table_ptr, SLOT: tl.constexpr):
 
 @triton.jit
 def _updated(row, at, inside, numbers, SLOT: tl.constexpr):
-    """``reference._updated``; ``row`` of the table, ``numbers`` are ``Numbers``."""
+    """New state in fp32, as ``reference._updated``; ``row`` of the table, ``numbers`` of ``Numbers``."""
     scales = tl.load(row + 5).to(tl.pointer_type(tl.float32))
     grad = _load(tl.load(row), at, inside, SLOT.GRAD, SLOT.ALIGNED)
     exp_avg = _load(tl.load(row + 2), at, inside, SLOT.FIRST, SLOT.ALIGNED) * tl.load(scales)
@@ -225,7 +225,7 @@ def _amax_kernel(table_ptr, amax_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.con
     first, second, main = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
-        # Entries outside are zeros in all of the state, and remain so.
+        # Entries outside are zeros in all of the state, before and after the update.
         exp_avg, exp_avg_sq, master = _updated(row, at, at < count, numbers, SLOT)
         first, second, main = larger(first, tl.abs(exp_avg)), larger(second, exp_avg_sq), larger(main, tl.abs(master))
     cells = (amax_ptr + 3 * tl.program_id(1)).to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, 1)
@@ -248,7 +248,7 @@ def _update_kernel(
     scales = scale_ptr + 3 * tl.program_id(1)
     first, second, main = tl.load(scales), tl.load(scales + 1), tl.load(scales + 2)
     begin, shift = tl.load(row + _STREAM + 2), 0
-    if SLOT.SHIFTED:  # blocks begin where groups do
+    if SLOT.SHIFTED:  # aligns blocks to groups
         shift = (begin % 8).to(tl.int32)
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count + shift, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
@@ -279,7 +279,7 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Ten
 
 def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
     rows = []
-    for slot in slots:  # the kernel sees addresses alone
+    for slot in slots:  # the kernel gets only addresses
         tensors = (slot.grad, slot.weight, *slot.state)
         assert all(tensor.is_contiguous() and tensor.numel() == slot.grad.numel() for tensor in tensors)
         assert slot.decode_scale.is_contiguous()
@@ -290,7 +290,7 @@ def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
 
 
 def _stream_numbers(slot: Slot) -> tuple[int, ...]:
-    """Columns of the table from ``_STREAM`` on."""
+    """Columns of a table row from ``_STREAM`` on."""
     if slot.stream is None:
         return (0,) * (_COLUMNS.value - _STREAM.value)
     key, columns, first, whole_columns, first_column, rows = slot.stream

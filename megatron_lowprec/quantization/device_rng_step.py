@@ -7,8 +7,8 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.quantization.random_stream import RngStep
 
-_KEPT = 16  # RNG steps in flight: one, or the microbatches of a pipeline between forward and backward
-_moments: OrderedDict[tuple[torch.device, RngStep], torch.Tensor] = OrderedDict()
+_CACHED = 16  # RNG steps in flight: one, or the microbatches of a pipeline between forward and backward
+_rng_steps: OrderedDict[tuple[torch.device, RngStep], torch.Tensor] = OrderedDict()
 _running: dict[torch.device, torch.Tensor] = {}
 
 
@@ -34,11 +34,11 @@ def device_rng_step(rng_step: RngStep, device: torch.device) -> torch.Tensor:
     if capturing():
         return _cell(device)
     key = (device, rng_step)
-    found = _moments.get(key)
+    found = _rng_steps.get(key)
     if found is None:
-        found = _moments[key] = _write(torch.empty(2, dtype=torch.int32, device=device), rng_step)
-        if len(_moments) > _KEPT:
-            _moments.popitem(last=False)
+        found = _rng_steps[key] = _write(torch.empty(2, dtype=torch.int32, device=device), rng_step)
+        if len(_rng_steps) > _CACHED:
+            _rng_steps.popitem(last=False)
     return found
 
 

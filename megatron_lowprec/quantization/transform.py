@@ -20,7 +20,7 @@ class Transform:
     """
 
     def __init__(self, block: int, stream: RandomStream | None, rng_step: RngStep | None = None) -> None:
-        self.block, self.stream, self._moment = block, stream, rng_step
+        self.block, self.stream, self._rng_step = block, stream, rng_step
         self._scaled: torch.Tensor | None = None
         self._drawn_with: Transform | None = None
 
@@ -34,7 +34,7 @@ class Transform:
         if self.stream is None:
             return torch.ones(self.block, device=device)
         refuse_capture("a random Hadamard transform runs")
-        stream = self.stream if self._moment is None else self.stream.at(self._moment)
+        stream = self.stream if self._rng_step is None else self.stream.at(self._rng_step)
         return stream.signs(self.block, device)
 
     def scaled_signs(self, device: torch.device) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Transform:
             return
         both = [self] if self._drawn_with is None else [self, self._drawn_with]
         keys = tuple(Key.of(one.stream.key) for one in both if one.stream is not None)
-        rng_step = self.stream.rng_step if self._moment is None else self._moment
+        rng_step = self.stream.rng_step if self._rng_step is None else self._rng_step
         drawn = load("hadamard").scaled_signs(keys, device_rng_step(rng_step, device), self.block)
         for one, signs in zip(both, drawn, strict=True):
             one._scaled = signs

@@ -264,6 +264,6 @@ def test_a_gpu_s_parts_are_set_by_a_launch_for_each_format() -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         on_gpu = shards("cuda")[0]
     kernels = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert sum("_cast_many_kernel" in name for name in kernels) == 2, kernels
+    assert sum("_multi_tensor_cast_kernel" in name for name in kernels) == 2, kernels
     for one, other in zip(on_gpu, shards("cpu")[0], strict=True):
         assert torch.equal(one.codes.cpu(), other.codes)

@@ -12,7 +12,7 @@ from megatron_lowprec.kernels.philox.triton import draw_bits
 
 
 @triton.jit(do_not_specialize=["a0", "a1", "b0", "b1"])
-def _signs_kernel(out_ptr, a0, a1, b0, b1, moment_ptr, scale, GROUP: tl.constexpr):
+def _signs_kernel(out_ptr, a0, a1, b0, b1, rng_step_ptr, scale, GROUP: tl.constexpr):
     second = tl.program_id(0) == 1
     zero = tl.zeros([1], tl.int32)
     bits = draw_bits(
@@ -20,8 +20,8 @@ def _signs_kernel(out_ptr, a0, a1, b0, b1, moment_ptr, scale, GROUP: tl.constexp
         zero,
         tl.where(second, b0, a0).to(tl.uint32, bitcast=True),
         tl.where(second, b1, a1).to(tl.uint32, bitcast=True),
-        tl.load(moment_ptr).to(tl.uint32, bitcast=True),
-        tl.load(moment_ptr + 1).to(tl.uint32, bitcast=True),
+        tl.load(rng_step_ptr).to(tl.uint32, bitcast=True),
+        tl.load(rng_step_ptr + 1).to(tl.uint32, bitcast=True),
         0,
         GROUP,
         0,

@@ -20,7 +20,7 @@ _ALIGNMENT = 16  # of addresses in bytes, and of entry counts, for vector loads 
 
 
 @triton.jit
-def _cast_many_kernel(
+def _multi_tensor_cast_kernel(
     table_ptr,
     scale_ptr,
     ALIGNED: tl.constexpr,
@@ -58,7 +58,7 @@ def multi_tensor_cast_(
     if largest == 0:
         return
     device = encode_scale.device
-    _cast_many_kernel[min(_MOST_PARTS, triton.cdiv(largest, _BLOCK)), len(rows)](
+    _multi_tensor_cast_kernel[min(_MOST_PARTS, triton.cdiv(largest, _BLOCK)), len(rows)](
         _table(rows, device),
         encode_scale.contiguous(),
         ALIGNED=all(number % _ALIGNMENT == 0 for row in rows for number in row),

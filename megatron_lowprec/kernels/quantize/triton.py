@@ -20,7 +20,7 @@ from megatron_lowprec.kernels.quantize.triton_ops import MX_BLOCK, quantize_grou
 from megatron_lowprec.kernels.tuning import Tuned
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1"]
-_SPANS = ["m_start", "m_seam", "m_jump", "n_start", "n_seam", "n_jump"]
+_SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
 
 
 @triton.jit(do_not_specialize=["M", "padded_M", *_KEYS, *_SPANS, "unit"])
@@ -42,13 +42,13 @@ def _mx_kernel(
     rk1,
     ck0,
     ck1,
-    moment_ptr,
+    rng_step_ptr,
     m_start,
-    m_seam,
-    m_jump,
+    m_gate_offset,
+    m_gate_stride,
     n_start,
-    n_seam,
-    n_jump,
+    n_gate_offset,
+    n_gate_stride,
     unit,
     MX: tl.constexpr,
     BM: tl.constexpr,
@@ -70,8 +70,8 @@ def _mx_kernel(
     cols = first_n + tl.arange(0, BN)
     offsets = rows.to(tl.int64)[:, None] * stride + cols[None, :]
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    step = tl.load(moment_ptr).to(tl.uint32, bitcast=True)
-    microbatch = tl.load(moment_ptr + 1).to(tl.uint32, bitcast=True)
+    step = tl.load(rng_step_ptr).to(tl.uint32, bitcast=True)
+    microbatch = tl.load(rng_step_ptr + 1).to(tl.uint32, bitcast=True)
     out_offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
     if MX.ALONG_ROWS:
         P: tl.constexpr = BM * BN // GROUP
@@ -95,11 +95,11 @@ def _mx_kernel(
         first_column = first_n + (group % PER_ROW) * GROUP
         out, byte = quantize_groups(
             y,
-            place(m, m_start, m_seam, m_jump),
+            place(m, m_start, m_gate_offset, m_gate_stride),
             first_column,
             n_start,
-            n_seam,
-            n_jump,
+            n_gate_offset,
+            n_gate_stride,
             row_signs_ptr,
             rk0.to(tl.uint32, bitcast=True),
             rk1.to(tl.uint32, bitcast=True),
@@ -129,11 +129,11 @@ def _mx_kernel(
         first_column = first_m + (lane // BN) * GROUP
         out, byte = quantize_groups(
             y,
-            place(n, n_start, n_seam, n_jump),
+            place(n, n_start, n_gate_offset, n_gate_stride),
             first_column,
             m_start,
-            m_seam,
-            m_jump,
+            m_gate_offset,
+            m_gate_stride,
             col_signs_ptr,
             ck0.to(tl.uint32, bitcast=True),
             ck1.to(tl.uint32, bitcast=True),

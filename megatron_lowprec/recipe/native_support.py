@@ -8,7 +8,7 @@ _MULTIPLE = 16
 _BLOCK = 128
 _CONTRACTED = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}
 
-# first compute capability whose products torch offers for these tiles; 1x128 tiles exist on Hopper alone
+# first compute capability whose products torch offers for these granularities; 1x128 exists on Hopper alone
 _SINCE: dict[frozenset[str], int] = {
     frozenset({"tensor"}): 89,
     frozenset({"row"}): 90,
@@ -54,19 +54,19 @@ def why_emulated(name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out
         return f"no product of MX blocks on {arch}"
     if gemm.hadamard is not None or any((q.rounding, q.headroom) != ("nearest_even", 1.0) for q in operands):
         return "FP8 casts have no transform, no other rounding and no headroom"
-    tiles = frozenset(quant.granularity for quant in operands)
-    since = _SINCE.get(tiles)
+    granularities = frozenset(quant.granularity for quant in operands)
+    since = _SINCE.get(granularities)
     number = int(arch[2:]) if arch.startswith("sm") else 0
-    if since is None or tiles == {"128x128"}:
-        return f"no product of tiles {' and '.join(sorted(tiles))}"
-    if number < since or ("1x128" in tiles and number != since):
-        return f"no FP8 products of tiles {' and '.join(sorted(tiles))} on {arch}"
-    if "1x128" in tiles and formats != {"e4m3"}:
-        return "products of 1x128 tiles are of E4M3"
+    if since is None or granularities == {"128x128"}:
+        return f"no FP8 product with granularity {' and '.join(sorted(granularities))}"
+    if number < since or ("1x128" in granularities and number != since):
+        return f"no FP8 product with granularity {' and '.join(sorted(granularities))} on {arch}"
+    if "1x128" in granularities and formats != {"e4m3"}:
+        return "FP8 products with granularity 1x128 take E4M3 alone"
     for label, size in (("in_features", in_features), ("out_features", out_features)):
         if size % _MULTIPLE:
             return f"{label} {size} is no multiple of {_MULTIPLE}"
     contracted = {"input": in_features, "output": out_features, "tokens": 0}[_CONTRACTED[name]]
-    if "1x128" in tiles and contracted % _BLOCK:
+    if "1x128" in granularities and contracted % _BLOCK:
         return f"the contracted size {contracted} is no multiple of {_BLOCK}"
     return None

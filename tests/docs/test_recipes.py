@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_lowprec import UserError, get_recipe
+from megatron_lowprec import UserError, get_recipe, recipes
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe import registry
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GemmSpec, GradientSpec, HadamardSpec, KeepBf16, OptimizerSpec, QuantSpec
+from megatron_lowprec.scaling import SCALE_RULES
 from megatron_lowprec.sweep import spec as sweep
 from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, numbers, prose
 from tools import doc_tables
@@ -41,8 +42,13 @@ def test_every_recipe_has_a_page(name: str) -> None:
 
 def test_every_page_names_recipes_that_run_somewhere() -> None:
     for page in FAMILIES:
-        kinds = [what[0] for what in doc_tables.tables_of(page.read_text(encoding="utf-8"))]
-        assert {"operands", "execution"} <= set(kinds), name_of(page)
+        tables = doc_tables.tables_of(page.read_text(encoding="utf-8"))
+        assert {"operands", "execution"} <= {kind for kind, *_ in tables}, name_of(page)
+        described, executed = (
+            {name for kind, *names in tables if kind in kinds for name in names if name in recipes()}
+            for kinds in (("operands", "differences"), ("execution",))
+        )
+        assert described <= executed, f"{name_of(page)}: no execution of {described - executed}"
 
 
 def test_a_changed_recipe_changes_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +112,7 @@ def test_fields_of_an_operand() -> None:
         if typing.get_origin(hints[name]) is typing.Literal:
             assert values.split(", ") == list(typing.get_args(hints[name])), name
     assert table["format"][0].split(", ") == list(FORMATS)
+    assert sorted(table["scale_rule"][0].split(", ")) == sorted(SCALE_RULES)
 
 
 def test_fields_of_a_gemm_and_of_the_whole() -> None:
@@ -122,6 +129,8 @@ def test_rules_of_scales_are_all_named_in_the_rules() -> None:
     text = NUMERICS.read_text(encoding="utf-8")
     for rule in ("amax_pow2", "half_away", "random_bits"):
         assert f"`{rule}`" in text
+    formulas = re.findall(r"^ +(fp32|e8m0) +(\w+) ", QuantSpec.__doc__ or "", re.M)
+    assert sorted(formulas) == sorted((row.scale_format, row.name) for row in SCALE_RULES.values())
 
 
 # ---- measured and published numbers

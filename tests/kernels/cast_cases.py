@@ -27,6 +27,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import (
     norm_output,
 )
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Cast, Fp8Rule
+from megatron_lowprec.scaling import scale_rules
 from tests.kernels.mx_cases import difference
 
 FLOOR, EPS = 1e-12, 1e-5
@@ -252,6 +253,8 @@ def small_cases() -> list[Case]:
         Case(67, 656, bf16, "e4m3", "tensor", "amax", "rc", special=False, tiling=-2),
         Case(128, 256, bf16, "e5m2", "tensor", "amax", "rc", given=3.0, kind="bias_gelu_grad", tiling=-3),
         Case(67, 272, bf16, "e5m2", "tensor", "amax", "rc", special=False, kind="bias_gelu_grad", tiling=-1),
+        # every other scale rule
+        *(Case(150, 144, bf16, "e4m3", "row", rule, "rc") for rule in scale_rules("fp32")[2:]),
     ]
 
 

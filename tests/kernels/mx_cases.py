@@ -18,6 +18,7 @@ from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, encode, quantize_operand, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep, stream_key
+from megatron_lowprec.scaling import scale_rules
 
 MOMENT = RngStep(70_000, 3)
 # a shard of a gated layer's fc1, and a plain one, at indices beyond 16 bits
@@ -130,7 +131,7 @@ def difference(name: str, same: torch.Tensor, got: torch.Tensor, want: torch.Ten
 def small_cases() -> list[Case]:
     """A few launches that together pass through every branch; about a second each under the interpreter."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    return [
+    cases = [
         Case(37, 128, bf16, "e2m1", "floor", "nearest_even", 0, "r"),
         Case(37, 128, bf16, "e2m1", "floor", "nearest_even", 0, "c"),
         Case(40, 128, fp32, "e4m3", "round_up", "nearest_even", 0, "rc"),
@@ -145,6 +146,15 @@ def small_cases() -> list[Case]:
         Case(37, 64, bf16, "e2m1", "floor", "stochastic", 64, "rc", codes=True),
         Case(37, 64, fp32, "e3m2", "ceil", "nearest_even", 0, "r", codes=True),
     ]
+    return cases + [Case(37, 64, fp32, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
+
+
+def uncovered(cases: list[Case]) -> list[tuple[str, str]]:
+    """(format, scale rule) pairs with each row of both tables that no case has."""
+    formats, rules = list(FORMATS), scale_rules("e8m0")
+    pairs = [(formats[i % len(formats)], rules[i % len(rules)]) for i in range(max(len(formats), len(rules)))]
+    known = {case.fmt for case in cases}, {case.rule for case in cases}
+    return [(fmt, rule) for fmt, rule in pairs if fmt not in known[0] or rule not in known[1]]
 
 
 def gpu_cases() -> list[Case]:
@@ -169,14 +179,14 @@ def gpu_cases() -> list[Case]:
         Case(333, 512, bf16, "e2m1", "floor", rounding, block, ways, codes=True)
         for rounding, block, ways in product(("nearest_even", "stochastic"), (0, 64), ("r", "c", "rc"))
     ]
-    return cases
+    return cases + [Case(333, 256, bf16, *row, "nearest_even", 0, "rc", codes=True) for row in uncovered(cases)]
 
 
 def linear_differences() -> list[str]:
     """A layer's GEMMs with operands by the interpreted kernel and by the reference: the host's side of the path."""
+    from megatron_lowprec.linear import emulated_gemms
     from megatron_lowprec.linear.linear_gemms import LinearGemms
     from megatron_lowprec.linear.linear_id import LinearId
-    from megatron_lowprec.quantization import quantizer
     from megatron_lowprec.quantization.amax_history import AmaxHistory
     from megatron_lowprec.recipe.registry import get_recipe
 
@@ -193,7 +203,7 @@ def linear_differences() -> list[str]:
             return [run.fprop(x, w, MOMENT), run.dgrad(both, w, MOMENT), run.wgrad(both, x, MOMENT, total)]
 
         want = products()
-        with patch.object(quantizer, "fuses_mx", side_effect=lambda matrix, block, *_: block == (1, 32)) as chosen:
+        with patch.object(emulated_gemms, "fuses_mx", side_effect=lambda matrix, block, *_: block == (1, 32)) as chosen:
             got = products()
         lines += [] if chosen.called else [f"{name}: no operand was offered to the fused path"]
         lines += [

@@ -17,6 +17,7 @@ from megatron_lowprec.recipe.coverage import (
 )
 from megatron_lowprec.recipe.explain import explain
 from megatron_lowprec.recipe.native_support import execution, native_gemms, why_emulated
+from megatron_lowprec.recipe.registry import FP8_CURRENT, FP8_DELAYED
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 
@@ -245,9 +246,11 @@ def test_sizes_that_fp8_products_cannot_take() -> None:
 
 
 def test_recipes_with_primary_weights() -> None:
-    having = {name for name in recipes() if primary_weight_spec(get_recipe(name)) is not None}
-    # (fp8_lm's products would take them; its main weights, from which they are made, are no fp32 ones.)
-    assert having == {"fp8_delayed", "fp8_current", "fp8_current_bf16_ends", "fp8_lm"}
+    for name in recipes():
+        weights = get_recipe(name).fprop.weight, get_recipe(name).dgrad.weight
+        # (fp8_lm's products would take them; its main weights, from which they are made, are no fp32 ones.)
+        one_tensor_scale = weights in ((FP8_CURRENT, FP8_CURRENT), (FP8_DELAYED, FP8_DELAYED))
+        assert (primary_weight_spec(get_recipe(name)) is not None) == one_tensor_scale, name
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, vocabulary] in fp32 of a model's folder."""
     config = json.loads((folder / "config.json").read_text())
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    return (gpt2 if config["model_type"] == "gpt2" else llama)(config, tensors, ids)
+    return {"gpt2": gpt2, "llama": llama}[config["model_type"]](config, tensors, ids)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

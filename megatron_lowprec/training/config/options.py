@@ -300,7 +300,7 @@ class Config(
     ModelOptions,
     RecipeOptions,
 ):
-    """One run. ``arguments.parse`` makes it; ``resolve.resolve`` fills what depends on other fields."""
+    """Options of one run. ``arguments.parse`` creates it; ``resolve.resolve`` fills derived fields."""
 
     config: str | None = arg(None, "YAML file with any of these options; the command line wins over it")
 

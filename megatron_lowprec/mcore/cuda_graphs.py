@@ -240,8 +240,8 @@ class _Replay(torch.autograd.Function):
 class LayerGraphs:
     """CUDA graphs of a model's transformer layers, replayed in training steps. The rest of the model runs eagerly.
 
-    Replay starts with the first ``step`` after an eager step, also within ``step``, that ran each kind of microbatch.
-    Outside ``step``, or without gradients, layers run eagerly.
+    Layers run eagerly within ``step`` until each kind of microbatch has run once; the next ``step`` captures and
+    replays. Outside ``step``, or without gradients, layers always run eagerly.
 
     Args:
         model: under data parallelism, its recipe bound; all layers of one microbatch run before those of the next.

@@ -157,7 +157,7 @@ def _enter_batch_size(run: Run) -> None:
 
 
 def _evaluate_if_due(run: Run) -> Stop | None:
-    """Validate after every --eval-interval iterations, unless done; the last validation follows the training."""
+    """Validate every --eval-interval iterations, unless done; the last iteration's validation follows the training."""
     config, progress = run.config, run.progress
     due = config.eval_iters and progress.iteration and progress.iteration % config.eval_interval == 0
     if not due or progress.iteration in (progress.evaluated, config.train_iters):

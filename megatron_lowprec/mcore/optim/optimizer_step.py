@@ -83,7 +83,7 @@ def grad_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
 
 
 def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
-    """Make the optimizer round its fp32 main weights into the model's bf16 weights in one call instead of one a weight,
+    """Make the optimizer round its fp32 main weights into the model's bf16 weights in one call instead of one each,
     and quantize FP8 primary weights (``fp8_param_gather``).
 
     Megatron-core calls a method for this in the middle of ``step_with_ready_grads``; the method is replaced on these

@@ -18,7 +18,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
 
 EXTRA_STATE = "_extra_state"
-"""End of the state-dict keys under which its layers keep what is no weight: amax histories, as pickled bytes."""
+"""Suffix of the state-dict keys of TransformerEngine's extra state: amax histories, as pickled bytes."""
 _ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 

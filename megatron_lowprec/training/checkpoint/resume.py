@@ -154,7 +154,7 @@ def read(folder: Path) -> Saved:
 
 
 def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
-    """Reject a checkpoint of another model, naming every option that differs, and to resume from weights alone."""
+    """Reject another model's checkpoint, naming the differing options; reject a weights-only one without --finetune."""
     if saved.content.get("weights_only") and not config.finetune:
         raise UserError(
             f"--load {saved.folder} holds weights alone, from {saved.content['weights_only']}: add --finetune"

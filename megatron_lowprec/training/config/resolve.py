@@ -19,7 +19,7 @@ from megatron_lowprec.training.rampup import check_rampup, run_length
 
 
 def resolve_model(config: Config) -> Config:
-    """Fill Megatron's defaults for derived sizes; checks that do not depend on the world size."""
+    """Fill Megatron's defaults for derived sizes; check what does not depend on the world size."""
     required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
         _positive(config, name)
@@ -309,7 +309,7 @@ def _check_features(config: Config, gpus: bool) -> None:
 
 
 def _check_interleaving(config: Config, step: int) -> None:
-    """Check what Megatron-core checks only in a step: chunks alternate every as many microbatches as stages."""
+    """Require microbatches in multiples of the stages; Megatron-core checks this only in a step."""
     if virtual_stages(config) is None:
         return
     turn = step * config.pipeline_model_parallel_size

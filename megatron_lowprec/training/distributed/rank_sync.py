@@ -21,8 +21,8 @@ _PATIENCE = timedelta(days=7)
 
 @contextmanager
 def long_timeout_group() -> Iterator[dist.ProcessGroup | None]:
-    """Process group of all ranks in which a rank may wait for days, beside collectives that fail after
-    --distributed-timeout-minutes; uses the hosts' CPUs. None for a single process. A collective context.
+    """Gloo process group of all ranks in which a rank may wait for days, beside collectives that fail after
+    --distributed-timeout-minutes. None for a single process. All ranks must enter and leave the context.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield None

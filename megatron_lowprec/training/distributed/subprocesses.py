@@ -25,7 +25,7 @@ _starting_helpers: bool | None = None
 
 @contextmanager
 def helpers() -> Iterator[None]:
-    """Context in which forked processes never receive SIGNALS and exit with this one; pending ones arrive at its end.
+    """Context: forked processes ignore SIGNALS and exit with this one; this one receives pending signals at its end.
 
     Megatron-core's checkpoint writers may wait for ever for a rank that was killed, with a copy of all its memory.
     """

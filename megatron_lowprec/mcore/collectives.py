@@ -1,9 +1,9 @@
-"""Tensor-parallel collectives of the linear layers, under whichever name this torch has them."""
+"""Tensor-parallel collectives of the linear layers, under torch's old and new names."""
 
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed both and warns about the old names, which 2.11 has alone
+# torch 2.13 renamed both and deprecates the old names; torch 2.11 has only the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -11,7 +11,7 @@ Work = dist.Work | None
 
 
 def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> tuple[torch.Tensor, Work]:
-    """[s / ranks, ...] of each rank -> [s, ...], and the handle to wait for where ``async_op``."""
+    """[s / ranks, ...] of each rank -> [s, ...] and, if ``async_op``, the handle to wait for."""
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     return out, _all_gather(out, x.contiguous(), group=group, async_op=async_op)
 

@@ -1,11 +1,11 @@
-"""Megatron-core on a machine without CUDA: gloo and CPU tensors, by the same Megatron-core code.
+"""Runs Megatron-core without CUDA: gloo and CPU tensors, with unchanged Megatron-core code.
 
 Megatron-core names the device in three ways: ``torch.cuda.*`` calls, the literal ``device="cuda"``, and
-``Tensor.cuda()`` / ``Tensor.type()``. The first two are answered by a stand-in for the module-global name ``torch``
-that only modules under ``megatron.core`` see; torch itself stays as it is for everyone else. The third has no other
-handle than two methods of ``torch.Tensor``. A TorchFunctionMode cannot do it: it is off while autograd runs backward.
+``Tensor.cuda()`` / ``Tensor.type()``. A facade replaces the module-global name ``torch`` for the first two, in modules
+under ``megatron.core`` only; torch itself is unchanged. The third requires patching two methods of ``torch.Tensor``. A
+TorchFunctionMode cannot replace them: it is inactive while autograd runs backward.
 
-Nothing but ``install()`` changes anything, and where CUDA is there it changes one missing name only.
+Only ``install()`` has effects; with CUDA available it only binds one missing name.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 
 _CPU = torch.device("cpu")
 _PACKAGE = "megatron.core"
-# The factories that megatron.core calls with device="cuda" or torch.cuda.current_device() (optimizer.py, schedules.py,
+# Factories that megatron.core calls with device="cuda" or torch.cuda.current_device() (optimizer.py, schedules.py,
 # clip_grads.py, transformer/utils.py).
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 
 
 def install() -> None:
-    """Make ``megatron.core`` run here. Call once, before any process group; more calls do nothing."""
+    """Make ``megatron.core`` run without CUDA. Call it before any process group is created; it is idempotent."""
     _bind_te_general_gemm()
     if torch.cuda.is_available() or any(isinstance(finder, _LateImports) for finder in sys.meta_path):
         return
@@ -39,12 +39,12 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if _is_ours(name):
             _hand_over(module, replacement)
-    # Megatron-core imports some of its modules inside functions: those must see the replacement as well.
+    # Megatron-core imports some of its modules inside functions: these need the replacement as well.
     sys.meta_path.insert(0, _LateImports(replacement))
     _replace_rng_state()
     _replace_tensor_methods()
     _replace_moe_splits()
-    # Its warning that a fork of the random tracker touches the CPU's state describes what is wanted here.
+    # Megatron-core warns that a fork of the RNG tracker changes the CPU's state, which is intended here.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
@@ -58,13 +58,13 @@ def _hand_over(module: types.ModuleType, replacement: types.ModuleType) -> None:
 
 
 def _bind_te_general_gemm() -> None:
-    """moe_utils names te_general_gemm in the router's GEMM but binds it only with TE: NameError, CUDA or not."""
+    """moe_utils uses te_general_gemm in the router's GEMM but binds it only with TE: NameError, even with CUDA."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 
 class _Facade(types.ModuleType):
-    """A module with some names replaced; every other name is the target's."""
+    """A module with some names replaced; other names resolve in the target."""
 
     def __init__(self, target: types.ModuleType, **replaced: Any) -> None:
         super().__init__(target.__name__)
@@ -76,7 +76,7 @@ class _Facade(types.ModuleType):
 
 
 class _Stream:
-    """A stream, or an event of one, where everything happens in program order: waiting is nothing to do."""
+    """A CUDA stream or event on a CPU, where execution is in program order: waiting is a no-op."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -101,14 +101,14 @@ def _torch_replacement() -> _Facade:
         torch.cuda,
         # Passed as device= in many places (param_and_grad_buffer.py first).
         current_device=lambda: _CPU,
-        # Called around point-to-point transfers and asynchronous saves; a CPU has nothing outstanding.
+        # Called around point-to-point transfers and asynchronous saves; a CPU has no pending work.
         synchronize=_nothing,
         empty_cache=_nothing,
-        # torch queues a seed for a CUDA that never comes, and the tracker would draw from the wrong stream, silently.
+        # torch queues a seed for a CUDA that never initializes, and the tracker would silently use the wrong stream.
         manual_seed=torch.default_generator.manual_seed,
         get_rng_state=lambda device=None: torch.get_rng_state(),
         set_rng_state=lambda state, device=None: torch.set_rng_state(state),
-        # The token dispatcher of experts orders its copies by streams.
+        # The MoE token dispatcher orders its copies by streams.
         Stream=_Stream,
         current_stream=lambda *_: _Stream(),
         default_stream=lambda *_: _Stream(),
@@ -129,7 +129,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LateImports(importlib.abc.MetaPathFinder):
-    """Finds megatron.core's modules as usual and hands them the stand-in once they have run."""
+    """Imports megatron.core's modules as usual, then installs the replacement in them."""
 
     def __init__(self, replacement: types.ModuleType) -> None:
         self._replacement = replacement
@@ -153,7 +153,7 @@ class _LateImports(importlib.abc.MetaPathFinder):
 
 
 def _replace_rng_state() -> None:
-    """The tracker of random states reaches CUDA's generators through these two, past torch.cuda's functions."""
+    """Replace the two functions by which the RNG tracker accesses CUDA's generators without torch.cuda."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -163,9 +163,9 @@ def _replace_tensor_methods() -> None:
     tensor: Any = torch.Tensor
     # language_module.py and tensor_parallel/data.py move tensors by .cuda().
     tensor.cuda = lambda self, *_, **__: self
-    # The dispatcher of experts marks tensors as used by a stream.
+    # The MoE token dispatcher records a stream on tensors.
     tensor.record_stream = _nothing
-    # The optimizers sort parameters by "torch.cuda.FloatTensor" and the like, and refuse any other.
+    # The optimizers group parameters by "torch.cuda.FloatTensor" and the like, and reject any other type.
     tensor.type = _tensor_type
 
 
@@ -177,7 +177,7 @@ def _tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: An
 
 
 def _replace_moe_splits() -> None:
-    """all_to_all wants its split sizes as numbers, and megatron makes numbers of CUDA tensors only."""
+    """all_to_all needs its split sizes as numbers, and Megatron-core converts only CUDA tensors."""
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -1,21 +1,21 @@
-"""Whole transformer layers, forward and backward pass, as CUDA graphs: the host starts two a layer, and no kernels.
+"""Whole transformer layers, forward and backward pass, as CUDA graphs: the host launches two graphs a layer.
 
-Capturing runs nothing, so that nothing has to be put back: weights, gradients, amax histories and random states stay as
-they are. What has to be there before it, compiled kernels and NCCL's connections, comes by a step without graphs. A
-replay gives the bits of the layer that it was captured from:
+Capture executes nothing, so no state needs restoring: weights, gradients, amax histories and RNG states are unchanged.
+A step without graphs compiles the kernels and opens NCCL's connections beforehand. A replay is bitwise equal to the
+layer that it was captured from:
 
-- Two kinds of microbatch take different branches: the first of a step makes quantized weights and overwrites
-  ``main_grad``, later ones find the former and add to the latter. Each kind has graphs of its own.
-- All graphs share one memory pool and are replayed in the order of their capture: forwards in order, backwards in
-  reverse. A layer's output is the next one's input where it lies, and so are gradients; memory that a capture has given
-  back may serve the next, as without graphs. Quantized weights alone are held on to.
-- Numbers that change from step to step are read from memory: the moment of random draws (``device_rng_step``), amax
-  histories, and the states of torch's generators, which each graph must know.
-- Gradients of weights are added to ``main_grad`` inside of the graph. Autograd is given dummies for them, so that the
-  hooks of Megatron-core's DDP run as ever.
+- Two kinds of microbatch take different branches, and each has its own graphs. The first of a step quantizes the
+  weights and overwrites ``main_grad``; later ones read the cached weights and accumulate.
+- All graphs share one memory pool and are replayed in capture order: forwards in order, backwards in reverse. A layer's
+  output buffer is the next layer's input buffer, and likewise for gradients. Memory freed during one capture may be
+  reused by the next, as without graphs. Only quantized weights stay allocated.
+- Values that change from step to step are read from device memory: the RNG step (``device_rng_step``), amax histories,
+  and the states of torch's generators, which are registered with each graph.
+- The graph accumulates weight gradients into ``main_grad``. Autograd receives dummies for them, so that the hooks of
+  Megatron-core's DDP still run.
 
-torch.cuda.make_graphed_callables knows no generator but the default one, no second kind and no shared buffers;
-Megatron-core's own manager needs TransformerEngine.
+torch.cuda.make_graphed_callables supports only the default generator, one kind and no shared buffers; Megatron-core's
+graph manager needs TransformerEngine.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
 class Recording(Protocol):
-    """Work that can be done again, on the same memory."""
+    """Captured work that can be replayed on the same memory."""
 
     def replay(self) -> None:
-        """Do it."""
+        """Run the captured work."""
 
 
 class Recorder(Protocol):
-    """What makes recordings."""
+    """Captures work as recordings."""
 
     def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Recording, torch.Tensor]:
-        """``work`` and where its result will be; ``draws``: from torch's generators."""
+        """Capture ``work``; returns the recording and its result's buffer. ``draws``: it uses torch's generators."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's memory, without holding on to it."""
+        """The tensor's memory, without keeping it allocated."""
 
     def finish(self) -> int:
-        """After the last one: bytes that all recordings keep."""
+        """Finish capturing; returns the bytes that all recordings hold."""
 
 
 class CudaRecorder:
@@ -65,20 +65,20 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
-        # a graph of an earlier run must not be destroyed during a capture
+        # destroying a graph of an earlier run during a capture is an error
         gc.collect()
-        # else the pool could not have what the step before has used
+        # else the pool cannot reuse the memory of the step before
         torch.cuda.empty_cache()
         self._before = torch.cuda.memory_reserved()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Recording, torch.Tensor]:
-        """Capture; the device does nothing."""
+        """Capture; the device executes nothing."""
         graph = torch.cuda.CUDAGraph()
-        if draws:  # the default generator is known to every graph
+        if draws:  # the default generator is registered with every graph
             graph.register_generator_state(get_cuda_rng_tracker().get_states()[_FORKED])
         with torch.cuda.stream(self._stream):
-            # other threads (NCCL's watchdog) may go on asking the device
+            # other threads (NCCL's watchdog) may query the device meanwhile
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
@@ -90,27 +90,27 @@ class CudaRecorder:
         return graph, result
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """By its address: the pool may then give the memory to captures that come later."""
+        """Alias by address: the pool may reuse the memory for later captures."""
         assert tensor.is_contiguous()
         place = _Place(tensor.data_ptr(), tensor.numel() * tensor.element_size())
         return torch.as_tensor(place, device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
     def finish(self) -> int:
-        """Bytes of the pool."""
-        # a capture begins by writing to the generators' cells on its stream, as replays will on another
+        """Bytes of the memory pool."""
+        # a capture first writes the generators' device state on its own stream; replays write it on another
         torch.cuda.synchronize()
         return torch.cuda.memory_reserved() - self._before
 
 
 class _Place:
-    """Bytes on a GPU in numba's protocol, which torch reads without taking them over."""
+    """Bytes on a GPU as ``__cuda_array_interface__``, which torch reads without taking ownership."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class _Call(NamedTuple):
-    """How a layer is called."""
+    """Arguments of a layer's call."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -118,7 +118,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
     def same(self, other: _Call) -> bool:
-        """Whether what was captured of one serves the other, its hidden states aside."""
+        """Whether graphs captured for one call serve the other; the values of hidden states may differ."""
         if self[:2] != other[:2] or len(self.args) != len(other.args) or self.kwargs.keys() != other.kwargs.keys():
             return False
         pairs = [*zip(self.args, other.args, strict=True), *((v, other.kwargs[k]) for k, v in self.kwargs.items())]
@@ -126,20 +126,20 @@ class _Call(NamedTuple):
 
 
 class _Pass:
-    """A layer's forward and backward pass for one kind of microbatch."""
+    """A layer's captured forward and backward pass for one kind of microbatch."""
 
     def __init__(self, layer: _Layer) -> None:
         self._layer = layer
 
     def capture_forward(self, x: torch.Tensor, recorder: Recorder) -> torch.Tensor:
-        """The output, where the next layer finds it; x [s, b, h] likewise."""
+        """Capture the forward pass on x [s, b, h]; returns the output buffer, the next layer's input."""
         self.x = x
         self.forward, y = self._recorded("forward", self._run_forward, recorder)
         self.x, self.y = recorder.alias(x), recorder.alias(y)
         return y.detach()
 
     def capture_backward(self, dy: torch.Tensor, recorder: Recorder) -> torch.Tensor:
-        """The gradient of x, where the layer before finds it; ``dy`` likewise."""
+        """Capture the backward pass on ``dy``; returns the buffer of dx, the gradient that the layer before reads."""
         self.dy = dy
         self.backward, dx = self._recorded("backward", self._run_backward, recorder)
         self.dy, self.dx = recorder.alias(dy), recorder.alias(dx)
@@ -173,7 +173,7 @@ class _Pass:
 
 
 class _Layer:
-    """A layer and its passes, by whether the microbatch is a later one of its step."""
+    """A layer and its captured passes, keyed by whether the microbatch is not the first of its step."""
 
     def __init__(self, module: TransformerLayer) -> None:
         self.module, self.eager = module, module.forward
@@ -192,10 +192,10 @@ class _Layer:
 
     @contextlib.contextmanager
     def own_leaves(self) -> Iterator[list[nn.Parameter]]:
-        """For the time being other parameters in the same memory.
+        """Temporarily replace the parameters by new leaves over the same memory.
 
-        DDP keeps the nodes alive by which autograd ends at its parameters. Autograd would run these on the stream that
-        they were made on, and a capture must not reach beyond its own.
+        DDP holds the autograd nodes that accumulate its parameters' gradients. Autograd would run these on the stream
+        that created them, and a capture must not leave its own stream.
         """
         leaves = []
         for (part, name), weight in zip(self._places, self.weights, strict=True):
@@ -220,7 +220,7 @@ class _Replay(torch.autograd.Function):
         if x.data_ptr() != captured.x.data_ptr():
             captured.x.copy_(x)
         captured.forward.replay()
-        # autograd marks what it is given
+        # autograd sets attributes on returned tensors
         return captured.y.detach()
 
     @staticmethod
@@ -238,18 +238,18 @@ class _Replay(torch.autograd.Function):
 
 
 class LayerGraphs:
-    """The transformer layers of a model, replayed in training steps. All else of it runs as ever.
+    """CUDA graphs of a model's transformer layers, replayed in training steps. The rest of the model runs eagerly.
 
-    A step that is entered by ``step`` is the first to be run by replays once one before it has run, within ``step``
-    too, each kind of microbatch that there is. Without ``step``, or without gradients, layers run as they are.
+    Layers run eagerly within ``step`` until each kind of microbatch has run once; the next ``step`` captures and
+    replays. Outside ``step``, or without gradients, layers always run eagerly.
 
     Args:
         model: under data parallelism, its recipe bound; all layers of one microbatch run before those of the next.
         several: whether a step may have more than one microbatch.
-        recorder: makes the recorder, when it is time to capture.
+        recorder: creates the recorder when capture starts.
 
     Attributes:
-        say: told one line about what was captured.
+        say: called with one line about what was captured.
     """
 
     def __init__(self, model: nn.Module, several: bool, recorder: Callable[[], Recorder] = CudaRecorder) -> None:
@@ -265,7 +265,7 @@ class LayerGraphs:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around the forward and backward passes of a training step, gradients not being set to zero yet.
+        """Context of a training step's forward and backward passes; enter it before gradients are set to zero.
 
         Raises:
             UserError: a layer cannot be captured.
@@ -279,7 +279,7 @@ class LayerGraphs:
             self._inside = False
 
     def drop(self) -> None:
-        """Give the layers back and the graphs' memory free; before NCCL goes, whose collectives they may hold."""
+        """Restore the layers and free the graphs; call it before NCCL shuts down, since graphs may hold collectives."""
         for layer in self._layers:
             del layer.module.forward
             layer.passes.clear()
@@ -287,7 +287,7 @@ class LayerGraphs:
         self._kept.clear()
 
     def _forward(self, layer: _Layer, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``TransformerLayer.forward``."""
+        """Replacement of ``TransformerLayer.forward``."""
         if not self._inside or not torch.is_grad_enabled():
             return layer.eager(hidden_states, *args, **kwargs)
         if layer is self._layers[0]:
@@ -332,7 +332,7 @@ class LayerGraphs:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        """What the layers find around them: Megatron-core's hooks silent, its generator, quantized weights kept."""
+        """Capture context of the layers: Megatron-core's hooks off, its generator, quantized weights cached."""
         sequence_parallel = self._layers[0].module.config.sequence_parallel
         # as TransformerBlock does around its layers
         generator = get_cuda_rng_tracker().fork() if sequence_parallel else contextlib.nullcontext()
@@ -351,7 +351,7 @@ class LayerGraphs:
 
 
 def _dummies(weights: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Placeholders for gradients of the weights, all in one memory; never read."""
+    """Placeholders for gradients of the weights, aliasing one buffer; never read."""
     sizes: dict[torch.dtype, int] = {}
     for weight in (weight for layer in weights for weight in layer):
         sizes[weight.dtype] = max(sizes.get(weight.dtype, 0), weight.numel())

@@ -1,11 +1,11 @@
 """Side channels between the producer of a tensor and the linear layer that consumes it.
 
-Megatron-core's modules pass tensors alone, and so does autograd. A producer may already hold what a consumer would
-compute: an amax, quantized operands, a residual whose gradient it can add. It attaches that to the tensor, as one
-``TensorMetadata``. ``docs/design/fusion.md`` draws who writes and who reads each field.
+Megatron-core's modules pass plain tensors, and so does autograd. A producer may already hold what a consumer would
+compute: an amax, quantized operands, a residual whose gradient it can add. It attaches these to the tensor as one
+``TensorMetadata``. ``docs/design/fusion.md`` shows the writers and readers of each field.
 
-One rule of validity: a field holds for the very tensor object at the version it was attached at. A view, a copy or a
-change in place drops it. A dropped field costs the pass that it would have spared, and no more.
+A field is valid only for the tensor object and version it was attached at. A view, a copy or an in-place change drops
+it. A dropped field costs one extra pass over the tensor and changes no result.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ATTRIBUTE = "lowprec_metadata"
 
 @dataclass(slots=True)
 class TensorMetadata:
-    """What a producer knows of a tensor.
+    """Metadata attached to a tensor by its producer.
 
     Attributes:
-        version: of the tensor that the fields describe.
+        version: version of the tensor that the fields describe.
         amax: fp32 [1]. Written by norms, read by the linear layer that casts the tensor.
-        quantized_input: operands of the tensor, and the layer that alone may take them. The tensor is a placeholder.
-        grad_channel: through which the consumer of a layer's output returns its gradient.
-        residual: weak reference to a norm's input as it leaves the norm.
-        held_residual: keeps ``residual`` of the norm's input alive, on the norm's output.
+        quantized_input: the tensor's operands and the only layer that may use them. The tensor is a placeholder.
+        grad_channel: channel through which the consumer of a layer's output returns its gradient.
+        residual: weak reference to a norm's input as the norm returns it.
+        held_residual: on the norm's output, keeps ``residual`` of the norm's input alive.
     """
 
     version: int
@@ -47,7 +47,7 @@ class TensorMetadata:
 
 
 def get_metadata(x: torch.Tensor) -> TensorMetadata | None:
-    """What is attached to x at its present version, or None."""
+    """The metadata attached to x at its present version, or None."""
     found: TensorMetadata | None = getattr(x, _ATTRIBUTE, None)
     return found if found is not None and found.version == x._version else None
 
@@ -69,26 +69,26 @@ def cached_amax(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def placeholder_like(x: torch.Tensor) -> torch.Tensor:
-    """NaN of the shape, dtype and device of x, in one cell of memory: an accidental read fails loudly."""
+    """NaN of the shape, dtype and device of x, in one element of memory: an accidental read fails loudly."""
     return x.new_full((), math.nan).expand(x.shape)
 
 
 def attached_input(x: torch.Tensor, linear_gemms: LinearGemms) -> QuantizedTensor | None:
-    """x as operands, if they were made for this layer."""
+    """The quantized operands of x attached for this layer, or None."""
     found = get_metadata(x)
     layer, quantized = (None, None) if found is None or found.quantized_input is None else found.quantized_input
     return quantized if layer is linear_gemms else None
 
 
 def attach_residual(x: torch.Tensor, y: torch.Tensor, residual: torch.Tensor) -> None:
-    """Offer a norm's input as an output of the norm, so that both gradients of x are added in the norm's backward pass.
+    """Attach a norm's input as an output of the norm, so that the norm's backward pass adds both gradients of x.
 
-    Autograd would add them in a kernel of its own: a third of a norm's backward pass again, twice a layer.
+    Autograd would add them in a separate kernel: a third of a norm's backward pass, twice a layer.
 
     Args:
-        x: the norm's input. It holds a weak reference alone: where x is a leaf (a recomputed layer's input, a pipeline
+        x: the norm's input. It holds only a weak reference: where x is a leaf (a recomputed layer's input, a pipeline
             stage's), the residual's graph holds x, and autograd's part of such a cycle is never freed.
-        y: the norm's output, whose lifetime the residual shares.
+        y: the norm's output; the residual lives as long as y.
         residual: x as the norm's function returns it; ignored without a backward pass.
     """
     if residual.requires_grad:
@@ -99,18 +99,18 @@ def attach_residual(x: torch.Tensor, y: torch.Tensor, residual: torch.Tensor) ->
 
 
 def cached_residual(x: torch.Tensor) -> torch.Tensor:
-    """The residual attached to x while the norm's output lives, else x."""
+    """The residual attached to x while the norm's output is alive, else x."""
     found = get_metadata(x)
     residual = None if found is None or found.residual is None else found.residual()
     return x if residual is None else residual
 
 
 class GradOutputChannel:
-    """Carries dy of one call of a linear layer, as ``GradOutput``, from the consumer of its output to the layer.
+    """Passes dy of one call of a linear layer, as ``GradOutput``, from the consumer of the layer's output to the layer.
 
-    It is attached to the layer's output y. The consumer of y, if it is the only one, puts operands into it in the
-    backward pass and returns a placeholder to autograd. If the channel is dropped on the way, or the consumer puts
-    nothing, dy is the gradient tensor as usual.
+    It is attached to the layer's output y. In the backward pass the consumer of y, if it is the only one, puts operands
+    into the channel and returns a placeholder to autograd. If the channel is dropped, or the consumer puts nothing, dy
+    is the gradient tensor as usual.
 
     Attributes:
         linear_gemms, rng_step: of the layer's call.
@@ -122,7 +122,7 @@ class GradOutputChannel:
         self._pending: tuple[GradOutput, torch.Tensor] | None = None
 
     def attach(self, y: torch.Tensor) -> None:
-        """Attach it to the layer's output."""
+        """Attach the channel to the layer's output."""
         attach_metadata(y, grad_channel=self)
 
     @staticmethod
@@ -132,13 +132,13 @@ class GradOutputChannel:
         return None if found is None else found.grad_channel
 
     def put(self, grad: GradOutput) -> torch.Tensor:
-        """Store dy; returns the placeholder for autograd, which the layer alone may receive."""
+        """Store dy and return its placeholder for autograd; only the layer may receive it."""
         placeholder = placeholder_like(grad.matrix)
         self._pending = grad, placeholder
         return placeholder
 
     def get(self, dy: torch.Tensor) -> GradOutput | None:
-        """What was put, if dy is its placeholder in any shape; None if dy is a gradient."""
+        """The stored ``GradOutput`` if dy is its placeholder, in any shape; None if dy is a gradient."""
         grad, placeholder = self._pending or (None, dy)
         self._pending = None
         return grad if dy.data_ptr() == placeholder.data_ptr() else None

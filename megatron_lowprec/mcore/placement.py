@@ -1,4 +1,4 @@
-"""Where Megatron-core's parallel linear layers stand in a model: layer number, name, expert, shard."""
+"""Position of Megatron-core's parallel linear layers in a model: layer number, name, expert, shard."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ def linear_id_of(
 
 
 def linears(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, int, LowPrecLinearMixin]]:
-    """(global layer number, name within the layer, global expert or -1, module) of every layer that takes a recipe."""
+    """(global layer number, name within the layer, global expert or -1, module) of every low-precision linear layer."""
     for chunk in model_chunks:
         for layer in chunk.modules():
             if not isinstance(layer, TransformerLayer):
@@ -58,16 +58,16 @@ def site_of(module: LowPrecLinearMixin, layer_number: int, name: str) -> LinearS
 
 
 def _shard_slice(module: LowPrecLinearMixin, split: str, name: str) -> ShardSlice:
-    """Where this rank's shard of the weight lies in the dimension that tensor parallelism cuts."""
+    """Slice of this rank's weight shard in the tensor-parallel dimension."""
     size, group = module.weight.shape[0 if split == "O" else 1], module.tp_group
     if name.endswith("linear_fc1") and module.config.gated_linear_unit:
-        part = size // 2  # of the gate and of what it gates, each cut by itself
+        part = size // 2  # gate and up projection are sharded separately
         return ShardSlice(group.rank() * part, gate_offset=part, gate_stride=part * (group.size() - 1))
     return ShardSlice(group.rank() * size)
 
 
 def _data_parallel_rank(expert: bool) -> int:
-    """This rank among those that hold other data for the same weights."""
+    """This rank's index among the ranks with replicas of the same weights."""
     if expert:
         return parallel_state.get_expert_data_parallel_rank()
     return parallel_state.get_data_parallel_rank(with_context_parallel=True)

@@ -1,8 +1,8 @@
-"""Step and microbatch of the running forward pass, also where activation recomputation runs it a second time.
+"""Step and microbatch of the running forward pass, including its activation recomputation.
 
-A recomputation runs inside a node of the backward pass, one that its first pass has made. Autograd numbers nodes in the
-order of their making, so the node's number tells the microbatch: under any pipeline schedule, any function that
-recomputes and any state of Megatron-core's RNG tracker.
+A recomputation runs inside a node of the backward pass that its first forward pass created. Autograd numbers nodes in
+order of creation, so the node's number identifies the microbatch: under any pipeline schedule, any recomputation
+function and any state of Megatron-core's RNG tracker.
 """
 
 from bisect import bisect_right
@@ -12,27 +12,27 @@ import torch
 
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 
-# (number of the next node, moment), ascending: where the moments of this step began, as far as it has come
+# (number of the next node, RNG step), ascending: the microbatches of this step begun so far
 _begun = [(0, RngStep(0, 0))]
-# A recomputation's backward pass is a task of autograd's inside another. Nodes in it were made by the recomputation, on
-# autograd's thread, with numbers of their own: (outermost task, moment of its latest recomputation) while that runs.
+# A recomputation's backward pass is a nested autograd task. Its nodes were created by the recomputation on autograd's
+# thread and numbered separately. While it runs: (outermost task, RNG step of its latest recomputation).
 _recomputing: tuple[int, RngStep] | None = None
 
 
 def set_rng_step(rng_step: RngStep) -> None:
-    """Enter a step or a microbatch, on the thread that runs the forward pass."""
+    """Set the RNG step, on the thread that runs the forward pass."""
     global _recomputing
-    _recomputing = None  # of a backward pass that an exception has ended
+    _recomputing = None  # may be left from a backward pass that raised
     if rng_step.step != _begun[-1][1].step:
         _begun.clear()
     _begun.append((torch.autograd._get_sequence_nr(), rng_step))
 
 
 def current_rng_step() -> RngStep:
-    """Moment of the running forward pass or of the one that is recomputed; (0, 0) before the first step.
+    """RNG step of the forward pass that is running or being recomputed; (0, 0) before the first step.
 
     Raises:
-        RuntimeError: the forward pass of another step is recomputed.
+        RuntimeError: the recomputed forward pass belongs to an earlier step.
     """
     global _recomputing
     if not in_backward_pass():

@@ -1,4 +1,4 @@
-"""A recipe in a model: gives every linear layer its GEMMs, and follows steps and microbatches."""
+"""Binds a recipe to a model's linear layers and tracks steps and microbatches."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,31 +28,31 @@ from megatron_lowprec.recipe.native_support import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
 
-_checks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # chunk -> its hook
+_checks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # model chunk -> its forward pre-hook
 
 
 class RecipeRuntime:
-    """A recipe in a model: what its linear layers share, and what a training loop tells them.
+    """State that a model's linear layers share under one recipe, with the hooks that a training loop calls.
 
-    Layers are bound one by one, each before its first forward pass; ``bind_recipe`` binds those of a whole model.
+    ``bind_linear`` binds one layer, before its first forward pass. ``bind_recipe`` binds a whole model.
 
     Args:
-        recipe: what to run.
-        device: of the model.
+        recipe: the recipe to run.
+        device: the model's device.
         num_layers: transformer layers over all pipeline stages.
         seed: the run's seed, the base of all random streams.
-        accumulate_wgrad: add weight gradients to an fp32 ``main_grad`` in fp32, not rounded to the compute dtype first.
-        share_rng_across_dp: draw the same rounding noise on every data-parallel rank (to study just that).
-        reduce_amax: take a current scale that spans tensor-parallel ranks from the amax of all of them; else each rank
-            scales its own part by that part's (histories of delayed scaling are always reduced).
-        cache_weights: keep quantized weights for the microbatches of a step, where all multiply with the same.
-        emulate: multiply in the compute dtype also where the device has FP8 products.
-        rerun_in_bf16: globs of single GEMMs that are to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
+        accumulate_wgrad: accumulate weight gradients into an fp32 ``main_grad``, without rounding to the compute dtype.
+        share_rng_across_dp: draw the same rounding noise on every data-parallel rank (for ablations).
+        reduce_amax: reduce the amax of a current scale over all tensor-parallel ranks; if False, each rank scales its
+            shard by the shard's amax. Histories of delayed scaling are always reduced.
+        cache_weights: reuse quantized weights across the microbatches of a step.
+        emulate: multiply in the compute dtype even where the device has FP8 GEMMs.
+        rerun_in_bf16: globs of single GEMMs to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
 
     Attributes:
         layers: GEMMs of the layers bound so far.
-        kept: paths of layers that the recipe keeps in the compute dtype.
-        emulated: reason -> GEMMs, of all layers or of one, that run emulated for it.
+        kept: paths of layers that the recipe leaves in the compute dtype.
+        emulated: reason -> the GEMMs, of all layers or of one, that are emulated for it.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class RecipeRuntime:
         self.notes: list[str] = []
         self.layers: list[LinearGemms] = []
         self._histories: dict[tuple[HistorySpec, bool], AmaxHistory] = {}
-        self._unfinished: int | None = None  # the step that has begun
-        self._ran: set[tuple[nn.Module, RngStep]] = set()  # chunks in training since then
+        self._unfinished: int | None = None  # the step in progress
+        self._ran: set[tuple[nn.Module, RngStep]] = set()  # training forward passes of that step
         if not reduce_amax:
             self.notes.append("--no-amax-reduce: a current scale is of each tensor-parallel rank's own part")
         if share_rng_across_dp:
             self.notes.append("--share-rng-across-dp: rounding noise does not average out over these ranks")
 
     def bind_linear(self, module: LowPrecLinearMixin, layer_number: int, name: str, expert: int = -1) -> None:
-        """Give a linear layer its GEMMs.
+        """Bind a linear layer's GEMMs.
 
         Args:
             layer_number: global number of its transformer layer, from 1.
@@ -96,8 +96,8 @@ class RecipeRuntime:
             expert: global number of its expert, -1 outside of experts.
 
         Raises:
-            UserError: the layer has sizes that the recipe's blocks do not divide; or scales that move each microbatch
-                meet a pipeline with activation recomputation.
+            UserError: the recipe's blocks do not divide the layer's sizes, or scales updated each microbatch meet a
+                pipeline with activation recomputation.
         """
         recipe, config = self.recipe, module.config
         moves = any(remembered.update == "microbatch" for remembered in recipe.delayed_operands().values())
@@ -130,7 +130,7 @@ class RecipeRuntime:
         module.accumulates_in_fp32 = self._accumulate_wgrad
 
     def _note_emulated(self, module: LowPrecLinearMixin, name: str, layer_number: int) -> None:
-        """Record which of a layer's GEMMs will not run natively, and why: one line of the header for each reason."""
+        """Record which of a layer's GEMMs are emulated, and why: one header line for each reason."""
         out_features, in_features = module.weight.shape
         arch = arch_of(self.device)
         for gemm, spec in module.bound_gemms.recipe.gemms.items():
@@ -147,10 +147,10 @@ class RecipeRuntime:
                 self.emulated[reason].append(where)
 
     def begin_step(self, step: int) -> None:
-        """Before the first forward of a training step, gradients being zero; ``step`` counts iterations completed.
+        """Begin a training step, before its first forward, with zero gradients; ``step`` counts iterations completed.
 
         Raises:
-            RuntimeError: the step before has not been ended.
+            RuntimeError: the previous step has not ended.
         """
         if self._unfinished is not None:
             raise RuntimeError(
@@ -164,7 +164,7 @@ class RecipeRuntime:
             linear_gemms.main_grad_is_zero = True
 
     def begin_microbatch(self, index: int) -> None:
-        """Before a microbatch's forward; ``index`` from 0 within the step, for each model chunk."""
+        """Begin a microbatch, before its forward; ``index`` counts from 0 within the step, for each model chunk."""
         if index > 0:
             self._update_histories("microbatch")
         self._enter(current_rng_step()._replace(microbatch=index))
@@ -175,10 +175,10 @@ class RecipeRuntime:
             enter_rng_step(rng_step, self.device)
 
     def end_step(self, updated: bool = True) -> None:
-        """After the optimizer's step: amax histories move on, reduced over the tensors' ranks.
+        """End a training step, after the optimizer's: update amax histories, reduced over the tensors' ranks.
 
-        A step that was skipped leaves no trace in them: an Inf would keep scales from moving for a whole window. (Of
-        histories that move each microbatch, its last microbatch leaves none.)
+        A skipped step is not recorded: an Inf would pin scales for a whole window. (Of histories updated each
+        microbatch, only the last microbatch is dropped.)
         """
         self._unfinished = None
         if updated:
@@ -195,10 +195,10 @@ class RecipeRuntime:
                 history.update(partial(_reduce_over_holders, expert=expert))
 
     def check_forward(self, chunk: nn.Module, *_: Any) -> None:
-        """Before a chunk's forward pass: a training step or microbatch that was not begun would repeat another's draws.
+        """Check a chunk's forward pass: a training step or microbatch that was not begun would repeat random draws.
 
         Raises:
-            RuntimeError: the chunk has run in training since the last call of ``begin_microbatch`` or ``begin_step``.
+            RuntimeError: the chunk already ran in training since the last ``begin_microbatch`` or ``begin_step``.
         """
         if not torch.is_grad_enabled() or in_backward_pass():
             return
@@ -214,8 +214,8 @@ class RecipeRuntime:
     def rescale_gradients(self, factor: float) -> bool:
         """Multiply amax histories of gradients, which are larger by ``factor`` from the next step on.
 
-        A backward pass carries the mean over an iteration's microbatches. Call it between two steps that differ in
-        their number. Returns whether there was anything to multiply.
+        A backward pass computes gradients of the mean over an iteration's microbatches. Call it between two steps that
+        differ in their number of microbatches. Returns whether any history was rescaled.
         """
         delayed = [layer.histories["grad_output"] for layer in self.layers if "grad_output" in layer.histories]
         if factor == 1 or not delayed:
@@ -225,11 +225,11 @@ class RecipeRuntime:
         return True
 
     def history(self, remembered: HistorySpec, expert: bool = False) -> AmaxHistory:
-        """The history that all tensors of a kind share."""
+        """The amax history shared by all tensors of a kind."""
         return self._histories.setdefault((remembered, expert), AmaxHistory(remembered, self.device))
 
     def gemms(self) -> dict[str, str]:
-        """GEMM -> how it runs on this stage: not quantized, native, or emulated and why; single layers aside."""
+        """GEMM -> not quantized, native, or emulated and why, on this stage; ignores exceptions of single layers."""
         emulated = {gemm: reason for reason, gemms in self.emulated.items() for gemm in gemms}
         quantized = {name for layer in self.layers for name, gemm in layer.recipe.gemms.items() if gemm.quantized}
 
@@ -241,7 +241,7 @@ class RecipeRuntime:
         return {name: how(name) for name in self.recipe.gemms}
 
     def header(self) -> list[str]:
-        """Lines that say how the recipe runs here."""
+        """Header lines that describe how the recipe runs."""
         lines = [f"recipe {self.recipe.name}: {self.recipe.summary}"]
         native = [name for name, runs in self.gemms().items() if runs.startswith("native")]
         if native:
@@ -281,9 +281,9 @@ def bind_recipe(
     Call it once on each rank, after ``parallel_state`` is initialized and the model is built.
 
     Args:
-        model_chunks: this rank's parts of the model.
-        recipe: what to run.
-        recompute_gelu: keep no input of linear_fc2 where GELU is fused, and say where it is not.
+        model_chunks: this rank's model chunks.
+        recipe: the recipe to run.
+        recompute_gelu: recompute linear_fc2's input in the backward pass where GELU is fused; the header reports where.
         options: keyword arguments of ``RecipeRuntime``: ``num_layers`` and ``seed`` at least.
 
     Raises:
@@ -294,7 +294,7 @@ def bind_recipe(
     for layer_number, name, expert, module in linears(model_chunks):
         runtime.bind_linear(module, layer_number, name, expert)
     for chunk in model_chunks:
-        if chunk in _checks:  # of a recipe that it had before
+        if chunk in _checks:  # bound before
             _checks.pop(chunk).remove()
         if recipe.quantized:
             _checks[chunk] = chunk.register_forward_pre_hook(runtime.check_forward)
@@ -308,11 +308,11 @@ def bind_recipe(
 
 
 def link_norms(model_chunks: Sequence[nn.Module]) -> None:
-    """Tell each norm of a layer which linear layer alone reads its output, where that is so."""
+    """Link each norm to the linear layer that is the only consumer of its output, if there is one."""
     for layer in (
         module for chunk in model_chunks for module in chunk.modules() if isinstance(module, TransformerLayer)
     ):
-        # a part that is run again in the backward pass gets the norm's output as it was saved: without what it carries
+        # recomputation reads the norm's output from the saved tensors, without attached metadata
         behind = (
             (layer.input_layernorm, layer.self_attention, "linear_qkv", layer.recompute_input_layernorm),
             (
@@ -325,13 +325,13 @@ def link_norms(model_chunks: Sequence[nn.Module]) -> None:
         for norm, part, name, run_again in behind:
             linear = getattr(part, name, None)
             if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
-                # gathered first under sequence parallelism, where a part's amax says nothing
+                # sequence parallelism gathers first, and the amax of one rank's shard is no amax of the whole
                 alone = not run_again and not linear.config.sequence_parallel
                 norm.consumer = Consumer(linear) if alone else None
 
 
 def _reduce_over_holders(amax: torch.Tensor, expert: bool) -> torch.Tensor:
-    """Maximum over the ranks that hold parts (tensor-parallel) or copies (data-parallel) of the tensors."""
+    """Maximum over the ranks with shards (tensor-parallel) or replicas (data-parallel) of the tensors."""
     if not expert:
         return max_over(amax, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
     groups = parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_group()

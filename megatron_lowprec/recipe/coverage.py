@@ -1,4 +1,4 @@
-"""Which linear layers a recipe reaches, and whether their sizes allow it: pure functions of the config."""
+"""Linear layers that a recipe quantizes, and checks of their sizes: pure functions of the config."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -10,19 +10,19 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
 
 VALUES_PER_DRAW = 8
-"""Entries along the contracted dimension that one call of the random stream serves: shards begin at a multiple.
+"""Entries along the contracted dimension per call of the random stream: shards must begin at a multiple.
 
-``kernels.philox.reference.VALUES_PER_CALL``, which this layer may not import; a test holds them together.
+Equals ``kernels.philox.reference.VALUES_PER_CALL``, which this package may not import; a test compares them.
 """
 
 
 @dataclass(frozen=True)
 class LinearSite:
-    """A linear layer of the model, by its place and its unsharded sizes.
+    """A linear layer of the model, by its position and its unsharded sizes.
 
     ``layer_number`` is global and 1-based, as Megatron-core's ``TransformerLayer.layer_number``; ``split`` is the
-    dimension that tensor parallelism cuts: ``"column"`` the output features, ``"row"`` the input features. The output
-    of a ``gated`` layer is two halves, each cut by itself.
+    tensor-parallel dimension: ``"column"`` shards the output features, ``"row"`` the input features. The output of a
+    ``gated`` layer has two halves, each sharded separately.
     """
 
     layer_number: int
@@ -34,7 +34,7 @@ class LinearSite:
 
     @property
     def path(self) -> str:
-        """What the globs of ``keep_bf16.names`` are matched with."""
+        """Path matched by the globs of ``keep_bf16.names``."""
         return site_path(self.layer_number, self.name)
 
 
@@ -44,7 +44,7 @@ def site_path(layer_number: int, name: str) -> str:
 
 
 def kept_in_bf16(recipe: Recipe, layer_number: int, name: str, num_layers: int) -> bool:
-    """Whether the recipe leaves that linear layer alone."""
+    """Whether the recipe leaves that linear layer in the compute dtype."""
     keep = recipe.keep_bf16
     if layer_number <= keep.first_layers or layer_number > num_layers - keep.last_layers:
         return True
@@ -52,26 +52,26 @@ def kept_in_bf16(recipe: Recipe, layer_number: int, name: str, num_layers: int) 
 
 
 def unmatched_names(recipe: Recipe, sites: Iterable[LinearSite]) -> list[str]:
-    """Globs of ``keep_bf16.names`` that match no linear layer: a rule without effect is most likely a typing error."""
+    """Globs of ``keep_bf16.names`` that match no linear layer: most likely typing errors."""
     paths = [site.path for site in sites]
     return [glob for glob in recipe.keep_bf16.names if not any(fnmatchcase(path, glob) for path in paths)]
 
 
 def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> bool:
-    """Whether a recipe that quantizes leaves every linear layer of this model in the compute dtype."""
+    """Whether a recipe that quantizes keeps every linear layer of this model in the compute dtype."""
     return recipe.quantized and all(kept_in_bf16(recipe, s.layer_number, s.name, num_layers) for s in sites)
 
 
 def weight_serves_microbatches(gemm: GemmSpec) -> bool:
-    """Whether all microbatches of a step multiply with the same quantized weight, so that one may be kept for them."""
+    """Whether all microbatches of a step use the same quantized weight, so that it can be cached."""
     drawn = gemm.hadamard is not None and gemm.hadamard.signs == "random"
     return gemm.weight is not None and gemm.weight.rounding != "stochastic" and not drawn
 
 
 def primary_weight_spec(recipe: Recipe) -> QuantSpec | None:
-    """How a weight is quantized that a layer can hold as FP8 codes alone; None where it cannot.
+    """Spec of a weight that a layer can store as FP8 codes only; None if it cannot.
 
-    fprop and dgrad must take it by the same spec, with one scale, or the second would need what the first was made of.
+    fprop and dgrad must use the same spec, with one scale; otherwise dgrad would need the unquantized weight.
     """
     spec, gemms = recipe.fprop.weight, (recipe.fprop, recipe.dgrad)
     if spec is None or spec != recipe.dgrad.weight or any(gemm.hadamard is not None for gemm in gemms):
@@ -86,7 +86,7 @@ def primary_weight_spec(recipe: Recipe) -> QuantSpec | None:
 
 
 def check_primary_weights(recipe: Recipe) -> None:
-    """Refuse FP8 primary weights for a recipe that has none.
+    """Reject FP8 primary weights for a recipe without a common weight spec.
 
     Raises:
         UserError: with the named recipe's own operands.
@@ -101,7 +101,7 @@ def check_primary_weights(recipe: Recipe) -> None:
 
 
 def gemms_in_bf16(globs: Iterable[str], layer_number: int, name: str) -> frozenset[str]:
-    """The GEMMs of that linear layer which ``globs`` such as ``layers.3.mlp.linear_fc1.dgrad`` name."""
+    """The GEMMs of that linear layer that match ``globs`` such as ``layers.3.mlp.linear_fc1.dgrad``."""
     return frozenset(
         gemm
         for gemm in GEMM_OPERANDS
@@ -110,13 +110,13 @@ def gemms_in_bf16(globs: Iterable[str], layer_number: int, name: str) -> frozens
 
 
 def without_gemms(recipe: Recipe, gemms: Iterable[str]) -> Recipe:
-    """The recipe with these of its GEMMs in the compute dtype."""
+    """The recipe with these GEMMs in the compute dtype."""
     plain: dict[str, Any] = {gemm: GemmSpec() for gemm in gemms}
     return replace(recipe, **plain)
 
 
 def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[LinearSite], num_layers: int) -> None:
-    """Refuse a glob of single GEMMs that names none which the recipe quantizes.
+    """Reject a glob that matches no quantized GEMM.
 
     Raises:
         UserError: with the nearest name.
@@ -136,12 +136,12 @@ def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[Linea
 
 
 def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, tensor_parallel: int) -> None:
-    """Refuse sizes that a recipe's blocks do not divide, on each rank of a tensor-parallel group.
+    """Reject sizes that a recipe's blocks do not divide, on each rank of a tensor-parallel group.
 
-    Tokens (what wgrad contracts) are padded inside and may be any number.
+    Tokens (the contracted dimension of wgrad) are padded internally and may be any number.
 
     Raises:
-        UserError: names the layer, the GEMM, the size found and the multiple asked; or a glob that matches nothing.
+        UserError: names the layer, the GEMM, the size and the required multiple; or a glob that matches nothing.
     """
     if not recipe.quantized:
         return
@@ -187,7 +187,7 @@ def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
 
 
 def _other(gemm: str, operand: str) -> str:
-    """The dimension of an operand that its GEMM does not contract."""
+    """The uncontracted dimension of an operand in its GEMM."""
     if operand == "weight":
         return {"fprop": "output", "dgrad": "input"}[gemm]
     return {"fprop": "tokens", "dgrad": "tokens", "wgrad": "input" if operand == "input" else "output"}[gemm]

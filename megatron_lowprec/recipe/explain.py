@@ -1,4 +1,4 @@
-"""What a recipe will run in every linear layer of a model, as text: the answer of ``--explain-recipe``."""
+"""Describes a recipe's GEMMs in every linear layer of a model as text, for ``--explain-recipe``."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,7 +11,7 @@ _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "
 
 
 def describe_operand(quant: QuantSpec | None) -> str:
-    """One operand's numerics in a few words."""
+    """One operand's numerics as short text."""
     if quant is None:
         return "compute dtype"
     parts = [quant.format.upper(), f"granularity {quant.granularity}", f"{quant.scale_format} scale {quant.scale_rule}"]
@@ -29,7 +29,7 @@ def describe_operand(quant: QuantSpec | None) -> str:
 
 
 def describe_gemm(name: str, gemm: GemmSpec, arch: str, in_features: int, out_features: int) -> list[str]:
-    """Lines for one GEMM: how it runs, its transform, and a line an operand; arguments as ``why_emulated``."""
+    """Lines for one GEMM: its execution, its transform, and a line per operand; arguments as ``why_emulated``."""
     if not gemm.quantized:
         return [f"{name}  native, compute dtype"]
     transform = "no transform"
@@ -48,7 +48,7 @@ def describe_gemm(name: str, gemm: GemmSpec, arch: str, in_features: int, out_fe
 
 
 def describe_training_state(recipe: Recipe) -> list[str]:
-    """Lines about optimizer and exchange of gradients, where they are not Megatron-core's in fp32."""
+    """Lines about optimizer and gradient reduction, if they are not Megatron-core's in fp32."""
     lines = []
     if recipe.optimizer.quantized:
         kept = ", ".join(f"{name} {form.upper()}" for name, form in recipe.optimizer.formats.items())
@@ -80,14 +80,14 @@ def _ranges(numbers: Sequence[int]) -> str:
 def explain(
     recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, arch: str, rerun_in_bf16: Sequence[str] = ()
 ) -> str:
-    """Every linear layer, its three GEMMs, and each operand's format, scales, rounding and transform.
+    """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
 
-    Layers that run alike are shown once, with the range of their numbers.
+    Identical layers are shown once, with the range of their numbers.
 
     Args:
         sites: the model's linear layers, in order.
         num_layers: transformer layers over all pipeline stages.
-        arch: "cpu", or a GPU's compute capability as "sm90", which decides between emulated and native.
+        arch: "cpu", or a GPU's compute capability as "sm90", which selects native or emulated GEMMs.
         rerun_in_bf16: globs of single GEMMs that run unquantized.
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]

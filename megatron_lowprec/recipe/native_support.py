@@ -1,4 +1,4 @@
-"""Which GEMMs of a recipe run on a device's FP8 units, and why others are emulated: pure functions of the config."""
+"""Native support of a recipe's GEMMs on a device's FP8 units, and reasons for emulation: pure functions."""
 
 from typing import Literal
 
@@ -21,7 +21,7 @@ _SINCE: dict[frozenset[str], int] = {
 def execution(
     name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out_features: int = 0
 ) -> Literal["native", "emulated"]:
-    """How one GEMM runs; arguments as in ``why_emulated``."""
+    """Execution of one GEMM; arguments as in ``why_emulated``."""
     return "emulated" if why_emulated(name, gemm, arch, in_features, out_features) else "native"
 
 
@@ -35,12 +35,12 @@ def native_gemms(recipe: Recipe, arch: str, in_features: int, out_features: int)
 
 
 def why_emulated(name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out_features: int = 0) -> str | None:
-    """Why a GEMM of a bf16 layer is emulated in the compute dtype; None where it is not.
+    """Reason for emulating a GEMM of a bf16 layer in the compute dtype; None if it runs natively.
 
     Args:
         name: fprop, dgrad or wgrad.
         arch: "cpu", or a GPU's compute capability as "sm90".
-        in_features, out_features: of the layer on one rank; 0 leaves the question of sizes open.
+        in_features, out_features: of the layer on one rank; 0 skips the size checks.
     """
     if not gemm.quantized:
         return None

@@ -1,6 +1,6 @@
-"""Recipes from names, YAML files and ``key=value`` overrides, and back to plain dicts for dumps and checkpoints.
+"""Loads recipes from names, YAML files and ``key=value`` overrides, and converts them to plain dicts.
 
-A recipe file is a base and what differs::
+A recipe file has a base and the fields that differ::
 
     base: mxfp4_rht_sr
     name: mxfp4_rht128_sr
@@ -28,12 +28,12 @@ T = TypeVar("T")
 def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or YAML file, with overrides such as ``dgrad.hadamard.block=128`` applied in order.
 
-    A value is read as YAML (``null`` removes an operand or a transform). Overrides are appended to the recipe's name,
-    so that no log shows a published name for something else.
+    A value is parsed as YAML (``null`` removes an operand or a transform). Overrides are appended to the recipe's name,
+    so that no log shows a published name for a changed recipe.
 
     Raises:
-        UserError: unknown recipe, file or field, each with the nearest names; a value of the wrong type or out of its
-            choices.
+        UserError: unknown recipe, file or field, each with the nearest names; a value of the wrong type or not among
+            its choices.
     """
     recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else get_recipe(name_or_file)
     if not overrides:
@@ -55,17 +55,17 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Nested dicts, lists, strings and numbers, complete with defaults; ``recipe_from_dict`` gives an equal recipe."""
+    """Nested dicts, lists, strings and numbers, including defaults; ``recipe_from_dict`` inverts it."""
     return _plain(dataclasses.asdict(recipe))
 
 
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
-    """The recipe that such a dict describes; UserError for unknown fields and wrong types."""
+    """The recipe of such a dict; UserError for unknown fields and wrong types."""
     return build(Recipe, data)
 
 
 def _is_file(name: str) -> bool:
-    """Whether a recipe's name is a path: no recipe has a slash in its name."""
+    """Whether a recipe's name is a path: recipe names have no slash."""
     return name.endswith((".yaml", ".yml")) or "/" in name
 
 
@@ -109,7 +109,7 @@ _RENAMED = {"tile": "granularity"}  # fields of recipe files, overrides and chec
 
 
 def _current_keys(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` under today's names of the fields; an old name warns once in the process."""
+    """``data`` under present field names; an old name warns once per process."""
     known = _fields(cls)
     current = {}
     for key, value in data.items():
@@ -159,10 +159,10 @@ def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: s
 
 
 def build(cls: type[T], data: Any, where: str = "") -> T:
-    """A dataclass from a mapping, nested; lists become tuples.
+    """A dataclass from a nested mapping; lists become tuples.
 
     Raises:
-        UserError: a field that is unknown, missing or of another type, named by its path below ``where``.
+        UserError: an unknown or missing field, or one of another type, named by its path below ``where``.
     """
     if not isinstance(data, Mapping):
         raise UserError(f"{_named(cls, where)} is {data!r}, but must be a mapping of fields")
@@ -183,7 +183,7 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
     try:
         return cls(**values)
     except UserError as error:
-        # The field is known here, what is wrong with it there.
+        # The field is known here; the error describes the value.
         raise UserError(f"{where}: {error}" if where else str(error)) from None
 
 
@@ -195,7 +195,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return build(hint, value, where)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        hint = str  # the dataclass itself checks the choice and names all
+        hint = str  # the dataclass checks the value and names all choices
     elif origin is tuple:
         if isinstance(value, str) or not isinstance(value, Sequence):
             example = " such as ['layers.1.*']" if parts[0] is str else ""

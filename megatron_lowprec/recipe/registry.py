@@ -1,6 +1,6 @@
-"""Name -> Recipe: the published recipes, one entry each, composed of named operand rows.
+"""Name -> Recipe: the published recipes, one entry each, composed of named operand specs.
 
-Others add theirs with ``register_recipe`` or through the entry-point group ``megatron_lowprec.recipes``, whose
+Other packages add recipes with ``register_recipe`` or through the entry-point group ``megatron_lowprec.recipes``, whose
 entries name a ``Recipe`` or a function that returns one.
 """
 
@@ -27,7 +27,7 @@ _entry_points_loaded = False
 
 
 def register_recipe(recipe: Recipe) -> Recipe:
-    """Add ``recipe`` under its name and return it; UserError where the name is taken by another."""
+    """Add ``recipe`` under its name and return it; UserError if another recipe has the name."""
     if _RECIPES.setdefault(recipe.name, recipe) != recipe:
         raise UserError(f"a recipe named {recipe.name!r} is registered already; give the new one another name")
     return recipe
@@ -41,7 +41,7 @@ def _load_entry_points() -> None:
             try:
                 found = entry.load()
                 found = found if isinstance(found, Recipe) else found()
-            except Exception as error:  # noqa: BLE001 whatever another package's import may raise
+            except Exception as error:  # noqa: BLE001 another package's import may raise anything
                 raise UserError(
                     f"the recipe entry point {entry.name} = {entry.value!r} cannot be loaded ({type(error).__name__}: "
                     f"{error}); mend or uninstall the package that has it"
@@ -61,7 +61,7 @@ def recipes() -> tuple[str, ...]:
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of that name; UserError with the nearest names where there is none."""
+    """The recipe of that name; UserError with the nearest names if there is none."""
     known = recipes()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
@@ -71,7 +71,7 @@ def get_recipe(name: str) -> Recipe:
 
 
 def list_table() -> str:
-    """One line a recipe: name, summary, source."""
+    """One line per recipe: name, summary, source."""
     rows = [get_recipe(name) for name in recipes()]
     width = max(len(row.name) for row in rows)
     return "\n".join(f"{row.name:<{width}}  {row.summary}{f' [{row.source}]' if row.source else ''}" for row in rows)
@@ -110,7 +110,7 @@ class _AllGemms(_Backward):
 
 
 def _backward(operand: QuantSpec, hadamard: HadamardSpec | None = None) -> _Backward:
-    """dgrad and wgrad with all four operands alike."""
+    """dgrad and wgrad with the same spec for all four operands."""
     return {
         "dgrad": GemmSpec(grad_output=operand, weight=operand, hadamard=hadamard),
         "wgrad": GemmSpec(grad_output=operand, input=operand, hadamard=hadamard),
@@ -118,7 +118,7 @@ def _backward(operand: QuantSpec, hadamard: HadamardSpec | None = None) -> _Back
 
 
 def _gemms(x: QuantSpec, w: QuantSpec, dy: QuantSpec, fast_fprop: bool = False) -> _AllGemms:
-    """All three GEMMs, each tensor quantized alike wherever it takes part."""
+    """All three GEMMs, with the same spec for a tensor in each of its GEMMs."""
     return {
         "fprop": GemmSpec(input=x, weight=w, fast_accumulation=fast_fprop),
         "dgrad": GemmSpec(grad_output=dy, weight=w),

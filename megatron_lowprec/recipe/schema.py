@@ -1,5 +1,5 @@
-"""What a recipe says: frozen data that names, for each of a linear layer's three GEMMs, both operands' numerics; and
-what the optimizer keeps and data-parallel ranks exchange, where that is no fp32.
+"""Schema of recipes: frozen data with both operands' numerics for each of a linear layer's three GEMMs, and the formats
+of optimizer state and data-parallel gradients if not fp32.
 
 Shapes, with T tokens, I input features, O output features::
 
@@ -7,8 +7,8 @@ Shapes, with T tokens, I input features, O output features::
     dgrad  dx_TI = dy_TO @ w_OI       contracts O    operands grad_output, weight
     wgrad  dw_OI = dy_TO.T @ x_TI     contracts T    operands grad_output, input
 
-Scales run along the contracted dimension, always; a recipe cannot say otherwise. An operand that is ``None`` stays in
-the model's compute dtype (bf16, or fp32 in an fp32 run). dgrad and wgrad quantize from the original tensors.
+Scales always run along the contracted dimension; a recipe cannot change that. An operand that is ``None`` stays in the
+model's compute dtype (bf16, or fp32 in an fp32 run). dgrad and wgrad quantize from the original tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _choice(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> N
 
 
 class HistorySpec(NamedTuple):
-    """What an amax history remembers: fields of the ``QuantSpec`` of a tensor under delayed scaling."""
+    """Key of an amax history: fields of the ``QuantSpec`` of a tensor under delayed scaling."""
 
     length: int
     rule: HistoryRule
@@ -54,7 +54,7 @@ class HistorySpec(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one operand of one GEMM is quantized.
+    """Quantization of one operand of one GEMM.
 
     Attributes:
         format: element format, a key of ``formats.FORMATS``.
@@ -62,8 +62,8 @@ class QuantSpec:
             index of the other), or ``"RxC"``: R indices of the other dimension by C of the contracted one (MX ``1x32``,
             DeepSeek ``1x128`` and ``128x128``).
         scale_format: ``"fp32"`` or ``"e8m0"`` (OCP's power-of-two byte).
-        scale_rule: a row of ``scaling.SCALE_RULES``. With A the block's largest magnitude, M the format's maximum, emax
-            its exponent, a decode scale of
+        scale_rule: a row of ``scaling.SCALE_RULES``. With A the block's largest magnitude, M the format's maximum, and
+            emax its exponent, the decode scale is
 
             ========= ========= ===============================================================================
             fp32      amax      1 / fl(M / A)
@@ -75,17 +75,17 @@ class QuantSpec:
             ========= ========= ===============================================================================
         rounding: ``"nearest_even"``, ``"half_away"`` (microxcaling's default) or ``"stochastic"``.
         random_bits: bits of each draw of stochastic rounding, 1 to 16.
-        headroom: factor on the scaled value before rounding. Algorithm 2 of arXiv 2502.20586 takes 3/4, so that nothing
+        headroom: factor on the scaled value before rounding. Algorithm 2 of arXiv 2502.20586 uses 3/4, so that nothing
             saturates under the floor rule; the GEMM's accumulator is multiplied by the reciprocal of both operands'
             product.
         amax_floor: smallest A (torchao 1e-12, DeepGEMM 1e-4); 0 for none.
-        scaling: ``"current"`` takes A from the tensor itself, ``"delayed"`` from the ``history`` of earlier steps'
+        scaling: ``"current"`` takes A from the tensor itself, ``"delayed"`` from the ``history`` of earlier steps
             (TE).
-        history: entries of delayed scaling's window.
+        history: length of delayed scaling's window.
         history_rule: ``"max"`` over the window, or its ``"most_recent"`` entry.
-        history_update: an entry a ``"step"``, the largest amax of its microbatches; or one a ``"microbatch"``, as TE,
-            whose window then spans ``history`` / microbatches steps and whose scale moves within a step.
-        margin: delayed scaling takes M / 2^margin for M.
+        history_update: one entry per ``"step"``, the largest amax of its microbatches; or one per ``"microbatch"``, as
+            in TE: the window then spans ``history`` / microbatches steps, and the scale changes within a step.
+        margin: delayed scaling uses M / 2^margin for M.
     """
 
     format: str
@@ -158,11 +158,11 @@ class QuantSpec:
 
 @dataclass(frozen=True)
 class HadamardSpec:
-    """Random Hadamard transform of both operands of a GEMM along the contracted dimension, before their scales.
+    """Random Hadamard transform of both operands of a GEMM along the contracted dimension, before scaling.
 
     ``x -> (x * sign) H / sqrt(block)`` on contiguous groups of ``block``, with H Sylvester's matrix and one sign
-    vector of ``block`` entries, drawn anew for each GEMM of each microbatch and shared by its operands (arXiv
-    2502.20586, Algorithm 3), or all ones with ``signs="none"``.
+    vector of ``block`` entries, drawn for each GEMM of each microbatch and shared by its operands (arXiv 2502.20586,
+    Algorithm 3), or all ones with ``signs="none"``.
     """
 
     block: int = 64
@@ -178,8 +178,8 @@ class HadamardSpec:
 class GemmSpec:
     """One GEMM: its two operands (the third stays None, see ``GEMM_OPERANDS``), their transform, and its accumulation.
 
-    ``fast_accumulation`` lets a native FP8 product keep partial sums in the tensor core's own narrower accumulator, as
-    TransformerEngine does in fprop; an emulated product always sums in fp32 and ignores it.
+    ``fast_accumulation`` allows a native FP8 GEMM to accumulate in the tensor core's own narrower accumulator, as
+    TransformerEngine does in fprop; an emulated GEMM always accumulates in fp32 and ignores it.
     """
 
     input: QuantSpec | None = None
@@ -190,7 +190,7 @@ class GemmSpec:
 
     @property
     def quantized(self) -> bool:
-        """Whether anything but a plain product in the compute dtype is asked."""
+        """Whether the GEMM is anything but a plain one in the compute dtype."""
         return any((self.input, self.weight, self.grad_output, self.hadamard))
 
     @property
@@ -221,15 +221,15 @@ class KeepBf16:
 class OptimizerSpec:
     """Formats of Adam's state between steps (FP8-LM, arXiv 2310.18313, "FP8 optimizer").
 
-    They hold for weights of two dimensions and more. One-dimensional ones (norm gains, biases) keep an fp32 state.
+    They apply to weights of two or more dimensions. One-dimensional ones (norm gains, biases) keep an fp32 state.
 
-    Formats other than ``"fp32"`` have one scale a tensor, 2^floor(log2(M / A)) of the format's maximum M and the
-    largest magnitude A of all of the tensor's parts on all ranks. An update is computed in fp32 from decoded values.
+    Formats other than ``"fp32"`` have one scale per tensor, 2^floor(log2(M / A)) with the format's maximum M and the
+    largest magnitude A of all of the tensor's shards on all ranks. An update is computed in fp32 from decoded values.
 
     Attributes:
-        exp_avg: the first moment.
-        exp_avg_sq: the second.
-        master: the main weight, which the model's weight is rounded from.
+        exp_avg: first moment.
+        exp_avg_sq: second moment.
+        master: main weight, from which the model's weight is rounded.
         rounding: of new codes. ``"nearest_even"`` loses updates smaller than half a step of the format.
     """
 
@@ -250,22 +250,22 @@ class OptimizerSpec:
 
     @property
     def quantized(self) -> bool:
-        """Whether anything is kept in another format than fp32."""
+        """Whether any state is stored in another format than fp32."""
         return set(self.formats.values()) != {"fp32"}
 
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """How data-parallel ranks exchange gradients (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
+    """Reduction of gradients over data-parallel ranks (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
 
-    Each rank casts each tensor by one power-of-two scale, of the largest magnitude on any rank, and sends the codes of
-    a part to the rank that updates it.
+    Each rank casts each tensor with one power-of-two scale, from the largest magnitude on any rank, and sends the codes
+    of each shard to the rank that updates it.
 
     Attributes:
-        format: of what is sent; ``"none"`` leaves it to Megatron-core, in the gradients' own dtype.
+        format: format on the wire; ``"none"`` uses Megatron-core's reduction in the gradients' own dtype.
         sum: ``"fp32"`` adds codes in fp32. ``"format"`` rounds each partial sum to the format, in the order of the
             ranks, saturating, as a reduction in the network does: from 8 ranks on it loses small addends. Gradients
-            are then multiplied before the cast by a factor that falls to 1/2 where more than 0.001% of the sums
+            are then multiplied before the cast by a factor that falls to 1/2 if more than 0.001% of the sums
             saturate and rises to 2 otherwise. Both send the same number of bytes.
     """
 
@@ -284,9 +284,9 @@ class GradientSpec:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named set of numerics for every linear layer of a transformer, for the optimizer and for data parallelism.
+    """Named numerics for every linear layer of a transformer, for the optimizer and for data parallelism.
 
-    Embeddings, output layer, router, norms, softmax and attention products are never quantized.
+    Embeddings, output layer, router, norms, softmax and attention's GEMMs are never quantized.
     """
 
     name: str
@@ -312,7 +312,7 @@ class Recipe:
                         f"{gemm}.{operand} asks delayed scaling under a Hadamard transform, but no history "
                         f"holds its amax: set {gemm}.{operand}.scaling=current or {gemm}.hadamard=null"
                     )
-        self.delayed_operands()  # raises where one tensor is asked to keep two histories
+        self.delayed_operands()  # raises if one tensor would need two histories
 
     @property
     def gemms(self) -> dict[str, GemmSpec]:
@@ -331,11 +331,11 @@ class Recipe:
 
     @property
     def changes_training(self) -> bool:
-        """Whether the optimizer's state or the exchange of gradients is another than Megatron-core's."""
+        """Whether optimizer state or gradient reduction differ from Megatron-core's."""
         return self.optimizer.quantized or self.gradients.quantized
 
     def delayed_operands(self) -> dict[str, HistorySpec]:
-        """operand -> history of the tensors under delayed scaling; one tensor keeps one history."""
+        """operand -> history key of tensors under delayed scaling; each tensor has one history."""
         found: dict[str, HistorySpec] = {}
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:

@@ -1,4 +1,4 @@
-"""YAML that a person wrote, read strictly: safe types alone, no key twice, errors of one line."""
+"""Strict reading of hand-written YAML: safe types only, no duplicate keys, one-line errors."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from megatron_lowprec.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own reader keeps the last of two values of one key without a word."""
+    """Rejects duplicate keys, of which yaml.SafeLoader silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -22,10 +22,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml_file(path: Path, where: str, hint: str) -> Any:
-    """The content of a YAML file; ``where`` begins an error, and ``hint`` ends the one about a missing file.
+    """The content of a YAML file; ``where`` is the prefix of errors, ``hint`` the suffix of the missing-file error.
 
     Raises:
-        UserError: a file that is missing or cannot be read, or what ``read_yaml_text`` raises.
+        UserError: a missing or unreadable file, or as ``read_yaml_text``.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -37,10 +37,10 @@ def read_yaml_file(path: Path, where: str, hint: str) -> Any:
 
 
 def read_yaml_text(text: str, where: str) -> Any:
-    """What the YAML says; ``where`` begins an error.
+    """The parsed YAML; ``where`` is the prefix of errors.
 
     Raises:
-        UserError: with line and column, for what is no YAML, a key that a mapping has twice, a type of Python's.
+        UserError: with line and column, for invalid YAML, a duplicate key, or a Python type.
     """
     try:
         return yaml.load(text, _Loader)

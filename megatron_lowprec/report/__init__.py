@@ -1,1 +1,1 @@
-"""From the folders of runs to evidence: curves, differences with their uncertainty, and papers' claims judged."""
+"""Evaluates run folders: curves, differences with their uncertainty, and verdicts on papers' claims."""

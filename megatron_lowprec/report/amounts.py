@@ -6,7 +6,7 @@ MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
 
 
 def amount(value: float | None) -> str:
-    """A count with three digits and K, M, B or T."""
+    """A count with three significant digits and K, M, B or T."""
     if value is None:
         return "an unstated number of"
     if math.isnan(value):
@@ -18,14 +18,14 @@ def amount(value: float | None) -> str:
 
 
 def share(ratio: float) -> str:
-    """A ratio in words: "1/458", "0.73 of it", "2.5 times"."""
+    """A ratio as text: "1/458", "0.73 of it", "2.5 times"."""
     if ratio < 0.5:
         return f"1/{1 / ratio:,.0f}" if ratio > 0 else "none"
     return f"{ratio:.2g} times" if ratio >= 1.05 else f"{ratio:.2g} of it"
 
 
 def percent(loss: float) -> float:
-    """A difference of losses as a perplexity gap."""
+    """Perplexity gap in percent for a difference of losses in nats."""
     return 100 * math.expm1(min(loss, 700.0))
 
 

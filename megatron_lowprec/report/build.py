@@ -23,7 +23,7 @@ from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all, p
 
 @dataclass(frozen=True)
 class Report:
-    """The results; ``write`` makes files of them, ``lines`` text."""
+    """Results of a report; ``write`` creates its files, ``lines`` its terminal text."""
 
     title: str
     claims: Claims
@@ -35,7 +35,7 @@ class Report:
     notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """For a terminal: notes, each group's table and resolution, and the verdicts."""
+        """Terminal text: notes, each group's table and resolution, and the verdicts."""
         found = [self._counted(), *self.notes]
         for group in self.groups:
             fit = self.fits[group.name]
@@ -92,7 +92,7 @@ class Report:
         return path
 
     def _section(self, group: Group, styles: Mapping[str, plot_style.Style]) -> dict[str, Any]:
-        """What the page shows of a group."""
+        """Content of the page's section on a group."""
         fit, snapshots, confidence = self.fits[group.name], self.snapshots[group.name], self.claims.rules.confidence
         published = published_gaps(self.claims, group)
         drawings: dict[str, Callable[[plot_style.Theme], bytes | None]] = {
@@ -135,7 +135,7 @@ class Report:
 
 
 def build(runs: Sequence[Run], notes: Sequence[str], claims: Claims, reference: str, title: str) -> Report:
-    """Group, fit and judge."""
+    """Group the runs, fit the noise and judge the claims."""
     groups, lost = group_runs(runs, reference)
     if not groups:
         whys = "; ".join(f"{run.folder} {run.why}" for run in runs[:3])

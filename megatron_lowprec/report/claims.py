@@ -27,7 +27,7 @@ SIZES = ("parameters", "tokens")
 
 @dataclass(frozen=True)
 class Rules:
-    """How verdicts are found; docs/guide/report.md."""
+    """Parameters of the verdicts; docs/guide/report.md."""
 
     confidence: float = 0.95
     comparable_scale: float = 0.5
@@ -36,7 +36,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class PriorNoise:
-    """Standard deviation between seeds, nats a token, to assume where nothing repeats; None for unknown."""
+    """Assumed standard deviation between seeds in nats a token, for use without repeated seeds; None if unknown."""
 
     validation_loss: float | None = None
     training_loss: float | None = None
@@ -45,7 +45,7 @@ class PriorNoise:
 
 @dataclass(frozen=True)
 class Source:
-    """An arXiv number and the place in it."""
+    """An arXiv number and the location in the paper."""
 
     arxiv: str
     where: str
@@ -53,10 +53,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Scale:
-    """The smallest sizes that a paper makes its claim for; None if it states none.
+    """The smallest sizes for which a paper makes its claim; None if it states none.
 
-    ``essential`` names the sizes that the sentence itself is about ("from 2B parameters on"): runs that are smaller in
-    them cannot reproduce it.
+    ``essential`` names the sizes that are part of the claim ("from 2B parameters on"): runs below them cannot reproduce
+    it.
     """
 
     parameters: int | None
@@ -79,7 +79,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Test:
-    """``left`` less ``right`` in ``quantity`` is in ``relation`` to ``threshold``; ``over`` is a share of the run."""
+    """``left`` minus ``right`` in ``quantity`` is in ``relation`` to ``threshold``; ``over`` is a share of the run."""
 
     __test__ = False  # pytest: not a test
 
@@ -93,7 +93,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of one paper, and the tests that must all hold for it; ``sweep`` is one that has the runs."""
+    """One sentence of one paper, and the tests that must all hold for it; ``sweep`` names a sweep with the runs."""
 
     id: str
     source: Source
@@ -116,10 +116,10 @@ class Claims:
 
 
 def load_claims(path: Path) -> Claims:
-    """Read a claims file; configs/claims.yaml explains itself.
+    """Read a claims file; configs/claims.yaml documents the format.
 
     Raises:
-        UserError: no such file, no YAML, or a field that is missing, unknown or not among its choices.
+        UserError: no such file, invalid YAML, or a field that is missing, unknown or not among its choices.
     """
     content = read_yaml_file(path, str(path), "--claims names a YAML file such as configs/claims.yaml")
     try:

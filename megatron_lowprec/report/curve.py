@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl by columns."""
+"""Reads columns of metrics.jsonl."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megatron_lowprec.errors import UserError
 
 TRAIN, VALIDATION = "lm loss", "lm loss validation"
-LAST = 20  # iterations that the final training loss is the mean of
+LAST = 20  # iterations over which the final training loss is averaged
 
 Floats = npt.NDArray[np.float64]
 Series = tuple[npt.NDArray[np.int64], Floats]
@@ -20,34 +20,34 @@ Series = tuple[npt.NDArray[np.int64], Floats]
 
 @dataclass(frozen=True)
 class Curve:
-    """Training and validation losses in nats a token, each with the iterations at which they were taken."""
+    """Training and validation losses in nats a token, each with its iterations."""
 
     train: Series
     validation: Series
 
     @property
     def final_train(self) -> float:
-        """Mean over the last iterations; NaN without any."""
+        """Mean training loss over the last iterations; NaN without any."""
         losses = self.train[1][-LAST:]
         return float(losses.mean()) if len(losses) else math.nan
 
     @property
     def final_validation(self) -> float:
-        """The last one; NaN without any."""
+        """The last validation loss; NaN without any."""
         losses = self.validation[1]
         return float(losses[-1]) if len(losses) else math.nan
 
     @property
     def last_iteration(self) -> int:
-        """Of training or validation; 0 without any."""
+        """The last iteration of training or validation; 0 without any."""
         return int(max(max(series[0], default=0) for series in (self.train, self.validation)))
 
 
 def read_columns(path: Path, keys: Sequence[str]) -> dict[str, Series]:
-    """Columns of a metrics.jsonl. Of an iteration that a continued run repeated, the later values count.
+    """Columns of a metrics.jsonl. If a resumed run repeated an iteration, the later values count.
 
     Raises:
-        UserError: no such file, or a line that is no JSON object (but the last, which may be cut).
+        UserError: no such file, or a line that is not a JSON object (except the last, which may be truncated).
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -68,21 +68,21 @@ def read_columns(path: Path, keys: Sequence[str]) -> dict[str, Series]:
 
 
 def curve_of(columns: dict[str, Series], path: Path) -> Curve:
-    """The losses among ``read_columns``'s; UserError where there is none."""
+    """The losses from ``read_columns``; UserError if there are none."""
     if not len(columns[TRAIN][0]) and not len(columns[VALIDATION][0]):
         raise UserError(f"{path} holds no loss yet; train for an iteration at least")
     return Curve(columns[TRAIN], columns[VALIDATION])
 
 
 def read_curve(path: Path) -> Curve:
-    """Losses of a metrics.jsonl; raises what ``read_columns`` and ``curve_of`` do."""
+    """Losses of a metrics.jsonl; raises as ``read_columns`` and ``curve_of``."""
     return curve_of(read_columns(path, (TRAIN, VALIDATION)), path)
 
 
 def smooth(series: Series, reach: int) -> Series:
-    """Means over ``reach`` finite values on either side, where there are as many; less in a short series.
+    """Moving average over ``reach`` finite values on either side; fewer in a short series.
 
-    At the ends there are not: a mean over fewer would show the noise of a single iteration as a turn of the curve.
+    Both ends are dropped: a mean over fewer values would show the noise of a single iteration as a turn of the curve.
     """
     kept = np.isfinite(series[1])
     iterations, values = series[0][kept], series[1][kept]

@@ -17,8 +17,8 @@ from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.runs import Run, Status
 
-# Options that change neither the model nor its training data, only where, how fast and under which names it runs.
-# An option that is not listed keeps runs apart.
+# Options that affect neither the model nor its training data, only location, speed and names of a run.
+# Runs that differ in any other option are in different groups.
 _NAMES = """
     config recipe recipe_set recipe_override seed transformer_impl stock_linears no_lowprec_linears
     fp8_param_gather emulate
@@ -41,38 +41,38 @@ _IGNORED = frozenset(_NAMES.split())
 class Group:
     """Comparable runs of one model, data and budget."""
 
-    name: str  # for headings: model, and the sweep's variant where there is one
-    runs: tuple[Run, ...]  # all of them, however they ended
-    reference: str  # the label that the others are compared with, if it is there
-    apart: Mapping[str, Any]  # option -> value, where groups of the same report differ
+    name: str  # for headings: the model, with the sweep's variant if any
+    runs: tuple[Run, ...]  # all of them, whatever their status
+    reference: str  # label of the baseline, if present
+    apart: Mapping[str, Any]  # option -> value, for options that differ between groups of a report
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """The reference first, the others in the order in which they came."""
+        """The reference first, then the others in order of appearance."""
         found = dict.fromkeys(run.label for run in self.runs)
         return tuple(sorted(found, key=lambda label: label != self.reference))
 
     def of(self, label: str, status: Status | None = None) -> tuple[Run, ...]:
-        """Runs of a label, of all or of one status."""
+        """Runs of a label, with any status or a given one."""
         return tuple(run for run in self.runs if run.label == label and status in (None, run.status))
 
     @property
     def tokens(self) -> float:
-        """Tokens that each run was to train on."""
+        """Token budget of each run."""
         return self.runs[0].tokens
 
     @property
     def parameters(self) -> float:
-        """Of the model; NaN where no run has recorded them."""
+        """Parameters of the model; NaN if no run has recorded them."""
         return next((run.parameters for run in self.runs if not math.isnan(run.parameters)), math.nan)
 
     def final_losses(self) -> dict[tuple[str, Hashable], float]:
-        """(label, seed) -> last validation loss in nats a token, of the runs that finished."""
+        """(label, seed) -> last validation loss in nats a token, of the finished runs."""
         finished = (run for run in self.runs if run.status is Status.FINISHED)
         return _by_seed((run, run.curve.final_validation) for run in finished if run.curve)
 
     def training_losses(self, start: float, end: float) -> dict[tuple[str, Hashable], float]:
-        """(label, seed) -> mean training loss over a share of the run, of every run that came so far."""
+        """(label, seed) -> mean training loss over a share of the run, of every run that reached its end."""
         found = []
         for run in self.runs:
             if run.curve is None:
@@ -85,15 +85,15 @@ class Group:
         return _by_seed(found)
 
     def repeated(self) -> list[str]:
-        """Labels that ran a seed twice: such runs are averaged, for they are one draw."""
+        """Labels with a repeated seed: such runs are averaged, since they are one draw."""
         finished = (run for run in self.runs if run.status is Status.FINISHED and run.seed is not None)
         counts = Counter((run.label, run.seed) for run in finished)
         return [f"{label}, seed {seed}" for (label, seed), count in counts.items() if count > 1]
 
     def find(self, asked: str) -> str | None:
-        """The label that a claim means: a label, a recipe's name, or a recipe with overrides, by its numerics.
+        """The label that a claim refers to: a label, a recipe's name, or a recipe with overrides, by its numerics.
 
-        ``asked`` is written as "mxfp4_rht_sr" or "mxfp4_rht_sr dgrad.hadamard.block=32 wgrad.hadamard.block=32".
+        ``asked`` has the form "mxfp4_rht_sr" or "mxfp4_rht_sr dgrad.hadamard.block=32 wgrad.hadamard.block=32".
         """
         if asked in self.labels:
             return asked
@@ -107,7 +107,7 @@ class Group:
 def group_runs(runs: Sequence[Run], reference: str) -> tuple[list[Group], list[Run]]:
     """Groups in the order of their first runs, and the runs that belong to none.
 
-    A sweep's cell that left no config.yaml goes with the one group that has cells of its sweep, model and variant.
+    A sweep's job without config.yaml joins the only group with jobs of its sweep, model and variant.
     """
     keyed: dict[str, list[Run]] = {}
     for run in runs:
@@ -130,7 +130,7 @@ def _place(run: Run) -> tuple[str | None, str, str | None]:
 
 
 def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Short names, each once: the model, with the variant or the tokens where that tells groups apart, or numbered."""
+    """Short unique names: the model, with the variant or the tokens if these distinguish groups, else numbered."""
     model = [members[0].model for members in groups]
     variant = [f"{members[0].model}, {members[0].variant or 'as it is'}" for members in groups]
     tokens = [f"{members[0].model}, {amount(members[0].tokens)} tokens" for members in groups]
@@ -144,7 +144,7 @@ def _key(run: Run) -> str:
 
 
 def _by_seed(found: Any) -> dict[tuple[str, Hashable], float]:
-    """Mean over the runs of a label that share a seed; a run without a known seed is one by itself."""
+    """Mean over the runs of a label that share a seed; a run with unknown seed counts as its own seed."""
     values: dict[tuple[str, Hashable], list[float]] = {}
     for run, value in found:
         seed = str(run.folder) if run.seed is None else run.seed

@@ -15,14 +15,14 @@ from megatron_lowprec.report.verdict import Verdict, published_difference
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as PNG for light and for dark pages."""
+    """A figure as PNG, for light and for dark pages."""
 
     light: bytes
     dark: bytes
 
 
 def page(**content: Any) -> str:
-    """The whole file; all text is escaped."""
+    """The whole HTML file; all text is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""A figure of how well operands were represented while the runs trained."""
+"""Figure of the operands' signal-to-noise ratio during training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLUMNS = 2  # the operands of a GEMM stand side by side
-_MARKED = 12  # points at most that each have a marker
+_COLUMNS = 2  # operands of a GEMM, side by side
+_MARKED = 12  # most points with a marker each
 
 
 def snr(snapshots: Sequence[Snapshots], styles: Mapping[str, Style], theme: Theme) -> bytes | None:
     """PNG: signal-to-noise ratios over iterations, a panel for each operand of each GEMM, median and range of layers.
 
-    None where nothing was lost.
+    None if no operand has a quantization error.
     """
     found = {kind: {each.label: each.snr(kind) for each in snapshots if kind in each.kinds} for kind in KINDS}
     shown = {kind: series for kind, series in found.items() if series}
@@ -48,7 +48,7 @@ def snr(snapshots: Sequence[Snapshots], styles: Mapping[str, Style], theme: Them
 
 
 def _layers(axes: Axes, each: Snapshots, series: Mapping[int, Sequence[float]], style: Style, theme: Theme) -> None:
-    """Median and range, broken where no layer has a ratio; dotted where no run finished."""
+    """Median and range, interrupted where no layer has a ratio; dotted if no run finished."""
     middle, low, high = (
         np.array([take(values) if values else math.nan for values in series.values()]) for take in (median, min, max)
     )
@@ -57,7 +57,7 @@ def _layers(axes: Axes, each: Snapshots, series: Mapping[int, Sequence[float]], 
 
 
 def _axes(panels: Sequence[Axes], columns: int, seen: Sequence[float]) -> None:
-    """All have the same limits; iterations stand under those that have no panel below."""
+    """Set common limits; iterations are labeled on panels with none below."""
     from matplotlib.ticker import MaxNLocator
 
     for axes in panels[-columns:]:

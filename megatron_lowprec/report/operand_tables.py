@@ -1,4 +1,4 @@
-"""Tables of how well operands were represented: all of it for the page, the worst of it for a terminal."""
+"""Tables of the operands' quantization error: complete for the page, the worst for a terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of_every_operand(snapshots: Sequence[Snapshots]) -> Table:
 
 
 def in_short(snapshots: Sequence[Snapshots]) -> Table:
-    """A row a recipe: the SNR of each operand, the other numbers of the operand where they are worst."""
+    """A row per recipe: the SNR of each operand, the other quantities for the worst operand."""
     kinds = [kind for kind in KINDS if any(kind in each.kinds for each in snapshots)]
     rows = []
     for each in snapshots:
@@ -51,18 +51,18 @@ def in_short(snapshots: Sequence[Snapshots]) -> Table:
 
 
 def _median(rows: Sequence[Row], quantity: str) -> float:
-    """Of the operands that are finite."""
+    """Median over finite operands."""
     return median(row[quantity] for row in rows if row["amax"] is not None)
 
 
 def _largest(snapshots: Snapshots, quantity: str) -> float:
-    """The median of the operand where it is farthest from zero; NaN where none has one."""
+    """The operand median farthest from zero; NaN if there is none."""
     found = [_median(snapshots.last(kind), quantity) for kind in snapshots.kinds]
     return max((value for value in found if not math.isnan(value)), key=abs, default=math.nan)
 
 
 def _worst(rows: Sequence[Row], named: Callable[[Row], str]) -> str:
-    """What is not finite comes first, then the lowest signal-to-noise ratio."""
+    """The worst layer: non-finite ones first, then the lowest signal-to-noise ratio."""
     bad, ranked = not_finite(rows), by_snr(rows)
     if bad:
         return f"{named(bad[0])}, not finite ({len(bad)} of {len(rows)})"

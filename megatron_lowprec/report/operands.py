@@ -18,10 +18,10 @@ from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
 
 Row = dict[str, Any]
-"""A line of the file; docs/guide/quantization-error.md says what its numbers are."""
+"""A line of the file; docs/guide/quantization-error.md defines its quantities."""
 
 Kind = tuple[str, str]
-"""A GEMM and an operand of it."""
+"""A GEMM and one of its operands."""
 
 KINDS: tuple[Kind, ...] = tuple((gemm, operand) for gemm, both in GEMM_OPERANDS.items() for operand in both)
 
@@ -29,12 +29,12 @@ _FIELDS = ("iteration", "linear", "gemm", "operand", "format", "amax", "snr", "b
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All complete lines of a quantization.jsonl, which a run may be writing; none where there is no such file.
+    """All complete lines of a quantization.jsonl, which a run may be writing; empty without a file.
 
-    Where a continued run repeats an operand in the same iteration, the later row counts.
+    If a resumed run repeats an operand in the same iteration, the later row counts.
 
     Raises:
-        UserError: a complete line is no such row.
+        UserError: a complete line in another format.
     """
     if not path.is_file():
         return []
@@ -47,7 +47,7 @@ def read_rows(path: Path) -> list[Row]:
             iteration, linear, gemm, operand, *_ = (row[field] for field in _FIELDS)
             found[iteration, linear, gemm, operand] = row
             known = isinstance(iteration, int) and (gemm, operand) in KINDS
-        except (ValueError, KeyError, TypeError, RecursionError):  # bytes that are no UTF-8 are a ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):  # invalid UTF-8 is a ValueError
             known = False
         if not known:
             raise UserError(f"{path}, line {number}: not a row of --log-quantization-interval")
@@ -55,17 +55,17 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def full_name(row: Row) -> str:
-    """Linear layer, GEMM and operand."""
+    """Name from linear layer, GEMM and operand."""
     return f"{row['linear']} {row['gemm']} {row['operand']}"
 
 
 def not_finite(rows: Iterable[Row]) -> list[Row]:
-    """Rows of operands that held an Inf or a NaN."""
+    """Rows of operands with an Inf or a NaN."""
     return [row for row in rows if row["amax"] is None]
 
 
 def by_snr(rows: Iterable[Row]) -> list[Row]:
-    """Rows with a signal-to-noise ratio, by rising ratio."""
+    """Rows with a signal-to-noise ratio, in ascending order."""
     return sorted((row for row in rows if row["snr"] is not None), key=lambda row: row["snr"])
 
 
@@ -80,17 +80,17 @@ class Snapshots:
     """Quantization-error snapshots of a recipe's runs."""
 
     label: str  # of the recipe
-    finished: bool  # whether ``runs`` are those that finished; all of them where none did
+    finished: bool  # whether ``runs`` are the finished ones; all of them if none finished
     runs: tuple[Sequence[Row], ...]  # all rows of each run, at least one
 
     @property
     def title(self) -> str:
-        """Its label, marked where no run finished."""
+        """The label, marked if no run finished."""
         return self.label if self.finished else f"{self.label}, not finished"
 
     @cached_property
     def kinds(self) -> list[Kind]:
-        """What the recipe quantizes, in the order of ``KINDS``."""
+        """Quantized operands of the recipe, in the order of ``KINDS``."""
         found = {_kind(row) for rows in self.runs for row in rows}
         return [kind for kind in KINDS if kind in found]
 
@@ -105,7 +105,7 @@ class Snapshots:
         return [row for row in rows if kind in (None, _kind(row))]
 
     def snr(self, kind: Kind) -> dict[int, list[float]]:
-        """Iteration -> every layer's and run's signal-to-noise ratio in dB, where it has one; by rising iteration."""
+        """Iteration -> every layer's and run's signal-to-noise ratio in dB, if defined; in ascending order."""
         series: dict[int, list[float]] = {}
         for row in (row for rows in self.runs for row in rows if _kind(row) == kind):
             series.setdefault(row["iteration"], []).extend([] if row["snr"] is None else [row["snr"]])
@@ -113,7 +113,7 @@ class Snapshots:
 
 
 def find_snapshots(group: Group) -> tuple[list[Snapshots], list[str]]:
-    """Snapshots of each recipe that has any, in the group's order, and notes about files that cannot be read."""
+    """Snapshots of each recipe that has any, in the group's order, and notes about unreadable files."""
     found, notes = [], []
     for label in group.labels:
         recorded: list[tuple[Run, list[Row]]] = []

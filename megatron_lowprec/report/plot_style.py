@@ -1,4 +1,4 @@
-"""Style of a report's figures: themes, a colour per recipe, plain axes."""
+"""Style of a report's figures: themes, a color per recipe, plain axes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH = 6.6  # inches: text of 9 points is then readable on a phone
+_WIDTH = 6.6  # inches: 9-point text is then readable on a phone
 
 _COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #8c564b #9467bd #7a9a01 #17a2b8 #b22222 #c9a400"
 _PALETTE = _COLORS.split()
 _USUAL = {"mxfp4_rht_sr": 0, "mxfp4": 1, "mxfp4_sr": 2, "mxfp4_rht": 4, "mxfp8": 9, "mxfp8_ocp": 10}
-_DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1), (6, 2, 1, 2))  # of labels whose colour is taken
+_DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1), (6, 2, 1, 2))  # for labels that share a color
 _MARKERS = "osD^vPXd<>hp"
 
 NOT_FINISHED = (0, (1.0, 1.5))
-"""Dashes of what is drawn of a run that did not finish."""
+"""Line style of a run that did not finish."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of everything but the curves, and how far those are moved towards white to stand out."""
+    """Colors of everything except the curves, and how far curves are lightened for contrast."""
 
     text: str
     muted: str
@@ -58,14 +58,14 @@ class Theme:
             axis.label.set_fontsize(9.5)
 
     def legend(self, figure: Figure, panels: Sequence[Axes]) -> None:
-        """Under the figure: every label of the panels once."""
+        """Legend below the figure with every label of the panels once."""
         entries = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
         columns = 2 if max(map(len, entries), default=0) > 20 else 3
         options: dict[str, Any] = {"frameon": False, "labelcolor": self.text, "fontsize": 9}
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **options)
 
     def png(self, figure: Figure) -> bytes:
-        """The figure as a file."""
+        """The figure as PNG bytes."""
         output = io.BytesIO()
         figure.savefig(output, format="png", facecolor=self.background)
         return output.getvalue()
@@ -77,14 +77,14 @@ DARK = Theme("#e6edf3", "#9da7b1", "#30363d", "#161b22", 0.3)
 
 @dataclass(frozen=True)
 class Style:
-    """How a label is drawn, in every figure of a report."""
+    """Line style of a label, the same in every figure of a report."""
 
     color: str | None
     marker: str
     dashes: tuple[int, tuple[float, ...]]
 
     def paint(self, theme: Theme) -> str:
-        """Its colour; the reference has the theme's grey."""
+        """The line color; the reference has the theme's gray."""
         if self.color is None:
             return theme.muted
         parts = (int(self.color[at : at + 2], 16) for at in (1, 3, 5))
@@ -92,7 +92,7 @@ class Style:
 
 
 def styles(labels: Sequence[str], reference: str) -> dict[str, Style]:
-    """A colour a label: the same in every report for the best known, the next free one for others."""
+    """A color per label: fixed for the best-known recipes, the next free one for others."""
     taken = {_USUAL[label] for label in labels if label in _USUAL}
     free = [at for at in range(len(_PALETTE)) if at not in taken] or list(range(len(_PALETTE)))
     found = {}
@@ -129,7 +129,7 @@ def band(
     label: str,
     markers: bool,
 ) -> None:
-    """A line, and the range around it where there is one."""
+    """A line, with the range around it if given."""
     paint = style.paint(theme)
     marks: dict[str, Any] = {"marker": style.marker, "markersize": 4} if markers else {}
     axes.plot(x, middle, color=paint, linewidth=1.5, linestyle=style.dashes, label=wrapped(label), **marks)
@@ -138,5 +138,5 @@ def band(
 
 
 def wrapped(label: str) -> str:
-    """A recipe with overrides on a line for each."""
+    """A recipe's label with a line break before each override."""
     return label.replace("+", "\n+") if len(label) > 24 else label

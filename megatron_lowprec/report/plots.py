@@ -1,4 +1,4 @@
-"""A report's figures: losses with their difference to the reference, and the gaps at the end."""
+"""A report's figures: losses with their difference to the reference, and final perplexity gaps."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_POINTS = 600  # that a curve is drawn with
-_MARKED = 40  # points at most that each have a marker
-_SMOOTHING = 100  # a smoothed loss is the mean over 1/_SMOOTHING of the run to either side
-_EARLY = 0.1  # share of the run that does not set the limits of a difference
-_FIRST = 0.04  # likewise of a loss
+_POINTS = 600  # per curve
+_MARKED = 40  # most points with a marker each
+_SMOOTHING = 100  # a smoothed loss averages 1/_SMOOTHING of the run on either side
+_EARLY = 0.1  # first share of the run, ignored for the axis limits of a difference
+_FIRST = 0.04  # likewise for a loss
 
 
 def gaps(
     group: Group, fit: Fit | None, styles: Mapping[str, Style], published: Mapping[str, Sequence[float]], theme: Theme
 ) -> bytes | None:
-    """PNG: perplexity gap to the reference at the end, with intervals, single seeds and published gaps (percent).
+    """PNG: final perplexity gap to the reference, with intervals, single seeds and published gaps (percent).
 
-    None where there is nothing to compare.
+    None if there is nothing to compare.
     """
     results = group.final_losses()
     labels = [label for label in group.labels if any(label == each for each, _ in results)]
@@ -93,7 +93,7 @@ def losses(
 ) -> bytes | None:
     """PNG over tokens: mean over seeds with their range, and paired differences to the reference with theirs.
 
-    Training losses are smoothed, validation losses have markers. None without a run's losses.
+    Training losses are smoothed, validation losses have markers. None if no run has losses.
     """
     if all(run.curve is None for run in group.runs):
         return None
@@ -118,7 +118,7 @@ def losses(
         label = f"{wrapped(run.label)}, not finished"
         dotted: dict[str, Any] = {"linewidth": 1.1, "linestyle": NOT_FINISHED, "marker": "x", "markersize": 6}
         top.plot(x, values, color=styles[run.label].paint(theme), markevery=[len(x) - 1], label=label, **dotted)
-        if not finished:  # otherwise the limits are theirs, and a loss that ran away leaves the picture
+        if not finished:  # else finished runs set the limits, and a diverged loss leaves the picture
             seen.append(values[None, x >= _FIRST * x[-1]])
     _loss_axis(top, seen, name, theme)
     if compared:
@@ -154,7 +154,7 @@ def _validation(run: Run) -> Series:
 
 
 def _common(runs: Sequence[Run], series: Callable[[Run], Series]) -> tuple[np.ndarray, Floats]:
-    """Iterations that all of the runs have, and their losses there, a row a run."""
+    """Iterations common to all runs, and their losses there, one row per run."""
     found = [series(run) for run in runs]
     if not found:
         return np.zeros(0, np.int64), np.zeros((0, 0))
@@ -165,7 +165,7 @@ def _common(runs: Sequence[Run], series: Callable[[Run], Series]) -> tuple[np.nd
 
 
 def _paired(group: Group, label: str, series: Callable[[Run], Series]) -> tuple[np.ndarray, Floats]:
-    """Differences to the reference by seed, a row a shared seed; of the means, one row, where they share none."""
+    """Differences to the reference, one row per shared seed; without shared seeds one row, of the means."""
     left, right = group.of(label, Status.FINISHED), group.of(group.reference, Status.FINISHED)
     by_seed = {run.seed: run for run in right if run.seed is not None}
     pairs = [(run, by_seed[run.seed]) for run in left if run.seed in by_seed]
@@ -177,7 +177,7 @@ def _paired(group: Group, label: str, series: Callable[[Run], Series]) -> tuple[
 
 
 def _band(axes: Axes, x: Floats, values: Floats, style: Style, theme: Theme, label: str, markers: bool) -> None:
-    """The mean over seeds, a row each, and their range."""
+    """Plot the mean over seeds, one row each, and their range."""
     ends = (values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None
     band(axes, x, values.mean(axis=0), ends, style, theme, label, markers and len(x) <= _MARKED)
 

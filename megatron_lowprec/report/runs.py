@@ -1,4 +1,4 @@
-"""Reads runs from their folders: configuration, losses, and how each ended."""
+"""Reads runs from their folders: configuration, losses, and final status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped it
 
 
 class Status(Enum):
-    """How a run ended."""
+    """Final status of a run."""
 
     FINISHED = "finished"
     DIVERGED = "diverged"
@@ -31,53 +31,53 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One run, or a job of a sweep that left none."""
+    """One run, or a job of a sweep without a run."""
 
     folder: Path
-    cell: str  # the id of its job in the sweep, or the folder's name
-    label: str  # the sweep's label, or else the recipe's name
+    cell: str  # the job's id in the sweep, or the folder's name
+    label: str  # the sweep's label, else the recipe's name
     recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
     options: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
     seed: int | None = None  # None if unknown
-    status: Status = Status.FAILED  # how it ended
+    status: Status = Status.FAILED  # final status
     why: str = ""
-    curve: Curve | None = None  # losses in nats a token; None where there are none
+    curve: Curve | None = None  # losses in nats a token; None if there are none
     samples: Series | None = None  # consumed samples by iteration
-    seconds: float = math.nan  # of an iteration: the median of the run's second half; NaN where not recorded
-    record: Mapping[str, Any] = field(default_factory=dict)  # run.json; empty where there is none
-    sweep: str | None = None  # the sweep's names, down to the variant
+    seconds: float = math.nan  # per iteration: median over the run's second half; NaN if not recorded
+    record: Mapping[str, Any] = field(default_factory=dict)  # run.json; empty without it
+    sweep: str | None = None  # names in the sweep, down to ``variant``
     model: str = "model"
     variant: str | None = None
 
     @property
     def train_iters(self) -> int:
-        """Iterations that were asked for."""
+        """Requested iterations."""
         return int(self.options.get("train_iters") or 0)
 
     @property
     def tokens(self) -> float:
-        """Tokens that were asked for; NaN where config.yaml does not say."""
+        """Requested tokens; NaN if not in config.yaml."""
         batch, length = (float(self.options.get(name, math.nan)) for name in ("global_batch_size", "seq_length"))
         return float(self.options.get("train_samples") or self.train_iters * batch) * length
 
     @property
     def parameters(self) -> float:
-        """Parameters of the model, as run.json says; NaN without it."""
+        """Parameters of the model in run.json; NaN without it."""
         return float(self.record.get("parameters") or math.nan)
 
     @property
     def tokens_a_second(self) -> float:
-        """Of all processes together, at a typical iteration's time; NaN where not recorded."""
+        """Throughput of all processes together, at the typical iteration time; NaN if not recorded."""
         return float(self.options.get("global_batch_size", math.nan)) * float(self.options["seq_length"]) / self.seconds
 
     @property
     def peak_memory_gib(self) -> float:
-        """Allocated at most on a GPU; NaN where not recorded."""
+        """Peak allocated memory of a GPU; NaN if not recorded."""
         peak = self.record.get("peak_memory_bytes")
         return math.nan if peak is None else float(peak) / 2**30
 
     def tokens_at(self, iterations: np.ndarray) -> np.ndarray:
-        """Tokens consumed by each of these iterations."""
+        """Tokens consumed by the end of each of these iterations."""
         assert self.samples is not None
         samples = np.interp(iterations, [0, *self.samples[0]], [0.0, *self.samples[1]])
         return samples * float(self.options["seq_length"])
@@ -87,11 +87,11 @@ def find_runs(paths: Sequence[str], diverged_rise: float) -> tuple[list[Run], li
     """Runs in run folders, sweep folders and globs, each once, and notes about duplicates.
 
     Args:
-        paths: folders, or patterns of folders.
-        diverged_rise: nats by which the training loss may end above its lowest before a run counts as diverged.
+        paths: folders, or globs of folders.
+        diverged_rise: rise of the training loss above its lowest, in nats, beyond which a run counts as diverged.
 
     Raises:
-        UserError: a path that is not there, a sweep.json that cannot be read, or no run at all.
+        UserError: a missing path, an unreadable sweep.json, or no run found.
     """
     cells: list[Run] = []
     for path in paths:
@@ -114,7 +114,7 @@ def find_runs(paths: Sequence[str], diverged_rise: float) -> tuple[list[Run], li
 
 
 def read_run(cell: Run, diverged_rise: float) -> Run:
-    """``cell`` with what its folder holds."""
+    """``cell`` completed from its folder's files."""
     folder = cell.folder
     if not folder.is_dir():
         return replace(cell, why="was not run: there is no folder")
@@ -164,10 +164,10 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
 
 
 def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[Status, str]:
-    """Status of a run from its losses alone, and a few words.
+    """Status of a run from its losses alone, and a short explanation.
 
-    Diverged: the last training or validation loss is not finite, or the last training losses lie more than
-    ``diverged_rise`` nats above the lowest that as many iterations before them had.
+    Diverged: the last training or validation loss is not finite, or the mean of the last training losses is more than
+    ``diverged_rise`` nats above the lowest earlier mean over as many iterations.
     """
     at = f"at iteration {curve.last_iteration:,} of {train_iters:,}"
     for name, (iterations, losses) in (("training", curve.train), ("validation", curve.validation)):
@@ -227,13 +227,13 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _exit(folder: Path) -> str:
-    """The exit code of a failed job, as the end of a sentence; empty if the sweep recorded none."""
+    """The exit code of a failed job, as the end of a sentence; empty if not recorded."""
     cell = _json(folder / "cell.json")
     return f"; its process ended with exit code {cell['exit_code']}" if cell.get("exit_code") else ""
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none that can be read."""
+    """A JSON object; empty if missing or unreadable."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Means over seeds, their differences, and how large a difference must be to be told from none.
+"""Means over seeds, their differences, and the smallest significant difference.
 
-One model serves a whole group of runs: a run's result is its recipe's mean, plus its seed's effect where seeds are
-shared, plus noise of one standard deviation for all recipes. The standard deviation is pooled over all runs.
+One model serves a whole group of runs: a run's result is its recipe's mean, plus its seed's effect if seeds are shared,
+plus noise of one standard deviation for all recipes. The standard deviation is pooled over all runs.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import numpy as np
 Results = Mapping[tuple[str, Hashable], float]
 
 BLOCKS, INDEPENDENT, PRIOR, NONE = "seeds as blocks", "independent runs", "prior noise", "none"
-_FEWEST = 4  # degrees of freedom that seeds as blocks must leave
+_FEWEST = 4  # least degrees of freedom left by seeds as blocks
 _POWER = 0.8
 _UNLIKE = 3.0  # times the others' standard deviation
-_COPIES = 1e-9  # nats: a standard deviation below is rounding
+_COPIES = 1e-9  # nats: a smaller standard deviation is rounding
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of one label less that of another."""
+    """Mean of one label minus that of another."""
 
     value: float
-    error: float | None  # standard error; None where nothing is known about the noise
-    quantile: float  # Student's t of the confidence asked for (two-sided)
+    error: float | None  # standard error; None if the noise is unknown
+    quantile: float  # Student's t of the requested confidence (two-sided)
     dof: float  # degrees of freedom of the standard deviation; infinite for a prior one
     counts: tuple[int, int]  # seeds on either side
 
     @property
     def half_width(self) -> float:
-        """Of the confidence interval: the smallest difference that is told from zero; infinite if unknown."""
+        """Half width of the confidence interval: the smallest significant difference; infinite if unknown."""
         return math.inf if self.error is None else self.quantile * self.error
 
     @property
@@ -45,14 +45,14 @@ class Difference:
 class Fit:
     """The noise of one quantity over a group's runs, and differences between labels.
 
-    Seeds are blocks (they share weights, data order and dropout over recipes) where the design allows: every label can
-    then be compared through shared seeds, and at least 4 degrees of freedom are left. Otherwise the runs count as
-    independent. The results have no say in that choice.
+    Seeds are blocks (they share weights, data order and dropout over recipes) if the design allows: shared seeds
+    connect all labels, and at least 4 degrees of freedom are left. Otherwise the runs count as independent. The results
+    do not affect that choice.
 
     Args:
-        results: (label, seed) -> finite value; one a pair.
+        results: (label, seed) -> finite value; one per pair.
         confidence: of the intervals, such as 0.95.
-        prior: standard deviation between seeds to assume where no label has two; None for none.
+        prior: assumed standard deviation between seeds if no label has two; None for none.
     """
 
     def __init__(self, results: Results, confidence: float, prior: float | None = None) -> None:
@@ -62,7 +62,7 @@ class Fit:
             label: np.array([value for (other, _), value in results.items() if other == label])
             for label in self._labels
         }
-        # Degrees of freedom and sum of squared deviations of each label by itself.
+        # Degrees of freedom and sum of squared deviations of each label.
         self._spare = {label: len(values) - 1 for label, values in self._values.items()}
         self._squares = {label: float(((values - values.mean()) ** 2).sum()) for label, values in self._values.items()}
         self.method, self.sigma, self.dof = NONE, math.nan, 0.0
@@ -86,7 +86,7 @@ class Fit:
             design[row, self._labels.index(label)] = 1.0
             if seeds.index(seed):
                 design[row, len(self._labels) + seeds.index(seed) - 1] = 1.0
-        # Without full rank some labels share no seeds, not even through others, and cannot be told from them.
+        # Without full rank some labels share no seeds, not even through others, and cannot be compared with them.
         if np.linalg.matrix_rank(design) < design.shape[1] or len(results) - design.shape[1] < _FEWEST:
             return False
         inverse = np.linalg.inv(design.T @ design)
@@ -100,11 +100,11 @@ class Fit:
 
     @property
     def known(self) -> bool:
-        """Whether there is a standard deviation; one of zero means copies, not seeds, and is none."""
+        """Whether the standard deviation is known; zero means copies instead of seeds, and counts as unknown."""
         return self.dof > 0 and self.sigma > _COPIES
 
     def difference(self, left: str, right: str) -> Difference:
-        """Of two labels, by the model."""
+        """Difference of two labels in the model."""
         contrast = np.array([(label == left) - (label == right) for label in self._labels], float)
         error = self.sigma * math.sqrt(float(contrast @ self._covariance @ contrast)) if self.known else None
         quantile = t_quantile(0.5 + self._confidence / 2, self.dof) if self.known else math.inf
@@ -112,7 +112,7 @@ class Fit:
         return Difference(float(contrast @ self._means), error, quantile, self.dof, counts)
 
     def detected(self, difference: Difference) -> float:
-        """True difference that such a comparison tells from zero four times out of five."""
+        """True difference that such a comparison detects with probability 0.8."""
         if difference.error is None:
             return math.inf
         return (difference.quantile + t_quantile(_POWER, self.dof)) * difference.error
@@ -138,7 +138,7 @@ class Fit:
 
 
 def t_quantile(probability: float, dof: float) -> float:
-    """Student's t that is not exceeded with this probability; of the normal distribution for infinite ``dof``."""
-    from scipy.special import stdtrit  # half a second, which most commands need not spend
+    """Quantile of Student's t for this probability; of the normal distribution for infinite ``dof``."""
+    from scipy.special import stdtrit  # takes half a second, which most commands do not need
 
     return float(stdtrit(dof, probability))

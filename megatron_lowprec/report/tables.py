@@ -25,16 +25,16 @@ class Table:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, str]], left: Iterable[str]) -> Table:
-        """Rows that map each column to its cell, in the same order."""
+        """A table from rows that map each column to its cell, all in the same order."""
         return Table(tuple(rows[0]), tuple(tuple(row.values()) for row in rows), frozenset(left))
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Lines for a terminal."""
         return plain_table(self.columns, self.rows, self.left)
 
 
 def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
-    """Final validation loss and perplexity a recipe, and the gap to the reference with its interval."""
+    """Final validation loss and perplexity per recipe, and the gap to the reference with its interval."""
     rows = []
     for label in group.labels:
         finished, diverged = group.of(label, Status.FINISHED), len(group.of(label, Status.DIVERGED))
@@ -72,7 +72,7 @@ def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
 
 
 def cost(group: Group) -> Table:
-    """Tokens, time, memory and how the GEMMs ran, a recipe."""
+    """Tokens, time, memory and GEMM execution per recipe."""
     rows = []
     for label in group.labels:
         runs = [run for run in group.of(label) if run.curve is not None]
@@ -90,7 +90,7 @@ def cost(group: Group) -> Table:
 
 
 def all_runs(runs: Sequence[Run]) -> Table:
-    """Every run, however it ended."""
+    """Every run, whatever its status."""
     rows = []
     for run in runs:
         losses = (math.nan, math.nan) if run.curve is None else (run.curve.final_train, run.curve.final_validation)
@@ -112,7 +112,7 @@ def all_runs(runs: Sequence[Run]) -> Table:
 
 
 def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
-    """Sentences on the noise of a group's final validation losses and on what differences it hides."""
+    """Sentences on the noise of a group's final validation losses and on the differences that it hides."""
     if fit is None:
         return ["No run finished, so nothing can be compared."]
     if fit.method == NONE:
@@ -153,7 +153,7 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
 
 
 def _range(losses: Sequence[float]) -> str:
-    """Of positive losses, as nats and as percent of perplexity."""
+    """Range of positive losses, in nats and in percent of perplexity."""
     low, high = min(losses), max(losses)
     nats, gap = f"{low:.4f}", f"{percent(low):.2f}"
     if f"{high:.4f}" != nats:
@@ -162,7 +162,7 @@ def _range(losses: Sequence[float]) -> str:
 
 
 def gemms(run: Run) -> str:
-    """How the three GEMMs ran: those alike together."""
+    """Execution of the three GEMMs, equal ones combined."""
     recorded = run.record.get("gemms")
     if not isinstance(recorded, dict):
         return "not recorded"
@@ -173,7 +173,7 @@ def gemms(run: Run) -> str:
 
 
 def device(run: Run) -> str:
-    """Its name and how many processes."""
+    """Device name and number of processes."""
     name = run.record.get("device")
     return f"{run.record.get('processes', '?')} x {name}" if name else "not recorded"
 

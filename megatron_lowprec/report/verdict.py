@@ -17,7 +17,7 @@ Interval = tuple[float, float]
 
 
 class Held(Enum):
-    """Of one test."""
+    """Outcome of one test."""
 
     YES = "holds"
     NO = "fails"
@@ -26,7 +26,7 @@ class Held(Enum):
 
 
 class Outcome(Enum):
-    """Of a claim; reports list them in this order."""
+    """Outcome of a claim; reports list them in this order."""
 
     REPRODUCED = "reproduced"
     CONTRADICTED = "contradicted"
@@ -37,9 +37,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One test's result; ``measured`` and ``interval`` in the test's unit, None where there are no numbers.
+    """One test's result; ``measured`` and ``interval`` in the test's unit, None without numbers.
 
-    ``words`` tell all of it, ``brief`` the difference alone.
+    ``words`` is the full text, ``brief`` the difference only.
     """
 
     test: Test
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim's, from one group of runs; ``group`` is None where no group has its recipes."""
+    """Verdict on a claim by one group of runs; ``group`` is None if no group has its recipes."""
 
     claim: Claim
     group: Group | None
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
-    """A verdict for each claim and each group that has runs of all its recipes; one of "not tested" where none has."""
+    """A verdict for each claim and each group that has runs of all its recipes; "not tested" if none has."""
     verdicts = []
     for claim in claims.claims:
         found = [judge(claim, group, claims) for group in groups]
@@ -76,7 +76,7 @@ def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
     """The verdict on a claim by one group of runs.
 
     All tests hold: reproduced, unless the runs are too small in a size that the claim is about. One fails:
-    contradicted, where model and tokens are comparable with the claim's. In smaller runs either is: not reproduced at
+    contradicted, if model and tokens are comparable with the claim's. With smaller runs both become: not reproduced at
     this scale. One lacks runs: not tested. Otherwise the seeds do not resolve it.
     """
     findings = tuple(_finding(test, group, claims) for test in claim.tests)
@@ -97,10 +97,10 @@ def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
 
 
 def decide(relation: str, threshold: float, interval: Interval) -> Held:
-    """Whether a difference known to lie in an interval stands in a relation to a threshold.
+    """Whether a difference with a known interval is in a relation to a threshold.
 
-    It holds if it does wherever in the interval the difference is, fails if it does nowhere, and is open otherwise.
-    Ends may be infinite.
+    YES if the relation holds in the whole interval, NO if it holds nowhere in it, else OPEN. Interval ends may be
+    infinite.
     """
     low, high = interval
     holds, fails = {
@@ -113,13 +113,13 @@ def decide(relation: str, threshold: float, interval: Interval) -> Held:
 
 
 def published_percent(row: Published) -> float:
-    """Left's perplexity over right's, less one, in percent."""
+    """Left's perplexity over right's, minus one, in percent."""
     left, right = row.values
     return 100 * (math.expm1(left - right) if row.quantity == "validation_loss" else left / right - 1)
 
 
 def published_difference(row: Published) -> str:
-    """Both numbers and their difference, in words."""
+    """Text with both numbers and their difference."""
     left, right = row.values
     unit = {"validation_loss": "nats", "perplexity": "perplexity"}.get(row.quantity, QUANTITIES[row.quantity])
     return (
@@ -130,7 +130,7 @@ def published_difference(row: Published) -> str:
 
 
 def published_gaps(claims: Claims, group: Group) -> dict[str, list[float]]:
-    """Label -> published perplexity gaps to the group's reference, percent, each once."""
+    """Label -> distinct published perplexity gaps to the group's reference, percent."""
     gaps: dict[str, list[float]] = {}
     for row in (row for claim in claims.claims for row in claim.published if row.right == group.reference):
         label = group.find(row.left)
@@ -164,7 +164,7 @@ def _finding(test: Test, group: Group, claims: Claims) -> Finding:
     difference = fit.difference(left, right)
     convert = _conversion(test.quantity, fit.mean(right))
     low, high = difference.interval
-    # What a diverged run would have ended with is no number; it can only have been worse than any.
+    # A diverged run has no final loss; it can only have been worse than any.
     interval = convert(-math.inf if diverged[right] else low), convert(math.inf if diverged[left] else high)
     held = decide(test.relation, test.threshold, interval)
     measured = convert(difference.value)
@@ -177,8 +177,8 @@ def _finding(test: Test, group: Group, claims: Claims) -> Finding:
 def _all_diverged(
     test: Test, name: str, left: str, right: str, have: dict[str, int], diverged: dict[str, int]
 ) -> Finding:
-    """No run of one side has a last loss. Two that diverged stand for a gap beyond any, unless runs of the other
-    side diverged as well; one may be chance.
+    """Finding if no run of one side has a final loss. Two diverged runs count as a gap beyond any, unless runs of the
+    other side diverged as well; a single one may be chance.
     """
     label = right if not have[right] else left
     words = f"{name}: every run of {label} that came to an end diverged ({diverged[label]})"
@@ -194,7 +194,7 @@ def _all_diverged(
 
 
 def _conversion(quantity: str, right: float) -> Callable[[float], float]:
-    """From a difference of losses to the test's unit; rising, so intervals go over with their ends."""
+    """From a difference of losses to the test's unit; increasing, so it maps intervals by their ends."""
     if quantity == "perplexity_percent":
         return lambda loss: 100 * math.expm1(loss) if loss < 700 else math.inf
     if quantity == "perplexity":
@@ -229,7 +229,7 @@ def _diverged_words(diverged: dict[str, int]) -> str:
 
 
 def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, set[str]]:
-    """How far the runs are from what the claim is about, and the sizes in which they are too small to contradict it."""
+    """Text on how far the runs' sizes are from the claim's, and the sizes too small to contradict it."""
     parts, too_small = [], set()
     for name in SIZES:
         claimed, here = getattr(claim.scale, name), getattr(group, name)
@@ -246,7 +246,7 @@ def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, set[str]]:
 
 
 def _untested(claim: Claim, found: Sequence[Verdict]) -> Verdict:
-    """What is missing in the group that lacks the fewest of the claim's runs."""
+    """The verdict "not tested", with what is missing in the group that lacks the fewest of the claim's runs."""
 
     def lacking(verdict: Verdict) -> int:
         asked = {name for test in claim.tests for name in (test.left, test.right)}

@@ -1,4 +1,4 @@
-"""The command line of scripts/sweep.py."""
+"""Command line of scripts/sweep.py."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from megatron_lowprec.training.config.paths import check_folder
 
 PROGRAM = str(REPOSITORY / "scripts" / "sweep.py")
 TO_BE_CONTINUED = 75
-"""Exit code of a sweep that was interrupted: sysexits' EX_TEMPFAIL, "try again"."""
+"""Exit code of an interrupted sweep: sysexits' EX_TEMPFAIL, "try again"."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0, 1 where a job failed, 2 for what a user can mend, 75 where a signal came before the end."""
+    """Run the command; exit code 0, 1 if a job failed, 2 for a user's error, 75 if interrupted by a signal."""
     args = _parser().parse_args(argv)
     return run_tool("sweep.py", lambda: _main(args))
 
@@ -102,7 +102,7 @@ def _main(args: argparse.Namespace) -> int:
     if args.slurm_dry_run:
         print(slurm.script(sweep, jobs, todo or chosen, out, Path.cwd(), _passed_on(args, out)), end="")
         return 0
-    if not on_slurm:  # whose nodes may see other disks
+    if not on_slurm:  # Slurm nodes may have other disks
         check_data(todo)
     where = [] if on_slurm else local.places(sweep.resources, gpus, len(os.sched_getaffinity(0)))
     if args.job is None or not (out / MANIFEST).exists():
@@ -113,9 +113,9 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _with_flags(sweep: Sweep, args: argparse.Namespace) -> Sweep:
-    """The sweep with the command line's resources and sbatch options."""
+    """The sweep with resources and sbatch options from the command line."""
     given = {name: getattr(args, name) for name in RENAMED if getattr(args, name) is not None}
-    if args.job is not None:  # which has all of the task's cores
+    if args.job is not None:  # it has all of the task's cores
         given |= {"jobs_per_gpu": 1, "jobs_at_once": 1}
     pairs = {key: value for key, equals, value in (text.partition("=") for text in args.sbatch) if equals}
     if len(pairs) < len(args.sbatch):
@@ -139,7 +139,7 @@ def _gpus(names: str | None) -> list[str]:
 
 
 def _numbered(jobs: Sequence[Job], number: int, out: Path) -> Job:
-    """The job of that number, which must still be what it was when the array was submitted."""
+    """The job of that number, after checking that it has not changed since the array was submitted."""
     if not 0 <= number < len(jobs):
         raise UserError(f"--job {number}: the sweep has {len(jobs)} jobs, 0 to {len(jobs) - 1}")
     job = jobs[number]
@@ -175,7 +175,7 @@ def _run(
 
 
 def _submit(sweep: Sweep, jobs: Sequence[Job], todo: Sequence[Job], out: Path, args: argparse.Namespace) -> int:
-    """Hand an array to Slurm for what is neither done nor being run."""
+    """Submit a Slurm array of the jobs that are neither done nor running."""
     free = [job for job in todo if job_record.holder(out, job.id) is None]
     if not free:
         print(f"{sweep.name}: nothing to submit; {status.summary(status.rows(out))}")
@@ -187,12 +187,12 @@ def _submit(sweep: Sweep, jobs: Sequence[Job], todo: Sequence[Job], out: Path, a
 
 
 def _names(args: argparse.Namespace, out: Path) -> list[str]:
-    """This program, the sweep, its size and folder."""
+    """Command of this program with the sweep, its size and folder."""
     return [PROGRAM, str(find(args.sweep).absolute()), *(["--size", args.size] if args.size else []), "--out", str(out)]
 
 
 def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
-    """What a task of an array is told, beside its number."""
+    """Arguments of an array's task, besides its number."""
     words = [*_names(args, out), *(["--data-path", *args.data_path] if args.data_path else [])]
     words += [word for text in args.set for word in ("--set", text)]
     for name in ("gpus_per_job", "processes_per_job"):

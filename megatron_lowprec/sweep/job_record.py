@@ -27,7 +27,7 @@ class Record:
     """State and history of a job."""
 
     id: str
-    state: State  # "done" alone is never run again; "running" is also left by a killed process (see ``holder``)
+    state: State  # only "done" is never run again; a killed process also leaves "running" (see ``holder``)
     exit_code: int | None  # of the last attempt
     attempts: int
     seconds: float  # of all finished attempts
@@ -42,7 +42,7 @@ class Record:
 
 
 class Lock(ProcessLock):
-    """The right to run one job of the sweep in ``out``. The job's own process outlives a killed sweep and holds it."""
+    """Lock on one job of the sweep in ``out``. The job's own process outlives a killed sweep and still holds it."""
 
     def __init__(self, out: Path, job_id: str) -> None:
         super().__init__(out / LOCKS / job_id)
@@ -54,7 +54,7 @@ def holder(out: Path, job_id: str) -> Holder | None:
 
 
 def read(run: Path) -> Record | None:
-    """The record in a job's folder, or None where it was never started; UserError for a file of another kind."""
+    """The record in a job's folder, or None if it never started; UserError for a file of another kind."""
     try:
         content = json.loads((run / RECORD).read_text(encoding="utf-8"))
         return Record(**{field.name: content[field.name] for field in fields(Record)})
@@ -65,12 +65,12 @@ def read(run: Path) -> Record | None:
 
 
 def write(run: Path, record: Record) -> None:
-    """Put ``record`` into a job's folder."""
+    """Write ``record`` into a job's folder."""
     atomic_write(run / RECORD, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def begin(job: Job, run: Path, command: list[str]) -> Record:
-    """The record of an attempt that starts now, written."""
+    """Create and write the record of an attempt that starts now."""
     before = read(run)
     record = Record(
         id=job.id,
@@ -92,7 +92,7 @@ def begin(job: Job, run: Path, command: list[str]) -> Record:
 
 
 def end(run: Path, record: Record, state: State, exit_code: int, seconds: float, iteration: int) -> Record:
-    """The record of an attempt that ended now, written."""
+    """Create and write the record of an attempt that ended now."""
     total = round(record.seconds + seconds, 3)
     record = replace(record, state=state, exit_code=exit_code, seconds=total, ended=now(), iteration=iteration)
     write(run, record)
@@ -105,13 +105,13 @@ def now() -> str:
 
 
 def digest(resolved: Mapping[str, Any]) -> str:
-    """A short hash of what a run is."""
+    """A short hash of a resolved run."""
     text = json.dumps(resolved, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def differences(record: Record, job: Job) -> list[str]:
-    """Fields in which the job differs from the run that its folder was begun with."""
+    """Fields in which the job differs from the run that its folder was created for."""
     if record.hash == digest(job.resolved):
         return []
     before, after = dict(_flat(_today(record.resolved))), dict(_flat(job.resolved))
@@ -123,7 +123,7 @@ def differences(record: Record, job: Job) -> list[str]:
 
 
 def _today(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``resolved`` of an older version; fields that it lacks take their defaults."""
+    """``resolved`` of an older version; missing fields take their defaults."""
     try:
         recipe = recipe_to_dict(recipe_from_dict({"summary": "", **resolved["recipe"]}))
     except UserError:
@@ -132,7 +132,7 @@ def _today(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted names, without those that are null; options lose their prefix, and lists are leaves."""
+    """Leaves by dotted names, without nulls; options lose their prefix, and lists are leaves."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             inner = f"{name}.{key}" if name and name != "options" else str(key)

@@ -1,4 +1,4 @@
-"""A sweep -> its jobs: one run of pretrain_gpt.py each, checked as far as that goes without torch."""
+"""Expands a sweep to its jobs: one run of pretrain_gpt.py each, checked as far as possible without torch."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ from megatron_lowprec.training.models.sizes import linear_sites
 MANIFEST = "sweep.json"
 DRIVER = str(REPOSITORY / "pretrain_gpt.py")
 
-# Options that set where a run's files go, how often it logs and when it pauses: changing them makes no other run.
+# Options for a run's file locations, logging and pauses: changing them does not make it another run.
 _NOT_THE_RUN = {
     *("config", "save", "load", "tensorboard_dir", "data_cache_path", "num_workers"),
     *("log_interval", "log_quantization_interval", "save_interval"),
     *("exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
     *("wandb_project", "wandb_exp_name", "wandb_save_dir", "distributed_timeout_minutes", "no_memory_check"),
     *("profile", "profile_step_start", "profile_step_end"),
-    *("recipe", "recipe_override"),  # the recipe itself is kept
+    *("recipe", "recipe_override"),  # the resolved recipe is compared instead
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run. Two commands with equal ``resolved`` make the same run."""
+    """One run. Two jobs with equal ``resolved`` are the same run."""
 
-    index: int  # place in the sweep, which a Slurm array counts by
-    id: str  # its folder's name: MODEL-RECIPE[-VARIANT]-sSEED, by their labels
+    index: int  # position in the sweep, the task id of a Slurm array
+    id: str  # folder name from labels: MODEL-RECIPE[-VARIANT]-sSEED
     label: str
     recipe: str
     model: str
     variant: str | None
     seed: int
     processes: int
-    arguments: tuple[str, ...]  # pretrain_gpt.py's, but for --save and --load
-    resolved: Mapping[str, Any]  # options that are not the defaults (model file included), recipe, processes
+    arguments: tuple[str, ...]  # of pretrain_gpt.py, except --save and --load
+    resolved: Mapping[str, Any]  # non-default options (including the model file's), recipe, processes
     train_iters: int  # of the whole run
     seq_length: int  # tokens of a sample
 
 
 def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
-    """All jobs, the first seed's before the next one's, so that a whole table is there early.
+    """All jobs, grouped by seed, so that the first seed completes a whole table early.
 
     Args:
-        settings: options that win over the file's, for all jobs.
-        processes: of each job.
+        settings: options that override the file's, for all jobs.
+        processes: number of processes of each job.
 
     Raises:
-        UserError: what the driver would refuse, an option that must be given and was not, two jobs of one name.
+        UserError: as the driver, for a missing required option, or for two jobs of one name.
     """
     for need in sweep.needs:
         if not any(settings.get(name) for name in rivals_of(need)):
@@ -85,7 +85,7 @@ def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
 
 
 def check_data(jobs: Sequence[Job]) -> None:
-    """Refuse data that is not there, once, in the place of a failure of every job."""
+    """Reject missing data once, before every job fails on it."""
     for job in jobs:
         config = resolve_run(resolve_model(parse(job.arguments)[0]), job.processes, gpus=True)
         for path in all_paths(config):
@@ -94,7 +94,7 @@ def check_data(jobs: Sequence[Job]) -> None:
 
 
 def settings_of(texts: Sequence[str]) -> Options:
-    """Options from ``--set key=value``, values as on pretrain_gpt.py's command line; null takes an option away."""
+    """Options from ``--set key=value``, with values as on pretrain_gpt.py's command line; null removes an option."""
     given: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -119,10 +119,10 @@ def _value(text: str, name: str, value: str) -> Any:
 
 
 def selected(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
-    """Jobs whose id matches one of the patterns, globs or parts of a name; all without patterns.
+    """Jobs whose id matches one of the patterns, globs or parts of a name; all jobs without patterns.
 
     Raises:
-        UserError: a pattern that matches none.
+        UserError: a pattern without a match.
     """
     globs = [pattern if set(pattern) & set("*?[") else f"*{pattern}*" for pattern in patterns]
     for pattern, glob in zip(patterns, globs, strict=True):
@@ -132,7 +132,7 @@ def selected(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
 
 
 def command(job: Job, run: Path) -> list[str]:
-    """The driver's arguments with its folder: it continues where that holds a checkpoint, and saves at SIGTERM."""
+    """The driver's arguments with its folder: it resumes from a checkpoint in it, and saves at SIGTERM."""
     place = ["--save", str(run), "--exit-signal-handler"]
     if (run / TRACKER).exists():
         place += ["--load", str(run)]
@@ -140,7 +140,7 @@ def command(job: Job, run: Path) -> list[str]:
 
 
 def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:
-    """``sweep.json``, which tells other tools what the folders are; ``run`` is relative to it."""
+    """Write ``sweep.json``, which describes the job folders to other tools; ``run`` is relative to it."""
     names = ("id", "label", "recipe", "model", "variant", "seed")
     rows = [{**{name: getattr(job, name) for name in names}, "run": job.id} for job in jobs]
     out.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:
 
 
 def read_manifest(out: Path) -> dict[str, Any]:
-    """What ``write_manifest`` wrote; UserError where there is none."""
+    """Read the file of ``write_manifest``; UserError if there is none."""
     try:
         content: dict[str, Any] = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def _job(
 
 
 def flags(options: Options) -> list[str]:
-    """The command line that sets these options, over whatever a model's file says."""
+    """Command-line flags for these options, which override the model's file."""
     words: list[str] = []
     for name, value in options.items():
         if value is False and name.startswith(("no_", "disable_")):

@@ -26,19 +26,19 @@ from megatron_lowprec.sweep.status import read_progress
 from megatron_lowprec.sweep.view import View
 
 REQUEUE = "requeue"
-"""In a job's folder: it was interrupted and is to be started again. Written by the driver and by this module."""
+"""File in a job's folder: the job was interrupted and must be requeued. Written by the driver and by this module."""
 LOG = "log.txt"
 # Slurm sends SIGTERM to all processes of a task. torchrun would kill its ranks half a minute later, saved or not; this
-# one ends with the last of them.
+# shell ignores the signal and ends with the last of them.
 _DEAF = ("bash", "-c", 'trap "" TERM USR1; exec "$@"', "bash")
 _POLL = 0.2  # seconds
 _ASK_AGAIN = 10.0  # seconds
-_TWICE = 1.0  # seconds; a Ctrl-C that comes sooner is the same one, passed on by a program between
+_TWICE = 1.0  # seconds; a Ctrl-C within this time is the same one, forwarded by a program in between
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one job runs at a time: GPUs by CUDA's names, none of them on a CPU, and threads of each process."""
+    """Slot for one job at a time: GPUs by CUDA's names, none on a CPU, and threads of each process."""
 
     gpus: tuple[str, ...]
     processes: int
@@ -46,7 +46,7 @@ class Place:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that torch sees, for CUDA_VISIBLE_DEVICES; asked in a process of its own."""
+    """Names of the GPUs visible to torch, for CUDA_VISIBLE_DEVICES; queried in a separate process."""
     code = "import torch; print(torch.cuda.device_count())"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if asked.returncode:
@@ -59,15 +59,15 @@ def visible_gpus() -> list[str]:
 
 
 def processes_of(resources: Resources, gpus: Sequence[str]) -> int:
-    """Processes of a job on these GPUs; on a CPU where there are none."""
+    """Number of processes of a job on these GPUs, or on the CPU if there are none."""
     return resources.gpus_per_job or (1 if gpus else resources.processes_per_job)
 
 
 def places(resources: Resources, gpus: Sequence[str], cores: int) -> list[Place]:
-    """Places on the GPUs, or on the cores where there are no GPUs.
+    """Slots on the GPUs, or on the cores if there are no GPUs.
 
     Raises:
-        UserError: a job asks for more GPUs than there are.
+        UserError: a job needs more GPUs than there are.
     """
     size, share, limit = resources.gpus_per_job, resources.jobs_per_gpu, resources.jobs_at_once
     if size is not None and size > len(gpus):
@@ -78,7 +78,7 @@ def places(resources: Resources, gpus: Sequence[str], cores: int) -> list[Place]
     processes = processes_of(resources, gpus)
     if gpus:
         sets = [tuple(gpus[start : start + processes]) for start in range(0, len(gpus) - processes + 1, processes)]
-        # all GPUs get a job before one gets a second
+        # each GPU gets one job before any gets a second
         sets = [chosen for _ in range(share) for chosen in sets][:limit]
     else:
         sets = [()] * (limit or 1)
@@ -86,7 +86,7 @@ def places(resources: Resources, gpus: Sequence[str], cores: int) -> list[Place]
 
 
 def launch(arguments: Sequence[str], processes: int) -> list[str]:
-    """The command that starts that many processes of a script; several by torchrun, on a port that it finds itself."""
+    """Command that starts a script with that many processes; several by torchrun, which chooses a free port."""
     if processes == 1:
         return [sys.executable, *arguments]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -94,7 +94,7 @@ def launch(arguments: Sequence[str], processes: int) -> list[str]:
 
 
 def outcome(exit_code: int, asked_to_stop: bool, asks_requeue: bool, iteration: int, train_iters: int) -> State:
-    """The state after an attempt. torchrun's exit code does not tell an interrupted run from a failed one."""
+    """State after an attempt. torchrun's exit code does not distinguish an interrupted run from a failed one."""
     if exit_code == 0 and iteration >= train_iters and not asks_requeue:
         return "done"
     # exit code 0 before the end: --exit-interval and the like
@@ -103,7 +103,7 @@ def outcome(exit_code: int, asked_to_stop: bool, asks_requeue: bool, iteration: 
 
 @dataclass
 class _Running:
-    """A job that has a place."""
+    """A job that occupies a slot."""
 
     job: Job
     place: Place
@@ -116,7 +116,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class Result:
-    """What a call has done: ids of jobs that ended, by state; that others were running; that were not started."""
+    """Result of a call: ids of ended jobs by state, of jobs running elsewhere, and of jobs not started."""
 
     ended: dict[State, list[str]]
     held: list[str]
@@ -125,7 +125,7 @@ class Result:
 
 
 class Runner:
-    """Runs jobs in places, one call of ``run`` each."""
+    """Runs jobs in slots; one instance per call of ``run``."""
 
     def __init__(self, out: Path, jobs: Sequence[Job], view: View, rerun: bool, max_failures: int | None) -> None:
         self._out, self._view, self._rerun, self._max_failures = out, view, rerun, max_failures
@@ -145,12 +145,12 @@ class Runner:
                 while self._step(free):
                     time.sleep(_POLL)
                     self._view.refresh()
-            finally:  # also after an error of ours
+            finally:  # also after an error in this module
                 self._stop()
         return Result(self._ended, self._held, [job.id for job in self._waiting], self._signal)
 
     def _step(self, free: list[Place]) -> bool:
-        """Take what has ended, start what can start; whether anything runs."""
+        """Collect ended jobs and start waiting ones; returns whether any is running."""
         free += [self._finish(running) for running in list(self._running) if running.process.poll() is not None]
         if self._signal is None:
             while free and self._waiting and not self._too_many_failures():
@@ -171,7 +171,7 @@ class Runner:
         return self._max_failures is not None and len(self._ended["failed"]) >= self._max_failures
 
     def _start(self, job: Job, free: list[Place]) -> None:
-        """Start a job in a free place, unless it is done or another process runs it."""
+        """Start a job in a free slot, unless it is done or running in another process."""
         lock, run = Lock(self._out, job.id), self._out / job.id
         other = lock.acquire()
         if other is not None:
@@ -188,13 +188,13 @@ class Runner:
                 lock.release()
                 return
             run.mkdir(parents=True, exist_ok=True)
-            (run / REQUEUE).unlink(missing_ok=True)  # an old request must not outlive its answer
+            (run / REQUEUE).unlink(missing_ok=True)  # this start answers the request
             place = free.pop(0)
             words = launch(command(job, run), place.processes)
             begun = record.begin(job, run, words)
             log = (run / LOG).open("ab", buffering=0)
             log.write(f"# {begun.started}, attempt {begun.attempts}: {shlex.join(words)}\n".encode())
-            # A session of its own: Ctrl-C at the terminal reaches this process alone, which passes it on.
+            # A separate session: a terminal's Ctrl-C reaches only this process, which forwards it.
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -213,7 +213,7 @@ class Runner:
         self._view.say(f"{job.id}: started{on}{again}")
 
     def _finish(self, running: _Running) -> Place:
-        """Record what a job has come to; its place is free."""
+        """Record a job's result; returns its slot."""
         job, run, code = running.job, self._out / running.job.id, running.process.returncode
         progress, seconds = read_progress(run), time.monotonic() - running.started
         state = outcome(code, self._told, (run / REQUEUE).exists(), progress.iteration, job.train_iters)
@@ -228,7 +228,7 @@ class Runner:
         return running.place
 
     def _stop(self) -> None:
-        """Ask running jobs to save and end; repeatedly, for a job that is just starting does not listen yet."""
+        """Signal running jobs to save and exit; repeatedly, since a job that is starting ignores signals."""
         if not self._running or (self._told and time.monotonic() - self._told_at < _ASK_AGAIN):
             return
         first, self._told, self._told_at = not self._told, True, time.monotonic()
@@ -243,15 +243,15 @@ class Runner:
             return
         self._killed = True
         for running in self._running:
-            # torchrun gives each of its workers a session of its own
+            # torchrun gives each worker its own session
             _send(signal.SIGKILL, [running.process.pid, *_children(running.process.pid)])
 
 
 def check(out: Path, jobs: Sequence[Job], rerun: bool) -> None:
-    """Refuse jobs whose folders were begun as other runs, before anything starts.
+    """Reject jobs whose folders were created for other runs, before any job starts.
 
     Raises:
-        UserError: naming what differs in the first of them.
+        UserError: naming the differences of the first such job.
     """
     changed = {}
     for job in jobs:
@@ -269,7 +269,7 @@ def check(out: Path, jobs: Sequence[Job], rerun: bool) -> None:
 
 
 def move_aside(run: Path) -> Path:
-    """Rename a folder to the first free of NAME.1, NAME.2 and so on."""
+    """Rename a folder to the first free name of NAME.1, NAME.2 and so on."""
     number = 1
     while (aside := run.with_name(f"{run.name}.{number}")).exists():
         number += 1
@@ -277,7 +277,7 @@ def move_aside(run: Path) -> Path:
 
 
 def environment(place: Place) -> dict[str, str]:
-    """A job's environment: its GPUs, its share of the cores."""
+    """A job's environment variables: its GPUs, its share of the cores."""
     found = {"OMP_NUM_THREADS": str(place.threads), **os.environ, "PYTHONUNBUFFERED": "1"}
     if place.gpus:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
@@ -285,9 +285,9 @@ def environment(place: Place) -> dict[str, str]:
 
 
 def ask_to_stop(pid: int, processes: int) -> None:
-    """SIGTERM to the processes that train.
+    """Send SIGTERM to the training processes.
 
-    Not to torchrun, where there is one: it does not listen (see ``launch``). It ends after them.
+    torchrun, if used, ignores the signal (see ``launch``) and exits after them.
     """
     _send(signal.SIGTERM, (_children(pid) if processes > 1 else []) or [pid])
 
@@ -307,8 +307,8 @@ def _children(pid: int) -> list[int]:
 
 @contextmanager
 def _signals(handler: Any) -> Iterator[None]:
-    """SIGHUP is a closed terminal (nohup ignores it, a shell SIGINT in the background, and they stay ignored); SIGTERM
-    and SIGUSR1 are a batch script's, which has them ignored until here: it sends them again."""
+    """Handle signals. SIGHUP is a closed terminal (ignored under nohup, as SIGINT in a shell's background, and both
+    stay ignored); SIGTERM and SIGUSR1 come from a batch script, which ignores them until here and sends them again."""
     quiet = (number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN)
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR1, *quiet)}
     try:

@@ -1,4 +1,4 @@
-"""A sweep as a Slurm job array: one task a job of the sweep, which saves and requeues itself when it is interrupted."""
+"""Submits a sweep as a Slurm job array: one task per job, which saves and requeues itself when interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_lowprec.training.config.arguments import REPOSITORY
 SCRIPT = "sweep.sbatch"
 LOGS = "logs"
 SIGNAL_SECONDS = 180
-"""Before the end of its time a task is told to save: enough for a step, an evaluation and a checkpoint."""
+"""Seconds before its time limit at which a task is signaled: enough for a step, an evaluation and a checkpoint."""
 _FUNCTIONS = str(REPOSITORY / "scripts" / "requeue.sh")
 _ASK_FOR_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
 
@@ -43,10 +43,10 @@ def script(
     """The batch script.
 
     Args:
-        jobs: all of the sweep, which the task ids count.
-        chosen: those that get a task.
-        folder: where the tasks run, which relative data paths start from.
-        arguments: of scripts/sweep.py, but for --job.
+        jobs: all jobs of the sweep, which the task ids index.
+        chosen: jobs that get a task.
+        folder: working directory of the tasks, the base of relative data paths.
+        arguments: of scripts/sweep.py, except --job.
     """
     limit = f"%{sweep.resources.jobs_at_once}" if sweep.resources.jobs_at_once else ""
     name = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
@@ -74,10 +74,10 @@ def script(
 
 
 def submit(text: str, out: Path) -> str:
-    """Write the script into ``out`` and hand it to sbatch; the number of the Slurm job.
+    """Write the script into ``out`` and submit it with sbatch; returns the Slurm job id.
 
     Raises:
-        UserError: no sbatch, or one that refuses.
+        UserError: sbatch is missing or fails.
     """
     if shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on the PATH; run it where jobs are submitted, or --slurm-dry-run")
@@ -91,14 +91,14 @@ def submit(text: str, out: Path) -> str:
 
 
 def indices(numbers: Sequence[int]) -> str:
-    """``0-3,5``: rising numbers as sbatch's --array takes them."""
+    """``0-3,5``: ascending numbers in the syntax of sbatch's --array."""
     starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
     ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def gpus(sweep: Sweep) -> Mapping[str, str]:
-    """The request for a job's GPUs: the sweep's own where it has one, else by gpus_per_job; none where it is 0."""
+    """sbatch options for a job's GPUs: the sweep's own if given, else by gpus_per_job; none if 0."""
     own = {key: value for key, value in sweep.slurm.items() if key in _ASK_FOR_GPUS}
     asked = own or {"gpus": str(sweep.resources.gpus_per_job or 1)}
     return {key: value for key, value in asked.items() if value != "0"}

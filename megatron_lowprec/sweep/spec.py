@@ -6,11 +6,11 @@
     options: {eval-iters: 16}                # of every job, named as in configs/models
     models: [gpt_tiny]                       # a name in configs/models, a file, or {label, model, options}
     recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_override}
-    overrides: {base: {}, low: {lr: 1.0e-4}} # named variants; may be left out
+    overrides: {base: {}, low: {lr: 1.0e-4}} # named variants; optional
     seeds: [1234, 1235]
     resources: {gpus_per_job: 1}
     slurm: {time: "04:00:00"}                # sbatch's long options
-    sizes: {tiny: {...}, small: {...}}       # the same keys: a list replaces the one above, a mapping adds to it
+    sizes: {tiny: {...}, small: {...}}       # the same keys: lists replace those above, mappings are merged
 
 This module reads and checks the file; ``jobs`` expands it.
 """
@@ -37,10 +37,10 @@ RENAMED = {
     "processes_per_job": "processes_per_cell",
     "jobs_at_once": "cells_at_once",
 }
-"""Resources by their names of today -> those of before, which files and command lines may still use."""
+"""Present names of resources -> former names, which files and command lines may still use."""
 
 LABEL = re.compile(r"[A-Za-z0-9_.+-]+")
-# Options that the sweep sets for each job, and by what.
+# Options that the sweep sets for each job, and the key that sets them.
 _OWN = {
     "config": "models:",
     "recipe": "recipes:",
@@ -56,7 +56,7 @@ _OWN = {
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """A recipe (name or file) with overrides, and what the sweep calls it."""
+    """A recipe (name or file) with overrides, and its label in the sweep."""
 
     label: str
     recipe: str
@@ -65,7 +65,7 @@ class RecipeChoice:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A file of options, what the sweep calls it, and options for its jobs alone."""
+    """A file of options with its label in the sweep, and options for its jobs only."""
 
     label: str
     file: str
@@ -74,7 +74,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class Variant:
-    """Options under a name; None where the sweep has no overrides."""
+    """Named options; the name is None if the sweep has no overrides."""
 
     label: str | None
     options: Options
@@ -82,9 +82,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job runs on."""
+    """Resources of a job."""
 
-    gpus_per_job: int | None = None  # also a job's processes; None: one where there are GPUs, else the CPU
+    gpus_per_job: int | None = None  # also a job's processes; None: one if there are GPUs, else the CPU
     jobs_per_gpu: int = 1
     processes_per_job: int = 1  # on a CPU
     jobs_at_once: int | None = None  # None: 1 on a CPU, all on GPUs and in a Slurm array
@@ -105,7 +105,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One size of a sweep file. ``needs`` are options that must be given beside the file."""
+    """One size of a sweep file. ``needs`` are options that must be given in addition to the file."""
 
     name: str
     size: str | None
@@ -121,11 +121,11 @@ class Sweep:
 
 
 def read(path: str, size: str | None = None) -> Sweep:
-    """The sweep in a file, at ``size`` or the first of its sizes.
+    """The sweep in a file, at ``size`` or its first size.
 
     Raises:
-        UserError: a file that cannot be read, an unknown key (with the nearest one), a value of the wrong kind, a size
-            that the file does not have.
+        UserError: a file that cannot be read, an unknown key (with the nearest one), a value of the wrong kind, or an
+            unknown size.
     """
     content = _yaml_file(path)
     _known(path, content, (*_KEYS, "sizes"))
@@ -166,13 +166,13 @@ def read(path: str, size: str | None = None) -> Sweep:
 
 
 def merge(lower: Options, upper: Options) -> Options:
-    """``lower`` with ``upper`` over it; None removes an option; rivals of an option are removed with it."""
+    """``lower`` updated with ``upper``; None removes an option; options that exclude it are removed with it."""
     kept = without_rivals(lower, upper, ("one part of the sweep", "another part of the sweep"))
     return {name: value for name, value in {**kept, **upper}.items() if value is not None}
 
 
 def options_of(where: str, content: Mapping[Any, Any]) -> Options:
-    """Options by field name, checked; those that a sweep sets itself are refused."""
+    """Checked options by field name; rejects those that a sweep sets itself."""
     options = checked_options(where, content)
     for name in options.keys() & _OWN.keys():
         raise UserError(f"{where}: {name.replace('_', '-')} is not an option of a job; it belongs to {_OWN[name]}")
@@ -180,7 +180,7 @@ def options_of(where: str, content: Mapping[Any, Any]) -> Options:
 
 
 def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:
-    """sbatch's long options, as text; what the array needs for itself is refused."""
+    """sbatch's long options as text; rejects those that the array sets itself."""
     options = {}
     for key, value in content.items():
         name = str(key).replace("_", "-").lstrip("-")

@@ -1,4 +1,4 @@
-"""The state of each job of a sweep, read from its folder while the job writes there."""
+"""State of each job of a sweep, read from its folder while the job writes to it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Shown = Literal["waiting", "running", "done", "failed", "interrupted"]
-LAST = 10  # iterations that loss and speed are taken over
+LAST = 10  # iterations over which loss and speed are averaged
 _TAIL = 1 << 16  # bytes; some 150 rows
 _COLUMNS = ("job", "state", "iteration", "loss", "validation", "tokens/s", "took", "left")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress by the end of a metrics.jsonl; losses in nats a token, ``step_seconds`` of an iteration."""
+    """Progress from the end of a metrics.jsonl; losses in nats a token, ``step_seconds`` per iteration."""
 
     iteration: int = 0
     loss: float | None = None
@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Row:
-    """A job's line of the table: ``seconds`` of training so far, ``left`` of it to come."""
+    """A job's table row: ``seconds`` of training so far, ``left`` of training remaining."""
 
     id: str
     state: Shown
@@ -50,7 +50,7 @@ class Row:
 
 
 def read_progress(run: Path) -> Progress:
-    """Progress from the last rows; nothing where there are none yet."""
+    """Progress from the last rows; empty if there are none yet."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
@@ -72,7 +72,7 @@ def read_progress(run: Path) -> Progress:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """None for what was cut: the first line read from the middle, the last one being written."""
+    """None for a truncated line: the first one read from the middle, or the last one being written."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -81,12 +81,12 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def rows(out: Path) -> list[Row]:
-    """All jobs of the sweep in ``out``; UserError where none was started there."""
+    """All jobs of the sweep in ``out``; UserError if none was started."""
     return [row(out, job["id"]) for job in read_manifest(out)["cells"]]
 
 
 def row(out: Path, job_id: str) -> Row:
-    """One job."""
+    """The row of one job."""
     run = out / job_id
     known, held = job_record.read(run), job_record.holder(out, job_id)
     if known is None:
@@ -122,7 +122,7 @@ def lines(found: Sequence[Row]) -> list[str]:
 
 
 def table(found: Sequence[Row], caption: str) -> Table:
-    """The same for a terminal."""
+    """The table for a terminal."""
     from rich.table import Table
 
     colours = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow", "waiting": "dim"}
@@ -153,7 +153,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``45 s``, ``2:05``, ``1:02:05``: seconds, then minutes and hours as they are needed."""
+    """``45 s``, ``2:05``, ``1:02:05``: seconds, with minutes and hours as needed."""
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours:

@@ -51,7 +51,7 @@ class View:
             print(line, flush=True)
 
     def ended(self, job_id: str, state: str, seconds: float, progress: Progress, exit_code: int, log: Path) -> None:
-        """Report the end of a job; for a failure with the end of its log."""
+        """Report the end of a job, with the end of its log if it failed."""
         loss = "" if progress.loss is None else f", loss {progress.loss:.4f}"
         valid = "" if progress.validation is None else f", validation {progress.validation:.4f}"
         code = f" with exit code {exit_code}" if state == "failed" else ""
@@ -64,7 +64,7 @@ class View:
             self.say(f"    all of it: {log}")
 
     def refresh(self) -> None:
-        """Redraw the table if the last drawing is older than ``seconds``."""
+        """Redraw the table if it is older than ``seconds``."""
         if self._live is not None and time.monotonic() - self._drawn > self._seconds:
             self._live.update(self._table(), refresh=True)
             self._drawn = time.monotonic()

@@ -1,9 +1,9 @@
-"""Delayed scaling's histories, filled before a run continues under a recipe that its checkpoint has none for.
+"""Fills amax histories of delayed scaling before a run continues under a recipe that its checkpoint has none for.
 
-A fresh run's first step runs with scale 1, as TransformerEngine's does. In the middle of a training that step would be
-taken with gradients that E5M2 rounds to zero at scale 1, and Adam would remember it. So the next batch is run forward
-and backward a few times without an update: in the first pass each layer's input and weight are seen, and the gradients
-that come by the residual stream; those that come through another quantized GEMM only once that one's scale is right.
+A fresh run's first step uses scale 1, as in TransformerEngine. In the middle of a training E5M2 at scale 1 would round
+that step's gradients to zero, and Adam's moments would keep the effect. So the next batch runs forward and backward a
+few times without an update. The first pass records each layer's input and weight, and gradients from the residual
+stream. Gradients through another quantized GEMM are recorded once that GEMM's scale is right.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PASSES = 3
 def calibrate(
     trainer: Trainer, batches: Callable[[], list[Batches]], config: Config, iteration: int, device: torch.device
 ) -> None:
-    """Fill the histories; weights, moments and random state stay as they are.
+    """Fill the amax histories; weights, moments and random state are unchanged.
 
     Args:
-        batches: gives the next step's batches anew.
-        iteration: those completed.
+        batches: returns new iterators over the next step's batches.
+        iteration: completed iterations.
     """
     before = random_state.capture()
     for _ in range(PASSES):

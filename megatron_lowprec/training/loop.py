@@ -35,7 +35,7 @@ from megatron_lowprec.training.step import train_step
 
 @dataclass
 class Run:
-    """All that a run consists of once it is set up."""
+    """Components of a run after setup."""
 
     config: Config
     paths: RunPaths
@@ -46,14 +46,14 @@ class Run:
     log: RunLog
     stops: StopReasons
     checkpoints: CheckpointWriter
-    # What config.yaml says beside the progress.
+    # Content of config.yaml besides the progress.
     saved: dict[str, Any]
-    # Delayed scaling lacks amax histories that training would have by now.
+    # Amax histories of delayed scaling are missing that training would have by now.
     uncalibrated: bool
 
 
 def train(run: Run) -> Stop | None:
-    """Iterate to --train-iters or to a reason to stop, which is returned; evaluate, log and save on the way."""
+    """Iterate to --train-iters or to a reason to stop, which is returned; evaluate, log and save in between."""
     config, progress = run.config, run.progress
     train_iters = require(config.train_iters)
     if progress.iteration >= train_iters:
@@ -68,7 +68,7 @@ def train(run: Run) -> Stop | None:
     if run.uncalibrated and batches:
         calibrate(run.trainer, lambda: _train_batches(run), config, progress.iteration, run.device)
         run.log.say(f"delayed scaling: histories filled by {PASSES} passes over the next batch, without an update")
-    # An evaluation that the run before was interrupted in is made up for.
+    # Make up for an evaluation in which the previous run was interrupted.
     stop = run.stops.interrupted() or _evaluate_if_due(run)
     while progress.iteration < train_iters and stop is None:
         profiler.before(progress.iteration)
@@ -93,7 +93,7 @@ def train(run: Run) -> Stop | None:
     if stop is not None:
         run.log.say(f"stopping at iteration {progress.iteration}: {stop.reason}")
         if dist.get_rank() == 0 and stop.requeue:
-            # The checkpoint to continue from is on disk by now.
+            # The checkpoint to resume from is on disk by now.
             ask_requeue(config.save, progress.iteration, stop.reason)
     return stop
 
@@ -105,7 +105,7 @@ def _train_batches(run: Run) -> list[Batches]:
 
 
 def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> StepRow:
-    """One step, its bookkeeping and its row for the log."""
+    """One step, its bookkeeping and its log row."""
     progress, config = run.progress, run.config
     before = random_state.capture()
     batch_size = get_current_global_batch_size()
@@ -148,7 +148,7 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
 
 
 def _enter_batch_size(run: Run) -> None:
-    """Take the next iteration's batch size; a checkpoint of this one holds amax histories for it (``checkpoint``)."""
+    """Switch to the next iteration's batch size; this iteration's checkpoint holds amax histories for it."""
     before = get_num_microbatches()
     update_num_microbatches(run.progress.consumed_samples)
     if not run.config.calculate_per_token_loss:
@@ -157,7 +157,7 @@ def _enter_batch_size(run: Run) -> None:
 
 
 def _evaluate_if_due(run: Run) -> Stop | None:
-    """The validation of --eval-interval, unless it has been done; the last iteration's comes after the training."""
+    """Validate every --eval-interval iterations, unless done; the last iteration's validation follows the training."""
     config, progress = run.config, run.progress
     due = config.eval_iters and progress.iteration and progress.iteration % config.eval_interval == 0
     if not due or progress.iteration in (progress.evaluated, config.train_iters):
@@ -169,7 +169,7 @@ def _evaluate_if_due(run: Run) -> Stop | None:
 
 
 def _evaluate(run: Run, split: str) -> Stop | None:
-    """Evaluate and log; a reason to stop where one came up on the way, and then nothing is logged."""
+    """Evaluate and log; if a reason to stop comes up meanwhile, return it and log nothing."""
     data = run.data[split]
     if data is None:
         return None
@@ -187,7 +187,7 @@ def _evaluate(run: Run, split: str) -> Stop | None:
 
 
 def _save(run: Run) -> int:
-    """Write a checkpoint, unless there is nowhere to; the iteration that needs no other one."""
+    """Write a checkpoint if --save is given; returns the iteration that needs no further checkpoint."""
     if run.config.save is not None:
         with gathered(run.trainer, run.config):
             if weights_are_finite(run.trainer):
@@ -198,7 +198,7 @@ def _save(run: Run) -> int:
 
 
 class Profiler:
-    """torch's profiler from --profile-step-start to --profile-step-end; a Chrome trace a rank in the run's folder."""
+    """torch's profiler from --profile-step-start to --profile-step-end; a Chrome trace per rank in the run folder."""
 
     def __init__(self, config: Config, paths: RunPaths) -> None:
         self._config, self._folder = config, paths.run / "profile"

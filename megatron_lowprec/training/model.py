@@ -1,4 +1,4 @@
-"""Config -> Megatron-core's model chunks, optimizer and scheduler, wired as Megatron-LM wires them."""
+"""Builds Megatron-core's model chunks, optimizer and scheduler from a config, wired as in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Runtime = RecipeRuntime | TERuntime
 
 @dataclass
 class Model:
-    """The chunks of this pipeline stage under a recipe: what a forward pass works on."""
+    """The chunks of this pipeline stage under a recipe, for forward passes."""
 
     config: TransformerConfig
     chunks: Sequence[torch.nn.Module]
@@ -49,7 +49,7 @@ class Model:
 
 @dataclass
 class Trainer(Model):
-    """What a training step works on."""
+    """A model with its optimizer and scheduler, for training steps."""
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -59,7 +59,7 @@ class Trainer(Model):
 
 
 def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int) -> Trainer:
-    """Model, recipe, data parallelism, optimizer and scheduler; every rank calls it, with the process groups there."""
+    """Model, recipe, data parallelism, optimizer and scheduler; collective call after the process groups are set up."""
     model = build_model(config, recipe, padded_vocab_size)
     transformer = model.config
     if config.fp8_param_gather and isinstance(model.runtime, RecipeRuntime):
@@ -82,7 +82,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
 
 
 def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model:
-    """The model and its recipe alone, without gradients or optimizer; every rank calls it."""
+    """The model and its recipe, without gradients or optimizer; a collective call."""
     te = te_recipe(recipe) if config.transformer_impl == "transformer_engine" else None
     if te is not None and te.kind is not None:
         check_support(te.kind)
@@ -96,7 +96,7 @@ def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model
 
 
 def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> RecipeRuntime:
-    """Put a model of this project's layers under a recipe, in the place of the one that it was under."""
+    """Bind a model of this project's layers to a recipe, replacing an earlier one."""
     return bind_recipe(
         chunks,
         recipe,
@@ -113,14 +113,14 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
 
 
 def _several_microbatches(config: Config) -> bool:
-    """Whether a step may have more than one, once a ramp of the batch is over."""
+    """Whether a step may have more than one microbatch, after any batch-size ramp."""
     return require(config.global_batch_size) > require(config.micro_batch_size) * mpu.get_data_parallel_world_size()
 
 
 def transformer_config(config: Config, te: TERecipe | None = None) -> TransformerConfig:
-    """Megatron-core's description of the model; sizes, numerics and parallelism.
+    """Megatron-core's config of the model: sizes, numerics and parallelism.
 
-    ``te`` is what TransformerEngine's layers are to run, None for our own.
+    ``te`` is the recipe of TransformerEngine's layers, None for this project's layers.
     """
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     on_gpu, architecture = torch.cuda.is_available(), architecture_of(config)
@@ -138,18 +138,18 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
         bf16=config.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # Without it the draws depend on the tensor-parallel size; with it experts repeat on expert-parallel ranks.
+        # Without it draws depend on the tensor-parallel size; with it experts repeat on expert-parallel ranks.
         use_cpu_initialization=config.use_cpu_initialization or (not on_gpu and config.expert_model_parallel_size == 1),
         bias_dropout_fusion=True,
-        # Ours has a fixed order of sums, Megatron-core's has not.
+        # This project's kernel sums in a fixed order, Megatron-core's does not.
         cross_entropy_loss_fusion=on_gpu and (have_triton() or not config.deterministic_mode),
-        # These need apex or TE; our linears add into main_grad themselves.
+        # These need apex or TE; this project's linears accumulate into main_grad themselves.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=te is not None and config.position_embedding_type == "rope",
         transformer_impl=config.transformer_impl,
-        fp8_param=config.fp8_param_gather and te is not None,  # of TransformerEngine's layers
+        fp8_param=config.fp8_param_gather and te is not None,  # TransformerEngine's layers only
         **(te.transformer_config() if te is not None else {}),
         calculate_per_token_loss=config.calculate_per_token_loss,
         deterministic_mode=config.deterministic_mode,
@@ -162,17 +162,17 @@ def transformer_config(config: Config, te: TERecipe | None = None) -> Transforme
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         sequence_parallel=config.sequence_parallel,
-        # An interleaved pipeline without these two trains on wrong activations, silently.
+        # Without these two an interleaved pipeline silently trains on wrong activations.
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
-        # A stage's output lives on for its gradient function alone. An interleaved stage would free it while it is
-        # still being sent: a send that is not waited for holds the tensor, but not the memory that it had.
+        # Keep only the gradient function of a stage's output. An interleaved stage would free the output while it is
+        # still being sent: a pending send holds the tensor, but not the memory that it had.
         deallocate_pipeline_outputs=config.pipeline_model_parallel_size > 1 and virtual is None,
     )
 
 
 def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_size: int) -> list[torch.nn.Module]:
-    """The chunks of this pipeline stage, one without interleaving, on this rank's device."""
+    """The chunks of this pipeline stage on this rank's device; one without interleaving."""
     virtual = virtual_stages(config)
     chunks: list[torch.nn.Module] = []
     for stage in range(virtual or 1):
@@ -203,7 +203,7 @@ def _data_parallel(
         grad_reduce_in_fp32=config.bf16 and not config.grad_reduce_in_bf16,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
-        # The interleaved schedule starts gathers itself, on all stages at once; else a bucket starts the next.
+        # The interleaved schedule starts gathers on all stages at once; else a bucket starts the next.
         align_param_gather=config.overlap_param_gather and virtual_stages(config) is not None,
         use_distributed_optimizer=config.use_distributed_optimizer,
         fp8_param_gather=config.fp8_param_gather,
@@ -211,9 +211,9 @@ def _data_parallel(
         if config.overlap_grad_reduce
         else None,
     )
-    # Only the first chunk's gradients wait for the whole backward; buckets of the others would never fill in time.
+    # Only the first chunk's gradients are complete as late as the end of backward; other buckets would fill too late.
     chunks = [DistributedDataParallel(transformer, ddp, c, disable_bucketing=i > 0) for i, c in enumerate(bare)]
-    if not config.fp8_param_gather:  # a collective takes no FP8 weight, and one seed gives all ranks one model
+    if not config.fp8_param_gather:  # collectives reject FP8 weights, and one seed gives all ranks the same model
         for chunk in chunks:
             chunk.broadcast_params()
     if config.overlap_grad_reduce:
@@ -222,7 +222,7 @@ def _data_parallel(
 
 
 def _overlap(transformer: TransformerConfig, chunks: list[DistributedDataParallel], align: bool) -> None:
-    """Tell the schedules when to hold back and when to start the collectives; one function, or one a chunk."""
+    """Set the schedules' callbacks that delay and start collectives; one function, or one per chunk."""
     several = len(chunks) > 1
     transformer.no_sync_func = [c.no_sync for c in chunks] if several else chunks[0].no_sync
     transformer.grad_sync_func = [c.start_grad_sync for c in chunks] if several else chunks[0].start_grad_sync
@@ -254,7 +254,7 @@ def _optimizer(
     optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
     for inner in torch_optimizers(optimizer):
         if type(inner) is torch.optim.AdamW:
-            # Without TE or apex Megatron-core takes torch's AdamW as it comes, tensor by tensor.
+            # Without TE or apex Megatron-core uses torch's AdamW with defaults, tensor by tensor.
             for group in [inner.defaults, *inner.param_groups]:
                 group["fused"], group["foreach"] = True, False
     if recipe.optimizer.quantized:
@@ -265,13 +265,13 @@ def _optimizer(
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers inside Megatron-core's, one for dense and one for expert weights."""
+    """The torch optimizers inside Megatron-core's, one for dense and one for expert weights."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts if part.optimizer is not None]
 
 
 def implementation(config: Config, trainer: Trainer) -> str:
-    """Whose layers and whose optimizer run: Megatron-core takes TransformerEngine's or apex's Adam where it is."""
+    """Names the layers and the optimizer in use: Megatron-core prefers TransformerEngine's or apex's Adam."""
     if config.transformer_impl == "transformer_engine":
         layers = f"transformer_engine {get_te_version()}"
     else:
@@ -291,7 +291,7 @@ def _scheduler(schedule: Schedule, optimizer: MegatronOptimizer) -> OptimizerPar
         lr_decay_style=schedule.decay_style,
         start_wd=schedule.start_weight_decay,
         end_wd=schedule.end_weight_decay,
-        wd_incr_steps=schedule.weight_decay_incr_samples or 0,  # 0 where it is constant: without effect
+        wd_incr_steps=schedule.weight_decay_incr_samples or 0,  # 0 with constant weight decay: no effect
         wd_incr_style=schedule.weight_decay_incr_style,
         wsd_decay_steps=schedule.wsd_decay_samples,
         lr_wsd_decay_style=schedule.wsd_decay_style,
@@ -300,7 +300,7 @@ def _scheduler(schedule: Schedule, optimizer: MegatronOptimizer) -> OptimizerPar
 
 @contextmanager
 def gathered(trainer: Trainer, config: Config) -> Iterator[None]:
-    """All weights up to date on every rank: with --overlap-param-gather the last update is still to be gathered."""
+    """All weights up to date on every rank: --overlap-param-gather leaves the last update ungathered."""
     if not config.overlap_param_gather:
         yield
         return

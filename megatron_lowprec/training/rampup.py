@@ -1,4 +1,4 @@
-"""Samples of single iterations and of a whole run, under --rampup-batch-size or at one batch size. No megatron."""
+"""Samples of single iterations and of a whole run, with --rampup-batch-size or a constant batch size. No megatron."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_lowprec.training.config.options import Config
 
 
 def check_rampup(config: Config, step: int) -> None:
-    """Refuse a ramp that does not fit the batch size or the run.
+    """Check that a ramp fits the batch size and the run.
 
     Args:
         step: samples of one microbatch on every data-parallel rank.
@@ -43,7 +43,7 @@ def check_rampup(config: Config, step: int) -> None:
 
 
 def batch_size_at(ramp: Sequence[int] | None, batch: int, consumed: int) -> int:
-    """Samples of the iteration that begins after ``consumed`` samples; Megatron-core's rule.
+    """Samples of the iteration that begins after ``consumed`` samples, by Megatron-core's rule.
 
     Args:
         ramp: START, INCREMENT, SAMPLES of --rampup-batch-size.
@@ -63,7 +63,7 @@ def samples_of(config: Config, iterations: int) -> int:
 
 
 def nearest_end(config: Config, samples: float) -> int:
-    """The end of an iteration that is nearest to a number of samples, in samples; 0 is one."""
+    """The end of an iteration nearest to a number of samples, in samples; 0 counts as an end."""
     ends, batch = [0, *_ramp_ends(config)], require(config.global_batch_size)
     if samples < ends[-1]:
         return min(ends, key=lambda end: abs(end - samples))
@@ -71,13 +71,13 @@ def nearest_end(config: Config, samples: float) -> int:
 
 
 def run_length(config: Config, done: int = 0, consumed: int = 0) -> tuple[int, int]:
-    """Iterations of the whole run and the samples that they consume; of --train-samples, what whole iterations take.
+    """Iterations of the whole run and their samples; --train-samples is rounded to whole iterations.
 
     Args:
-        done, consumed: iterations that a continued run has behind it, and their samples, whatever its batch was.
+        done, consumed: completed iterations of a resumed run and their samples, whatever their batch size was.
 
     Raises:
-        UserError: not one iteration.
+        UserError: less than one iteration.
     """
     batch = require(config.global_batch_size)
     if config.train_samples is None:
@@ -93,7 +93,7 @@ def run_length(config: Config, done: int = 0, consumed: int = 0) -> tuple[int, i
 
 
 def _ramp_ends(config: Config, consumed: int = 0) -> list[int]:
-    """Samples consumed after each iteration of the ramp, from ``consumed`` on; none without a ramp."""
+    """Samples consumed after each iteration of the ramp, from ``consumed`` on; empty without a ramp."""
     ramp, ends = config.rampup_batch_size, list[int]()
     while ramp is not None and consumed <= ramp[2]:
         consumed += batch_size_at(ramp, require(config.global_batch_size), consumed)

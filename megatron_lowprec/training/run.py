@@ -1,4 +1,4 @@
-"""From the command line to a trained model: set up in the order in which things can go wrong cheaply."""
+"""Runs training from the command line; cheap checks that can fail come before expensive setup."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str], ranks: Ranks) -> None:
-    """Train, or print what was asked for.
+    """Train, or print the requested information.
 
     Raises:
-        UserError: what a user can mend; before the process group starts wherever that is possible.
+        UserError: errors that a user can fix; raised before the process group starts wherever possible.
     """
     config, given, notes = parse(argv)
     if config.list_recipes:
@@ -122,7 +122,7 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
             if signals.received is None:
                 raise
             if not signals.deferred:
-                # Whatever the signal has turned into on its way up here.
+                # Convert whatever exception the signal has become on its way up here.
                 if follows_a_failure(signals.received, ranks.local_world_size):
                     raise PeerLost(signals.received) from None
                 ask_requeue(config.save, None, signals.received)
@@ -138,7 +138,7 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
 
 @dataclass(frozen=True)
 class _Plan:
-    """A run as far as it is known without the other ranks."""
+    """A run's setup that needs no other ranks."""
 
     config: Config
     paths: RunPaths
@@ -147,7 +147,7 @@ class _Plan:
     tokenizer: Tokenizer
     found: Saved | None
     content: dict[str, Any]
-    # Of the whole run, a continued run's past included.
+    # Of the whole run, including the past of a continued run.
     samples: int
     # For the log, before and after the header.
     notes: list[str]
@@ -157,7 +157,7 @@ class _Plan:
 def _plan(
     config: Config, paths: RunPaths, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks
 ) -> _Plan:
-    """Tokenizer, schedule, and the checkpoint to continue from, each checked against the others."""
+    """Tokenizer, schedule, and the checkpoint to resume from, checked for consistency."""
     from megatron_lowprec.training.checkpoint import resume as saved_state
     from megatron_lowprec.training.data.blend import check_paths, continued_phase
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
@@ -184,7 +184,7 @@ def _plan(
             later_notes += more
             config, more = continued_phase(config, found.content["options"], given)
             later_notes += more
-            # The iterations behind may have been of another batch.
+            # Earlier iterations may have had another batch size.
             behind = found.progress
             iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
             config = replace(config, train_iters=iterations)
@@ -199,7 +199,7 @@ def _plan(
 
 
 def _work(plan: _Plan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
-    """Process groups, and inside of them all that takes several ranks; why the training ended early, if it did."""
+    """Set up process groups and train inside of them; returns why the training ended early, or None."""
     device = initialize(plan.config, ranks)
     from megatron_lowprec.training.distributed.watchdog import PeerWatch
 
@@ -238,7 +238,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
         notes += [f"continuing from {plan.found.folder} at iteration {progress.iteration}", *loaded.notes]
     if ranks.rank == 0:
         notes += keep_older_run(paths, config)
-    run_on_all_ranks(lock.acquire)  # an older run's folder has taken the file with it
+    run_on_all_ranks(lock.acquire)  # moving an older run's folder has moved the file with it
     log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content, progress.evaluated)
     if ranks.rank == 0:
         paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -257,7 +257,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
         "tokens": plan.samples * require(config.seq_length),
     }
     record = RunRecord(paths.record, ranks.rank == 0, facts, continues=progress.iteration > 0)
-    # From here on there is something to lose.
+    # From here on there is training state to save.
     signals.defer()
     stops = StopReasons(config, signals, ranks.started)
     writer = CheckpointWriter(config, content, log.say)
@@ -287,7 +287,7 @@ def _arch() -> str:
 
 
 def _gpu(ranks: Ranks) -> memory_report.Device | None:
-    """This process's GPU, where there is one for it."""
+    """This process's GPU, or None."""
     import torch
 
     if not torch.cuda.is_available() or ranks.local_rank >= torch.cuda.device_count():
@@ -297,7 +297,7 @@ def _gpu(ranks: Ranks) -> memory_report.Device | None:
 
 
 def _peak_memory(device: torch.device) -> int | None:
-    """Bytes that torch had allocated at most on the fullest GPU of the run; every rank calls it."""
+    """Peak bytes allocated by torch on the fullest GPU of the run; a collective call."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay over a run, counted in samples as Megatron's scheduler does."""
+"""Learning rate and weight decay over a run, counted in samples as in Megatron's scheduler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_lowprec.training.config.options import Config
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that decides the learning rate and the weight decay at a number of consumed samples.
+    """Parameters of the learning rate and the weight decay as functions of the consumed samples.
 
-    ``weight_decay_incr_samples``: Megatron's wd_incr_steps, over which weight decay grows; None where it is constant.
+    ``weight_decay_incr_samples``: Megatron's wd_incr_steps, over which weight decay grows; None if it is constant.
     """
 
     max_lr: float
@@ -36,17 +36,17 @@ class Schedule:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Schedule:
-        # Checkpoints without the field had weight decay grow over the learning rate's horizon.
+        # In checkpoints without the field weight decay grew over the learning rate's horizon.
         growing = values["weight_decay_incr_style"] != "constant"
         values = {"weight_decay_incr_samples": values["decay_samples"] if growing else None} | values
         return Schedule(**{f.name: values[f.name] for f in fields(Schedule)})
 
 
 def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
-    """The schedule that the options ask for, and a line where the warm-up had to be shortened.
+    """The schedule of the options, with a note if the warm-up had to be shortened.
 
     The horizon is --lr-decay-iters or --lr-decay-samples, by default the whole run. Weight decay grows over the whole
-    run, as Megatron-LM's. A warm-up that does not fit is cut to half of the horizon.
+    run, as in Megatron-LM. A warm-up that does not fit is cut to half of the horizon.
     """
     assert config.lr is not None, "resolve() has not run"
     batch = require(config.global_batch_size)
@@ -91,11 +91,11 @@ def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
 
 
 def continued(planned: Schedule, saved: Schedule, config: Config, given: Collection[str]) -> tuple[Schedule, list[str]]:
-    """The schedule of a run that continues a checkpoint, and a line where the two differ.
+    """The schedule of a run that resumes a checkpoint, with a note where the two differ.
 
-    Options win where they are given. What follows from the run's length stays the checkpoint's: a horizon that was not
-    given, and the samples over which weight decay grows. A run continued with more iterations must not bend the
-    schedule that it has already followed.
+    Given options win. Values derived from the run's length stay the checkpoint's: a horizon that was not given, and the
+    samples over which weight decay grows. More iterations must not change the part of the schedule that a run has
+    already followed.
     """
     if planned == saved or config.override_opt_param_scheduler:
         return planned, []

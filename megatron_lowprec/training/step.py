@@ -1,4 +1,4 @@
-"""One training step: forwards and backwards of all microbatches, then the update."""
+"""One training step: forward and backward passes of all microbatches, then the update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step tells the log: the same on every rank."""
+    """Result of one training step for the log: the same on every rank."""
 
     loss: float
     updated: bool
@@ -39,17 +39,17 @@ class StepResult:
 def train_step(
     trainer: Trainer, batches: list[Batches], config: Config, iteration: int, device: torch.device
 ) -> StepResult:
-    """One iteration over the current global batch; ``iteration`` counts those completed before.
+    """Run one iteration over the current global batch; ``iteration`` counts those completed before.
 
-    Where loss or gradient are not finite nothing changes: weights, moments, amax histories and the factor of gradients
-    stay as they are.
+    If the loss or the gradient norm is not finite, weights, moments, amax histories and the gradient factor are
+    unchanged.
     """
     interval = config.log_quantization_interval
     probe = OperandProbe(trainer.chunks) if interval is not None and (iteration + 1) % interval == 0 else None
     with probe or (nullcontext() if trainer.graphs is None else trainer.graphs.step()):
         loss = forward_backward(trainer, batches, config, iteration, device)
     for chunk_batches in batches:
-        # Everything so far is only launched: the next step's first batch is ready before the device is.
+        # All work so far is only launched: the next step's first batch is ready before the device is.
         chunk_batches.prefetch()
     updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer, loss.mean)
     trainer.runtime.end_step(updated)
@@ -66,7 +66,7 @@ def train_step(
 def forward_backward(
     trainer: Trainer, batches: list[Batches], config: Config, iteration: int, device: torch.device
 ) -> PendingLoss:
-    """Launch fresh gradients of one global batch; its loss."""
+    """Launch the gradient computation of one global batch, from zero gradients; returns its loss."""
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     trainer.optimizer.zero_grad()
@@ -84,7 +84,7 @@ def run_microbatches(
     device: torch.device,
     runtime: Runtime | None = None,
 ) -> PendingLoss:
-    """Launch ``count`` microbatches, with ``runtime`` also backward; their loss over all data-parallel ranks."""
+    """Launch ``count`` microbatches, with backward if ``runtime`` is set; returns the loss over data-parallel ranks."""
     several = len(trainer.chunks) > 1
     outputs = get_forward_backward_func()(
         forward_step_func=ForwardStep(runtime),
@@ -105,7 +105,7 @@ def run_microbatches(
 
 
 class PendingLoss:
-    """A loss on its way from the device: reading it waits for the work that made it, not for what was launched since.
+    """A loss being copied from the device: reading it waits for the work that computed it, not for later launches.
 
     Args:
         total: float64 [2], (sum over tokens, tokens).
@@ -131,7 +131,7 @@ class PendingLoss:
 
 
 class ForwardStep:
-    """Megatron-core's forward_step_func; it numbers the microbatches of each chunk for the recipe's random streams."""
+    """Megatron-core's forward_step_func; numbers the microbatches of each chunk for the recipe's random streams."""
 
     def __init__(self, runtime: Runtime | None) -> None:
         self._runtime = runtime
@@ -145,12 +145,12 @@ class ForwardStep:
         batch = next(batches)
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         mask = batch["loss_mask"]
-        # A stage in the middle of a pipeline has no data; its loss is never read.
+        # Middle stages of a pipeline have no data; their loss is never read.
         return output, partial(_masked_loss, mask if mask is not None else torch.empty(0))
 
 
 def _masked_loss(mask: torch.Tensor, losses: torch.Tensor) -> Loss:
-    """(sum to differentiate, tokens, [sum, tokens] for the log) of one microbatch's per-token losses."""
+    """(differentiable sum, tokens, [sum, tokens] for the log) of one microbatch's per-token losses."""
     mask = mask.view(-1)
     total = (losses.float().view(-1) * mask).sum()
     tokens = mask.sum()

@@ -1,7 +1,7 @@
-"""Finds the first tensor with NaN or Inf, in a forward and backward pass that is repeated for this purpose.
+"""Finds the first tensor with NaN or Inf, by repeating a forward and backward pass with checks.
 
-Every operand and product of every GEMM is checked, and of every other leaf module the output and its gradient. A step
-without the check pays nothing for it.
+Checked are every operand and product of every GEMM, and the output and output gradient of every other leaf module. A
+step without the check has no overhead.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PRODUCT = "product of finite operands"
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """A tensor that is not finite; the least of several is the one that the others may come from.
+    """A tensor that is not finite; the least of several is the one that may have caused the others.
 
-    Microbatches do not depend on each other, a backward comes after its forward, and ``depth`` counts pipeline stages
-    in the order in which that pass goes through them. On one stage ``order`` counts checked tensors. ``gemm`` is
-    what ``--rerun-in-bf16`` would call it, empty elsewhere.
+    Microbatches are independent, a backward follows its forward, and ``depth`` counts pipeline stages in the order of
+    the pass. On one stage ``order`` counts checked tensors. ``gemm`` is the name for ``--rerun-in-bf16``, empty outside
+    of GEMMs.
     """
 
     microbatch: int
@@ -56,7 +56,7 @@ class Finding:
 
 
 class FiniteCheck:
-    """Checks, as a context manager, what the model's chunks on this rank compute.
+    """Context manager that checks the tensors computed by this rank's model chunks.
 
     Attributes:
         first: the first finding of this rank, or None.
@@ -80,7 +80,7 @@ class FiniteCheck:
         self._undo.close()
 
     def inspect(self, what: str, tensor: Any, chunk: int, microbatch: int, backward: bool, gemm: str = "") -> None:
-        """Note the tensor if it is not finite and came before what was found so far."""
+        """Record the tensor if it is not finite and precedes the first finding so far."""
         self._order += 1
         if not torch.is_tensor(tensor) or not tensor.is_floating_point() or bool(tensor.isfinite().all()):
             return
@@ -140,7 +140,7 @@ class _CheckedGemms(InstrumentedGemms):
     def wgrad(
         self, dy: GradOutput, x: torch.Tensor | QuantizedTensor, rng_step: RngStep, **options: Any
     ) -> torch.Tensor:
-        # The forward pass has checked the x that was quantized.
+        # The forward pass already checked x before quantization.
         second = x.columnwise_scale if isinstance(x, QuantizedTensor) else x
         self._check_operands("wgrad", dy.matrix, second, rng_step)
         dw: torch.Tensor = self._inner.wgrad(dy, x, rng_step, **options)
@@ -160,7 +160,7 @@ class _CheckedGemms(InstrumentedGemms):
 
 
 def _named_parts(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Leaves of a chunk and its linear layers, layers by their global number."""
+    """Leaf modules of a chunk and its linear layers, named by global layer number."""
     inside: set[nn.Module] = set()
     for layer in chunk.modules():
         if isinstance(layer, TransformerLayer):

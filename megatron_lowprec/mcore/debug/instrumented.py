@@ -13,7 +13,7 @@ from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 
 
 class InstrumentedGemms:
-    """A layer's GEMMs; a subclass inspects tensors, everything else is the layer's own."""
+    """A layer's GEMMs, for a subclass that inspects tensors; delegates everything else to the layer's own."""
 
     def __init__(self, inner: LinearGemms) -> None:
         self._inner = inner
@@ -31,7 +31,7 @@ class InstrumentedGemms:
 
 @contextmanager
 def instrumented(layer: LowPrecLinearMixin, linear_gemms: InstrumentedGemms) -> Iterator[None]:
-    """Replace the layer's GEMMs by these."""
+    """Temporarily replace the layer's GEMMs by these."""
     own = layer.bound_gemms
     layer.linear_gemms = linear_gemms  # type: ignore[assignment]
     try:

@@ -1,7 +1,7 @@
-"""Quantization error of each operand of each GEMM in one step, over all ranks that hold parts or copies of it.
+"""Quantization error of each operand of each GEMM in one step, over all ranks with shards or replicas of it.
 
-The step is a training step: its operands are quantized once more beside it, those of the first microbatch. A step
-without the probe pays nothing for it.
+In a training step, the first microbatch's operands are quantized a second time to measure the error. A step without the
+probe has no overhead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ORDER = {place: number for number, place in enumerate(DIMS)}
 
 
 class OperandId(NamedTuple):
-    """An operand of a model, by global numbers; they sort by layer, name, expert and GEMM."""
+    """Identifies an operand of a model by global numbers; sorts by layer, name, expert and GEMM."""
 
     layer: int
     name: str
@@ -41,14 +41,14 @@ class OperandId(NamedTuple):
 
     @property
     def linear(self) -> str:
-        """As ``--rerun-in-bf16`` names it, and the expert."""
+        """Name as in ``--rerun-in-bf16``, with the expert."""
         return LinearId(self.layer, self.name, self.expert).path
 
 
 class OperandProbe:
-    """Measures, as a context manager, the operands of this rank's chunks in the first microbatch of a training step.
+    """Context manager that measures the operands of this rank's chunks in a training step's first microbatch.
 
-    FP8 primary weights are left out: they have no other value on a rank.
+    FP8 primary weights are skipped: no rank holds their unquantized value.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -69,7 +69,7 @@ class OperandProbe:
         self._undo.close()
 
     def found(self) -> list[tuple[OperandId, QuantizationError]]:
-        """Of the whole model, the same on every rank; all ranks ask together."""
+        """Errors of the whole model, the same on every rank; a collective call."""
         dense = [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
         mine = _reduced({place: sums for place, sums in self._sums.items() if place.expert < 0}, dense)
         experts = {place: sums for place, sums in self._sums.items() if place.expert >= 0}
@@ -85,7 +85,7 @@ class OperandProbe:
         return [(place, QuantizationError.of(sums)) for place, sums in sorted(found.items()) if sums[0] > 0]
 
     def _operands_of(self, module: LowPrecLinearMixin, linear_gemms: LinearGemms) -> dict[tuple[str, str], OperandId]:
-        """Of a layer's quantized operands; each has sums from the start, since an expert may see no tokens."""
+        """Ids of a layer's quantized operands; their sums start at zero, since an expert may receive no tokens."""
         operands = {}
         for (gemm, operand), order in _ORDER.items():
             spec = getattr(getattr(linear_gemms.recipe, gemm), operand)
@@ -98,7 +98,7 @@ class OperandProbe:
 
 
 def _reduced(sums: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[OperandId, torch.Tensor]:
-    """Over the groups' ranks, on the first rank of all; nothing on others, nor without sums."""
+    """Sums over the groups' ranks, on the first rank of all groups; empty on other ranks and without sums."""
     if not sums:
         return {}
     places = sorted(sums)
@@ -113,7 +113,7 @@ def _reduced(sums: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessG
 
 
 class _ProbedGemms(InstrumentedGemms):
-    """A layer's GEMMs; adds up the quantization error of each operand."""
+    """A layer's GEMMs; accumulates the quantization error of each operand."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _ProbedGemms(InstrumentedGemms):
         *rest: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, SavedForBackward]:
-        if update_amax:  # not an evaluation, nor the first pass of an activation recomputation
+        if update_amax:  # neither an evaluation nor the first pass of an activation recomputation
             self._inspect("input", x_TI, rng_step)
             self._inspect("weight", w_OI, rng_step)
         return self._inner.forward(x_TI, w_OI, rng_step, update_amax, *rest, **options)
@@ -143,7 +143,7 @@ class _ProbedGemms(InstrumentedGemms):
         return self._inner.grad_output(dy_TO, rng_step, **options)
 
     def _inspect(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> None:
-        """Add the error of a matrix in both GEMMs that contract it."""
+        """Accumulate the error of a matrix in both GEMMs that use it."""
         if rng_step.microbatch or not matrix.numel():
             return
         for gemm, columnwise in zip(SIDES[tensor], (False, True), strict=True):

@@ -17,8 +17,8 @@ from megatron_lowprec.errors import UserError
 class SdpaAttention(MegatronModule):
     """Core attention: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b, heads * d], never quantized.
 
-    Takes the arguments of Megatron-core's ``DotProductAttention``. Dropout draws from the tensor-parallel RNG state
-    as it does.
+    Takes the arguments of Megatron-core's ``DotProductAttention``. Like it, draws dropout from the tensor-parallel RNG
+    state.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SdpaAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attention over the whole sequence; the mask is causal by construction and ``attention_mask`` is not read."""
+        """Attention over the whole sequence with a causal mask; ``attention_mask`` is not read."""
         if (attn_mask_type or self.attn_mask_type) != AttnMaskType.causal or packed_seq_params is not None:
             raise UserError("this attention is causal and unpacked; use --attention-backend local for other masks")
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))

@@ -1,4 +1,4 @@
-"""What ends a layer's attention and MLP, bias + dropout + residual, in one kernel each way."""
+"""Fused bias + dropout + residual after a layer's attention and MLP: one kernel each for forward and backward."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,8 +27,8 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.p, ctx.bias_dtype, ctx.key, ctx.channel = p, None if bias is None else bias.dtype, None, channel
         if p > 0.0:
-            # From the generator that Megatron-core has chosen for this place: alike on the ranks that hold the same
-            # tokens, and the same again when a checkpointed forward pass is repeated.
+            # From the generator that Megatron-core selects here: the same on ranks with the same tokens, and the same
+            # when a checkpointed forward pass is recomputed.
             ctx.key = torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=x.device)
         rows = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, residual))
         first, second = rows
@@ -48,7 +48,7 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
 def _made(
     channel: GradOutputChannel, dout: torch.Tensor, p: float, key: torch.Tensor | None, bias_dtype: torch.dtype | None
 ) -> GradOutput:
-    """The gradient of x as operands for the layer that made x, and that of the bias; dout [T, H] is the result's."""
+    """The gradient of x as operands of the layer that computed x, with the bias gradient; dout is [T, H]."""
     linear_gemms, rng_step = channel.linear_gemms, channel.rng_step
     if channel.wanted == "source":
         computed = Matrix(dout) if key is None else DropoutGrad(dout, key, p)
@@ -59,7 +59,7 @@ def _made(
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
-    """Megatron-core's function of this name; in training, fused on a GPU. A layer takes it from its spec."""
+    """Megatron-core's function of this name, set in a layer's spec; in training, the result is fused on a GPU."""
     stock: BiasDropoutAdd = fused_bias_dropout.get_bias_dropout_add(training, fused)
     if not training or not fused:
         return stock
@@ -68,7 +68,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
         x, bias = x_with_bias
         if not dispatch.fuses(x) or residual.dtype != x.dtype or residual.shape != x.shape:
             return stock(x_with_bias, residual, prob)
-        # the sums for a bias have the dtype of x
+        # the fused bias gradient has the dtype of x
         channel = GradOutputChannel.of(x) if bias is None or bias.dtype == x.dtype else None
         return _BiasDropoutAddFunction.apply(x, bias, cached_residual(residual), prob, channel)
 

@@ -1,4 +1,4 @@
-"""Megatron-core's GPTModel with a cross entropy that keeps no softmax."""
+"""Megatron-core's GPTModel with a fused cross entropy that does not save the softmax."""
 
 import torch
 import torch.distributed as dist
@@ -32,24 +32,24 @@ class _CrossEntropyFunction(torch.autograd.Function):
         logits, flat, log_total = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
         gradient = dispatch.logits_gradient_(rows, flat, ctx.first, log_total, dloss.reshape(-1).float().contiguous())
-        # autograd cannot see the write: a second backward pass over these logits must fail, not find gradients there
+        # autograd cannot see the write: a second backward pass over these logits must fail, not read gradients
         torch.autograd.graph.increment_version(logits)
         return gradient.view(logits.shape), None, None
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Loss of each token in nats, fp32, alike on all ranks. The backward pass writes its gradient over ``logits``.
+    """Loss of each token in nats, fp32, the same on all ranks. The backward pass overwrites ``logits`` in place.
 
     Args:
-        logits: [..., V / ranks], this rank's part of the vocabulary; nothing else may need them in a backward pass.
-        targets: int64 [...], numbers in the whole vocabulary.
+        logits: [..., V / ranks], this rank's shard of the vocabulary; no other backward pass may need them.
+        targets: int64 [...], token ids in the whole vocabulary.
         group: the tensor-parallel ranks.
     """
     return _CrossEntropyFunction.apply(logits, targets, group)
 
 
 class LowPrecGPTModel(GPTModel):
-    """``GPTModel``; its loss is fused on a GPU, where ``config.cross_entropy_loss_fusion`` allows it."""
+    """``GPTModel`` with a loss that is fused on a GPU if ``config.cross_entropy_loss_fusion`` is set."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """labels int64 [b, s], logits [s, b, V / ranks] -> loss of each token [b, s]."""

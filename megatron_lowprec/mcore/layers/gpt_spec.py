@@ -1,4 +1,4 @@
-"""How a GPT's transformer layers are put together: Megatron-core's local spec with our linears, norms and attention."""
+"""Layer specs of a GPT: Megatron-core's local spec with this project's linears, norms and attention."""
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
@@ -19,12 +19,12 @@ from megatron_lowprec.mcore.layers.self_attention import LowPrecSelfAttention
 
 
 class LowPrecSpecProvider(LocalSpecProvider):
-    """Megatron-core's backend protocol, answered with this project's modules.
+    """Megatron-core's backend protocol, implemented with this project's modules.
 
     Args:
         attention_backend: ``"auto"`` is torch's scaled_dot_product_attention, ``"local"`` Megatron-core's unfused
             attention.
-        no_lowprec_linears: keep Megatron-core's own linear layers, which know no recipe (for comparisons).
+        no_lowprec_linears: use Megatron-core's own linear layers, which ignore the recipe (for comparisons).
     """
 
     def __init__(self, attention_backend: str = "auto", no_lowprec_linears: bool = False) -> None:
@@ -47,13 +47,13 @@ class LowPrecSpecProvider(LocalSpecProvider):
         return Norm
 
     def core_attention(self) -> type:
-        """Class of the attention products."""
+        """Class of the core attention."""
         return self._attention
 
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules | None]:
-        """Experts one after the other, through our linears."""
+        """Experts run one after the other, through this project's linears."""
         if moe_use_grouped_gemm:
             raise UserError(
                 "--moe-grouped-gemm has no low-precision path; leave it out, experts then run one after the other"
@@ -63,7 +63,7 @@ class LowPrecSpecProvider(LocalSpecProvider):
         )
 
 
-# Fields of the config that choose other layers, or other numerics, than these: at another value than None or False.
+# Config fields that select unsupported layers or numerics if set to anything but None or False.
 _REFUSED = {
     "multi_latent_attention": "multi-latent attention",
     "experimental_attention_variant": "an experimental attention variant",
@@ -87,7 +87,7 @@ def gpt_block_spec(
     """Layer specs of this pipeline stage for ``GPTModel``: Megatron-core's local ones with this project's modules.
 
     Raises:
-        UserError: ``config`` asks for layers that have no low-precision path.
+        UserError: ``config`` selects layers that have no low-precision path.
     """
     for field, what in _REFUSED.items():
         value = getattr(config, field, None)
@@ -110,7 +110,7 @@ def gpt_block_spec(
 
 
 def _replace_parts(layer: TransformerLayerSubmodules, config: TransformerConfig, provider: LowPrecSpecProvider) -> None:
-    """Replace the parts of a layer, dense or with experts, that a backend chooses by ``provider``'s."""
+    """Replace the backend-dependent parts of a layer, dense or with experts, by ``provider``'s."""
     layer.input_layernorm = layer.pre_mlp_layernorm = provider.layer_norm()
     layer.self_attention.module = LowPrecSelfAttention
     attention = layer.self_attention.submodules

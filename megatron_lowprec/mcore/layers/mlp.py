@@ -1,4 +1,4 @@
-"""Megatron-core's MLP with bias and GELU in one kernel, and the bias gradient summed where it is made."""
+"""Megatron-core's MLP with bias and GELU fused in one kernel, and the bias gradient summed in its backward kernel."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,8 +45,8 @@ class _BiasGeluFunction(torch.autograd.Function):
 
 
 class _MlpFunction(torch.autograd.Function):
-    """fc1, bias and GELU, fc2: what lies between the products goes straight into FP8 operands or is written with its
-    amax, where that helps the casts; and need not be kept for the backward pass.
+    """fc1, bias and GELU, fc2. The activation between the GEMMs is cast to FP8 operands directly, or written with its
+    amax if the casts use one; it can be recomputed instead of saved for backward.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class _MlpFunction(torch.autograd.Function):
 def _active(
     y: torch.Tensor, bias: torch.Tensor, wanted: CastFusion
 ) -> tuple[torch.Tensor | CastPrologue, torch.Tensor | None]:
-    """fc2's input, and its amax, in the form that its casts want."""
+    """fc2's input as tensor or cast prologue, with its amax if the casts use one."""
     if wanted == "source":
         return BiasGelu(y, bias), None
     amax = _room_for_amax(y, wanted)
@@ -131,25 +131,25 @@ def _tp_config(layer: ColumnParallelLinear) -> TensorParallelConfig:
 
 
 def _alone(layer: LowPrecLinearMixin) -> TensorParallelConfig:
-    """Of a layer whose input is cut over the ranks, not shared by them."""
+    """Configuration of a layer whose input is sharded over the ranks."""
     return TensorParallelConfig(allreduce_dgrad=False, sequence_parallel=False, tp_group=layer.tp_group)
 
 
 class LowPrecMLP(MLP):
-    """``MLP``; fused where Megatron-core's own bias and GELU would be compiled together and this is a GPU's tensor.
+    """``MLP``, fused for CUDA tensors where Megatron-core would fuse bias and GELU.
 
     Attributes:
-        recompute_gelu: where fused, keep fc1's output alone and make fc2's input again in the backward pass.
+        recompute_gelu: where fused, save only fc1's output and recompute fc2's input in the backward pass.
     """
 
     recompute_gelu = False
 
     @classmethod
     def of(cls, submodules: MLPSubmodules) -> type["LowPrecMLP"]:
-        """The class that a layer builds its MLP from, with nothing but a config.
+        """Class from which a layer builds its MLP, given only a config.
 
-        ``TransformerLayer`` knows by name the classes that it gives process groups to, and warns of any other in a
-        ModuleSpec; of a plain class it makes nothing more than an object.
+        ``TransformerLayer`` passes process groups only to classes that it knows by name, and warns of any other in a
+        ModuleSpec. A plain class is simply instantiated.
         """
 
         class Built(cls):  # type: ignore[misc,valid-type]
@@ -162,11 +162,11 @@ class LowPrecMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] -> [s, b, h] and the bias that is still to be added to it."""
+        """[s, b, h] -> [s, b, h] and the bias that the caller must add."""
         output, bias = self._forward(hidden_states, per_token_scale, **kwargs)
         if bias is not None and not torch.is_grad_enabled():
             # Megatron-core's checkpoint returns it from an autograd function. The parameter would become that
-            # function's output, and the recomputation's backward pass would start with the recomputation.
+            # function's output, and the recomputation's backward pass would recurse into the recomputation.
             bias = bias.detach()
         return output, bias
 
@@ -184,7 +184,7 @@ class LowPrecMLP(MLP):
         return fc2(_BiasGeluFunction.apply(y, bias))
 
     def _supported_fusion(self, hidden_states: torch.Tensor) -> tuple[CastFusion, CastFusion]:
-        """How GELU's kernels may spare a pass over fc2's input, and over the gradient of fc1's output."""
+        """Fusions that spare a pass over fc2's input and over the gradient of fc1's output."""
         for layer in (self.linear_fc1, self.linear_fc2):
             layer.bound_gemms.choose_products(layer.weight)
         rows = hidden_states.view(-1, hidden_states.shape[-1])
@@ -207,7 +207,7 @@ class LowPrecMLP(MLP):
         return y, fc2.bias
 
     def has_bias_and_gelu(self) -> bool:
-        """Whether what lies between both linear layers is a bias and GELU that may be one kernel."""
+        """Whether the activation between both linear layers is a bias and GELU that may be fused."""
         config = self.config
         gelu = self.activation_func is F.gelu and not config.gated_linear_unit
         return gelu and config.bias_activation_fusion and config.add_bias_linear and not config.use_te_activation_func

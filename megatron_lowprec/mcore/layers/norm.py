@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm as Megatron-core builds them: fused on a GPU, torch's elsewhere, usable under sequence
+"""LayerNorm and RMSNorm as Megatron-core builds them: fused on a GPU, torch's elsewhere; support sequence
 parallelism.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _NormFunction(torch.autograd.Function):
-    """x to (y, x as a residual): the gradients of both come back together, and leave as one."""
+    """x to (y, x as a residual): the backward pass receives the gradients of both and returns their sum."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -37,7 +37,7 @@ class _NormFunction(torch.autograd.Function):
         y, mean, rstd = normalize(rows)
         ctx.save_for_backward(rows, weight, mean, rstd)
         ctx.set_materialize_grads(False)
-        return y.view(x.shape), x.detach()  # an output of its own, no view of x
+        return y.view(x.shape), x.detach()  # a separate output, not a view of x
 
     @staticmethod
     def backward(ctx, dy, dresidual):  # type: ignore[no-untyped-def]
@@ -56,7 +56,7 @@ def _normalized(
     bias: torch.Tensor | None,
     normalize: Callable[[torch.Tensor], Normalized],
 ) -> torch.Tensor:
-    """What ``normalize`` makes of the rows of x, with its gradient, which takes the residual's with it."""
+    """``normalize`` applied to the rows of x; its gradient includes the residual's."""
     y: torch.Tensor
     y, residual = _NormFunction.apply(x, norm.weight, bias, normalize)
     attach_residual(x, y, residual)
@@ -64,16 +64,16 @@ def _normalized(
 
 
 class Consumer:
-    """The linear layer behind a norm, the only one to read its output, as it is.
+    """The linear layer that is the only consumer of a norm's output, unchanged.
 
-    No module, so that the norm may have it as an attribute without having the layer's weights.
+    Not a module, so that the layer's weights do not become the norm's.
     """
 
     def __init__(self, layer: "LowPrecLinearMixin") -> None:
         self.layer = layer
 
     def supported_fusion(self, x: torch.Tensor) -> CastFusion:
-        """How the norm of x [..., H] spares the layer's casts a pass; operands only for a backward pass to come."""
+        """Fusion of the norm of x [..., H] with the layer's casts; "source" only if a backward pass follows."""
         linear_gemms, weight = self.layer.bound_gemms, self.layer.weight
         linear_gemms.choose_products(weight)
         wanted = linear_gemms.supported_fusion("input", x)
@@ -82,10 +82,10 @@ class Consumer:
 
 
 def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The norm by one kernel, which also makes the operands or the amax that the layer behind it wants."""
+    """The norm by one kernel, which also computes the operands or the amax that its consumer supports."""
     weight, eps = norm.weight, norm.eps
     assert eps is not None
-    # a forward hook needs the real output
+    # a forward hook must see the real output
     consumer = None if norm._forward_hooks else norm.consumer
     wanted = None if consumer is None else consumer.supported_fusion(x)
     if consumer is not None and wanted == "source":
@@ -111,8 +111,8 @@ class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` with a weight and a bias.
 
     Attributes:
-        consumer: the layer that alone reads the output, where there is one; on a GPU. In training under delayed scaling
-            the output is then NaN that carries the layer's operands, else it may carry its amax.
+        consumer: the only consumer of the output, if there is one; used on a GPU. In training under delayed scaling the
+            output is then a NaN placeholder with the layer's operands attached, else it may have its amax attached.
     """
 
     consumer: Consumer | None = None
@@ -133,10 +133,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Norm:
-    """Builds a ``LayerNorm`` or an ``RMSNorm``, as ``config.normalization`` says.
+    """Builds a ``LayerNorm`` or an ``RMSNorm``, according to ``config.normalization``.
 
-    Megatron-core's own wrapper of torch's refuses sequence parallelism: its gradients would not be summed over the
-    ranks. Marking the parameters ``sequence_parallel`` is all that ``finalize_model_grads`` needs to do so.
+    Megatron-core's wrapper of torch's norms refuses sequence parallelism: their gradients would not be summed over the
+    ranks. ``finalize_model_grads`` sums them if the parameters are marked ``sequence_parallel``.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """Megatron-core's parallel linear layers with the three GEMMs of a recipe.
 
-Initialization, gathering, bias and sharded state stay Megatron-core's; what is replaced is the one method through
-which both layers reach their GEMMs. The communication around them is the stock layers': gather of the
-sequence-parallel input, asynchronous all-reduce or reduce-scatter of the input gradient under the weight gradient.
+Initialization, gathering, bias and sharded state stay Megatron-core's; only the method through which both layers reach
+their GEMMs is replaced. Communication follows the stock layers: gather of the sequence-parallel input, asynchronous
+all-reduce or reduce-scatter of the input gradient overlapped with the weight gradient.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
 class TensorParallelConfig(NamedTuple):
-    """How tensor-parallel ranks share a layer's input, in Megatron-core's words."""
+    """Collectives around a layer's input, by Megatron-core's names."""
 
     allreduce_dgrad: bool
     sequence_parallel: bool
@@ -33,7 +33,7 @@ class TensorParallelConfig(NamedTuple):
 
 
 def layer_input(x: torch.Tensor, linear_gemms: LinearGemms, tp: TensorParallelConfig) -> torch.Tensor | QuantizedTensor:
-    """What ``LinearGemms.forward`` multiplies of x [..., I]: attached operands, or [tokens, I], gathered where cut."""
+    """Input of ``LinearGemms.forward`` for x [..., I]: attached operands, or [tokens, I], gathered if sharded."""
     attached = attached_input(x, linear_gemms)
     if attached is not None:
         return attached
@@ -49,11 +49,11 @@ def gradients(
     tp: TensorParallelConfig,
     recompute: "Callable[[], tuple[torch.Tensor | CastPrologue, torch.Tensor | None]] | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dgrad and wgrad, communication under them: gradients of x, weight and bias.
+    """Gradients of x, weight and bias: dgrad and wgrad, with communication overlapped.
 
     Args:
-        dy: quantizes dy; called once x is on its way.
-        recompute: computes x, and its amax where it is known, if none was saved.
+        dy: quantizes dy; called once the gather of x has started.
+        recompute: computes x, and its amax if known, if x was not saved for backward.
     """
     linear_gemms, gathering, reducing = layer.bound_gemms, None, None
     if tp.sequence_parallel and saved.x is not None:
@@ -79,7 +79,7 @@ def gradients(
 
 
 def await_weights(module: torch.nn.Module) -> None:
-    """What a call of the module begins with: --overlap-param-gather waits for weights in a hook before ``forward``."""
+    """Run the module's forward pre-hooks, in which --overlap-param-gather waits for the weights."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
 
@@ -102,7 +102,7 @@ class _ParallelLinearFunction(torch.autograd.Function):
         ctx.layer, ctx.rng_step, ctx.use_bias, ctx.tp = layer, current_rng_step(), bias is not None, tp
         ctx.channel = channel
         linear_gemms = layer.bound_gemms
-        # under sequence parallelism a rank saves its part of x alone, and gathers again
+        # under sequence parallelism a rank saves only its shard of x and gathers it again in the backward pass
         y, saved = linear_gemms.forward(
             layer_input(x, linear_gemms, tp),
             weight,
@@ -130,14 +130,14 @@ class _ParallelLinearFunction(torch.autograd.Function):
 
 
 class LowPrecLinearMixin:
-    """What both parallel layers share; ``bind_recipe`` gives each its GEMMs."""
+    """Common part of both parallel layers; ``bind_recipe`` binds the GEMMs of each."""
 
     weight: torch.nn.Parameter
     tp_group: dist.ProcessGroup
     config: TransformerConfig
     linear_gemms: LinearGemms | None = None
     accumulates_in_fp32 = True
-    channel: GradOutputChannel | None = None  # of the call that is under way
+    channel: GradOutputChannel | None = None  # of the call in progress
 
     @property
     def bound_gemms(self) -> LinearGemms:
@@ -149,9 +149,9 @@ class LowPrecLinearMixin:
         return self.linear_gemms
 
     def can_use_channel(self) -> bool:
-        """Whether a call may have a backward pass in which NaN stands in for a gradient; products are chosen."""
+        """Whether a call may have a backward pass with a NaN placeholder for dy; selects native or emulated GEMMs."""
         training = torch.is_grad_enabled() and self.weight.requires_grad
-        if not training or torch.is_anomaly_enabled():  # which takes any NaN for a mistake
+        if not training or torch.is_anomaly_enabled():  # anomaly detection rejects any NaN
             return False
         self.bound_gemms.choose_products(self.weight)
         return True
@@ -165,7 +165,7 @@ class LowPrecLinearMixin:
         rng_step: RngStep,
         amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The weight gradient, or, added to an fp32 ``main_grad`` already, a dummy that DDP's hook drops."""
+        """The weight gradient; or, once accumulated into an fp32 ``main_grad``, a dummy that DDP's hook drops."""
         main_grad = getattr(weight, "main_grad", None)
         if not self.accumulates_in_fp32 or main_grad is None or main_grad.dtype != torch.float32:
             return linear_gemms.wgrad(dy, x, rng_step, amax=amax)
@@ -180,13 +180,13 @@ class LowPrecLinearMixin:
         tp = TensorParallelConfig(options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"])
         amax = None if tp.sequence_parallel else cached_amax(input)
         y = _ParallelLinearFunction.apply(input, weight, bias, self, training, tp, amax, self.channel)
-        # outside of the function: autograd forbids to change a view that a function returns
+        # outside of the function: autograd forbids in-place changes of a view that a function returns
         return y.view(-1, *input.shape[1:-1], y.shape[-1])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The stock layer's, and the amax history of each tensor under delayed scaling, alike on all ranks."""
+        """The stock layer's state and the amax history of each delayed-scaling tensor, the same on all ranks."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         histories = self.linear_gemms.histories if self.linear_gemms is not None else {}
         amax = {f"amax.{operand}": history.state(slot) for operand, (history, slot) in histories.items()}
@@ -213,14 +213,14 @@ class LowPrecColumnParallelLinear(LowPrecLinearMixin, ColumnParallelLinear):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.tp_group.size() == 1:
-            # else its input passes through a function for other ranks: another tensor, without what x carries
+            # else the input passes through an autograd function for other ranks, which drops attached metadata
             self.disable_grad_reduce = True
 
     def offer_grad_channel(self, x: torch.Tensor) -> GradOutputChannel | None:
-        """A way for dy to come as operands that were made of its parts, for a call on x [..., I].
+        """Channel for dy as operands quantized from split gradients, for a call on x [..., I]; None if unsupported.
 
-        Whoever sets ``channel`` to it for that call must be the only one to read the output. Under sequence
-        parallelism x is a part of what the layer multiplies; dy is whole.
+        The caller that sets ``channel`` for that call must be the only consumer of the output. Under sequence
+        parallelism x is a shard of the layer's input; dy is whole.
         """
         if not self.can_use_channel() or not self.bound_gemms.accepts_split_input(x):
             return None
@@ -231,7 +231,7 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
     """RowParallelLinear under a recipe; weight [out, in / tensor-parallel ranks]."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron-core's; an expert's output is no view, for its bias is added to it in place."""
+        """As Megatron-core's; an expert's output is not a view, since its bias is added in place."""
         self.channel = self.offer_grad_channel(input_)
         output, bias = super().forward(input_)
         if self.channel is not None:
@@ -240,9 +240,9 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
         return (output.clone() if self.is_expert and bias is not None else output), bias
 
     def offer_grad_channel(self, x: torch.Tensor) -> GradOutputChannel | None:
-        """A way for dy to come as operands, where dy of this call on x [..., I] is that of the layer's output.
+        """Channel for dy as operands, for a call on x [..., I], if dy is the gradient of the layer's output; else None.
 
-        It is not where ranks gather their parts of it, and not where a bias is added to the output here.
+        It is not if ranks reduce-scatter the output, nor if the layer adds a bias to it.
         """
         untouched = not self.sequence_parallel and not self.is_expert and self.skip_bias_add
         if not untouched or not self.can_use_channel():

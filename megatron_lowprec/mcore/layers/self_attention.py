@@ -1,7 +1,7 @@
-"""Megatron-core's self-attention, whose gradients of queries, keys and values are cast where attention leaves them.
+"""Megatron-core's self-attention with the gradients of queries, keys and values cast without concatenating them.
 
-Their layer, linear_qkv, has one output; so autograd joins three gradients to one matrix (4 bytes an entry), which the
-layer then casts to FP8. The cast can as well read from three places.
+linear_qkv has one output, so autograd concatenates three gradients to one matrix (4 bytes an entry), which the layer
+then casts to FP8. Here the cast reads the three tensors directly.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelL
 
 
 class _Split(torch.autograd.Function):
-    """[..., groups, query + 2 * key] -> its three parts; backwards the operands that linear_qkv multiplies."""
+    """[..., groups, query + 2 * key] -> its three parts; the backward pass quantizes linear_qkv's operands."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -34,7 +34,7 @@ class _Split(torch.autograd.Function):
 
 
 class LowPrecSelfAttention(SelfAttention):
-    """``SelfAttention``; casts the parts of linear_qkv's gradient without joining them, where it takes FP8 operands."""
+    """``SelfAttention``; casts linear_qkv's gradient from its three parts where the layer takes FP8 operands."""
 
     def get_query_key_value_tensors(
         self,
@@ -45,7 +45,7 @@ class LowPrecSelfAttention(SelfAttention):
     ) -> Any:
         """As Megatron-core's."""
         layer, channel = self.linear_qkv, None
-        # with fewer groups than ranks the output is gathered, and its gradient cut
+        # with fewer groups than ranks the output is gathered and its gradient split
         whole = self.config.num_query_groups >= self.world_size
         if isinstance(layer, LowPrecColumnParallelLinear) and whole and split_qkv and not output_gate:
             channel = layer.offer_grad_channel(hidden_states)

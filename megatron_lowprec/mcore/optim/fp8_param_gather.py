@@ -1,10 +1,10 @@
-"""``--fp8-param-gather``: linear layers' weights in FP8, made from the optimizer's fp32 main weights, gathered in FP8.
+"""``--fp8-param-gather``: FP8 primary weights of linear layers, cast from fp32 main weights and gathered in FP8.
 
-Megatron-core has all of it for TransformerEngine's tensors: buffers of bytes, their gather, main weights beside them.
-It tells such a tensor by its class, and reaches its storage and its value by functions of one module.
-``register_fp8_weights`` replaces these where the flag is given; TransformerEngine's layers are refused beside it. The
-cast of an update is here, in ``quantize_main_weights``; ``optimizer_step`` calls it where Megatron-core would call
-TransformerEngine's.
+Megatron-core supports this for TransformerEngine's tensors: byte buffers, their all-gather, main weights beside them.
+It recognizes such a tensor by its class and accesses its storage and value through functions of one module.
+``register_fp8_weights`` replaces these if the flag is given; it cannot be combined with TransformerEngine's layers.
+``quantize_main_weights`` casts the weights after an update; ``optimizer_step`` calls it in place of TransformerEngine's
+cast.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron_lowprec.recipe.schema import QuantSpec
 
 
 class ScaleGroup(NamedTuple):
-    """What a weight's scale follows beside its own amax: the attribute ``scaled`` of the parameter.
+    """Inputs of a weight's scale besides its own amax: the attribute ``scaled`` of the parameter.
 
     Attributes:
-        group: ranks that hold the other parts of the tensor and share the scale, None without any.
-        history: of delayed scaling, and the weight's slot in it.
+        group: ranks that hold the other shards of the tensor and share the scale, None if there are none.
+        history: amax history of delayed scaling, and the weight's slot in it.
     """
 
     group: dist.ProcessGroup | None
@@ -43,11 +43,11 @@ class ScaleGroup(NamedTuple):
 
 
 def register_fp8_weights() -> None:
-    """Let Megatron-core take an ``Fp8Weight``, and no tensor of TransformerEngine's, for its FP8 tensor."""
+    """Register ``Fp8Weight`` as Megatron-core's FP8 tensor class, in place of TransformerEngine's."""
     patched: Any = fp8_utils
     patched.HAVE_TE_FP8_TENSOR_CLASS, patched.FP8_TENSOR_CLASS = True, Fp8Weight
     patched._modify_underlying_storage_impl = _move_codes
-    patched.te_post_all_gather_processing = None  # ours need nothing after a gather
+    patched.te_post_all_gather_processing = None  # Fp8Weight needs no processing after a gather
     for module in (patched, distrib_optimizer):
         module.dequantize_fp8_tensor = Fp8Weight.value
     if dist.get_backend() == "gloo":
@@ -55,28 +55,28 @@ def register_fp8_weights() -> None:
 
 
 def _partition_by_buffer(buffers: Sequence[Any], force_single_bucket_group: bool = False) -> list[Any]:
-    """Megatron-core's groups of buckets, but none with weights of two dtypes, as it has them beside FP8 ones.
+    """Megatron-core's groups of buckets, restricted to one dtype a group; FP8 weights would otherwise share groups.
 
-    It gathers a group by one coalesced call, for which gloo joins the tensors to one of the first one's dtype.
+    Megatron-core gathers a group by one coalesced call, in which gloo concatenates tensors in the first one's dtype.
     """
     return [group for buffer in buffers for group in _partition_buckets([buffer], force_single_bucket_group)]
 
 
 def _move_codes(weight: Fp8Weight, storage: torch.Tensor) -> None:
-    """Into ``storage``, uint8 [O, I] within the buffer that is gathered."""
+    """Move the codes into ``storage``, uint8 [O, I] within the gathered buffer."""
     storage.copy_(weight.codes)
     weight.codes = storage
 
 
 def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = True) -> int:
-    """Turn the weights of linear layers whose recipe allows it into FP8 ones; how many.
+    """Convert the weights of linear layers to FP8 where the recipe allows it; returns their number.
 
-    Call it after ``bind_recipe`` and before the chunks are wrapped for data parallelism. The codes are final once the
-    optimizer is there and ``finalize`` was called.
+    Call it after ``bind_recipe`` and before the chunks are wrapped for data parallelism. The codes are final after the
+    optimizer is built and ``finalize`` was called.
 
     Args:
-        reduce_amax: take a current scale over all tensor-parallel ranks; else of each one's part. (A delayed one
-            always spans them.)
+        reduce_amax: reduce the amax of a current scale over all tensor-parallel ranks; if False, each rank scales its
+            shard by the shard's amax. (A delayed scale always spans them.)
     """
     register_fp8_weights()
     count = 0
@@ -90,7 +90,7 @@ def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = T
             count += 1
             plain = module.weight
             module.weight = nn.Parameter(Fp8Weight.of(plain.data, spec))
-            module.weight.__dict__.update(plain.__dict__)  # what Megatron-core notes on a parameter
+            module.weight.__dict__.update(plain.__dict__)  # attributes that Megatron-core sets on parameters
             delayed = spec.scaling == "delayed"
             shares = module.tp_group.size() > 1 and (reduce_amax or delayed)
             history = module.bound_gemms.histories["weight"] if delayed else None
@@ -99,9 +99,9 @@ def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = T
 
 
 def sharded_weights(part: Any) -> list[tuple[Fp8Weight, torch.Tensor | None, int]]:
-    """(weight, this rank's fp32 shard of its main weight or None, where that begins) of one inner optimizer.
+    """(weight, this rank's fp32 shard of its main weight or None, the shard's start) of one inner optimizer.
 
-    In the same order on all ranks.
+    The order is the same on all ranks.
     """
     if not isinstance(part, DistributedOptimizer) or part.is_stub_optimizer:
         return []
@@ -111,11 +111,11 @@ def sharded_weights(part: Any) -> list[tuple[Fp8Weight, torch.Tensor | None, int
 
 @torch.no_grad()
 def quantize_main_weights(part: Any, ahead: bool) -> None:
-    """Codes of this rank's shards and scales of whole weights, from the main weights; codes are still to be gathered.
+    """Quantize this rank's shards of main weights, with scales of whole weights; the caller gathers the codes.
 
     Args:
         part: one of the optimizers inside Megatron-core's.
-        ahead: in a step, before the amax histories move on: take the scale that they are about to put in effect.
+        ahead: in a step, before amax histories are updated: use the scale that the update will put in effect.
     """
     found = sharded_weights(part)
     if not found:
@@ -135,7 +135,7 @@ def quantize_main_weights(part: Any, ahead: bool) -> None:
 
 
 def _max_over_sharers(scaled: Sequence[ScaleGroup], amax: torch.Tensor) -> list[torch.Tensor]:
-    """fp32 [1] of each weight, by one collective for each group of ranks."""
+    """Reduced amax of each weight, fp32 [1], by one collective for each group of ranks."""
     parts = list(amax.split(1))
     for group in dict.fromkeys(s.group for s in scaled if s.group is not None):
         members = [i for i, s in enumerate(scaled) if s.group is group]
@@ -146,7 +146,7 @@ def _max_over_sharers(scaled: Sequence[ScaleGroup], amax: torch.Tensor) -> list[
 
 
 def _encode_scales(weights: Sequence[Fp8Weight], ahead: bool) -> list[torch.Tensor]:
-    """fp32 [1] of each weight."""
+    """Encode scale of each weight, fp32 [1]."""
     follows: list[torch.Tensor] = []
     in_effect: dict[int, torch.Tensor] = {}
     by_spec: dict[QuantSpec, list[int]] = {}
@@ -168,7 +168,7 @@ def _encode_scales(weights: Sequence[Fp8Weight], ahead: bool) -> list[torch.Tens
 
 
 def finalize(optimizer: Any, model_chunks: Sequence[Any]) -> None:
-    """Make codes of main weights that have not come by a step: of a new model, a checkpoint, or of other histories."""
+    """Quantize main weights that did not come from a step: of a new model, a checkpoint, or after loading histories."""
     if not any(sharded_weights(part) for part in optimizer.chained_optimizers):
         return
     for part in optimizer.chained_optimizers:
@@ -181,14 +181,14 @@ def finalize(optimizer: Any, model_chunks: Sequence[Any]) -> None:
 def compute_dtype_weights(optimizer: Any) -> Iterator[tuple[Fp8Weight, torch.Tensor]]:
     """Each FP8 weight and its main weight rounded to the compute dtype, as a model without the flag would hold it.
 
-    Every rank goes through all of it. [O, I] on the host of the first of the ranks that hold copies; zeros on others.
+    All ranks iterate together. Yields [O, I] on the host of the first replica; zeros on other ranks.
     """
     for part in optimizer.chained_optimizers:
         for weight, master, start in sharded_weights(part):
             whole = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
             if master is not None:
                 whole[start : start + master.numel()].copy_(master)
-            # each byte is of one rank and zero on the others
+            # each byte is nonzero on at most one rank
             dist.all_reduce(whole.view(torch.uint8), group=part.data_parallel_group)
             if part.data_parallel_group.rank():
                 whole = torch.zeros(1, dtype=weight.dtype).expand(weight.numel())

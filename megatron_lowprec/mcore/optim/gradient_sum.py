@@ -1,7 +1,7 @@
-"""Megatron-core's buckets of gradients, summed over data-parallel ranks by ``comm.gradients``.
+"""Gradient buckets of Megatron-core, reduced over data-parallel ranks by ``comm.gradients``.
 
-Megatron-core starts the reduction of a group of buckets by one method, when its last gradient is there or at the end of
-the backward pass; the method is replaced on these objects alone.
+Megatron-core starts the reduction of a bucket group by one method, after its last gradient or at the end of the
+backward pass. Only these objects' method is replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_lowprec.recipe.schema import GradientSpec
 
 
 class _Pending:
-    """A reduction on a stream of its own; what Megatron-core waits for."""
+    """Handle of a reduction on its own stream; Megatron-core waits on it."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
@@ -32,9 +32,9 @@ class _Pending:
 
 
 def sum_gradients_in(chunks: Sequence[DistributedDataParallel], spec: GradientSpec) -> AutomaticFactor | None:
-    """Let these chunks exchange gradients as ``spec`` says; the factor that it keeps, if it does.
+    """Reduce these chunks' gradients as ``spec`` says; returns its automatic factor, or None.
 
-    They are of the distributed optimizer. A group of one rank exchanges nothing, and its gradients stay as they are.
+    The chunks belong to the distributed optimizer. Gradients of a group of one rank are unchanged.
     """
     device = chunks[0].buffers[0].grad_data.device
     factor = AutomaticFactor(device) if spec.sum == "format" else None
@@ -60,7 +60,7 @@ def _start(
     stream: torch.cuda.Stream | None,
     force_all_reduce: bool = False,
 ) -> None:
-    """As ``_ParamAndGradBucketGroup.start_grad_sync``."""
+    """Replacement of ``_ParamAndGradBucketGroup.start_grad_sync``."""
     assert not force_all_reduce
     if group.is_first_batch and group.grad_reduce_handle is not None:
         return
@@ -76,7 +76,7 @@ def _start(
 
 
 def _bounds(bucket: Any) -> list[Bounds]:
-    """Of each weight's gradient in the bucket, which has gaps for alignment between them."""
+    """(start, end) of each weight's gradient in the bucket, which has alignment gaps between them."""
     first = bucket.grad_data.storage_offset()
     starts = [(weight.main_grad.storage_offset() - first, weight.numel()) for weight in bucket.params_list]
     return sorted((start, start + size) for start, size in starts)

@@ -1,9 +1,9 @@
-"""One update by Megatron-core's optimizer in a few launches, with one wait for the device.
+"""One update by Megatron-core's optimizer in a few launches, with one device synchronization.
 
-Without TransformerEngine and apex Megatron-core goes through the gradients one by one: its norm waits for the device
-once a tensor, its clipping takes two launches a tensor, its copy of main weights one. The functions here are the steps
-of its ``ChainedOptimizer.step``, in its order, over all tensors at once (torch's foreach functions), whichever of the
-libraries is there. One thing has no handle but a method of the optimizer objects: ``copy_weights_at_once``.
+Without TransformerEngine and apex, Megatron-core processes gradients one by one: its norm synchronizes once a tensor,
+its clipping takes two launches a tensor, its copy of main weights one. The functions here are the steps of its
+``ChainedOptimizer.step``, in its order, over all tensors at once (torch's foreach functions), with or without these
+libraries. ``copy_weights_at_once`` must replace a method of the optimizer objects; nothing else is patched.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 def optimizer_step(
     optimizer: MegatronOptimizer, loss: Callable[[], float] | None = None
 ) -> tuple[bool, float | None, int | None]:
-    """One update, and (whether it happened, gradient norm before clipping, gradient values that are zero).
+    """Update the weights; returns (updated, gradient norm before clipping, number of zero gradient values).
 
-    Megatron-core notices a gradient that is not finite by its loss scaler alone; bf16 has none, so norm and loss decide
-    here, and weights and moments stay as they are.
+    Megatron-core detects non-finite gradients only by its loss scaler, which bf16 has not. So norm and loss decide
+    here: if either is not finite, weights and moments are unchanged.
 
     Args:
         optimizer: the ``ChainedOptimizer`` that ``get_megatron_optimizer`` returns.
-        loss: gives the loss, alike on all ranks; read behind the norm, when the device has it ready.
+        loss: returns the loss, the same on all ranks; read after the norm, when the device has computed it.
     """
     if optimizer.prepare_grads():
         return False, None, None
     parts = optimizer.chained_optimizers
-    # Gathered while the device is still busy with the backward pass: after the wait it has nothing to do.
+    # Collect these while the device still runs the backward pass: after the synchronization it would idle.
     clipped = [(part.config.clip_grad, gradients(part)) for part in parts]
     norm = float(grad_norm(optimizer))
     if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss())):
@@ -54,8 +54,8 @@ def optimizer_step(
 
 
 def gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
-    """Gradients of all weights that this part updates, those that ranks share included: fp32, or as they were summed
-    where the optimizer keeps the main weights.
+    """Gradients of all weights that this part updates, including weights shared between ranks: fp32, or in the dtype
+    of the reduction if the optimizer holds the main weights.
     """
     name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
     found = (getattr(weight, name, None) for weight in part.get_parameters())
@@ -66,16 +66,16 @@ def gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
 def grad_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     """L2 norm of all gradients of the model, each counted once, over all ranks: float64 scalar on the device.
 
-    Only the squares' sum over ranks is in float64; a rank's own is torch's, in fp32.
+    Only the sum of squares over ranks is in float64; each rank's own norm is torch's, in fp32.
     """
     by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     for part in optimizer.chained_optimizers:
-        # Dense and expert weights lie on different ranks; most often both are reduced over the same ones.
+        # Dense and expert weights lie on different ranks; most often both are reduced over the same group.
         grads = by_group.setdefault(part.get_grad_stats_parallel_group(), [])
         grads += part.get_main_grads_for_grad_norm()
     total = torch.zeros((), dtype=torch.float64, device=optimizer.get_loss_scale().device)
     for group, grads in by_group.items():
-        # A rank without weights reduces with the others.
+        # A rank without weights still takes part in the reduction.
         square = get_total_norm(grads).double().square() if grads else torch.zeros_like(total)
         dist.all_reduce(square, group=group)
         total += square
@@ -83,11 +83,11 @@ def grad_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
 
 
 def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
-    """Let the optimizer round its fp32 main weights into the model's bf16 ones by one call instead of one a weight,
-    and make codes of FP8 ones (``primary_weight``).
+    """Make the optimizer round its fp32 main weights into the model's bf16 weights in one call instead of one each,
+    and quantize FP8 primary weights (``fp8_param_gather``).
 
-    Megatron-core reaches this through a method of its own, in the middle of ``step_with_ready_grads``; the method is
-    replaced on these objects alone. The result is the same. Main weights of fp32 models are the model's own.
+    Megatron-core calls a method for this in the middle of ``step_with_ready_grads``; the method is replaced on these
+    objects only. The result is the same. Main weights of fp32 models are the model's own.
     """
     for part in optimizer.chained_optimizers:
         kinds = (Float16OptimizerWithFloat16Params, DistributedOptimizer)
@@ -96,7 +96,7 @@ def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
 
 
 def _has_foreign_fp8_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer) -> bool:
-    """Whether there are FP8 weights of TransformerEngine's, which Megatron-core alone knows to update."""
+    """Whether the part has FP8 weights of TransformerEngine, which only Megatron-core's own method can update."""
     weights = [weight for buffer in getattr(part, "buffers", ()) for weight in buffer.params]
     return any(is_float8tensor(weight) and not isinstance(weight, Fp8Weight) for weight in weights)
 
@@ -105,7 +105,7 @@ def _copy_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer
     quantize_main_weights(part, ahead=True)
     if isinstance(part, DistributedOptimizer):
         shards = zip(chain(*part.shard_float16_groups), chain(*part.shard_fp32_from_float16_groups), strict=True)
-        pairs = [pair for pair in shards if pair[0] is not None]  # no shard of an FP8 weight
+        pairs = [pair for pair in shards if pair[0] is not None]  # FP8 weights have no shard
         model, main = ([pair[side].data for pair in pairs] for side in (0, 1))
     else:
         model, main = part._get_model_and_main_params_data_float16()

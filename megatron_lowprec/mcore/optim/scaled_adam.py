@@ -1,13 +1,13 @@
 """Megatron-core's distributed optimizer around ``ScaledAdamW``.
 
-Megatron-core has a way for optimizers that keep main weights themselves, made for TransformerEngine's: it hands them
-the model's weights and gradients as they are, and asks for a decoded state to checkpoint it. ``keeps_main_weights``
-asks for that way; ``use_scaled_adam`` then puts our optimizer in the place of the one that Megatron-core has made. The
-checkpoint is that of an fp32 state, so that any recipe and layout loads it.
+Megatron-core supports optimizers that hold the main weights, for TransformerEngine's: it passes them the model's
+weights and gradients directly and checkpoints a decoded state. ``keeps_main_weights`` selects this path;
+``use_scaled_adam`` then replaces the optimizer that Megatron-core has built. The checkpoint holds an fp32 state, so
+that any recipe and layout loads it.
 
-FP8-LM gives each tensor to one rank whole, so that its scale is on one rank. Here ranks hold even parts of a tensor,
-as Megatron-core cuts them, and agree on the scale by one maximum over all tensors: the same numerics, without a rank
-that waits for the one with the embedding, and with Megatron-core's overlapped gathers.
+FP8-LM assigns each whole tensor to one rank, so that its scale is local. Here tensors are sharded evenly, as
+Megatron-core does, and one max-reduction over all tensors computes the scales. The numerics are the same; no rank waits
+for the one with the embedding, and Megatron-core's overlapped gathers still work.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)")
 
 
 def keeps_main_weights(options: OptimizerConfig) -> None:
-    """Before the optimizer is made. Megatron-core's own flag would ask for TransformerEngine's Adam."""
+    """Set this before the optimizer is built. Megatron-core's own flag would require TransformerEngine's Adam."""
     options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
 
 def use_scaled_adam(
     optimizer: MegatronOptimizer, spec: OptimizerSpec, model_chunks: Sequence[nn.Module], seed: int
 ) -> None:
-    """Replace Adam inside each part of Megatron-core's optimizer; their weights are the main weights from here on.
+    """Replace Adam inside each part of Megatron-core's optimizer; its weights become the main weights.
 
     Raises:
-        UserError: stochastic rounding of a weight whose rows tensor parallelism does not cut at multiples of 8.
+        UserError: stochastic rounding of a weight whose rows tensor parallelism does not split at multiples of 8.
     """
     names = weight_names(model_chunks) if spec.rounding == "stochastic" else None
     for part in optimizer.chained_optimizers:
@@ -90,20 +90,20 @@ def weight_names(model_chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
                     name = name if local is None else _EXPERT.sub(f".experts.{experts[int(local[1])]}", name)
                     names[weight] = f"layers.{layer.layer_number}.{name}"
         for name, weight in chunk.named_parameters():
-            shared = getattr(weight, "shared_embedding", False)  # the copy of a pipeline's last stage
+            shared = getattr(weight, "shared_embedding", False)  # the last pipeline stage's copy
             names.setdefault(weight, "embedding.word_embeddings.weight" if shared else name)
     return names
 
 
 def rounding_stream(weight: nn.Parameter, name: str, seed: int, first: int) -> Stream:
-    """Draws of the part of ``weight`` that begins at its entry ``first``, the same on every layout.
+    """Random stream for the shard of ``weight`` that begins at its entry ``first``, the same on every layout.
 
     Args:
-        weight: this tensor-parallel rank's part of a tensor of two dimensions or more.
-        name: as ``weight_names`` gives it.
+        weight: this tensor-parallel rank's shard of a tensor of two dimensions or more.
+        name: as ``weight_names`` returns it.
 
     Raises:
-        UserError: ranks cut rows elsewhere than at multiples of 8.
+        UserError: tensor parallelism splits rows at other than multiples of 8.
     """
     key, (lines, columns) = optimizer_key(seed, name), (weight.shape[0], weight[0].numel())
     rank, size = _tensor_parallel_rank(weight)
@@ -112,11 +112,11 @@ def rounding_stream(weight: nn.Parameter, name: str, seed: int, first: int) -> S
             f"optimizer.rounding stochastic: {name} has rows of {columns} entries on each of {size} tensor-parallel "
             f"ranks, no multiple of {VALUES_PER_CALL}: change that size, or set optimizer.rounding=nearest_even"
         )
-    if size == 1:  # one row: any length
+    if size == 1:  # as one row, whose length is free
         return Stream(key, columns=weight.numel(), first=first)
     if weight.partition_dim == 1:  # type: ignore[attr-defined]
         return Stream(key, columns, first, whole_columns=columns * size, first_column=columns * rank)
-    part = lines // weight.partition_stride  # type: ignore[attr-defined]  # of the gate and of what it gates
+    part = lines // weight.partition_stride  # type: ignore[attr-defined]  # gate and up projection
     rows = (
         ShardSlice(rank * part, gate_offset=part, gate_stride=part * (size - 1))
         if part < lines
@@ -126,7 +126,7 @@ def rounding_stream(weight: nn.Parameter, name: str, seed: int, first: int) -> S
 
 
 def _tensor_parallel_rank(weight: nn.Parameter) -> tuple[int, int]:
-    """This rank among those that hold parts of the weight, and their number."""
+    """This rank's index among the ranks that shard the weight, and their number."""
     if not getattr(weight, "tensor_model_parallel", False):
         return 0, 1
     expert = not getattr(weight, "allreduce", True)
@@ -135,13 +135,13 @@ def _tensor_parallel_rank(weight: nn.Parameter) -> tuple[int, int]:
 
 
 def scaled_adams(optimizer: MegatronOptimizer) -> list[ScaledAdamW]:
-    """Those inside of Megatron-core's optimizer, none where it is another."""
+    """The ``ScaledAdamW`` instances inside Megatron-core's optimizer; empty with another optimizer."""
     parts = optimizer.chained_optimizers
     return [part.optimizer for part in parts if isinstance(getattr(part, "optimizer", None), ScaledAdamW)]
 
 
 def _sharers(part: DistributedOptimizer) -> list[dist.ProcessGroup]:
-    """Groups of ranks that hold parts of the same tensors: of their data-parallel copies, and tensor-parallel ones."""
+    """Groups of ranks that hold parts of the same tensors: the data-parallel and the tensor-parallel group."""
     experts = any(not getattr(weight, "allreduce", True) for buffer in part.buffers for weight in buffer.params)
     tensor = mpu.get_expert_tensor_parallel_group() if experts else mpu.get_tensor_model_parallel_group()
     return [group for group in (part.data_parallel_group, tensor) if group.size() > 1]

@@ -1,7 +1,7 @@
-"""TransformerEngine's layers in the place of ours: Megatron-core's own spec, contexts and caches, nothing of ours.
+"""TransformerEngine's layers instead of this project's: Megatron-core's own spec, contexts and caches.
 
-Megatron-core enters TransformerEngine's FP8 contexts by itself, from ``TransformerConfig.fp8`` and its neighbours, and
-marks the first microbatch of a step, after which a quantized weight is kept. What is left to do is here.
+Megatron-core enters TransformerEngine's FP8 contexts according to ``TransformerConfig.fp8`` and related fields. It
+marks the first microbatch of a step, after which TransformerEngine caches quantized weights. This module adds the rest.
 """
 
 import os
@@ -18,15 +18,15 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
 
 EXTRA_STATE = "_extra_state"
-"""End of the state-dict keys under which its layers keep what is no weight: amax histories, as pickled bytes."""
+"""Suffix of the state-dict keys of TransformerEngine's extra state: amax histories, as pickled bytes."""
 _ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 def check_support(fp8_recipe: str) -> None:
-    """Refuse an FP8 recipe, by Megatron's name, that this GPU or CUDA does not run.
+    """Check that this GPU and CUDA version run an FP8 recipe, given by Megatron's name.
 
     Raises:
-        UserError: with TransformerEngine's reason.
+        UserError: not supported, with TransformerEngine's reason.
     """
     import transformer_engine.pytorch as te
 
@@ -40,14 +40,14 @@ def check_support(fp8_recipe: str) -> None:
 
 
 def te_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """TransformerEngine's layers of this pipeline stage, norms, attention and linears, for ``GPTModel``."""
+    """Layer specs with TransformerEngine's norms, attention and linears of this pipeline stage, for ``GPTModel``."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
 
 def accumulate_wgrad(model_chunks: Sequence[nn.Module]) -> None:
-    """Let TransformerEngine's linears add weight gradients to ``main_grad`` inside the GEMM.
+    """Make TransformerEngine's linears accumulate weight gradients into ``main_grad`` inside the GEMM.
 
-    Not by ``TransformerConfig.gradient_accumulation_fusion``: with it Megatron-core's own output layer asks for apex.
+    ``TransformerConfig.gradient_accumulation_fusion`` would make Megatron-core's own output layer require apex.
     """
     for chunk in model_chunks:
         module: Any
@@ -58,9 +58,9 @@ def accumulate_wgrad(model_chunks: Sequence[nn.Module]) -> None:
 
 @contextmanager
 def loading_extra_states() -> Iterator[None]:
-    """Lets TransformerEngine unpickle its extra states, which it otherwise refuses.
+    """Context in which TransformerEngine unpickles its extra states, which it otherwise refuses.
 
-    They are pickles inside a checkpoint's objects; ``training.checkpoint.safe_load`` must have checked them before.
+    They are pickles inside a checkpoint's objects; ``training.checkpoint.safe_load`` must check them first.
     """
     before = os.environ.get(_ALLOW_PICKLE)
     os.environ[_ALLOW_PICKLE] = "1"
@@ -73,36 +73,36 @@ def loading_extra_states() -> Iterator[None]:
 
 
 class TERuntime:
-    """``mcore.runtime.RecipeRuntime``'s counterpart: TransformerEngine follows steps and microbatches by itself.
+    """Counterpart of ``mcore.runtime.RecipeRuntime``: TransformerEngine tracks steps and microbatches internally.
 
     Args:
-        recipe: what was asked for.
-        runs: what TransformerEngine makes of it, for the header.
+        recipe: the requested recipe.
+        runs: TransformerEngine's recipe for it, for the header.
     """
 
     def __init__(self, recipe: Recipe, runs: str) -> None:
         self.recipe, self._runs = recipe, runs
 
     def begin_step(self, step: int) -> None:
-        """Nothing to do."""
+        """No-op."""
 
     def begin_microbatch(self, index: int) -> None:
-        """Nothing to do: Megatron-core's schedules mark the first one."""
+        """No-op: Megatron-core's schedules mark the first microbatch."""
 
     def end_step(self, updated: bool = True) -> None:
-        """Nothing to do: amax histories move on when the FP8 context ends, also in a step that is then skipped."""
+        """No-op: amax histories are updated when the FP8 context ends, even in a step that is then skipped."""
 
     def rescale_gradients(self, factor: float) -> bool:
-        """Nothing to do: TransformerEngine's histories follow as their windows move on."""
+        """No-op: TransformerEngine's histories adapt as their windows advance."""
         return False
 
     def gemms(self) -> dict[str, str]:
-        """GEMM -> how it runs."""
+        """GEMM -> how it is executed."""
         return {
             name: f"native, TransformerEngine: {self._runs}" if gemm.quantized else "not quantized"
             for name, gemm in self.recipe.gemms.items()
         }
 
     def header(self) -> list[str]:
-        """Lines that say how the recipe runs here."""
+        """Header lines that describe how the recipe runs."""
         return [f"recipe {self.recipe.name} by TransformerEngine, native: {self._runs}"]

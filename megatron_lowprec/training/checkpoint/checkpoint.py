@@ -1,9 +1,9 @@
-"""A run's state as Megatron-core's torch_dist checkpoints hold it: what is saved, and how it is loaded.
+"""A run's state in Megatron-core's torch_dist checkpoints: state to save, and loading.
 
-Model and optimizer (moments, main weights) by unsharded tensors, so that any layout loads them; amax histories with the
-layers they belong to; the scheduler's position; each rank's random state. Beside them ``config.yaml`` holds the
-resolved options (the seed among them, the base of all random keys), the recipe, the schedule, the layout and the
-progress, from which the position in the data follows (``saved.py``).
+Model and optimizer state (moments, main weights) are stored as unsharded tensors, so that any layout loads them; amax
+histories with their layers; the scheduler's position; each rank's random state. Beside them ``config.yaml`` holds the
+resolved options (including the seed, the base of all random keys), the recipe, the schedule, the layout and the
+progress, which determines the position in the data (``resume.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_lowprec.training.distributed.watchdog import is_lost_connection
 from megatron_lowprec.training.model import Model, Trainer
 from megatron_lowprec.training.rampup import batch_size_at
 
-# What Megatron-core and torch raise over a damaged or foreign checkpoint; torch's own derives from BaseException.
+# Exceptions of Megatron-core and torch for a damaged or foreign checkpoint; torch's own derives from BaseException.
 _UNREADABLE = (
     dist_checkpointing.core.CheckpointingException,
     CheckpointException,
@@ -55,30 +55,30 @@ _UNREADABLE = (
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """Progress of a run."""
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    # The last iteration after which the validation was completed.
+    # The last iteration with a completed validation.
     evaluated: int = -1
 
 
 def state_to_save(trainer: Trainer) -> dict[str, Any]:
-    """All that a checkpoint's tensors and objects hold, as Megatron-core's sharded state; every rank calls it."""
+    """Tensors and objects of a checkpoint, as Megatron-core's sharded state; a collective call."""
     optimizer_state.prime_adam(trainer.optimizer)
     return _state(trainer, loading=False)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a run goes on.
+    """State from which a run resumes.
 
     Attributes:
-        progress: how far it has come.
-        notes: lines about what was not loaded.
-        uncalibrated: delayed scaling lacks amax histories that training would have by now.
+        progress: progress of the run.
+        notes: lines about state that was not loaded.
+        uncalibrated: amax histories of delayed scaling are missing that training would have by now.
     """
 
     progress: Progress
@@ -87,10 +87,10 @@ class Loaded:
 
 
 def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int]) -> Loaded:
-    """Fill ``trainer`` from a checkpoint that ``saved.check_model`` has let pass; every rank calls it.
+    """Fill ``trainer`` from a checkpoint that passed ``resume.check_model``; a collective call.
 
     Raises:
-        UserError: it cannot be read, or holds a pickle that does not belong there.
+        UserError: it cannot be read, or contains a disallowed pickle.
     """
     notes = []
     with_optimizer = not (config.finetune or config.no_load_optim)
@@ -123,7 +123,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         if trainer.gradient_factor is not None and "gradient_factor" in state:
             trainer.gradient_factor.mu.fill_(state["gradient_factor"]["mu"])
     else:
-        # Main weights are copies of the model's, made before these were loaded.
+        # Main weights are copies of the model's, taken before the load.
         if config.bf16:
             trainer.optimizer.reload_model_params()
         for inner in scaled_adams(trainer.optimizer):
@@ -135,9 +135,9 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
 
 
 def load_weights(folder: Path, model: Model) -> list[str]:
-    """Fill a model that is not trained on, whatever the layout that its checkpoint was written on; every rank calls it.
+    """Load the weights of a model for inference, from a checkpoint of any layout; a collective call.
 
-    Returns lines that say what was not loaded.
+    Returns lines about state that was not loaded.
 
     Raises:
         UserError: a damaged or foreign checkpoint.
@@ -160,7 +160,7 @@ def load_weights(folder: Path, model: Model) -> list[str]:
 
 
 def _read(state: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """The state as the checkpoint holds it; objects and extra states are checked before others unpickle them."""
+    """The state in the checkpoint; objects and extra states are checked before other code unpickles them."""
     objects = [item.unique_key for item in nested_values(state) if isinstance(item, ShardedObject)]
     _check_together(folder, lambda: safe_load.check_objects(folder, metadata, objects))
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
@@ -169,7 +169,7 @@ def _read(state: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, 
 
 
 def _check_extra_states(state: dict[str, Any], folder: Path) -> None:
-    """Put checked bytes in the place of every extra state; Megatron-core numbers those of grouped experts."""
+    """Replace every extra state by checked bytes; Megatron-core numbers those of grouped experts."""
     for name, chunk in state.items():
         if name.startswith("model"):
             for key in [key for key in chunk if EXTRA_STATE in key]:
@@ -192,20 +192,20 @@ def _unreadable(folder: Path, error: BaseException) -> UserError:
 
 
 def _same_gradients(found: Saved, config: Config) -> bool:
-    """Whether gradients of the backward pass are of the checkpoint's scale, and not sums where those were means."""
+    """Whether gradients have the checkpoint's scale in the backward pass: both sums, or both means."""
     return bool(found.content["options"].get("calculate_per_token_loss")) == config.calculate_per_token_loss
 
 
 def _resize_gradients(
     trainer: Trainer, found: Saved, config: Config, layout: Mapping[str, int], consumed: int
 ) -> list[str]:
-    """Bring amax histories of gradients to the size that gradients have now; a line about it where it is another.
+    """Rescale amax histories of gradients to the present batch per rank; returns a note if it differs.
 
-    A gradient travels as the mean over its own rank's tokens of an iteration: with half the batch on a rank it is twice
-    as large, whatever the sum over ranks. In a ramp of the batch they are stored for the iteration that comes next.
+    A gradient in the backward pass is scaled as the mean over its own rank's tokens of an iteration: with half the
+    batch on a rank it is twice as large. In a batch-size ramp histories are stored for the next iteration.
 
     Args:
-        consumed: samples that this run begins with.
+        consumed: samples consumed before this run.
     """
     if config.calculate_per_token_loss or not _same_gradients(found, config):
         return []
@@ -224,9 +224,9 @@ def _tokens_of_a_rank(options: Mapping[str, Any], layout: Mapping[str, int], con
 
 
 def _fit_histories(state: dict[str, Any], metadata: Metadata, same_gradients: bool = True) -> tuple[bool, list[str]]:
-    """Ask for the amax histories that the checkpoint has as this recipe keeps them; the others begin anew.
+    """Request the amax histories in the checkpoint that this recipe uses as well; the others start empty.
 
-    Returns whether any does, and lines about these and about stored ones that this recipe has no use for.
+    Returns whether any starts empty, and notes about these and about stored histories that this recipe does not use.
     """
     stored = metadata.state_dict_metadata
     unused = {key for key in stored if ".amax." in key}
@@ -260,9 +260,9 @@ def _fit_histories(state: dict[str, Any], metadata: Metadata, same_gradients: bo
 def _leave_out_extra_states(
     state: dict[str, Any], found: Saved, trainer: Trainer, same_gradients: bool
 ) -> tuple[bool, list[str]]:
-    """Drop TransformerEngine's own state, its amax histories, unless the checkpoint holds it of this very recipe.
+    """Drop TransformerEngine's extra state, its amax histories, unless the checkpoint has it of the same recipe.
 
-    Returns and says the same as ``_fit_histories``.
+    Returns the same as ``_fit_histories``.
     """
     before = found.content["options"].get("transformer_impl", "local")
     stored = found.content.get("recipe", {})
@@ -285,13 +285,13 @@ def _leave_out_extra_states(
 
 
 def _is_delayed(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe, as ``config.yaml`` holds it, scales any operand by its history."""
+    """Whether a recipe, as stored in ``config.yaml``, uses delayed scaling for any operand."""
     operands = [operand for gemm in GEMM_OPERANDS for operand in (recipe.get(gemm) or {}).values()]
     return any(isinstance(operand, Mapping) and operand.get("scaling") == "delayed" for operand in operands)
 
 
 def _load_weights(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """``load_state_dict``, which may lack what ``_leave_out_extra_states`` has dropped, and nothing else."""
+    """``load_state_dict``; only keys dropped by ``_leave_out_extra_states`` may be missing."""
     missing, unexpected = model.load_state_dict(state, strict=False)
     wrong = [key for key in (*missing, *unexpected) if not key.endswith(EXTRA_STATE)]
     assert not wrong, wrong
@@ -305,7 +305,7 @@ def _state(
     trainer: Trainer, loading: bool, with_optimizer: bool = True, with_random_state: bool = True
 ) -> dict[str, Any]:
     metadata = {
-        # The other kinds do not resume bit for bit, or fail on torch's AdamW.
+        # The other sharding types do not resume bit for bit, or fail on torch's AdamW.
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
@@ -320,7 +320,7 @@ def _state(
         state["scheduler"] = {"num_steps": trainer.scheduler.num_steps}
         if trainer.gradient_factor is not None:
             state["gradient_factor"] = {"mu": float(trainer.gradient_factor.mu)}
-    # behind the optimizer, which tells the state of a weight by the weight itself
+    # after the optimizer's state, whose keys are the weights themselves
     _store_in_compute_dtype(state, trainer, loading)
     if with_random_state:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -329,7 +329,7 @@ def _state(
 
 
 def _store_in_compute_dtype(state: dict[str, Any], trainer: Trainer, loading: bool) -> None:
-    """Put what a run without --fp8-param-gather would save in the place of FP8 weights, or room to load it into."""
+    """Replace FP8 weights by the tensors that a run without --fp8-param-gather saves, or by buffers to load into."""
     held = {
         id(tensor.data): tensor
         for name, _ in _named_chunks(trainer.chunks)

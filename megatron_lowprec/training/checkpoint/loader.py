@@ -1,4 +1,4 @@
-"""A checkpoint as a finished thing: its model, recipe and tokenizer again, without its training. No megatron."""
+"""Reopens a checkpoint for inference: its model, recipe and tokenizer, without training state. No megatron."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_lowprec.training.checkpoint.storage import TRACKER, iteration_fold
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_run
 
-# What belongs to a run, not to its model: all of it is given anew or switched off.
+# Options of a run, not of its model: all are set anew or switched off.
 _PLAIN: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -57,7 +57,7 @@ _PLAIN: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Reopened:
-    """A checkpoint, its model's options on another layout, the recipe to run it under, and its embedding's rows."""
+    """A checkpoint, its model's options for another layout, the recipe to run, and its embedding's rows."""
 
     saved: Saved
     config: Config
@@ -66,10 +66,10 @@ class Reopened:
 
 
 def find(path: str) -> Saved:
-    """The checkpoint that a path names: a run's folder, its checkpoints' folder (the newest one), or one of iter_….
+    """The checkpoint at a path: a run's folder, its checkpoints' folder (the newest one), or one iter_… folder.
 
     Raises:
-        UserError: no checkpoint there, a damaged one, or one that holds a pickle which does not belong there.
+        UserError: no checkpoint, a damaged one, or one with a disallowed pickle.
     """
     place = Path(path)
     if (place / CONFIG).is_file() and place.name.startswith("iter_"):
@@ -80,7 +80,7 @@ def find(path: str) -> Saved:
     if not (place / TRACKER).exists() and (place / "checkpoints" / TRACKER).exists():
         place = place / "checkpoints"
     found, _ = find_checkpoint(Config(load=str(place)))
-    assert found is not None  # it raises where there is none, for this Config has no --save
+    assert found is not None  # find_checkpoint raises if there is none, since this Config has no --save
     return found
 
 
@@ -92,15 +92,15 @@ def at_iteration(found: Saved, iteration: int | None) -> Saved:
 
 
 def plain(config: Config) -> Config:
-    """The options of a model alone, on one process, without data."""
+    """The model's options for one process, without data."""
     return replace(config, **_PLAIN)
 
 
 def model_options(found: Saved) -> Config:
-    """The options of a checkpoint's model; those of its training and layout are left out.
+    """The options of a checkpoint's model, without those of its training and layout.
 
     Raises:
-        UserError: options that this version does not know.
+        UserError: options unknown to this version.
     """
     options = dict(found.content["options"])
     unknown = options.keys() - {field.name for field in fields(Config)}
@@ -115,7 +115,7 @@ def model_options(found: Saved) -> Config:
 def reopen(found: Saved, world_size: int, gpus: bool, recipe: str | None = None, **layout: Any) -> Reopened:
     """The checkpoint's model for ``world_size`` processes; ``layout`` sets options such as parallel sizes.
 
-    ``recipe`` is a named one or a file; by default the checkpoint's own.
+    ``recipe`` is a name or a file; by default the checkpoint's own.
     """
     config = resolve_run(replace(model_options(found), **layout), world_size, gpus)
     chosen = load_recipe(recipe, []) if recipe is not None else recipe_from_dict(found.content["recipe"])

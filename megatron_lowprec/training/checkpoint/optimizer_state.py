@@ -1,4 +1,4 @@
-"""The optimizer's state in a checkpoint, around faults of Megatron-core 0.16.1."""
+"""The optimizer's state in a checkpoint, with workarounds for bugs of Megatron-core 0.16.1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sharded(trainer: Trainer, state: dict[str, Any], loading: bool, metadata: di
 
 
 def prime_adam(optimizer: MegatronOptimizer) -> None:
-    """Make torch's AdamW state before its first step: the distributed optimizer reads it to save and to load."""
+    """Create torch's AdamW state before its first step: the distributed optimizer reads it to save and to load."""
     for inner in torch_optimizers(optimizer):
         if not isinstance(inner, torch.optim.AdamW):
             continue
@@ -39,12 +39,11 @@ def prime_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def load(trainer: Trainer, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict`` around faults of Megatron-core 0.16.1.
+    """``optimizer.load_state_dict`` with workarounds for bugs of Megatron-core 0.16.1.
 
-    With torch's AdamW its distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per
-    weight (KeyError); and it hands all weights one "step" tensor, which Adam then advances once a weight. And whatever
-    the optimizer, learning rates, betas and eps would be the checkpoint's, silently, where this run's options say
-    something else.
+    With torch's AdamW the distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per
+    weight (KeyError). It also gives all weights one "step" tensor, which Adam then advances once per weight. With any
+    optimizer, the checkpoint's learning rates, betas and eps would silently override this run's options.
     """
     inners = torch_optimizers(trainer.optimizer)
     asked = [[_options_of(group) for group in inner.param_groups] for inner in inners]
@@ -64,7 +63,7 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line decides of a group of weights; "step" is how often it was updated."""
+    """Options of a group of weights that the command line sets; "step" counts its updates."""
     return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 
@@ -85,11 +84,11 @@ def _keep_steps(part: DistributedOptimizer) -> None:
 
 
 def _index_as_buckets_lie(part: DistributedOptimizer) -> None:
-    """Around a fault of Megatron-core 0.16.1, which else saves moments and main weights shifted against their weights.
+    """Work around a bug of Megatron-core 0.16.1, which saves moments and main weights shifted against their weights.
 
-    It gathers the state of a buffer's buckets without the padding behind each, but cuts weights out by their places in
-    the padded buffer. There are several buckets with --overlap-grad-reduce in a large model, or where embeddings are
-    shared between pipeline stages; padding, wherever a bucket's size is no multiple of lcm(data-parallel size, 128).
+    It gathers the state of a buffer's buckets without the padding after each, but slices weights by their offsets in
+    the padded buffer. There are several buckets with --overlap-grad-reduce in a large model, or with embeddings shared
+    between pipeline stages; padding, if a bucket's size is no multiple of lcm(data-parallel size, 128).
     """
     gather = part.get_parameter_state_dp_zero
 

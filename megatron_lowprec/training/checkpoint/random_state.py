@@ -1,4 +1,4 @@
-"""This rank's random state: what dropout and Megatron-core draw from. Recipes draw from counters and have none."""
+"""This rank's random state, for dropout and Megatron-core. Recipes use counter-based streams without state."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
-# Checkpoints of earlier versions hold a recipe's step and microbatch among Megatron-core's states.
+# Checkpoints of earlier versions store a recipe's step and microbatch among Megatron-core's states.
 _FORMER_STATE = "megatron-lowprec-moment"
 
 
 def capture() -> dict[str, Any]:
-    """All generators' states, as tensors, lists and numbers."""
+    """States of all generators, as tensors, lists and numbers."""
     state = {
         "python": random.getstate(),
-        "numpy": _plain(np.random.get_state()),  # noqa: NPY002 - what Megatron-core draws from
+        "numpy": _plain(np.random.get_state()),  # noqa: NPY002 - Megatron-core uses this generator
         "torch": torch.get_rng_state(),
         "tracker": {name: _value(state) for name, state in _tracked().items()},
     }
@@ -27,7 +27,7 @@ def capture() -> dict[str, Any]:
 
 
 def _tracked() -> dict[str, torch.Tensor | torch.Generator]:
-    """Megatron-core's named states: values, or, for CUDA graphs, generators that graphs know by what they are."""
+    """Megatron-core's named states: tensors, or, with CUDA graphs, the generator objects registered with the graphs."""
     states: dict[str, torch.Tensor | torch.Generator] = tensor_parallel.get_cuda_rng_tracker().get_states()
     return states
 
@@ -37,12 +37,12 @@ def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
 
 
 def _plain(state: Any) -> list[Any]:
-    """Without the array, whose unpickling would need numpy's own functions."""
+    """The state without an array, whose unpickling would need numpy's own functions."""
     return [part.tolist() if isinstance(part, np.ndarray) else part for part in state]
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Go back to what ``capture`` gave."""
+    """Restore the state that ``capture`` returned."""
     random.setstate(state["python"])
     np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"])

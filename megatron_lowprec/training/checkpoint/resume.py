@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and what its config.yaml tells: of what model, how far. No megatron."""
+"""Finds the checkpoint to resume from and reads its config.yaml: its model and progress. No megatron."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_lowprec.training.schedule import Schedule
 
 CONFIG = "config.yaml"
 
-# Options that the tensors of a checkpoint depend on.
+# Options that determine a checkpoint's tensors.
 _SHAPE = (
     "num_layers",
     "hidden_size",
@@ -38,18 +38,18 @@ _SHAPE = (
     "untie_embeddings_and_output_weights",
     *(name for architecture in ARCHITECTURES for name in architecture.shape_options),
 )
-# Options that the same tensors compute something else by. Older checkpoints may lack one: it is not checked then.
+# Options that change the function computed from the same tensors. Older checkpoints may lack one: it is not checked.
 _FUNCTION = ("squared_relu", "norm_epsilon")
 _FUNCTION_OF_ROPE = ("rotary_base", "rotary_percent")
-# Options that the optimizer's tensors depend on beside the model's.
+# Options besides the model's that determine the optimizer's tensors.
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
-# Options that decide which samples stand at which position.
+# Options that determine the sample at each position.
 _DATA = ("data_path", "train_data_path", "data_phase_path", "mock_data", "sft", "split", "seq_length")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk and what its config.yaml says."""
+    """A checkpoint on disk and the content of its config.yaml."""
 
     folder: Path
     content: Mapping[str, Any]
@@ -68,19 +68,19 @@ class Saved:
 
     @property
     def tokenizer(self) -> dict[str, str] | None:
-        """Its ``unique_identifiers``; None for an older checkpoint, and imported weights that came without one."""
+        """Its ``unique_identifiers``; None for an older checkpoint and for weights imported without a tokenizer."""
         known = self.content.get("tokenizer")
         return None if known is None else {name: str(known[name]) for name in ("type", "vocab_size", "fingerprint")}
 
 
 def source(config: Config) -> tuple[Config, list[str]]:
-    """--load as it is meant: where it is not given, --save's folder if a checkpoint is there, or
-    --pretrained-checkpoint, of which the weights alone are taken.
+    """The config with --load resolved: if not given, --save's folder if it holds a checkpoint, or
+    --pretrained-checkpoint, from which only the weights are loaded.
     """
     if config.load is not None:
         return config, []
     if config.save is not None and (storage.whole(config.save) or storage.tracked(config.save) is not None):
-        # --finetune and its like are meant for what a run begins with.
+        # --finetune and similar options apply to a run's first start only.
         continued = replace(config, load=config.save, finetune=False, no_load_optim=False, no_load_rng=False)
         return continued, [f"--save {config.save} holds a checkpoint: continuing from it"]
     if config.pretrained_checkpoint is not None:
@@ -89,14 +89,14 @@ def source(config: Config) -> tuple[Config, list[str]]:
 
 
 def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
-    """The newest checkpoint of --load, and lines about those that had to be passed over; None where there is none.
+    """The newest checkpoint of --load, or None, with notes about checkpoints that were skipped.
 
-    A run that continues from its own folder goes back to the newest checkpoint that is whole, and says so; one that
-    starts from another folder's checkpoint wants that one.
+    A run that resumes from its own folder falls back to the newest intact checkpoint, with a note; one that starts from
+    another folder's checkpoint requires the newest.
 
     Raises:
-        UserError: no checkpoint in --load's folder, and it is not --save's (where the first run starts with none); none
-            that is whole; a pickle that does not belong there.
+        UserError: no checkpoint in --load's folder, unless it is --save's (where the first run has none); no intact
+            one; a disallowed pickle.
     """
     if config.load is None:
         return None, []
@@ -133,7 +133,7 @@ def _without_tracker(load: str) -> str:
 
 
 def read(folder: Path) -> Saved:
-    """The checkpoint in an ``iter_…`` folder whose files are in order; raises as ``untrusted.examine``."""
+    """The checkpoint in an ``iter_…`` folder whose files are in order; raises as ``safe_load.examine``."""
     if not folder.is_dir():
         raise safe_load.Damaged("there is no such folder")
     try:
@@ -154,7 +154,7 @@ def read(folder: Path) -> Saved:
 
 
 def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
-    """Refuse a checkpoint of another model, naming every option that differs; or of weights alone, to train on from."""
+    """Reject another model's checkpoint, naming the differing options; reject a weights-only one without --finetune."""
     if saved.content.get("weights_only") and not config.finetune:
         raise UserError(
             f"--load {saved.folder} holds weights alone, from {saved.content['weights_only']}: add --finetune"
@@ -182,7 +182,7 @@ def _differing(options: Mapping[str, Any], config: Config, names: Collection[str
 
 
 def check_tokenizer(saved: Saved, tokenizer: Tokenizer) -> None:
-    """Refuse a checkpoint of another tokenizer, where it is known: the embedding's rows stand for other text."""
+    """Reject a checkpoint of another tokenizer, if known: the embedding's rows represent other tokens."""
     before, now = saved.tokenizer, tokenizer.unique_identifiers
     if before is not None and before != now:
         raise UserError(
@@ -196,7 +196,7 @@ def _tokenizer_words(identifiers: Mapping[str, str]) -> str:
 
 
 def check_optimizer(saved: Saved, config: Config) -> None:
-    """Refuse optimizer state of another kind than this run's, naming what differs."""
+    """Reject optimizer state of another kind than this run's, naming the differences."""
     differing = _differing(saved.content["options"], config, _OPTIMIZER)
     if differing:
         raise UserError(
@@ -215,14 +215,14 @@ def check_optimizer(saved: Saved, config: Config) -> None:
 
 
 def same_padding(saved: Saved, config: Config, vocab_size: int, padded_vocab_size: int) -> int:
-    """The checkpoint's padded vocabulary where it serves this run: it was padded for its own tensor-parallel size."""
+    """The checkpoint's padded vocabulary size if usable: it was padded for its own tensor-parallel size."""
     found = saved.content["padded_vocab_size"]
     serves = isinstance(found, int) and found >= vocab_size and found % config.tensor_model_parallel_size == 0
     return found if serves else padded_vocab_size
 
 
 def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Config, list[str]]:
-    """This run's options with the checkpoint's seed, unless another was asked for; lines where data or noise change."""
+    """This run's options with the checkpoint's seed, unless given; notes where data or rounding noise change."""
     options = saved.content["options"]
     notes = []
     seed = options.get("seed")
@@ -232,7 +232,7 @@ def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Con
         else:
             config = replace(config, seed=seed)
             notes.append(f"seed: the checkpoint's {seed}")
-    # An option that is off is not in older checkpoints.
+    # Older checkpoints lack options that are off.
     changed = [name for name in _DATA if (options.get(name) or None) != (getattr(config, name) or None)]
     if changed:
         notes.append(
@@ -243,7 +243,7 @@ def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Con
 
 
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
-    """A line where a run continues under another recipe than it was saved with."""
+    """A note if a run resumes under another recipe than it was saved with."""
     before = saved.content.get("recipe", {})
     if before == recipe_to_dict(recipe):
         return []
@@ -255,12 +255,12 @@ def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
 
 
 def implementation_note(saved: Saved, config: Config) -> list[str]:
-    """A line where a run continues with other layers (--transformer-impl) than it was saved with.
+    """A note if a run resumes with other layers (--transformer-impl) than it was saved with.
 
     Megatron-core stores a dense model's weights, and so their optimizer state, under the same names for both.
 
     Raises:
-        UserError: a model with experts, for which it does not.
+        UserError: a model with experts, whose names differ.
     """
     before = saved.content["options"].get("transformer_impl", "local")
     if before == config.transformer_impl:
@@ -281,7 +281,7 @@ def content(
     layout: Mapping[str, int],
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """What a run's config.yaml says, beside its progress; plain YAML."""
+    """Content of a run's config.yaml, without its progress; plain YAML."""
     known = {} if tokenizer is None else {"tokenizer": dict(tokenizer.unique_identifiers)}
     return {
         "options": {name: value for name, value in asdict(config).items() if value is not None},

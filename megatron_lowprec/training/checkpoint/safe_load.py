@@ -1,9 +1,9 @@
-"""Reading of checkpoint folders that may come from anywhere: nothing in one runs code, and damage is noticed early.
+"""Safe reading of untrusted checkpoint folders: no code in them is executed, and damage is detected early.
 
-Checkpoints are full of pickles. torch reads tensors by its restricted unpickler, but ``.metadata`` by the plain one and
-stored objects with ``weights_only=False``; TransformerEngine and Megatron-core unpickle the bytes of extra states. All
-of these are read here first, by unpicklers that know only what such files are made of; Megatron-core, torch and
-TransformerEngine get to see them afterwards. No other module unpickles a file (tests/tools/test_no_code_runs.py).
+Checkpoints contain many pickles. torch reads tensors with its restricted unpickler, but ``.metadata`` with the plain
+one and stored objects with ``weights_only=False``; TransformerEngine and Megatron-core unpickle the bytes of extra
+states. This module reads all of these first, with unpicklers restricted to the classes such files need; Megatron-core,
+torch and TransformerEngine read them afterwards. No other module unpickles a file (tests/tools/test_no_code_runs.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from megatron_lowprec.errors import UserError
 
 _METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
-# Everything that torch 2.11 to 2.13 and Megatron-core 0.16 put into .metadata; none of it does anything when called.
+# Every class that torch 2.11 to 2.13 and Megatron-core 0.16 put into .metadata; calling any has no side effects.
 _ALLOWED: dict[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
         (
@@ -46,7 +46,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
     "pathlib": frozenset(("Path", "PosixPath", "PurePosixPath")),
     "collections": frozenset(("OrderedDict",)),
 }
-# Everything that TransformerEngine 2 puts into an extra state: its recipe, amax histories and scales, and plain values.
+# Every class that TransformerEngine 2 puts into an extra state: recipe, amax histories, scales, and plain values.
 _RECIPES = frozenset(
     (
         "DelayedScaling",
@@ -69,11 +69,11 @@ _IN_EXTRA_STATES: dict[str, frozenset[str]] = {
 
 
 class Damaged(Exception):  # noqa: N818 - a finding about a folder, for callers that can choose another
-    """A checkpoint that is not whole; the message says what is wrong with which file."""
+    """A checkpoint that is not intact; the message names the file and the problem."""
 
 
 class ForeignError(UserError):
-    """A pickle that refers to a name which no such file needs."""
+    """A pickle that refers to a name which no checkpoint file needs."""
 
     def __init__(self, place: Path | str, name: str) -> None:
         self.place, self.name = place, name
@@ -84,11 +84,11 @@ class ForeignError(UserError):
 
 
 class _ForeignName(pickle.UnpicklingError):
-    """The name alone, until the file is known and a ``ForeignError`` can be raised."""
+    """Carries the name until the file is known and a ``ForeignError`` can be raised."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes objects of allowed classes; undoes and refuses what a pickle can do besides, set attributes of a class."""
+    """Builds objects of allowed classes; undoes and rejects attributes that a pickle sets on a class."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
@@ -103,7 +103,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return found
 
     def load(self) -> Any:
-        """The object."""
+        """The unpickled object."""
         try:
             return super().load()
         finally:
@@ -113,7 +113,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _restore(cls: type, before: Mapping[str, Any]) -> bool:
-    """Give a class its attributes back; whether any were others."""
+    """Restore a class's attributes; returns whether any had changed."""
     now = dict(vars(cls))
     for name in now.keys() - before.keys():
         delattr(cls, name)
@@ -124,14 +124,14 @@ def _restore(cls: type, before: Mapping[str, Any]) -> bool:
 
 
 class _Sealed(type):
-    """A class whose attributes cannot be set, as a pickle could do (BUILD) to change what comes after it."""
+    """A class with read-only attributes: a pickle could set them (BUILD) to change what is unpickled later."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError(f"{name} is set on a class")
 
 
 class _Inert(metaclass=_Sealed):
-    """Stands for every object of an extra state while that is checked: takes any arguments, does nothing."""
+    """Placeholder for every object of an extra state during the check: accepts any arguments, has no effect."""
 
     def __new__(cls, *_: object) -> Any:
         return super().__new__(cls)
@@ -141,7 +141,7 @@ class _Inert(metaclass=_Sealed):
 
 
 class _InertStorage(_Inert):
-    """Stands for a tensor's storage, which pickles as the bytes of another pickle."""
+    """Placeholder for a tensor's storage, which pickles as the bytes of another pickle."""
 
     def __new__(cls, content: bytes) -> Any:
         torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -149,7 +149,7 @@ class _InertStorage(_Inert):
 
 
 class _ExtraStateUnpickler(pickle.Unpickler):
-    """Follows a pickle with objects that do nothing; reads what it contains by torch's restricted unpickler."""
+    """Runs a pickle with inert objects; reads nested pickles with torch's restricted unpickler."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -160,11 +160,11 @@ class _ExtraStateUnpickler(pickle.Unpickler):
 
 
 def examine(folder: Path) -> Metadata:
-    """Check a checkpoint in Megatron-core's torch_dist format as far as that needs no reading of tensors.
+    """Check a checkpoint in Megatron-core's torch_dist format, without reading its tensors.
 
     Raises:
-        UserError: a pickle in it asks for what no checkpoint needs, or a file outside of the folder.
-        Damaged: a file is missing, cut short or not what it should be.
+        UserError: a pickle in it refers to a name that no checkpoint needs, or to a file outside of the folder.
+        Damaged: a file is missing, truncated or not in the expected format.
     """
     try:
         described = json.loads((folder / _FORMAT).read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def examine(folder: Path) -> Metadata:
 
 
 def read_metadata(folder: Path, trust: bool = False) -> Metadata:
-    """``.metadata``, by an unpickler that knows no more than torch writes into it; raises as ``examine``.
+    """``.metadata``, by an unpickler restricted to the classes that torch writes into it; raises as ``examine``.
 
     ``trust`` lifts the restriction.
     """
@@ -197,7 +197,7 @@ def read_metadata(folder: Path, trust: bool = False) -> Metadata:
         describes = _describes_checkpoint(metadata)
     except _ForeignName as error:
         raise ForeignError(path, str(error)) from None
-    except Exception as error:  # noqa: BLE001 - whatever a damaged pickle makes an unpickler raise
+    except Exception as error:  # noqa: BLE001 - a damaged pickle can raise anything
         raise Damaged(f"{_METADATA} cannot be read: {_in_a_line(error)}") from None
     if not describes:
         raise Damaged(f"{_METADATA} does not describe a checkpoint")
@@ -206,7 +206,7 @@ def read_metadata(folder: Path, trust: bool = False) -> Metadata:
 
 
 def _describes_checkpoint(metadata: Any) -> bool:
-    """Whether what a checkpoint is read by is of the very classes: others, such as OrderedDict, can bring methods."""
+    """Whether all metadata are exactly of the expected classes: others, such as OrderedDict, can carry methods."""
     if type(metadata) is not Metadata or {type(metadata.state_dict_metadata), type(metadata.storage_data)} != {dict}:
         return False
     return all(
@@ -217,7 +217,7 @@ def _describes_checkpoint(metadata: Any) -> bool:
 
 
 class RestrictedReader(FileSystemReader):
-    """torch's reader of a checkpoint with its ``.metadata`` as ``read_metadata`` has it: torch's own unpickles freely.
+    """torch's checkpoint reader with ``.metadata`` by ``read_metadata``: torch's own unpickles without restrictions.
 
     Raises:
         UserError, Damaged: as ``examine``.
@@ -229,12 +229,12 @@ class RestrictedReader(FileSystemReader):
         _check_sizes(folder, self._metadata)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The checked one."""
+        """The checked metadata."""
         return self._metadata
 
 
 def check_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> None:
-    """Check the stored objects of these keys, which torch is about to unpickle without restrictions.
+    """Check the stored objects of these keys, before torch unpickles them without restrictions.
 
     Raises:
         UserError, Damaged: as ``examine``.
@@ -257,8 +257,8 @@ def checked_extra_state(place: str, state: Any) -> torch.Tensor | None:
     """An extra state's bytes (uint8) if TransformerEngine and Megatron-core can unpickle them without running code.
 
     Args:
-        place: for messages.
-        state: what the checkpoint holds, its outer pickle checked by ``check_objects``.
+        place: location for messages.
+        state: the state in the checkpoint, its outer pickle checked by ``check_objects``.
 
     Raises:
         UserError, Damaged: as ``examine``.
@@ -272,22 +272,22 @@ def checked_extra_state(place: str, state: Any) -> torch.Tensor | None:
         return torch.empty(0, dtype=torch.uint8)
     try:
         _ExtraStateUnpickler(io.BytesIO(content)).load()
-    except Exception as error:  # noqa: BLE001 - whatever a damaged pickle makes an unpickler raise
+    except Exception as error:  # noqa: BLE001 - a damaged pickle can raise anything
         raise _finding(place, place, error) from None
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def unpickle(path: Path, stream: BinaryIO, trust: bool = False) -> Any:
-    """What ``torch.save`` has written, by torch's restricted unpickler; ``trust`` lifts the restriction.
+    """Read a file of ``torch.save`` with torch's restricted unpickler; ``trust`` lifts the restriction.
 
-    Importing megatron.core adds to what that unpickler knows: classes of Megatron-LM's args, and plain ones.
+    Importing megatron.core extends the unpickler's allow-list: classes of Megatron-LM's args, and plain ones.
 
     Raises:
         UserError, Damaged: as ``examine``, naming ``path``.
     """
     try:
         return torch.load(stream, map_location="cpu", weights_only=not trust)
-    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes torch raise
+    except Exception as error:  # noqa: BLE001 - a damaged file can make torch raise anything
         raise _finding(path, path.name, error) from None
 
 
@@ -310,7 +310,7 @@ def _check_sizes(folder: Path, metadata: Metadata) -> None:
 
 
 def _finding(place: Path | str, name: str, error: Exception) -> ForeignError | Damaged:
-    """An unpickler's error as a finding about a file."""
+    """An unpickler's error as an error about a file."""
     if isinstance(error, _ForeignName):
         return ForeignError(place, str(error))
     named = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None

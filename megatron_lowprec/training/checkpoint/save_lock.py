@@ -1,4 +1,4 @@
-"""One start at a time trains into a --save folder: a second would remove the checkpoint that the first is writing."""
+"""Allows one run at a time in a --save folder: a second would remove the checkpoint that the first is writing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SaveLock:
     """The lock of a --save folder, from ``acquire`` to the end of the context.
 
     Args:
-        folder: the checkpoints'; None takes no lock, as for --no-save and on all ranks but the first.
+        folder: the checkpoints' folder; None takes no lock, as for --no-save and on all ranks but the first.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -34,17 +34,17 @@ class SaveLock:
             self._lock.release()
 
     def other(self) -> Holder | None:
-        """Another process that has it; raises as ``acquire``."""
+        """Another process that holds the lock, or None; raises as ``acquire``."""
         if self._folder is None:
             return None
         with self._reaching_the_folder():
             return holder(self._folder / FILE)
 
     def acquire(self) -> None:
-        """Take the lock; taken once more, put it where the folder is now, if it has been moved.
+        """Take the lock; if already held, move it to where the folder is now.
 
         Raises:
-            UserError: another process has it, or its file cannot be read or written.
+            UserError: another process holds it, or its file cannot be read or written.
         """
         if self._lock is None:
             return

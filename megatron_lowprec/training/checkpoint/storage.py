@@ -1,9 +1,9 @@
-"""Checkpoint folders on disk: how one appears whole or not at all, and which are kept. No megatron, no tensors.
+"""Checkpoint folders on disk: atomic publishing and pruning. No megatron, no tensors.
 
-SAVE/iter_0000010/                      a whole checkpoint: it got this name when all of it was written
-SAVE/iter_0000020.partial.5a0c31d2/     one being written, or what a killed process has left of one
-SAVE/latest_checkpointed_iteration.txt  the iteration to continue from
-SAVE/run.lock                           names the process that writes there (``save_lock.py``)
+SAVE/iter_0000010/                      a complete checkpoint, renamed after all of it was written
+SAVE/iter_0000020.partial.5a0c31d2/     one being written, or left over from a killed process
+SAVE/latest_checkpointed_iteration.txt  the iteration to resume from
+SAVE/run.lock                           names the process that writes to the folder (``save_lock.py``)
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _REPLACED = ".old"
 
 
 def iteration_folder(folder: str, iteration: int) -> Path:
-    """Megatron's name for a checkpoint."""
+    """Megatron's folder name of a checkpoint."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def tracked(folder: str) -> int | None:
-    """The iteration that the tracker names; None where it is missing, empty or no number."""
+    """The iteration in the tracker file; None if the file is missing, empty or not a number."""
     try:
         text = (Path(folder) / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -37,9 +37,9 @@ def tracked(folder: str) -> int | None:
 
 
 def whole(folder: str) -> dict[int, Path]:
-    """iteration -> folder of the checkpoints there, newest first.
+    """iteration -> folder of the complete checkpoints, newest first.
 
-    One that was being replaced by a newer one of the same iteration when the process died counts, under its old name.
+    If the process died while a newer checkpoint of the same iteration replaced one, the old one counts, under its name.
     """
     found: dict[int, Path] = {}
     for path in Path(folder).glob("iter_*"):
@@ -50,9 +50,9 @@ def whole(folder: str) -> dict[int, Path]:
 
 
 def stage(folder: str, iteration: int) -> Path:
-    """A new, empty place to write a checkpoint to; what killed processes have left is cleared away: hold ``SaveLock``.
+    """A new, empty folder to write a checkpoint to; removes leftovers of killed processes: hold ``SaveLock``.
 
-    Its name is new as well: the writer of a killed process may live on for a moment and write to the old one.
+    The name is new as well: the writer of a killed process may survive briefly and write to the old one.
     """
     for remains in Path(folder).glob("iter_*.partial.*"):
         shutil.rmtree(remains, ignore_errors=True)
@@ -68,7 +68,7 @@ def stage(folder: str, iteration: int) -> Path:
 
 
 def publish(partial: Path, folder: str, iteration: int) -> Path:
-    """Give a written checkpoint its name and make it the one to continue from; in this order, each step atomic."""
+    """Rename a written checkpoint to its final name, then point the tracker to it; both steps are atomic."""
     final = iteration_folder(folder, iteration)
     replaced = final.with_name(final.name + _REPLACED)
     for path in partial.iterdir():
@@ -88,11 +88,11 @@ def publish(partial: Path, folder: str, iteration: int) -> Path:
 def prune(folder: str, iteration: int, keep: int) -> list[Path]:
     """Remove all but the ``keep`` newest checkpoints up to ``iteration``; returns those removed.
 
-    Later ones are left alone: a run that went back to an older checkpoint has yet to replace them.
+    Later ones are not removed: a run that resumed from an older checkpoint has yet to replace them.
     """
     removed = []
     for path in [path for number, path in whole(folder).items() if number <= iteration][keep:]:
-        # Under a name that no start looks at: half a checkpoint must not pass for a whole one.
+        # Rename first: a half-removed checkpoint must not be taken for a complete one.
         doomed = path.with_name(f"{path.name}.partial.{secrets.token_hex(4)}")
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -101,7 +101,7 @@ def prune(folder: str, iteration: int, keep: int) -> list[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what the system has been told; some file systems know no such thing for folders."""
+    """Flush to disk; some file systems do not support this for folders."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""Writes a run's checkpoints, beside the training where --async-save asks for it.
+"""Writes a run's checkpoints, asynchronously with --async-save.
 
-A checkpoint is written to a place that no start looks at, and gets its name when it is whole (``folders.publish``). So
-whenever a process dies, the checkpoint before stays the one to continue from.
+A checkpoint is written to a temporary folder, which is renamed when complete (``storage.publish``). Whenever a process
+dies, a run resumes from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron_lowprec.training.model import Trainer
 
 
 class CheckpointWriter:
-    """Every rank makes the same calls; each raises a UserError on every rank where a checkpoint cannot be written.
+    """Every rank makes the same calls; if a checkpoint cannot be written, each raises a UserError on every rank.
 
     Args:
-        config: where to, whether asynchronously, how many to keep.
-        saved: what each ``config.yaml`` says beside the progress.
-        say: takes lines for the log.
+        config: folder, whether asynchronous, number of checkpoints to keep.
+        saved: content of each ``config.yaml`` besides the progress.
+        say: called with lines for the log.
     """
 
     def __init__(self, config: Config, saved: dict[str, Any], say: Callable[[str], None]) -> None:
@@ -46,7 +46,7 @@ class CheckpointWriter:
         self._writing: Path | None = None
 
     def save(self, trainer: Trainer, progress: Progress) -> None:
-        """Write a checkpoint. With --async-save it counts from when ``poll`` or ``finish`` has said so."""
+        """Write a checkpoint. With --async-save it is valid once ``poll`` or ``finish`` has reported it."""
         assert self._config.save is not None
         folder, iteration = self._config.save, progress.iteration
         content = yaml.safe_dump({**self._saved, "progress": asdict(progress)}, sort_keys=False)
@@ -66,11 +66,11 @@ class CheckpointWriter:
             self._writing = partial
 
     def poll(self) -> None:
-        """Between steps: publish a checkpoint that all ranks have written by now."""
+        """Publish a checkpoint that all ranks have written by now; call it between steps."""
         self._finalize(blocking=False)
 
     def finish(self) -> None:
-        """Wait for a checkpoint that is being written."""
+        """Wait for a pending checkpoint."""
         self._finalize(blocking=True)
 
     def _finalize(self, blocking: bool) -> None:
@@ -99,7 +99,7 @@ class CheckpointWriter:
             if is_lost_connection(error):
                 raise
             if dist.get_rank() == 0 and partial is not None:
-                # Room for the next attempt, and for whatever else needs the disk.
+                # Free the disk space for the next attempt and other uses.
                 shutil.rmtree(partial, ignore_errors=True)
             newest = storage.tracked(str(self._config.save))
             stays = f"iteration {newest} stays the newest checkpoint" if newest is not None else "there is none yet"
@@ -119,10 +119,10 @@ def _cause(error: BaseException) -> str:
 
 
 def _provide_results_queue() -> None:
-    """The queue that Megatron-core's writers report through, from a process that ends with this one.
+    """Create the queue for Megatron-core's writers to report through, from a process that ends with this one.
 
-    Megatron-core would start a process of its own for it at the first save, which outlives a killed rank for ever and
-    does not outlive a signal that is meant for the rank.
+    Megatron-core would start its own process for it at the first save. That process outlives a killed rank for ever,
+    and dies of a signal meant for the rank.
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = subprocesses.manager().Queue()

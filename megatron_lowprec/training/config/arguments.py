@@ -18,7 +18,7 @@ from megatron_lowprec.training.config.options import GROUPS, Config
 DEFAULT_CONFIG = "configs/models/gpt_tiny.yaml"
 REPOSITORY = Path(__file__).resolve().parents[3]
 _HIDDEN = {"no_lowprec_linears"}
-# old name -> today's; read for one release, with a line for the log
+# old name -> new name; accepted for one release, with a log line
 RENAMED = {
     "recipe_set": "recipe_override",
     "fill_amax_histories": "calibrate_amax",
@@ -30,7 +30,7 @@ _MODEL_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
 
 @dataclass(frozen=True)
 class _Kind:
-    """A field's type taken apart: element type, whether a list of it, allowed values."""
+    """A field's parsed type: element type, whether it is a list, allowed values."""
 
     element: type
     is_list: bool
@@ -56,7 +56,7 @@ def flag(name: str) -> str:
 
 
 def required(config: Config, *names: str) -> None:
-    """Refuse a configuration in which one of these options has no value."""
+    """Raise a UserError if one of these options has no value."""
     missing = [flag(name) for name in names if getattr(config, name) is None]
     if missing:
         raise UserError(
@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Megatron's flags; only what is given on the command line appears in the namespace."""
+    """Parser of Megatron's flags; the namespace contains only flags given on the command line."""
     parser = _Parser(prog="pretrain_gpt.py", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these options; the command line wins over it")
     for options in GROUPS:
@@ -107,13 +107,13 @@ def _add_flag(group: argparse._ActionsContainer, name: str, help: str, kind: _Ki
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of an error about an unknown name: the nearest known one, where there is one."""
+    """Suffix of an error about an unknown name: the nearest known name, if any."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; the nearest one is {close[0]}" if close else ""
 
 
 def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
-    """The configuration, the names that YAML or command line set, and lines to tell the user.
+    """The configuration, the names of options set by YAML or command line, and notes for the user.
 
     Raises:
         UserError: an unknown flag or key, a value of the wrong type, a flag of Megatron's that a recipe replaces.
@@ -135,7 +135,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
     if "config" in given:
         given["config"] = str(find(given["config"]))
         from_yaml = read_yaml(given["config"], notes)
-        # Overrides add up; the command line's come last and so win.
+        # Overrides accumulate; the command line's come last and take precedence.
         given["recipe_override"] = [*from_yaml.get("recipe_override", []), *given.get("recipe_override", [])]
     values = {**without_rivals(from_yaml, given), **given}
     fp8 = {name: values.pop(name) for name in FP8_FLAGS if name in values}
@@ -144,7 +144,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
     return Config(**values), frozenset(values), notes
 
 
-# Ways to say the same thing: the command line's way replaces the file's, and two ways in one place are an error.
+# Mutually exclusive options: the command line's replace the file's; two in one place are an error.
 _RIVALS: tuple[tuple[frozenset[str], ...], ...] = (
     (frozenset({"train_iters"}), frozenset({"train_samples"})),
     (frozenset({"lr_decay_iters"}), frozenset({"lr_decay_samples"})),
@@ -164,10 +164,10 @@ def without_rivals(
     given: dict[str, Any],
     where: tuple[str, str] = ("the YAML file", "the command line"),
 ) -> dict[str, Any]:
-    """``from_yaml`` without what ``given`` says in another way; ``where`` names the two in an error.
+    """``from_yaml`` without options that ``given`` sets in another way; ``where`` names the two in an error.
 
     Raises:
-        UserError: one of the two says the same thing in two ways.
+        UserError: one of the two sets the same quantity in two ways.
     """
     for ways in _RIVALS:
         for place, values in ((where[1], given), (where[0], from_yaml)):
@@ -183,18 +183,18 @@ def without_rivals(
 
 
 def rivals_of(name: str) -> frozenset[str]:
-    """``name`` and the options that say the same thing in another way."""
+    """``name`` and the options that set the same quantity in another way."""
     return frozenset({name}).union(*(way for ways in _RIVALS if any(name in way for way in ways) for way in ways))
 
 
 def find(path: str) -> Path:
-    """A path relative to the current folder or, failing that, to the repository's."""
+    """A path relative to the current folder or, if missing there, to the repository's."""
     here = Path(path)
     return here if here.exists() or here.is_absolute() or not (REPOSITORY / path).exists() else REPOSITORY / path
 
 
 def current_names(where: str, options: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
-    """Options under today's names; ``notes`` gets a line for each old one.
+    """Options under their present names; appends a note to ``notes`` for each old one.
 
     Raises:
         UserError: an option is given under both names.
@@ -211,9 +211,9 @@ def current_names(where: str, options: Mapping[str, Any], notes: list[str] | Non
 
 
 def read_yaml(path: str, notes: list[str] | None = None) -> dict[str, Any]:
-    """Options from a YAML file, checked: names are flags without the dashes in front, values have the field's type.
+    """Checked options from a YAML file: names are flags without the leading dashes, values have the field's type.
 
-    ``notes`` gets a line for each option under an old name.
+    Appends a note to ``notes`` for each option under an old name.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -235,7 +235,7 @@ def read_yaml(path: str, notes: list[str] | None = None) -> dict[str, Any]:
 
 
 def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | None = None) -> dict[str, Any]:
-    """Field names and values from YAML's keys and values; ``where`` begins an error about one of them."""
+    """Field names and values from YAML's keys and values; ``where`` is the prefix of errors."""
     values: dict[str, Any] = {}
     given = {str(key).replace("-", "_"): (key, value) for key, value in content.items()}
     for name, (key, value) in current_names(where, given, notes).items():
@@ -247,7 +247,7 @@ def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | N
 
 
 def _checked(where: str, kind: _Kind, value: Any) -> Any:
-    """``value`` as the field's type, or a UserError that names the fix."""
+    """``value`` converted to the field's type; raises a UserError that names the fix."""
     if value is None:
         return None
     if kind.is_list:

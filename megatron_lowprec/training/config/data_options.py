@@ -1,4 +1,4 @@
-"""Which data and which tokenizer a run's options name."""
+"""Resolves the data and the tokenizer that a run's options name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_lowprec.training.data.jsonl import SUFFIXES, is_text_file
 
 
 def resolve_data(config: Config) -> Config:
-    """Full paths of data and tokenizer; what is missing, or does not go together, is refused."""
+    """Full paths of data and tokenizer; rejects missing files and conflicting options."""
     if config.sft:
         config = _resolve_sft(config)
     check_split(config.split)
@@ -45,7 +45,7 @@ def resolve_data(config: Config) -> Config:
 
 
 def _resolve_sft(config: Config) -> Config:
-    """Conversations differ in how much of them is answers, so tokens are what is weighed alike."""
+    """Average the loss over tokens: conversations differ in their share of answer tokens."""
     if config.mock_data:
         raise UserError("--sft learns from conversations and --mock-data are none; leave one out")
     if config.tokenizer_type == "NullTokenizer":
@@ -61,7 +61,7 @@ def _resolve_sft(config: Config) -> Config:
 
 
 def find_data(item: str) -> str:
-    """A data path, found relative to the current folder or the repository; a weight stays as it is."""
+    """A data path, found relative to the current folder or the repository; a weight is returned unchanged."""
     for name in (item, item + ".idx"):
         if Path(name).exists() or not (REPOSITORY / name).exists():
             continue

@@ -1,4 +1,4 @@
-"""Megatron's FP8 flags: those that keep layers in bf16 are translated, the rest point at the recipe's field."""
+"""Megatron's FP8 flags: flags that keep layers in bf16 are translated, the others name the recipe's field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 
-# Name -> whether it is a switch. Kept out of Config: a run is described by its recipe alone.
+# Name -> whether it is a switch. Not in Config: a run's precision is described by its recipe only.
 FP8_FLAGS: dict[str, bool] = {
     "fp8_format": False,
     "fp8": False,
@@ -48,10 +48,10 @@ _INSTEAD["fp4_format"] = _INSTEAD["fp4_recipe"]
 
 
 def translate_fp8_flags(given: Mapping[str, Any]) -> list[str]:
-    """Recipe overrides that mean what the given flags mean in Megatron.
+    """Recipe overrides equivalent to the given Megatron flags.
 
     Raises:
-        UserError: a flag without a meaning beside the recipe; the message names the recipe or field which does it.
+        UserError: a flag without an equivalent; the message names the recipe or field to use instead.
     """
     layers = {"num_layers_at_start_in_bf16": "first_layers", "num_layers_at_end_in_bf16": "last_layers"}
     for name, value in given.items():
@@ -71,7 +71,7 @@ def translate_fp8_flags(given: Mapping[str, Any]) -> list[str]:
                     f"--{name.replace('_', '-')} {given[name]} does nothing without --first-last-layers-bf16; add it"
                 )
         return []
-    # Megatron keeps one layer at each end unless told otherwise.
+    # Megatron's default keeps one layer at each end.
     counts = {name: str(given.get(name, 1)) for name in layers}
     for name, count in counts.items():
         if not count.isdecimal():

@@ -1,8 +1,7 @@
-"""What a run is: every option as a typed field, named as Megatron names its flag.
+"""Options of a run as typed fields, under the names of Megatron's flags.
 
 A field ``num_layers`` is the flag ``--num-layers`` and the YAML key ``num-layers`` (or ``num_layers``). Defaults are
-Megatron's unless the help says otherwise. The options come in groups, one class each, whose docstring is the group's
-title.
+Megatron's unless the help says otherwise. Each group of options is a class, whose docstring is the group's title.
 """
 
 from __future__ import annotations
@@ -300,7 +299,7 @@ class Config(
     ModelOptions,
     RecipeOptions,
 ):
-    """One run. ``arguments.parse`` makes it; ``resolve.resolve`` fills what depends on other fields."""
+    """Options of one run. ``arguments.parse`` creates it; ``resolve.resolve`` fills derived fields."""
 
     config: str | None = arg(None, "YAML file with any of these options; the command line wins over it")
 

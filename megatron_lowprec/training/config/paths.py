@@ -1,4 +1,4 @@
-"""Where a run's files go, and what tools write; refused before the work that they are for."""
+"""Output files of runs and tools; unwritable paths are rejected before any work starts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_lowprec.training.config.options import Config
 
 @dataclass(frozen=True)
 class RunPaths:
-    """One folder a run: metrics.jsonl, config.yaml, run.json, tensorboard/ and, without --save, checkpoints/.
+    """One folder per run: metrics.jsonl, config.yaml, run.json, tensorboard/ and, without --save, checkpoints/.
 
-    And quantization.jsonl, where it was asked for.
+    Also quantization.jsonl, if requested.
     """
 
     run: Path
@@ -41,7 +41,7 @@ class RunPaths:
         return self.run / "run.json"
 
     def lines(self) -> list[str]:
-        """For the end of a run."""
+        """Lines for the end of a run."""
         rows = [("metrics", self.metrics), ("TensorBoard", self.tensorboard), ("configuration", self.config)]
         if self.quantization.exists():
             rows.insert(1, ("quantization", self.quantization))
@@ -51,7 +51,7 @@ class RunPaths:
 
 
 def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
-    """The run's folder: --save's, else the one that holds --tensorboard-dir, else runs/CONFIG-RECIPE right here."""
+    """The run's folder: --save's, else the parent of --tensorboard-dir, else runs/CONFIG-RECIPE in this folder."""
     name = f"{Path(config.config).stem if config.config else 'gpt'}-{recipe_name}"
     if config.save is not None:
         run = Path(config.save)
@@ -66,10 +66,10 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
 
 
 def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
-    """Move the files of an older run aside where a new one would write over them, and say so.
+    """Move the files of an older run aside where a new one would overwrite them; returns a note.
 
-    A run that continues (--load from its own checkpoints) goes on in the same files. Checkpoints in a --save folder are
-    never moved: a new run replaces those of the same iteration, as Megatron does.
+    A resumed run (--load from its own checkpoints) appends to the same files. Checkpoints in a --save folder are never
+    moved: a new run replaces those of the same iteration, as Megatron does.
     """
     continues = config.load is not None and not config.finetune and _same(config.load, paths.checkpoints)
     old = [path for path in (paths.metrics, paths.quantization) if path.exists()]
@@ -83,7 +83,7 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
         number += 1
     aside = [path.rename(_aside(path, number)) for path in old]
     if in_default_folder:
-        (aside[0] / "checkpoints" / save_lock.FILE).unlink(missing_ok=True)  # this start's own
+        (aside[0] / "checkpoints" / save_lock.FILE).unlink(missing_ok=True)  # this run's own lock
     return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside[0]}"]
 
 
@@ -92,10 +92,10 @@ def _aside(old: Path, number: int) -> Path:
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Refuse a folder that could not be made or written to.
+    """Check that a folder can be created and written to.
 
     Raises:
-        UserError: naming ``option`` and what is in the way.
+        UserError: naming ``option`` and the obstacle.
     """
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir():
@@ -105,7 +105,7 @@ def check_folder(folder: Path, option: str) -> None:
 
 
 def output_file(text: str) -> Path:
-    """``type`` of a tool's option for a file that it writes in the end: the folder is made at once.
+    """argparse ``type`` for a tool's output file; creates its folder immediately.
 
     Raises:
         argparse.ArgumentTypeError: the file cannot be written.
@@ -122,7 +122,7 @@ def output_file(text: str) -> Path:
 
 
 def _short(name: str, longest: int = 120) -> str:
-    """A name that every file system takes: a recipe with many overrides ends in a digest of them all."""
+    """A name that every file system accepts: a recipe with many overrides ends in a digest of all of them."""
     return (
         name
         if len(name) <= longest

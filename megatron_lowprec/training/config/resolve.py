@@ -1,4 +1,4 @@
-"""Fill what follows from other options, and refuse what cannot run before a process group, data or GPU is touched."""
+"""Fills derived options, and rejects invalid ones before a process group, data or a GPU is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_lowprec.training.rampup import check_rampup, run_length
 
 
 def resolve_model(config: Config) -> Config:
-    """Megatron's defaults for sizes that follow from others; what one person could get wrong about them is refused."""
+    """Fill Megatron's defaults for derived sizes; check what does not depend on the world size."""
     required(config, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
         _positive(config, name)
@@ -42,7 +42,7 @@ def resolve_model(config: Config) -> Config:
 
 
 def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
-    """What the recipe's optimizer and its exchange of gradients need, and lines about what was switched on for them."""
+    """Options required by the recipe's optimizer and gradient reduction, with notes about those switched on."""
     if not recipe.changes_training:
         return config, []
     if config.fp8_param_gather and recipe.optimizer.quantized:
@@ -57,7 +57,7 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
 
 
 def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
-    """The whole run on ``world_size`` processes, on top of ``resolve_model``."""
+    """Resolve the whole run on ``world_size`` processes, after ``resolve_model``."""
     required(config, "lr")
     _check_parallelism(config, world_size)
     data_parallel = data_parallel_size(config, world_size)
@@ -97,7 +97,7 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Ranks that hold the same weights and see different samples."""
+    """Number of data-parallel ranks: same weights, different samples."""
     return world_size // (
         config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
     )
@@ -115,7 +115,7 @@ def layout_of(config: Config, world_size: int) -> dict[str, int]:
 
 
 def virtual_stages(config: Config) -> int | None:
-    """Chunks of a pipeline stage, or None without interleaving."""
+    """Chunks of a pipeline stage; None without interleaving."""
     if config.num_virtual_stages_per_pipeline_rank is not None:
         return config.num_virtual_stages_per_pipeline_rank if config.num_virtual_stages_per_pipeline_rank > 1 else None
     if config.num_layers_per_virtual_pipeline_stage is not None:
@@ -128,7 +128,7 @@ def virtual_stages(config: Config) -> int | None:
 
 
 def total_samples(config: Config) -> int:
-    """Samples of the whole run as asked for, the horizon of its schedules; ``rampup.run_length``: as consumed."""
+    """Samples of the whole run as requested, the schedule's horizon; ``rampup.run_length`` has the consumed ones."""
     return config.train_samples or require(config.train_iters) * require(config.global_batch_size)
 
 
@@ -166,7 +166,7 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
 
 
 def _in_bounds(config: Config) -> None:
-    """Refuse numbers outside of what they can mean; NaN is outside."""
+    """Reject numbers outside their valid range, including NaN."""
     for name, (least, most) in _BOUNDS.items():
         value = getattr(config, name)
         if value is not None and not (least <= value and (most is None or value <= most)):
@@ -174,7 +174,7 @@ def _in_bounds(config: Config) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: wants {wanted}")
 
 
-# Flags that say something of what another one asks for.
+# Flags that have an effect only with another one.
 _PART_OF = {
     "memory_plan": ("memory_plan_gpus",),
     **{name: parts for architecture in ARCHITECTURES for name, parts in architecture.dependent_options.items()},
@@ -182,7 +182,7 @@ _PART_OF = {
 
 
 def _no_idle_flags(config: Config) -> None:
-    """Refuse what was asked for and would be passed over without a word."""
+    """Reject options that would be ignored silently."""
     for whole, parts in _PART_OF.items():
         for part in parts:
             value = getattr(config, part)
@@ -254,7 +254,7 @@ def _check_implementation(config: Config, gpus: bool) -> None:
 
 
 def _check_cuda_graphs(config: Config, gpus: bool) -> None:
-    """Layers are captured whole, and replayed for one microbatch after the other."""
+    """Check CUDA graphs: layers are captured whole, and replayed one microbatch after the other."""
     if config.cuda_graph_impl == "none":
         return
     asked = f"--cuda-graph-impl {config.cuda_graph_impl}"
@@ -309,7 +309,7 @@ def _check_features(config: Config, gpus: bool) -> None:
 
 
 def _check_interleaving(config: Config, step: int) -> None:
-    """Chunks take turns every so many microbatches as there are stages; Megatron-core checks it in a step alone."""
+    """Require microbatches in multiples of the stages; Megatron-core checks this only in a step."""
     if virtual_stages(config) is None:
         return
     turn = step * config.pipeline_model_parallel_size

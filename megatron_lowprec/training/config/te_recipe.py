@@ -1,7 +1,7 @@
-"""What of a recipe TransformerEngine runs, as the fields that Megatron-core's TransformerConfig has for it.
+"""Translates a recipe to the fields that Megatron-core's TransformerConfig has for TransformerEngine.
 
-Nothing here goes by a recipe's name: its data are compared, operand by operand, with what TransformerEngine does, so
-that one recipe means the same under either implementation. What TransformerEngine would do otherwise is refused.
+A recipe's name is never used: its data are compared with TransformerEngine's behavior, operand by operand, so that one
+recipe means the same under either implementation. Recipes that TransformerEngine would run differently are rejected.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_lowprec.training.models.sizes import linear_sites
 TESTED_VERSION = "2.20.2"
 INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch]=={TESTED_VERSION}'"
 
-# Megatron's name of a TransformerEngine recipe -> ours, which it is compared with.
+# Megatron's name of a TransformerEngine recipe -> this project's recipe to compare it with.
 _COUNTERPARTS = {"delayed": "fp8_delayed", "tensorwise": "fp8_current", "blockwise": "fp8_blockwise"}
-# TransformerEngine's products want features and tokens in such multiples.
+# TransformerEngine's GEMMs require features and tokens in multiples of this.
 _MULTIPLE = 16
 
 
@@ -36,7 +36,7 @@ class TERecipe:
         format: Megatron's ``--fp8-format``: hybrid has gradients in E5M2, e4m3 everything in E4M3.
         history, history_rule, margin: of delayed scaling.
         power_of_two: whether scales are rounded down to powers of two.
-        first_layers, last_layers: transformer layers that stay in bf16.
+        first_layers, last_layers: number of transformer layers kept in bf16 at each end.
     """
 
     kind: Literal["delayed", "tensorwise", "blockwise"] | None = None
@@ -68,7 +68,7 @@ class TERecipe:
         return fields
 
     def environment(self) -> dict[str, str]:
-        """What TransformerEngine's recipes take from the environment when they are imported: said by ours alone."""
+        """Environment variables that TransformerEngine's recipes read at import; set only by this project."""
         return {
             "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": str(int(self.kind == "tensorwise" and self.power_of_two)),
             "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": str(int(self.kind == "blockwise" and not self.power_of_two)),
@@ -91,7 +91,7 @@ def te_recipe(recipe: Recipe) -> TERecipe:
     """TransformerEngine's counterpart of ``recipe``.
 
     Raises:
-        UserError: it has none.
+        UserError: there is none.
     """
     found = _counterpart(recipe)
     if found is not None:
@@ -106,7 +106,7 @@ def te_recipe(recipe: Recipe) -> TERecipe:
 def _counterpart(recipe: Recipe) -> TERecipe | None:
     keep, operand, gradient = recipe.keep_bf16, recipe.fprop.input, recipe.dgrad.grad_output
     if recipe.changes_training:
-        return None  # made for this project's layers
+        return None  # uses features of this project's layers
     if not recipe.quantized:
         return TERecipe()
     if operand is None or gradient is None or keep.names:
@@ -122,7 +122,7 @@ def _counterpart(recipe: Recipe) -> TERecipe | None:
         first_layers=keep.first_layers,
         last_layers=keep.last_layers,
     )
-    # Its delayed scaling has one context for all layers and no powers of two; its blocks are E4M3 here.
+    # TransformerEngine's delayed scaling has one context for all layers and no powers of two; its blocks are E4M3 here.
     impossible = {
         "delayed": found.power_of_two or found.first_layers or found.last_layers,
         "tensorwise": False,
@@ -133,9 +133,9 @@ def _counterpart(recipe: Recipe) -> TERecipe | None:
 
 
 def _gemms(found: TERecipe, history_update: HistoryUpdate) -> dict[str, GemmSpec]:
-    """What TransformerEngine does under ``found``, as a recipe of ours says it.
+    """TransformerEngine's GEMMs under ``found``, as recipe fields.
 
-    Its histories have an entry a microbatch; a recipe that has one a step is taken for its counterpart all the same.
+    Its histories have one entry per microbatch; a recipe with one per step still matches.
     """
 
     def varied(operand: str, spec: QuantSpec) -> QuantSpec:
@@ -156,10 +156,10 @@ def _gemms(found: TERecipe, history_update: HistoryUpdate) -> dict[str, GemmSpec
 
 
 def check(config: Config, recipe: Recipe) -> TERecipe:
-    """``te_recipe``, after what this model's sizes and layout cannot have was refused.
+    """``te_recipe``, after checking this model's sizes and layout.
 
     Raises:
-        UserError: see there; features that are no multiple of 16 on a rank; more layers in bf16 than a stage has.
+        UserError: as ``te_recipe``; features that are no multiple of 16 on a rank; more bf16 layers than a stage has.
     """
     found = te_recipe(recipe)
     if config.recompute_gelu:
@@ -187,13 +187,13 @@ def check(config: Config, recipe: Recipe) -> TERecipe:
 
 
 def prepare(config: Config, recipe: Recipe) -> None:
-    """Import TransformerEngine, with the environment that ``recipe`` asks for: its recipes read it at that moment.
+    """Import TransformerEngine with the environment variables for ``recipe``, which it reads at import.
 
-    Comes before any import of Megatron-core, which imports TransformerEngine in passing. Nothing for
+    Call it before any import of Megatron-core, which imports TransformerEngine itself. No-op for
     ``--transformer-impl local``.
 
     Raises:
-        UserError: as ``check``; tokens on a rank that are no multiple of 16; an installation that does not work.
+        UserError: as ``check``; tokens on a rank that are no multiple of 16; a broken installation.
     """
     if config.transformer_impl != "transformer_engine":
         return
@@ -206,7 +206,7 @@ def prepare(config: Config, recipe: Recipe) -> None:
         )
     os.environ.update(found.environment())
     try:
-        # by this name: transformer_engine alone swallows what goes wrong below it
+        # import by this name: transformer_engine itself suppresses errors of its submodules
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise UserError(

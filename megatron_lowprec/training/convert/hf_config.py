@@ -1,6 +1,6 @@
-"""A GPT's options as the config.json of a Hugging Face model, and back. Pure data.
+"""Converts a GPT's options to the config.json of a Hugging Face model, and back. Pure data.
 
-Architectures of ``training/models/`` have such a model or none. Anything between them is refused.
+Each architecture of ``training/models/`` has such a model or none. Mixtures of them are rejected.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _COUNTS = {2: "two", 3: "three"}
 
 
 def hf_form(config: Config) -> HuggingFace:
-    """The Hugging Face form of the architecture that the options make.
+    """The Hugging Face form of the architecture that the options select.
 
     Raises:
-        UserError: there is none; it names what differs from the nearest.
+        UserError: there is none; names the differences from the nearest.
     """
     differing = {kind: form.config.differing(config) for kind, form in _FORMS.items()}
     kind = min(differing, key=lambda name: len(differing[name]))
@@ -52,10 +52,10 @@ def to_hf_config(config: Config, vocab_size: int, eod: int | None, dtype: str) -
 
 
 def from_hf_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a Config; sizes that follow from others are left to ``resolve_model``.
+    """Options of a Config; ``resolve_model`` fills derived sizes.
 
     Raises:
-        UserError: an architecture without a Hugging Face form, or a variant that Megatron's layers do not have.
+        UserError: an architecture without a Hugging Face form, or a variant that Megatron's layers do not support.
     """
     kind = str(hf.get("model_type"))
     if kind not in _FORMS:
@@ -66,7 +66,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_variants(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse values of config.json that are not among those of ``variants``."""
+    """Reject values of config.json that are not among those of ``variants``."""
     for name, allowed in variants.items():
         if hf.get(name, allowed[0]) not in allowed:
             raise UserError(

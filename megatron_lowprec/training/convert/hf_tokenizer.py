@@ -1,4 +1,4 @@
-"""A tokenizer's files as Hugging Face names them, and the options that name them here."""
+"""Tokenizer files under Hugging Face's names, and the options that name them here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_lowprec.training.data.tokenizer import END_OF_TEXT
 
 
 def write_tokenizer(config: Config, folder: Path) -> list[str]:
-    """Put the tokenizer of a run into a model's folder; the names written, none for a NullTokenizer."""
+    """Write a run's tokenizer into a model's folder; returns the file names, none for a NullTokenizer."""
     if config.tokenizer_type == "GPT2BPETokenizer":
         assert config.vocab_file is not None, "resolve() asks for it"
         assert config.merge_file is not None, "resolve() asks for it"
@@ -33,7 +33,7 @@ _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 
 
 def sized_context(config: Config) -> int:
-    """Tokens that the model takes."""
+    """Context length of the model in tokens."""
     return config.max_position_embeddings or config.seq_length or 1024
 
 
@@ -56,7 +56,7 @@ def _write_gpt2(vocab: Path, merges: Path, context: int, folder: Path) -> list[s
 
 
 def tokenizer_options(folder: Path) -> dict[str, Any]:
-    """Options that name the tokenizer of a Hugging Face model's folder; empty where it holds none."""
+    """Options for the tokenizer in a Hugging Face model's folder; empty if there is none."""
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if vocab.is_file() and merges.is_file() and END_OF_TEXT in json.loads(vocab.read_text(encoding="utf-8")):
         return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}

@@ -1,4 +1,4 @@
-"""A GPT's weights as the tensors of a Hugging Face model, and back. torch alone."""
+"""Converts a GPT's weights to the tensors of a Hugging Face model, and back. Needs only torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_lowprec.training.models.common.interface import TensorMap
 
 
 def to_hf_weights(config: Config, weights: Weights, vocab_size: int) -> Weights:
-    """Tensors of model.safetensors; rows of the vocabulary that are padding are left out.
+    """Tensors of model.safetensors, without padding rows of the vocabulary.
 
     Raises:
-        UserError: a weight that is missing, or one that has no place.
+        UserError: a missing weight, or one without a counterpart.
     """
     maps, rest, found = _tensor_maps(config), dict(weights), Weights()
     for entry in maps:
@@ -32,10 +32,10 @@ def to_hf_weights(config: Config, weights: Weights, vocab_size: int) -> Weights:
 
 
 def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], rows: int) -> Weights:
-    """The inverse of ``to_hf_weights``; the vocabulary is padded to ``rows``, as ``pad_rows`` says.
+    """The inverse of ``to_hf_weights``; the vocabulary is padded to ``rows`` by ``pad_rows``.
 
     Raises:
-        UserError: a tensor that is missing, or one that has no place.
+        UserError: a missing tensor, or one without a counterpart.
     """
     maps, known_name = _tensor_maps(config), hf_form(config).weights.known_name
     rest = {known: tensor for name, tensor in tensors.items() if (known := known_name(name)) is not None}
@@ -55,16 +55,16 @@ def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], rows: i
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """More rows for a vocabulary, copies of the last one.
+    """Pad a vocabulary to ``rows`` with copies of the last row.
 
-    Rows of zeros would be logits of 0, which a trained model may reach nowhere else: they would take all probability.
+    Zero rows would give logits of 0, which may be far above a trained model's: they would take all probability.
     """
     missing = rows - len(tensor)
     return torch.cat([tensor, tensor[-1:].expand(missing, -1)]) if missing > 0 else tensor
 
 
 def _tensor_maps(config: Config) -> list[TensorMap]:
-    """Where every weight of the model goes, each once."""
+    """The tensor map of every weight of the model, each once."""
     maps = [*hf_form(config).weights.tensor_maps(config)]
     if config.untie_embeddings_and_output_weights:
         maps.append(TensorMap("output_layer.weight", ("lm_head.weight",)))
@@ -72,6 +72,6 @@ def _tensor_maps(config: Config) -> list[TensorMap]:
 
 
 def _of_vocabulary(maps: Iterable[TensorMap]) -> set[str]:
-    """Tensors with a row for each token."""
+    """Names of tensors with one row per token id."""
     ours = ("embedding.word_embeddings.weight", "output_layer.weight")
     return {name for entry in maps if entry.ours in ours for name in entry.theirs}

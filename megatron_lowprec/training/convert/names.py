@@ -1,8 +1,8 @@
-"""Weights of a whole GPT by the names that Megatron-core's GPTModel gives them on one rank. torch alone.
+"""Weights of a whole GPT by the names that Megatron-core's GPTModel uses on one rank. Needs only torch.
 
-``decoder.layers.0.input_layernorm.weight``, ``decoder.layers.0.self_attention.linear_qkv.weight``, …: what every
-conversion goes through. Checkpoints have other names for the same tensors: TransformerEngine's layers hold their norm
-(``linear_qkv.layer_norm_weight``), and a distributed checkpoint stacks all layers into one tensor (no layer number).
+Every conversion goes through these names: ``decoder.layers.0.input_layernorm.weight``,
+``decoder.layers.0.self_attention.linear_qkv.weight``, …. Checkpoints name the same tensors differently:
+TransformerEngine fuses norms (``linear_qkv.layer_norm_weight``), and a distributed checkpoint stacks all layers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _EXPERTS = ".mlp.experts.experts."
 
 
 def is_weight(name: str) -> bool:
-    """Whether a checkpoint's entry is one of the model's weights: no optimizer state, amax history or extra state."""
+    """Whether a checkpoint's entry is a weight of the model, not optimizer state, amax history or extra state."""
     return name.startswith(_PREFIXES) and ".amax." not in name and "_extra_state" not in name
 
 
 def canonical(found: Mapping[str, torch.Tensor]) -> Weights:
-    """Weights under GPTModel's own names; layers and experts that are stacked are taken apart (views)."""
+    """Weights under GPTModel's own names; stacked layers and experts are split (views)."""
     return {
         _rename(whole): tensor
         for name, stack in found.items()

@@ -1,7 +1,7 @@
-"""Checkpoints of stock Megatron-LM: options from their ``args``, weights of both formats and both layouts of layers.
+"""Checkpoints of stock Megatron-LM: options from their ``args``, weights of both formats and both layer layouts.
 
-Formats: ``torch_dist`` (a distributed checkpoint) and ``torch`` (``mp_rank_XX[_YYY]/model_optim_rng.pt``, one file a
-tensor- and pipeline-parallel rank). Layouts: local layers, and TransformerEngine's, which hold their norm.
+Formats: ``torch_dist`` (a distributed checkpoint) and ``torch`` (``mp_rank_XX[_YYY]/model_optim_rng.pt``, one file per
+tensor- and pipeline-parallel rank). Layouts: local layers, and TransformerEngine's, which include their norm.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_lowprec.training.models.architectures import model_options
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(_\d{3})?$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_COLUMN = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")  # cut along dimension 0, biases too
-_ROW = ("linear_proj.weight", "linear_fc2.weight")  # cut along dimension 1
-_REFUSED = (  # options that change what the weights mean, with the value that these layers have
+_COLUMN = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")  # sharded in dimension 0, as are biases
+_ROW = ("linear_proj.weight", "linear_fc2.weight")  # sharded in dimension 1
+_REFUSED = (  # options that change the meaning of weights, with the supported value
     ("qk_layernorm", False),
     ("multi_latent_attention", False),
     ("apply_residual_connection_post_layernorm", False),
@@ -53,10 +53,10 @@ def read(path: str, trust: bool = False) -> Stock:
     """The newest checkpoint of a --save folder, or one of its iter_… or release folders.
 
     Args:
-        trust: unpickle without restrictions, which can run code: of a folder whose origin is known.
+        trust: unpickle without restrictions, which can run code; only for a folder of known origin.
 
     Raises:
-        UserError: none there, a damaged one, a kind of model that these layers are not, or a pickle that needs
+        UserError: no checkpoint, a damaged one, an unsupported kind of model, or a pickle that needs
             ``trust``.
     """
     try:
@@ -69,7 +69,7 @@ def read(path: str, trust: bool = False) -> Stock:
 
 
 def _read(folder: Path, trust: bool) -> Stock:
-    import megatron.core  # noqa: F401 - it tells torch's restricted unpickler which classes are in its checkpoints
+    import megatron.core  # noqa: F401 - registers its checkpoints' classes with torch's restricted unpickler
 
     files = sorted(file for file in folder.glob("mp_rank_*/model_optim_rng.pt") if _RANK.match(file.parent.name))
     if files:
@@ -81,16 +81,16 @@ def _read(folder: Path, trust: bool) -> Stock:
         raise UserError(f"{folder}: holds no args of Megatron-LM, which say what model it is")
     if not getattr(args, "untie_embeddings_and_output_weights", False):
         weights.pop("output_layer.weight", None)  # the last stage's copy of the embedding
-    if getattr(args, "apply_layernorm_1p", False):  # norms are stored less 1
+    if getattr(args, "apply_layernorm_1p", False):  # norm weights are stored minus 1
         weights = {n: t + 1 if _is_norm(n) else t for n, t in weights.items()}
     return Stock(folder, args, weights)
 
 
 def options(args: Namespace) -> dict[str, Any]:
-    """Options of a Config out of Megatron-LM's args.
+    """Options of a Config from Megatron-LM's args.
 
     Raises:
-        UserError: an option that these layers do not have.
+        UserError: an option that these layers do not support.
     """
     for name, allowed in _REFUSED:
         found = getattr(args, name, allowed)
@@ -104,7 +104,7 @@ def options(args: Namespace) -> dict[str, Any]:
         raise UserError(
             "the checkpoint's model has exact GELU (--no-bias-gelu-fusion); these layers have its tanh form"
         )
-    # Named alike in Megatron-LM's args and here; those of other architectures have defaults that mean nothing.
+    # Same names in Megatron-LM's args and here; options of other architectures have meaningless defaults.
     given = {name: value for name, value in vars(args).items() if name in Config.__dataclass_fields__}
     names = model_options(Config(**given))
     found = {name: given[name] for name in names if given.get(name) is not None}
@@ -142,11 +142,11 @@ def _is_norm(name: str) -> bool:
     return "layernorm" in name and name.endswith("weight")
 
 
-# ---- one file a rank
+# ---- one file per rank
 
 
 def _read_files(files: Sequence[Path], trust: bool) -> tuple[Namespace | None, Weights]:
-    """Args, and the weights of all ranks put together."""
+    """Args, and the merged weights of all ranks."""
     by_rank: dict[tuple[int, int], Path] = {}
     for file in files:
         match = _RANK.match(file.parent.name)
@@ -175,7 +175,7 @@ def _read_files(files: Sequence[Path], trust: bool) -> tuple[Namespace | None, W
 
 
 def _merged(parts: Sequence[Weights], gated: bool) -> Weights:
-    """The weights of tensor-parallel ranks as one rank's."""
+    """Merge the weights of tensor-parallel ranks."""
     if len(parts) == 1:
         return parts[0]
     return {name: _joined(name, [part[name] for part in parts], gated) for name in parts[0]}
@@ -184,7 +184,7 @@ def _merged(parts: Sequence[Weights], gated: bool) -> Weights:
 def _joined(name: str, shards: list[torch.Tensor], gated: bool) -> torch.Tensor:
     if "layernorm" in name:
         return shards[0]
-    if gated and "linear_fc1." in name:  # each rank has its part of the gate, then its part of what it gates
+    if gated and "linear_fc1." in name:  # each rank holds its gate shard, then its up-projection shard
         return torch.cat(
             [half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves]
         )
@@ -196,7 +196,7 @@ def _joined(name: str, shards: list[torch.Tensor], gated: bool) -> torch.Tensor:
 
 
 def _numbered(chunks: Sequence[Weights]) -> Weights:
-    """Layers of all stages in one numbering: each chunk counts its own from 0."""
+    """Renumber the layers of all stages: each chunk counts its own from 0."""
     found, before = Weights(), 0
     for chunk in chunks:
         highest = -1

@@ -1,4 +1,4 @@
-"""Whole models in and out of this driver's checkpoints, whatever layout wrote them."""
+"""Reads and writes whole models as this driver's checkpoints, from any layout."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megatron_lowprec.training.schedule import plan
 def read_weights(folder: Path, trust: bool = False) -> Weights:
     """All weights of a distributed checkpoint (torch_dist), this driver's or stock Megatron-LM's, on the CPU.
 
-    ``trust`` lets ``.metadata`` hold what such files do not need.
+    ``trust`` allows any class in ``.metadata``.
 
     Raises:
-        UserError: a damaged checkpoint or none; a pickle that does not belong there.
+        UserError: no checkpoint or a damaged one; a disallowed pickle.
     """
     from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.api import CheckpointException
@@ -45,7 +45,7 @@ def read_weights(folder: Path, trust: bool = False) -> Weights:
             if isinstance(entry, TensorStorageMetadata) and is_weight(name)
         }
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended here
             load(found, storage_reader=reader, no_dist=True)
     except (OSError, EOFError, RuntimeError, KeyError, CheckpointException, safe_load.Damaged) as error:
         what = " ".join(str(error).split())[:300] or type(error).__name__
@@ -56,17 +56,17 @@ def read_weights(folder: Path, trust: bool = False) -> Weights:
 
 
 def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str, tokenizer: Tokenizer | None) -> Path:
-    """A checkpoint of weights alone at iteration 0, for --load with --finetune; one process, on its own.
+    """Write a weights-only checkpoint at iteration 0, for --load with --finetune, from a single process.
 
     Args:
         folder: as --save; ``model.yaml`` beside the checkpoint has the options for --config.
-        config: the model's options; ``bf16`` says what the weights are kept in.
+        config: the model's options; ``bf16`` selects the stored dtype.
         weights: by GPTModel's names.
-        source: where they come from, for the record.
-        tokenizer: what they were trained with, where that is known.
+        source: origin of the weights, for the record.
+        tokenizer: tokenizer of their training, if known.
 
     Raises:
-        UserError: weights that are not this model's, or a folder that has checkpoints already.
+        UserError: weights that do not match the model, or a folder that has checkpoints already.
     """
     if (folder / storage.TRACKER).exists():
         raise UserError(f"--save {folder}: has checkpoints already; name another folder")
@@ -101,7 +101,7 @@ def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str
 
 
 def _fill(gpt: torch.nn.Module, weights: Weights) -> None:
-    """Load weights and nothing else: every parameter, and no extra state of layers."""
+    """Load every parameter, and no extra state of layers."""
     missing = {name for name, _ in gpt.named_parameters()} - weights.keys()
     if missing:
         raise UserError(f"no weights for {', '.join(sorted(missing)[:5])}: these are of another model")

@@ -1,4 +1,4 @@
-"""Data paths -> endless, resumable batches on this rank's device."""
+"""Endless, resumable batches on this rank's device from data paths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOCK_SAMPLES = 4096
 
 @dataclass(frozen=True)
 class SplitData:
-    """One of train, validation and test: samples by position, how large one epoch of it is, and lines about it."""
+    """One of train, validation and test: samples by position, the size of an epoch, and notes."""
 
     samples: Blend | Phases
     epoch_samples: int
@@ -47,10 +47,10 @@ Data = Mapping[str, SplitData | None]
 
 
 def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int) -> Data:
-    """The three splits; None where there is no data for one. Every rank calls it.
+    """The three splits, None for a split without data; a collective call.
 
     Raises:
-        UserError: on every rank, when it happens on one: paths, vocabularies, a split without a whole sample.
+        UserError: on every rank if raised on one: paths, vocabularies, a split without a whole sample.
     """
     if config.mock_data:
         mocks = {s.name: MockSamples(config, tokenizer.vocab_size, s.value) for s in _SPLITS}
@@ -58,7 +58,7 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
     cached = DocumentsConfig(
         random_seed=config.seed,
         sequence_length=require(config.seq_length),
-        # Datasets are built one by one below; Megatron-core's config wants a blend or it assumes mock data.
+        # Datasets are built one by one below; without a blend Megatron-core's config assumes mock data.
         blend=([""], None),
         split="1",
         path_to_cache=config.data_cache_path,
@@ -70,7 +70,7 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
     )
     with long_timeout_group() as group:
         prefixes = rank0_first(local_rank == 0, lambda: _prepared_texts(config, tokenizer), group)
-        # The first rank writes the indices that the others read.
+        # The first rank writes the indices, the others read them.
         return rank0_first(
             world_rank == 0,
             lambda: {s.name: _build_split(config, cached, prefixes, tokenizer, s) for s in _SPLITS},
@@ -79,7 +79,7 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
 
 
 def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
-    """Data path -> prefix of its .bin/.idx; text is tokenized once, by the first rank of each node."""
+    """Data path -> prefix of its .bin/.idx; the first rank of each node tokenizes text once."""
     assert config.data_cache_path is not None
     cache = config.data_cache_path
     tokenized = prepare_chats if config.sft else prepare
@@ -117,7 +117,7 @@ def _build_split(
         return found
     switch, first = require(config.data_phase_switch_samples), found.samples
     assert isinstance(first, Blend)
-    # A path of both blends goes on where the first one left it: no sample twice before all were seen.
+    # The second blend continues each shared path where the first stopped: no sample repeats before all were seen.
     taken = dict(zip(named, first.taken(switch), strict=True))
     named, datasets, weights = blend_of(config.data_phase_path)
     second = Blend([Epochs(d, config.seed) for d in datasets], weights, [taken.get(path, 0) for path in named])
@@ -156,7 +156,7 @@ def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: C
 
 
 class MockSamples:
-    """Samples that need no data and can be learned: arithmetic sequences modulo the vocabulary."""
+    """Learnable samples without data files: arithmetic sequences modulo the vocabulary."""
 
     def __init__(self, config: Config, vocab_size: int, stream: int) -> None:
         self._length, self._vocab_size, self._seed = require(config.seq_length), vocab_size, [config.seed, stream]
@@ -178,8 +178,8 @@ class MockSamples:
 class Batches:
     """Microbatches of this rank from position ``start`` on, as a dict of (micro-batch, sequence) tensors on ``device``.
 
-    A context-parallel rank gets its share of each sequence. Tensor-parallel rank 0 loads and broadcasts. A pipeline
-    stage between the first and the last gets no data.
+    A context-parallel rank gets its share of each sequence. Tensor-parallel rank 0 loads and broadcasts. Middle
+    pipeline stages get no data.
     """
 
     def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
@@ -198,7 +198,7 @@ class Batches:
                 collate_fn=_pack,
                 num_workers=config.num_workers,
                 pin_memory=device.type == "cuda",
-                # It draws a seed whenever it starts, which must not come out of dropout's random state.
+                # The loader draws a seed at each start, which must not change dropout's random state.
                 generator=torch.Generator(),
             )
             with helpers():
@@ -212,7 +212,7 @@ class Batches:
         return self._load() if ready is None else ready
 
     def prefetch(self) -> None:
-        """Load the next microbatch now, behind what the device is busy with; all ranks call it at the same place."""
+        """Load the next microbatch while the device is busy; all ranks call it at the same place."""
         if self._ahead is None:
             self._ahead = self._load()
 
@@ -224,14 +224,14 @@ class Batches:
         else:
             packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
         if mpu.get_tensor_model_parallel_world_size() > 1:
-            # One broadcast a microbatch: a mask of ones and zeros is exact as integers.
+            # One broadcast per microbatch: a mask of ones and zeros is exact as integers.
             dist.broadcast(packed, mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group())
         fields: dict[str, torch.Tensor | None] = dict(zip(_FIELDS, packed.unbind(0), strict=True))
         fields["loss_mask"] = packed[-1].float()
-        # A context-parallel rank takes two chunks of each sequence, from its beginning and its end.
+        # A context-parallel rank takes two chunks of each sequence, one from its first and one from its second half.
         return get_batch_on_this_cp_rank(fields)
 
 
 def _pack(samples: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """(field, sample, sequence) integers: one tensor to pin, copy and broadcast."""
+    """Integers [field, sample, sequence]: one tensor to pin, copy and broadcast."""
     return torch.stack([torch.stack([sample[name].to(torch.int64) for sample in samples]) for name in _FIELDS])

@@ -1,4 +1,4 @@
-"""Data paths with or without weights, checked before anything starts. No megatron."""
+"""Data paths with or without weights, checked before any work starts. No megatron."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLITS = ("train", "valid", "test")
 
 
 def data_paths(config: Config, split: str) -> list[str]:
-    """What the options name for one of SPLITS, weights included; empty where they name nothing."""
+    """The blend that the options give for one of SPLITS, including weights; empty if none."""
     if config.data_path is not None:
         return config.data_path
     separate = {"train": config.train_data_path, "valid": config.valid_data_path, "test": config.test_data_path}
@@ -27,7 +27,7 @@ def data_paths(config: Config, split: str) -> list[str]:
 
 
 def parse_blend(items: Sequence[str]) -> list[tuple[str, float | None]]:
-    """``["0.3", "A", "0.7", "B"]`` or ``["A", "B"]`` as (path, weight); no weights are None."""
+    """``["0.3", "A", "0.7", "B"]`` or ``["A", "B"]`` as (path, weight); missing weights are None."""
 
     def number(item: str) -> float | None:
         try:
@@ -46,7 +46,7 @@ def parse_blend(items: Sequence[str]) -> list[tuple[str, float | None]]:
 
 
 def check_split(split: str) -> None:
-    """Refuse a --split that is no list of shares; Megatron-core takes whatever digits it finds."""
+    """Reject a --split that is not a list of shares; Megatron-core accepts any digits."""
     try:
         shares = [float(share) for share in split.split(",")]
     except ValueError:
@@ -64,10 +64,10 @@ def all_paths(config: Config) -> list[str]:
 
 
 def resolve_phase(config: Config, total_samples: int) -> Config:
-    """Put the change of blend at the end of an iteration, in samples.
+    """Place the switch of blends at the end of an iteration, in samples.
 
     Raises:
-        UserError: a share without a second blend or the other way round, or a share that is none.
+        UserError: a share without a second blend or vice versa, or an invalid share.
     """
     asked = config.data_phase_switch is not None or config.data_phase_switch_samples is not None
     if asked != (config.data_phase_path is not None):
@@ -94,10 +94,10 @@ def resolve_phase(config: Config, total_samples: int) -> Config:
 
 
 def continued_phase(config: Config, saved: Mapping[str, Any], given: Collection[str]) -> tuple[Config, list[str]]:
-    """The change of blend of a run that continues a checkpoint, and a line where options and checkpoint differ.
+    """The switch of blends of a run that resumes a checkpoint, with a note if options and checkpoint differ.
 
-    A share of a run that has become longer is another sample. The checkpoint's sample stays, for the data before it may
-    have been seen; --data-phase-switch-samples moves it.
+    In a longer run the same share is another sample. The checkpoint's sample is kept, since data before it may have
+    been seen; --data-phase-switch-samples overrides it.
     """
     before, now = saved.get("data_phase_switch_samples"), config.data_phase_switch_samples
     if before is None or now is None or before == now or "data_phase_switch_samples" in given:
@@ -110,7 +110,7 @@ def continued_phase(config: Config, saved: Mapping[str, Any], given: Collection[
 
 
 def check_paths(config: Config, tokenizer: Tokenizer) -> None:
-    """Refuse data that is not there, or that another vocabulary has written."""
+    """Reject data that is missing, or tokenized with another vocabulary."""
     for path in [] if config.mock_data else all_paths(config):
         if not is_text_file(path):
             indexed_dataset.check_prefix(path, tokenizer)

@@ -1,15 +1,15 @@
-"""Conversations as JSON lines in Tulu V2's format, to token ids of which the answers alone carry loss. No megatron.
+"""Tokenizes conversations in Tulu V2's JSON-lines format; only answers carry loss. No megatron.
 
-One object a line, ``{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}``, written
-out by the template of the Tulu models (arXiv 2311.10702, appendix; open-instruct), space around contents aside::
+One object per line, ``{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}``,
+formatted by the template of the Tulu models (arXiv 2311.10702, appendix; open-instruct), up to space around contents::
 
     <|user|>
     …
     <|assistant|>
     …<eos>
 
-Marks and contents are ordinary text to every tokenizer here; ``<eos>`` is the tokenizer's end-of-document id. A turn is
-cut between prompt and answer as a model meets it: the ids of the prompt come first, as they are without an answer.
+Every tokenizer here treats marks and contents as ordinary text; ``<eos>`` is the tokenizer's end-of-document id. A turn
+is split between prompt and answer as at inference: the prompt's ids are the same as without an answer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class EncodedChats:
-    """Token ids of one :class:`jsonl.Batch`: those of all conversations one after the other.
+    """Token ids of one :class:`jsonl.Batch`: all conversations concatenated.
 
-    ``parts[c]`` are the lengths of a conversation's parts, which are by turns what carries no loss and what does.
+    ``parts[c]`` are the lengths of a conversation's parts, which alternate between no loss and loss.
     """
 
     ids: npt.NDArray[np.number]
@@ -41,7 +41,7 @@ class EncodedChats:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """What turns a batch of lines into ids, as ``dtype``."""
+    """Tokenizes a batch of lines to ids of ``dtype``."""
 
     tokenizer: Tokenizer
     dtype: type[np.number]
@@ -62,11 +62,11 @@ class ChatEncoder:
 
 
 def turns(document: dict[str, object], where: str) -> list[tuple[str, str]]:
-    """(text that leads to an answer, the answer) of a conversation; what follows the last answer is left out.
+    """(prompt text, answer) pairs of a conversation; messages after the last answer are dropped.
 
     Raises:
-        UserError: anything but messages of the three roles with text in them, a system message behind the first place,
-            or a conversation without an answer. ``where`` begins the message.
+        UserError: anything but messages of the three roles with text, a system message that is not the first, or a
+            conversation without an answer. ``where`` is the prefix of the message.
     """
     messages = document.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -107,7 +107,7 @@ def encode(conversation: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> lis
     parts = []
     for prompt, answer in conversation:
         leading, whole = tokenizer.tokenize(prompt), tokenizer.tokenize(prompt + answer)
-        # The same, but for tokenizers that begin every text with a space of their own.
+        # This equals the answer's own ids, except for tokenizers that prepend a space to every text.
         follows = whole[: len(leading)] == leading
         parts += [leading, [*(whole[len(leading) :] if follows else tokenizer.tokenize(answer)), tokenizer.eod]]
     return parts

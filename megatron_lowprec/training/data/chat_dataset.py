@@ -1,8 +1,8 @@
-"""Conversations as training samples: tokenized once, then one conversation a sequence, its answers under the loss mask.
+"""Conversations as training samples: tokenized once, one conversation per sequence, loss on its answers only.
 
 The tokenized file is Megatron's indexed format with modes: a conversation is a document, its parts are sequences, and
-those of mode 1 carry loss. One conversation a sequence, padded behind its end, needs no other attention mask than the
-causal one: nothing attends to another conversation, and what stands behind a token changes nothing for it.
+parts of mode 1 carry loss. With one conversation per sequence and padding after its end, the causal mask suffices: no
+token attends to another conversation, and padding does not affect the tokens before it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron_lowprec.training.data.chat import ChatEncoder
 from megatron_lowprec.training.data.encoding import encode
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
-_TEMPLATE = ("messages", "tulu", 1)  # of what the cached ids are; another one wants another name
+_TEMPLATE = ("messages", "tulu", 1)  # determines the cached ids; another template needs another value
 
 
 def prepare_chats(
     path: str, tokenizer: Tokenizer, cache_dir: str, *, workers: int, report: Callable[[str], None] = print
 ) -> str:
-    """The prefix in ``cache_dir`` that a file of conversations is tokenized to, once, as ``prepare`` does with text.
+    """Tokenize a file of conversations once; returns the prefix in ``cache_dir``, as ``prepare`` does for text.
 
     Raises:
-        UserError: a line that is no conversation, named by file and number, or what ``corpus_writer.cached`` finds.
+        UserError: an invalid line, named by file and number, or as ``corpus_writer.cached``.
     """
 
     def written(prefix: str, count: int) -> indexed_dataset.Note:
@@ -72,14 +72,14 @@ def _write(path: str, prefix: str, tokenizer: Tokenizer, workers: int) -> indexe
 class ChatSamples:
     """One epoch of the conversations in ``share`` of a file: int64 and mask [sequence] by name.
 
-    A conversation longer than ``length`` + 1 tokens loses its end; one of whose answers nothing is left is no sample.
-    ``summary`` says in a line how many of both there are, and how much is padding.
+    A conversation longer than ``length`` + 1 tokens is truncated; if no answer token remains, it is dropped.
+    ``summary`` reports both counts and the share of padding in one line.
 
     Args:
         prefix: of ``prepare_chats``.
-        share: of the file's conversations, in their order, as --split cuts documents.
+        share: of the file's conversations, in their order, as --split divides documents.
         length: tokens of a sequence.
-        filler: the id that pads.
+        filler: id of padding.
         split, path: for messages.
 
     Raises:
@@ -91,7 +91,7 @@ class ChatSamples:
     ) -> None:
         self._indexed = IndexedDataset(prefix, multimodal=True)
         self._length, self._filler = length, filler
-        # Of each conversation, its first part; and one beyond the last.
+        # First part of each conversation, and the end of the last.
         self._bounds: npt.NDArray[np.int64] = np.asarray(self._indexed.document_indices)
         first, last = (round((len(self._bounds) - 1) * end) for end in share)
         tokens, answers, kept = _counts(self._indexed, self._bounds, first, last, length)
@@ -136,7 +136,7 @@ class ChatSamples:
 def _counts(
     indexed: IndexedDataset, bounds: npt.NDArray[np.int64], first: int, last: int, length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of each conversation from ``first`` to ``last``: its tokens, those in answers, and those of them that remain."""
+    """For each conversation from ``first`` to ``last``: its tokens, its answer tokens, and those left by truncation."""
     if first == last:
         none = np.zeros(0, np.int64)
         return none, none, none
@@ -145,7 +145,7 @@ def _counts(
     sizes = indexed.sequence_lengths[parts].astype(np.int64)
     carries_loss = indexed.index.sequence_modes[parts] == 1
     tokens = np.add.reduceat(sizes, starts)
-    # Where each part begins within its conversation.
+    # Start of each part within its conversation.
     begins = np.cumsum(sizes) - sizes
     begins -= np.repeat(begins[starts], np.diff([*starts, len(sizes)]))
     remain = np.clip(length + 1 - begins, 0, sizes)

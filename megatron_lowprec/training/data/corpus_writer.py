@@ -1,4 +1,4 @@
-"""Text to a corpus: tokenized once, and in place only when it is whole."""
+"""Tokenizes text to a corpus once, and publishes it only when complete."""
 
 import hashlib
 import json
@@ -19,13 +19,13 @@ from megatron_lowprec.training.data.encoding import Encoder, encode
 from megatron_lowprec.training.distributed.file_lock import lock
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
-# Below this many (compressed) bytes, starting worker processes costs more than they save.
+# Below this many (compressed) bytes, starting worker processes costs more time than it saves.
 _PARALLEL_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far :func:`write` has come: (compressed) bytes read of all inputs; documents and tokens under all keys."""
+    """Progress of :func:`write`: (compressed) bytes read of all inputs; documents and tokens under all keys."""
 
     bytes_read: int
     bytes_total: int
@@ -43,14 +43,14 @@ def prepare(
     append_eod: bool = True,
     report: Callable[[str], None] = print,
 ) -> str:
-    """The checked prefix that a ``--data-path`` entry stands for.
+    """The checked prefix of a ``--data-path`` entry.
 
     Text (``*.jsonl``, also ``.gz``, ``.xz``, ``.zst``) is tokenized into ``cache_dir`` by up to ``workers`` processes,
-    unless that was done before for the same file (path, size, time of change), vocabulary, key and ``append_eod``. Any
-    number of processes may ask at once: one writes, the others wait. Anything else is taken for a prefix.
+    unless cached for the same file (path, size, modification time), vocabulary, key and ``append_eod``. Concurrent
+    calls are safe: one process writes, the others wait. Any other entry is a prefix.
 
     Raises:
-        UserError: whatever :func:`write` and :func:`corpus.check_prefix` find, or a folder that cannot be written.
+        UserError: as :func:`write` and :func:`corpus.check_prefix`, or a folder that cannot be written.
     """
     if not jsonl.is_text_file(path):
         indexed_dataset.check_prefix(path, tokenizer)
@@ -73,11 +73,11 @@ def cached(
     workers: int,
     report: Callable[[str], None] = print,
 ) -> str:
-    """The checked prefix in ``cache_dir`` that a text file is tokenized to, unless that was done before.
+    """The checked prefix in ``cache_dir`` of a tokenized text file; tokenizes it unless cached.
 
     Args:
-        how: what the ids depend on beside file and vocabulary; plain values.
-        written: writes a prefix with so many processes.
+        how: plain values that determine the ids besides file and vocabulary.
+        written: writes a prefix with the given number of processes.
     """
     _require_files([path])
     stat = os.stat(path)
@@ -108,12 +108,12 @@ def write(
 ) -> tuple[indexed_dataset.Note, ...]:
     """Tokenize JSON-lines files into one corpus for each entry of ``prefixes`` (JSON key -> prefix).
 
-    Documents keep their order. Ids are uint16 where the vocabulary fits (below 65500), else int32. With ``workers`` of
-    1 all happens in this process; with more, that many are started (by spawn: the caller's main module must be
-    importable). The written bytes do not depend on ``workers``. Nothing appears under a prefix before all is written.
+    Documents keep their order. Ids are uint16 if the vocabulary fits (below 65500), else int32. With ``workers`` of 1
+    all work runs in this process; with more, that many processes are spawned (the caller's main module must be
+    importable). The written bytes do not depend on ``workers``. A prefix appears only after all files are written.
 
     Raises:
-        UserError: an input that cannot be used (file and line are named), a key without any token, or a dead worker.
+        UserError: an unusable input (file and line are named), a key without any token, or a dead worker.
         OSError: an output folder that cannot be written.
     """
     _require_files(sources)
@@ -140,9 +140,9 @@ def write_batches(
     append_eod: bool = True,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[indexed_dataset.Note, ...]:
-    """As :func:`write`, from lines that are not in files: ``sources`` says where they are from."""
+    """As :func:`write`, from lines that are not in files; ``sources`` names their origin."""
     with warnings.catch_warnings():
-        # Said at import about optimizers, which nothing here uses.
+        # An import-time warning about optimizers, which are not used here.
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -183,7 +183,7 @@ def write_batches(
 
 @contextmanager
 def staged(prefixes: Sequence[str]) -> Iterator[list[str]]:
-    """Places to write, one a prefix, on the same file system; moved to the prefixes at the end, unless it raised."""
+    """Temporary prefixes on the same file system, one per prefix; renamed to the prefixes on success."""
     folders = []
     try:
         for prefix in prefixes:
@@ -193,7 +193,7 @@ def staged(prefixes: Sequence[str]) -> Iterator[list[str]]:
         places = [f"{folder.name}/corpus" for folder in folders]
         yield places
         for place, prefix in zip(places, prefixes, strict=True):
-            # An old note must not stand beside new ids, not for a moment.
+            # An old note must never exist beside new ids.
             Path(f"{prefix}.json").unlink(missing_ok=True)
             for suffix in (".bin", ".idx", ".json"):
                 os.replace(place + suffix, prefix + suffix)

@@ -1,4 +1,4 @@
-"""Text batches to token ids, by one process or several, in the order of the input."""
+"""Tokenizes text batches with one or several processes, in input order."""
 
 import multiprocessing
 from collections import deque
@@ -22,8 +22,8 @@ T = TypeVar("T")
 class EncodedBatch:
     """Token ids of one :class:`jsonl.Batch`.
 
-    ``ids[k]`` are the ids of all documents under key k, one after the other; ``lengths[k]`` counts the ids of each
-    document that has any; ``empty[k]`` counts those that have none, which are left out.
+    ``ids[k]`` are the concatenated ids of all documents under key k; ``lengths[k]`` counts the ids of each document
+    that has any; ``empty[k]`` counts documents without ids, which are dropped.
     """
 
     ids: tuple[npt.NDArray[np.number], ...]
@@ -34,7 +34,7 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What turns a batch into ids: the texts under ``keys``, each followed by eod if ``append_eod``, as ``dtype``."""
+    """Tokenizes a batch: the texts under ``keys``, each followed by eod if ``append_eod``, as ids of ``dtype``."""
 
     tokenizer: Tokenizer
     keys: tuple[str, ...]
@@ -55,22 +55,22 @@ class Encoder:
 
 
 def encode(encoder: Callable[[jsonl.Batch], T], batches: Iterable[jsonl.Batch], workers: int) -> Iterator[T]:
-    """Apply ``encoder``, which can be pickled, to the batches; results come in their order, for any number of workers.
+    """Apply a picklable ``encoder`` to the batches; results keep the batches' order for any number of workers.
 
     Raises:
-        UserError: what ``encoder`` or the reading of ``batches`` finds, or a worker process that died.
+        UserError: raised by ``encoder`` or by reading ``batches``, or for a worker process that died.
     """
     if workers <= 1:
         yield from map(encoder, batches)
         return
-    # Not fork: the caller may hold threads (torch, gloo), and a forked copy of their locks never opens.
+    # Not fork: the caller may have threads (torch, gloo), whose locks would stay locked in a forked copy.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_set_encoder, initargs=(encoder,)) as pool:
         pending: deque[Future[T]] = deque()
         try:
             for batch in batches:
                 pending.append(pool.submit(_encode_in_worker, batch))
-                if len(pending) > 2 * workers:  # keeps everyone busy and the memory bounded
+                if len(pending) > 2 * workers:  # keeps all workers busy and bounds memory
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

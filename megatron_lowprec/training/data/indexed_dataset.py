@@ -1,8 +1,8 @@
-"""Tokenized corpora in Megatron's indexed format: what their files say, checked before every use.
+"""Tokenized corpora in Megatron's indexed format, checked before every use.
 
 A corpus is a prefix with three files: ``PREFIX.bin`` (token ids) and ``PREFIX.idx`` (document lengths), both as
-``megatron.core.datasets.indexed_dataset`` defines them, and ``PREFIX.json``, our note of the vocabulary that the ids
-belong to. Whoever sees the note sees a whole corpus: ``corpus_writer`` puts it in place last.
+``megatron.core.datasets.indexed_dataset`` defines them, and ``PREFIX.json``, this project's note of the ids'
+vocabulary. ``corpus_writer`` publishes the note last: a corpus with a note is complete.
 """
 
 import json
@@ -19,8 +19,8 @@ import numpy.typing as npt
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
-_WINDOW = 2**22  # ids looked at in one go
-_MAX_WINDOWS = 64  # of a corpus without a note: all ids of a common one, evenly spread windows of a huge one
+_WINDOW = 2**22  # ids read at once
+_MAX_WINDOWS = 64  # of a corpus without a note: all ids of a common one, evenly spaced windows of a huge one
 
 _INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, documents' parts, document boundaries
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -36,7 +36,7 @@ _INDEX_DTYPES: Mapping[int, type[np.integer]] = {
 
 @dataclass(frozen=True)
 class Note:
-    """What ``PREFIX.json`` holds. ``empty`` counts documents without a token, which were left out."""
+    """Content of ``PREFIX.json``. ``empty`` counts documents without a token, which were dropped."""
 
     tokenizer: str
     vocab_size: int
@@ -50,15 +50,15 @@ class Note:
 
 
 def write_note(prefix: str, note: Note) -> None:
-    """``PREFIX.json``: the last file of a corpus."""
+    """Write ``PREFIX.json``, the last file of a corpus."""
     Path(f"{prefix}.json").write_text(json.dumps(asdict(note), indent=2) + "\n", encoding="utf-8")
 
 
 def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
-    """Make sure that ``prefix`` is a whole corpus whose ids ``tokenizer`` can mean.
+    """Check that ``prefix`` is a complete corpus of ``tokenizer``'s ids.
 
-    With a note its fingerprint decides. Without one (another tool wrote the corpus) the ids must lie below
-    ``vocab_size``: all are looked at up to 2**28, evenly spread windows of that many beyond.
+    With a note, the vocabulary's fingerprint must match. Without one (another tool wrote the corpus) ids must lie below
+    ``vocab_size``: all are checked up to 2**28, evenly spaced windows of that many beyond.
 
     Raises:
         UserError: a missing, damaged or truncated file, or another vocabulary.
@@ -83,7 +83,7 @@ def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True)
 class Index:
-    """What ``PREFIX.idx`` says of ``PREFIX.bin``."""
+    """Properties of ``PREFIX.bin`` according to ``PREFIX.idx``."""
 
     dtype: type[np.integer]
     documents: int
@@ -91,10 +91,10 @@ class Index:
 
 
 def read_index(prefix: str) -> Index:
-    """Read ``PREFIX.idx`` and make sure that it and ``PREFIX.bin`` are whole.
+    """Read ``PREFIX.idx`` and check that it and ``PREFIX.bin`` are complete.
 
     Raises:
-        UserError: a missing file, one that is no index, or sizes that do not agree.
+        UserError: a missing file, an invalid index, or inconsistent sizes.
     """
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(prefix + suffix):
@@ -127,9 +127,9 @@ def read_index(prefix: str) -> Index:
 
 
 def tokens_of(prefix: str, share: tuple[float, float] = (0.0, 1.0)) -> npt.NDArray[np.integer]:
-    """The ids of the documents in ``share`` of a corpus, one after the other, mapped from the file.
+    """Concatenated ids of the documents in ``share`` of a corpus, memory-mapped.
 
-    ``share`` cuts the documents as --split does.
+    ``share`` divides the documents as --split does.
 
     Raises:
         UserError: as :func:`read_index`, or no token in that share.
@@ -162,7 +162,7 @@ def unigram_entropy(prefix: str) -> float:
 
 
 def _windows(prefix: str, index: Index, limit: int | None = None) -> Iterator[npt.NDArray[np.integer]]:
-    """The ids in pieces; with ``limit`` at most that many pieces, evenly spread."""
+    """The ids in windows; with ``limit`` at most that many, evenly spaced."""
     if not index.tokens:
         return
     ids = np.memmap(f"{prefix}.bin", index.dtype, "r")

@@ -1,4 +1,4 @@
-"""Text documents from JSON-lines files, plain or compressed, in batches that remember where each line stands."""
+"""Text documents from JSON-lines files, plain or compressed, in batches that record line numbers."""
 
 import gzip
 import io
@@ -34,14 +34,14 @@ class Batch:
 
 
 def is_text_file(path: str) -> bool:
-    """Whether the name says JSON lines, plain or compressed; the file need not exist."""
+    """Whether the suffix is that of JSON lines, plain or compressed; the file need not exist."""
     return path.endswith(SUFFIXES)
 
 
 def batches(paths: Sequence[str]) -> Iterator[Batch]:
     """The files' lines in order, about half a megabyte at a time.
 
-    The compression is chosen by the name's last suffix: .gz, .xz, .zst, anything else is read as it is.
+    The name's last suffix selects the decompression: .gz, .xz, .zst; anything else is read as plain text.
 
     Raises:
         UserError: missing or unreadable file, broken compression, or a .zst without the ``zstandard`` package.
@@ -53,11 +53,11 @@ def batches(paths: Sequence[str]) -> Iterator[Batch]:
 
 
 def texts(batch: Batch, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Of each line the strings under ``keys``; blank lines are passed over.
+    """The strings under ``keys`` of each line; blank lines are skipped.
 
     Raises:
-        UserError: a line that is no JSON object, lacks a key, holds something else than text there, or text that is not
-            valid Unicode. The message names file and line.
+        UserError: a line that is not a JSON object, lacks a key, has no text under it, or text that is not valid
+            Unicode. The message names file and line.
     """
     for number, line in enumerate(batch.lines, batch.first_line):
         if not line.strip():
@@ -71,7 +71,7 @@ def parse(line: bytes, where: str) -> dict[str, object]:
     """The JSON object of a line.
 
     Raises:
-        UserError: it is none; ``where`` begins the message.
+        UserError: not a JSON object; ``where`` is the prefix of the message.
     """
     try:
         document = json.loads(line)
@@ -86,7 +86,7 @@ def checked_text(value: object, what: str) -> str:
     """``value`` if it is text that can be encoded.
 
     Raises:
-        UserError: it is not; ``what`` begins the message.
+        UserError: it is not; ``what`` is the prefix of the message.
     """
     if not isinstance(value, str):
         raise UserError(f"{what} holds a {type(value).__name__}, not text")
@@ -142,7 +142,7 @@ def _zstandard(raw: IO[bytes], path: str) -> IO[bytes]:
     except ImportError:
         raise UserError(f"{path}: .zst needs the zstandard package; pip install 'megatron-lowprec[zstd]'") from None
 
-    # Not the library's own stream reader, which takes the end of a truncated file for the end of the text.
+    # Not the library's own stream reader, which treats a truncated file as complete.
     def chunks() -> Iterator[bytes]:
         frame = None
         while data := raw.read(_READ_BYTES):
@@ -160,7 +160,7 @@ def _zstandard(raw: IO[bytes], path: str) -> IO[bytes]:
 
 
 class _Chunks(io.RawIOBase):
-    """Pieces of bytes as a readable stream."""
+    """Chunks of bytes as a readable stream."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks

@@ -1,4 +1,4 @@
-"""Progress of a corpus preparation, on the terminal."""
+"""Terminal progress of a corpus preparation."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from megatron_lowprec.training.data.corpus_writer import Progress
 
 @contextmanager
 def progress_bar(log_interval: int) -> Iterator[Callable[[Progress], None]]:
-    """A bar on a terminal, else a line after every ``log_interval`` documents."""
+    """A progress bar on a terminal, else a line after every ``log_interval`` documents."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -1,8 +1,8 @@
-"""One epoch of some documents of a corpus: Megatron-core's GPTDataset, with indices on disk that are whole and its own.
+"""One epoch of some documents of a corpus: Megatron-core's GPTDataset with complete, separate indices on disk.
 
-Megatron-core 0.16.1 names an index by --split alone, not by the documents that a share of it comes to, and writes its
-files in place: a process that is killed meanwhile leaves a half one, which every later start takes for whole, and of
-runs that start together, as a sweep's do, one may read what another is writing.
+Megatron-core 0.16.1 names an index by --split only, not by the documents in the share, and writes its files in place.
+A process killed meanwhile leaves a partial index, which later starts take for complete. Of runs that start together, as
+in a sweep, one may read an index that another is writing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _FILES = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_
 
 @dataclass
 class DocumentsConfig(GPTDatasetConfig):
-    """What else an index depends on: the numbers of its first document and the one behind its last, their tokens."""
+    """Adds what else an index depends on: the range of documents (first, last + 1) and their tokens."""
 
     documents: tuple[int, int] = (0, 0)
     tokens: int = 0
 
 
 class DocumentSamples(GPTDataset):
-    """GPTDataset of ``config.documents``. Rank 0 makes it first, and writes what the others read.
+    """GPTDataset of ``config.documents``. Rank 0 builds it first and writes the index files that the others read.
 
     Raises:
-        UserError: a folder for indices that cannot be written, or that shows other ranks none.
+        UserError: an index folder that cannot be written, or is not visible to other ranks.
     """
 
     config: DocumentsConfig

@@ -1,7 +1,7 @@
-"""In which order samples are seen: a function of seed and position alone, never of a run's length.
+"""Order of samples: a function of seed and position, independent of a run's length.
 
 Megatron-core's GPTDataset shuffles all epochs that a run will need together, so that one more epoch changes the order
-from the first sample on. Here a dataset is always one epoch, and each epoch gets a permutation of its own.
+from the first sample on. Here a dataset is always one epoch, and each epoch has its own permutation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Samples(Protocol):
 
 
 class Epochs:
-    """One dataset without end: epoch e is a permutation seeded by (seed, e)."""
+    """An endless dataset: epoch e is a permutation seeded by (seed, e)."""
 
     def __init__(self, samples: Samples, seed: int) -> None:
         self.samples = samples
@@ -31,7 +31,7 @@ class Epochs:
         self._permutation = np.empty(0, dtype=np.int64)
 
     def index(self, position: int) -> int:
-        """Which of the dataset's samples stands at ``position`` of the endless order."""
+        """Index of the dataset's sample at ``position`` of the endless order."""
         epoch, place = divmod(position, len(self.samples))
         if epoch != self._epoch:
             self._epoch = epoch
@@ -43,14 +43,14 @@ class Epochs:
 
 
 class Blend:
-    """Several endless datasets, mixed so that after any number of samples each has its share, rounded.
+    """Endless datasets, mixed so that after any number of samples each has its share, rounded.
 
     The next sample comes from the dataset that is furthest behind its weight (Megatron-core's own rule and code), so
-    that a longer run begins as a shorter one.
+    that a longer run has the same beginning as a shorter one.
     """
 
     def __init__(self, parts: Sequence[Epochs], weights: Sequence[float], starts: Sequence[int] | None = None) -> None:
-        """``starts``: positions of each dataset's own order to begin at; 0 by default."""
+        """``starts``: first position in each dataset's own order; 0 by default."""
         self._parts = list(parts)
         self._starts = list(starts) if starts is not None else [0] * len(self._parts)
         self._weights = np.asarray(weights, dtype=np.float64) / sum(weights)
@@ -66,7 +66,7 @@ class Blend:
         return part, self._starts[part] + int(self._place[position])
 
     def taken(self, count: int) -> list[int]:
-        """How many of the first ``count`` samples come from each dataset."""
+        """Number of samples from each dataset among the first ``count``."""
         if len(self._parts) == 1 or count == 0:
             return [count] + [0] * (len(self._parts) - 1)
         self._reach(count - 1)
@@ -85,7 +85,7 @@ class Blend:
 
 
 class Phases:
-    """One blend up to a sample, another from it on."""
+    """One blend before a given sample, another from it on."""
 
     def __init__(self, first: Blend, second: Blend, switch: int) -> None:
         self._first, self._second, self._switch = first, second, switch
@@ -95,9 +95,9 @@ class Phases:
 
 
 class Positions:
-    """Positions of one rank's microbatches without end, dealt as Megatron deals them.
+    """Endless positions of one rank's microbatches, distributed as in Megatron.
 
-    From ``start`` on, each run of micro-batch x data-parallel size positions is one microbatch, cut in rank order.
+    From ``start`` on, each run of micro-batch x data-parallel size positions is one microbatch, split in rank order.
     """
 
     def __init__(self, start: int, micro_batch: int, rank: int, size: int) -> None:

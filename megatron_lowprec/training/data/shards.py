@@ -1,9 +1,9 @@
-"""A large corpus as shards: tokenized, without repeated titles, taken up again where it was interrupted.
+"""A large corpus as shards: tokenized, with duplicate titles removed, resumable.
 
-Under PREFIX lie, for each shard, ``PREFIX-00000_text_document.{bin,idx,json}``, and at the end ``PREFIX.manifest.json``
-with counts and checksums. Until then ``PREFIX.partial.json`` says which shards are whole and where the source stands,
-and ``PREFIX.titles`` which titles were seen (8 bytes each). Both are written after a shard is: whatever happens, the
-same call goes on behind the last whole shard, and its bytes are those of an uninterrupted one.
+PREFIX has, for each shard, ``PREFIX-00000_text_document.{bin,idx,json}``, and at the end ``PREFIX.manifest.json`` with
+counts and checksums. Until then ``PREFIX.partial.json`` records complete shards and the source's position, and
+``PREFIX.titles`` the titles seen (8 bytes each). Both are written after each shard: after any interruption the same
+call resumes after the last complete shard, and its bytes are those of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BATCH_BYTES = 512 * 1024
 
 @dataclass(frozen=True)
 class Shard:
-    """One corpus of the preparation; ``sha256`` of its .bin and .idx."""
+    """One shard of the preparation; ``sha256`` of its .bin and .idx."""
 
     prefix: str
     documents: int
@@ -46,7 +46,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the bytes of a preparation depend on."""
+    """Settings that determine the bytes of a preparation."""
 
     source: str
     source_size: int
@@ -67,16 +67,16 @@ def prepare(
     progress: Callable[[Progress], None] | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Write all shards that are not there yet, and the manifest, which is returned.
+    """Write all missing shards and the manifest; returns the manifest.
 
     Args:
-        shard_documents: articles of a shard, the last one's fewer.
+        shard_documents: articles per shard; the last one may have fewer.
         workers: processes that tokenize.
-        progress: told of all shards, those of earlier calls included.
-        report: told what was found from earlier calls.
+        progress: called with the progress of all shards, including earlier calls'.
+        report: called with messages about the results of earlier calls.
 
     Raises:
-        UserError: what the source finds, or files under ``prefix`` of another preparation.
+        UserError: as the source, or for files of another preparation under ``prefix``.
         OSError: a folder that cannot be written.
     """
     settings = Settings(
@@ -90,7 +90,7 @@ def prepare(
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with lock(f"{prefix}.lock"):  # another process with the same prefix waits
         for leftover in Path(prefix).parent.glob(f".{Path(prefix).name}-*_{_KEY}_document.*"):
-            shutil.rmtree(leftover)  # a killed process's unfinished shard
+            shutil.rmtree(leftover)  # an unfinished shard of a killed process
         work = _Work(prefix, settings)
         if work.shards:
             report(f"going on after {len(work.shards)} whole shards, {work.count('documents')} documents")
@@ -108,7 +108,7 @@ def _write_shards(
     workers: int,
     progress: Callable[[Progress], None] | None,
 ) -> int:
-    """All that are missing; the repeated titles behind the last one."""
+    """Write all missing shards; returns the number of duplicate titles after the last one."""
     articles = source.articles(work.state)
     while True:
         unseen = _Unseen(articles, work.titles, shard_documents, source.name)
@@ -131,7 +131,7 @@ def _write_shards(
 
 
 def verify(manifest: Path) -> list[str]:
-    """What of a manifest's shards is not as it says; nothing if all is."""
+    """Mismatches between a manifest and its shards; empty if there are none."""
     faults = []
     for shard in _load(manifest)["shards"]:
         for suffix, checksum in shard["sha256"].items():
@@ -144,7 +144,7 @@ def verify(manifest: Path) -> list[str]:
 
 
 class _Unseen:
-    """The next articles of a source whose titles were not seen, up to a number, as batches of JSON lines."""
+    """The next articles of a source with unseen titles, up to a limit, as batches of JSON lines."""
 
     def __init__(self, articles: Iterator[Article], titles: _Titles, limit: int, source: str) -> None:
         self._articles, self._titles, self._left, self._source = articles, titles, limit, source
@@ -177,7 +177,7 @@ class _Unseen:
 
 
 class _Titles:
-    """Titles that were seen, as 8 bytes each, and a file that they are appended to when a shard is whole."""
+    """Titles seen, as 8 bytes each, and a file to which they are appended when a shard is complete."""
 
     def __init__(self, path: Path, kept: int) -> None:
         self._path, self.kept = path, kept
@@ -188,7 +188,7 @@ class _Titles:
         self._new: list[int] = []
 
     def add(self, title: str) -> bool:
-        """Whether the title is new; space around it does not count."""
+        """Add a title; returns whether it is new, ignoring surrounding space."""
         key = int.from_bytes(hashlib.blake2b(title.strip().encode(), digest_size=8).digest(), "little")
         if key in self._seen:
             return False
@@ -197,7 +197,7 @@ class _Titles:
         return True
 
     def keep(self) -> None:
-        """Put the new ones behind those that count; what an interrupted call has left there goes."""
+        """Append the new titles after the valid ones; overwrites leftovers of an interrupted call."""
         self._path.touch()
         with open(self._path, "r+b") as file:
             file.truncate(8 * self.kept)
@@ -217,7 +217,7 @@ def _on_top(progress: Callable[[Progress], None] | None, work: _Work, total: int
 
 
 class _Work:
-    """What earlier calls have left, and what this one adds."""
+    """Results of earlier calls and of this one."""
 
     def __init__(self, prefix: str, settings: Settings) -> None:
         self._prefix, self._settings = prefix, settings
@@ -236,14 +236,14 @@ class _Work:
         return sum(getattr(shard, what) for shard in self.shards)
 
     def add(self, shard: Shard, state: dict[str, Any]) -> None:
-        """A shard is whole: note it, the titles up to its end, and where the source stands."""
+        """Record a complete shard, the titles up to its end, and the source's position."""
         self.shards.append(shard)
         self.titles.keep()
         content = {"state": state, "titles": self.titles.kept, **self._content()}
         atomic_write(self._partial, json.dumps(content, indent=1) + "\n")
 
     def finish(self, last_duplicates: int) -> dict[str, Any]:
-        """Write the manifest and remove what only an unfinished preparation needs."""
+        """Write the manifest and remove the files of an unfinished preparation."""
         totals = {name: self.count(name) for name in ("documents", "tokens", "empty", "duplicates")}
         totals["duplicates"] += last_duplicates
         if not self.shards:
@@ -283,7 +283,7 @@ def _read(path: Path, settings: Settings) -> dict[str, Any]:
 
 
 def _beside(manifest: Path, prefix: str) -> str:
-    """A shard's prefix in the manifest's folder, wherever both were moved together."""
+    """A shard's prefix in the manifest's folder, even if both were moved."""
     return str(manifest.parent / os.path.basename(prefix))
 
 

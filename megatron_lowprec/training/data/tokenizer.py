@@ -1,7 +1,7 @@
-"""Tokenizers by Megatron's names, with what ``megatron.core`` datasets ask of one and no more.
+"""Tokenizers by Megatron's names, with the interface that ``megatron.core`` datasets need.
 
-Text is only ever text here: a document that spells out ``<|endoftext|>`` is encoded as those thirteen characters, never
-as the end-of-document id, which only the corpus writer places.
+Text is always encoded as text: a document that contains ``<|endoftext|>`` is encoded as those thirteen characters,
+never as the end-of-document id, which only the corpus writer inserts.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 END_OF_TEXT = "<|endoftext|>"
 
-# Asked in this order when a tokenizer.json comes without a tokenizer_config.json that names its eos_token.
+# Tried in this order for a tokenizer.json without a tokenizer_config.json that names its eos_token.
 _COMMON_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    ``vocab_size`` counts ids, ``eod`` included: every id lies in ``[0, vocab_size)``. ``fingerprint`` is 16 hex digits
-    that depend on the type and the vocabulary's content alone, not on where its files lie.
+    ``vocab_size`` counts ids, including ``eod``: every id lies in ``[0, vocab_size)``. ``fingerprint`` is 16 hex digits
+    that depend only on the type and the vocabulary's content, not on the location of its files.
     """
 
     def __init__(self, type_name: str, vocab_size: int, eod: int, content: bytes) -> None:
@@ -43,7 +43,7 @@ class Tokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, str]":
-        """What ``megatron.core`` mixes into the key of a dataset's cached index."""
+        """Key of a dataset's cached index in ``megatron.core``."""
         return OrderedDict(type=self.type_name, vocab_size=str(self.vocab_size), fingerprint=self.fingerprint)
 
     @abstractmethod
@@ -52,13 +52,13 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; ``eod`` is written as its name. Ids cut inside a character give U+FFFD there."""
+        """Text of ``ids``; ``eod`` becomes its name. Ids split inside a character give U+FFFD."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, on the calling thread.
 
-        Not the backend's own batch call: its thread pool gains nothing inside worker processes and makes every later
-        fork of this process print a warning.
+        The backend's own batch call is not used: its thread pool gains nothing inside worker processes, and every later
+        fork of this process would print a warning.
         """
         return [self.tokenize(text) for text in texts]
 
@@ -69,9 +69,9 @@ class _BackendTokenizer(Tokenizer):
     def __init__(self, type_name: str, backend: "BackendTokenizer", end_token: str, content: bytes) -> None:
         backend.no_truncation()
         backend.no_padding()
-        # Despite its name this makes special tokens ordinary text when they occur in a document.
+        # Despite its name this treats special tokens in a document as ordinary text.
         backend.encode_special_tokens = True
-        # Ids may have gaps, so the count of entries is not enough to size an embedding.
+        # Ids may have gaps, so the number of entries does not determine the embedding's size.
         ids = backend.get_vocab(with_added_tokens=True)
         super().__init__(type_name, max(ids.values()) + 1, ids[end_token], end_token.encode() + b"\0" + content)
         self._backend = backend
@@ -86,7 +86,7 @@ class _BackendTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Token ids written as decimal numbers between spaces; ids ``0 .. size - 1`` and ``eod = size``, as in Megatron."""
+    """Token ids as decimal numbers separated by spaces; ids ``0 .. size - 1`` and ``eod = size``, as in Megatron."""
 
     def __init__(self, size: int) -> None:
         super().__init__("NullTokenizer", vocab_size=size + 1, eod=size, content=str(size).encode())
@@ -115,9 +115,9 @@ def build_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that Megatron's flags describe.
 
-    ``GPT2BPETokenizer`` wants ``vocab_file`` and ``merge_file`` (byte-level BPE without a prefix space; the entry
-    ``<|endoftext|>`` is eod), ``HuggingFaceTokenizer`` a ``tokenizer_model`` that is a tokenizer.json or a folder that
-    holds one, ``NullTokenizer`` a ``vocab_size``. For the first two ``vocab_size`` only checks the files.
+    ``GPT2BPETokenizer`` needs ``vocab_file`` and ``merge_file`` (byte-level BPE without a prefix space; the entry
+    ``<|endoftext|>`` is eod), ``HuggingFaceTokenizer`` a ``tokenizer_model`` (a tokenizer.json or its folder),
+    ``NullTokenizer`` a ``vocab_size``. For the first two ``vocab_size`` is only checked against the files.
 
     Raises:
         UserError: unknown type, missing argument, missing or unreadable file, no end token, or another vocabulary size.
@@ -143,7 +143,7 @@ def build_tokenizer(
 
 
 def tokenizer_of(options: "Config | Namespace") -> Tokenizer:
-    """``build_tokenizer`` from the five options that the driver and its tools name alike.
+    """``build_tokenizer`` from the five options that the driver and its tools have in common.
 
     Raises:
         UserError: as ``build_tokenizer``.
@@ -179,7 +179,7 @@ def _gpt2_bpe(vocab_file: Path, merge_file: Path) -> Tokenizer:
 
     try:
         backend = Backend(models.BPE.from_file(str(vocab_file), str(merge_file)))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for whatever its parser meets
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any parse error
         raise UserError(
             f"--vocab-file {vocab_file} and --merge-file {merge_file} are no byte-pair vocabulary: {_one_line(error)}; "
             "give vocab.json and merges.txt of the same tokenizer"
@@ -207,7 +207,7 @@ def _hugging_face(path: Path) -> Tokenizer:
 
 
 def _end_token(file: Path, backend: "BackendTokenizer") -> str:
-    """The eos_token that tokenizer_config.json beside ``file`` names, else the first common one the vocabulary has."""
+    """The eos_token in tokenizer_config.json beside ``file``, else the first common one in the vocabulary."""
     config_file = file.with_name("tokenizer_config.json")
     if config_file.is_file():
         try:

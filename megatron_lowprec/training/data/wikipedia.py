@@ -1,4 +1,4 @@
-"""Titled articles from the Hugging Face hub, JSON-lines or parquet files, in an order that can be taken up again."""
+"""Titled articles from the Hugging Face hub, JSON-lines or parquet files, in a resumable order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INSTALL = "pip install 'megatron-lowprec[datasets]'"
 
 @dataclass(frozen=True)
 class Article:
-    """``done`` of ``Source.total`` is what has been read up to here, in the source's own unit."""
+    """``done`` of ``Source.total`` is the amount read so far, in the source's own unit."""
 
     title: str
     text: str
@@ -27,8 +27,8 @@ class Article:
 class Source(ABC):
     """Articles in a fixed order.
 
-    ``name`` says where they are from; with it a preparation knows its source again. ``total`` is how much there is, 0
-    if unknown.
+    ``name`` identifies the source, so that a preparation recognizes it when resumed. ``total`` is its size, 0 if
+    unknown.
     """
 
     name: str
@@ -36,15 +36,15 @@ class Source(ABC):
 
     @abstractmethod
     def articles(self, state: Mapping[str, Any] | None) -> Iterator[Article]:
-        """All of them, or those that follow a ``state``.
+        """All articles, or those after a ``state``.
 
         Raises:
-            UserError: what cannot be read, or an article without title or text.
+            UserError: unreadable data, or an article without title or text.
         """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Where the iteration stands, as plain JSON: after the last article that it gave."""
+        """Position of the iteration, as plain JSON: after the last article returned."""
 
 
 class Files(Source):
@@ -61,7 +61,7 @@ class Files(Source):
         self._paths, self._keys, self._read = list(paths), (title_key, text_key), 0
 
     def articles(self, state: Mapping[str, Any] | None) -> Iterator[Article]:
-        """As ``Source.articles``; what was read before is read again and passed over."""
+        """As ``Source.articles``; skips articles read before by reading them again."""
         before = int(state["rows"]) if state is not None else 0
         self._read = 0
         for article in self._rows():
@@ -70,7 +70,7 @@ class Files(Source):
                 yield article
 
     def state(self) -> dict[str, Any]:
-        """How many articles were read."""
+        """Number of articles read."""
         return {"rows": self._read}
 
     def _rows(self) -> Iterator[Article]:
@@ -103,7 +103,7 @@ class Files(Source):
 
 
 class Hub(Source):
-    """A dataset of the Hugging Face hub, or a folder in its format, streamed: nothing is kept on disk."""
+    """A dataset of the Hugging Face hub, or a folder in its format, streamed: nothing is stored on disk."""
 
     def __init__(
         self, dataset: str, config: str | None, split: str, revision: str | None, title_key: str, text_key: str
@@ -116,13 +116,13 @@ class Hub(Source):
         self.name = "/".join(filter(None, (dataset, config, split))) + (f" at {revision}" if revision else "")
         try:
             self._stream = datasets.load_dataset(dataset, config, split=split, revision=revision, streaming=True)
-        except Exception as error:  # noqa: BLE001 - the hub, the network and the loader have their own
+        except Exception as error:  # noqa: BLE001 - the hub, the network and the loader raise their own
             raise UserError(f"--dataset {self.name}: {' '.join(str(error).split())[:300]}") from None
         about = self._stream.info.splits
         self.total = about[split].num_examples if about is not None and split in about else 0
 
     def articles(self, state: Mapping[str, Any] | None) -> Iterator[Article]:
-        """As ``Source.articles``; a stream goes on at the file it had come to."""
+        """As ``Source.articles``; a stream resumes at the file it had reached."""
         rows = 0
         if state is not None:
             rows = int(state["rows"])
@@ -141,7 +141,7 @@ class Hub(Source):
             yield Article(*_titled(row, self._keys, f"{self.name}, row {self._rows}"), self._rows)
 
     def state(self) -> dict[str, Any]:
-        """Rows read, and the stream's own position."""
+        """Number of rows read, and the stream's own position."""
         return {"rows": self._rows, "stream": json.dumps(self._stream.state_dict())}
 
 

@@ -1,7 +1,7 @@
 """WikiText as lm-evaluation-harness's task `wikitext` (version 2) defines it: pages, detokenized text, word counts.
 
-WikiText comes tokenized: `` @-@ ``, spaces around punctuation. A model reads the text put back together, and what it
-loses is divided by the words of the text as it came, so that models of other vocabularies compare. Pure text, no torch.
+WikiText is tokenized: `` @-@ ``, spaces around punctuation. A model reads the detokenized text, and its loss is divided
+by the words of the original text, so that models with different vocabularies compare. Pure text, no torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_lowprec.errors import UserError
 
 SHIPPED = "data/wikitext-test.raw.txt.xz"  # in the repository
 
-# In this order; a pattern and what takes its place.
+# Applied in this order: a pattern and its replacement.
 _PUNCTUATION = [(re.escape(f" {mark} "), f"{mark} ") for mark in ":;.!?,"]
 _RULES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         ("s '", "s'"),
-        (r"/' [0-9]/", "/'[0-9]/"),  # as the task has it: slashes and brackets are meant literally
+        (r"/' [0-9]/", "/'[0-9]/"),  # as in the task: slashes and brackets are literal
         (" @-@ ", "-"),
         (" @,@ ", ","),
         (r" @\.@ ", "."),
@@ -46,7 +46,7 @@ _RULES = [
 
 @dataclass(frozen=True)
 class Page:
-    """One article: the text that a model reads, and the words and UTF-8 bytes of the text as it came."""
+    """One article: the detokenized text, and the words and UTF-8 bytes of the original text."""
 
     text: str
     words: int
@@ -71,7 +71,7 @@ def _page(raw: str) -> Page:
 
 
 def detokenize(raw: str) -> str:
-    """Tokenized text put back together."""
+    """Detokenize text."""
     for pattern, replacement in _RULES:
         raw = pattern.sub(replacement, raw)
     return raw
@@ -81,7 +81,7 @@ def read(path: str) -> list[Page]:
     """The articles of a file, plain or .xz.
 
     Raises:
-        UserError: a file that is missing or no text.
+        UserError: a missing file, or one that is not text.
     """
     try:
         content = Path(path).read_bytes()

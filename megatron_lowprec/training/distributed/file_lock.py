@@ -1,4 +1,4 @@
-"""One process at a time makes what others then find."""
+"""File lock around work whose result other processes reuse."""
 
 import fcntl
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def lock(path: str) -> Iterator[None]:
-    """Only one process at a time; freed by the system if it dies.
+    """Admit one process at a time; the operating system releases the lock if the process dies.
 
-    It only saves work: where a file system has no locks all processes write, each the same bytes, each by renaming.
+    The lock only saves work: on a file system without locks all processes write the same bytes and rename them.
     """
     with open(path, "w") as file:
         with suppress(OSError):

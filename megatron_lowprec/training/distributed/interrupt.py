@@ -1,7 +1,7 @@
-"""Why a run stops before its last iteration, and how a batch script learns that it should be started again.
+"""Reasons to stop a run before its last iteration, and the requeue request to the batch script.
 
-torchrun turns every worker's exit code into 1, so no exit code can ask for another start: the file ``SAVE/requeue``
-does. It is there if and only if a run was interrupted with work left, and what a new start needs is safely on disk.
+torchrun turns every worker's exit code into 1, so an exit code cannot request a requeue: the file ``SAVE/requeue``
+does. It exists if and only if a run was interrupted with work left, and the state to resume from is safely on disk.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ REQUEUE = "requeue"
 
 
 class Interrupted(BaseException):
-    """SIGTERM or SIGUSR1 before the first step. Not an Exception: nothing on its way may take it for a fault."""
+    """SIGTERM or SIGUSR1 before the first step. Not an Exception, so that no handler treats it as an error."""
 
 
 class PeerLost(BaseException):
-    """Another rank has ended, and has its own error shown: a collective failed after torchrun's SIGTERM, or that came
-    before the first step.
+    """Another rank has exited and reported its own error: a collective failed after torchrun's SIGTERM, or the SIGTERM
+    came before the first step.
     """
 
 
 class Signals:
-    """The signals that this process was sent.
+    """Signals received by this process.
 
-    While a run is being set up a signal raises ``Interrupted`` at once, for there is nothing to save and setting up can
-    take long. From ``defer()`` on it is noted only, and the loop asks ``StopReasons``.
+    During setup a signal raises ``Interrupted`` at once, since there is no state to save and setup can take long.
+    After ``defer()`` it is only recorded, for the loop's ``StopReasons``.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Signals:
 
     @contextmanager
     def listening(self, enabled: bool = True) -> Iterator[None]:
-        """Handlers installed, and put back in the end; only Python's main thread may call it."""
+        """Installs the handlers and restores the old ones at the end; only Python's main thread may call it."""
         before: dict[signal.Signals, Any] = {}
         try:
             if enabled:
@@ -60,11 +60,11 @@ class Signals:
                 signal.signal(number, handler)
 
     def defer(self) -> None:
-        """From here on a signal waits for the loop."""
+        """Record signals for the loop from here on."""
         self.deferred = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Slurm signals every process of a step and torchrun passes its own on: the same signal may come twice.
+        # Slurm signals every process of a step and torchrun forwards its own: the same signal may come twice.
         first, self.received = self.received is None, self.received or signal.Signals(number).name
         if first and not self.deferred:
             raise Interrupted(self.received)
@@ -76,7 +76,7 @@ class Stop:
 
     Attributes:
         reason: for the log.
-        requeue: work is left and the end was not requested: start again.
+        requeue: work is left and the user did not request the end: requeue the job.
         at_once: skip an evaluation that is due; the next start makes up for it.
         error: the message of a failed run.
     """
@@ -88,10 +88,10 @@ class Stop:
 
 
 class StopReasons:
-    """Looks for a reason to stop; all ranks ask together and get the same answer.
+    """Checks for a reason to stop; all ranks call it together and get the same answer.
 
-    A signal on one rank of several, and the end of the time by one rank's clock, are answered when they ask again: one
-    step later, or one batch of an evaluation.
+    With several ranks, a signal on one of them or one rank's time limit takes effect at the next call: one step later,
+    or one batch of an evaluation.
     """
 
     def __init__(self, config: Config, signals: Signals, started: float) -> None:
@@ -108,7 +108,7 @@ class StopReasons:
         return self.interrupted()
 
     def interrupted(self) -> Stop | None:
-        """A reason to stop right here: a signal on any rank, or --exit-duration-in-mins by any rank's clock."""
+        """A reason to stop immediately: a signal on any rank, or --exit-duration-in-mins by any rank's clock."""
         minutes = self._config.exit_duration_in_mins
         if minutes is None and not self._config.exit_signal_handler:
             return None
@@ -126,9 +126,9 @@ class StopReasons:
 
 
 def follows_a_failure(signal_name: str, local_world_size: int) -> bool:
-    """Whether a signal is torchrun's, which ends all ranks of a machine by SIGTERM once one of them has ended.
+    """Whether a signal is torchrun's, which sends SIGTERM to all ranks of a machine once one of them has exited.
 
-    Of ranks that a SIGTERM from outside ends, the first to ask finds all of them alive.
+    With a SIGTERM from outside, the first rank to check finds all of them alive.
     """
     if signal_name != signal.SIGTERM.name or "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
@@ -146,7 +146,7 @@ def _runs_the_same(process: psutil.Process, other: psutil.Process) -> bool:
 
 
 def ask_requeue(save: str | None, iteration: int | None, reason: str) -> None:
-    """Write ``SAVE/requeue``: the iteration that a new start continues from, where known, and the reason."""
+    """Write ``SAVE/requeue``: the iteration that the next start resumes from, if known, and the reason."""
     if save is None:
         return
     Path(save).mkdir(parents=True, exist_ok=True)
@@ -155,6 +155,6 @@ def ask_requeue(save: str | None, iteration: int | None, reason: str) -> None:
 
 
 def clear_requeue(save: str | None) -> None:
-    """At a start: an old request must not outlive it, or a run that cannot start would be started for ever."""
+    """Remove an old request at startup, so that a run that cannot start is not requeued for ever."""
     if save is not None:
         (Path(save) / REQUEUE).unlink(missing_ok=True)

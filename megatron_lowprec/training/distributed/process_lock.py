@@ -1,9 +1,9 @@
-"""A lock file that names the processes which hold it, so that a holder which has died is recognised.
+"""A lock file that names the processes which hold it, so that a dead holder is detected.
 
-On this host a process is known by its number and start. A process of another host cannot be looked at: its Slurm job
-is asked for, if it had one, and a holder that keeps a heartbeat counts as dead some minutes after the last one. Locks
-of the file system itself would free themselves, but not every network file system has them, or frees them when a host
-goes down.
+On this host a process is identified by its pid and start time. A process of another host cannot be inspected: Slurm is
+queried for its job, if it has one, and a holder with a heartbeat counts as dead some minutes after the last one. Locks
+of the file system would be released automatically, but not every network file system has them, or releases them when a
+host goes down.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from megatron_lowprec.training.distributed.file_lock import lock
 BEAT = 20.0
 """Seconds between heartbeats."""
 DEAD_AFTER = 300.0
-"""Seconds without a heartbeat, long after a process that other code keeps busy would have found time for one."""
-_ASK_EVERY = 30  # seconds between questions to Slurm about a job; tables are drawn more often
+"""Seconds without a heartbeat after which a holder counts as dead; ample for a process that other code keeps busy."""
+_ASK_EVERY = 30  # seconds between Slurm queries about a job; tables are drawn more often
 _GUARD = ".guard"
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock.
+    """The holder of a lock.
 
     Attributes:
-        host: its name.
-        processes: number and start (seconds since the epoch) of each; numbers alone are used again.
-        slurm_job: the job that they are of.
-        namespace: of the numbers, which a container has of its own.
-        beats: whether the file's time of change is a heartbeat.
+        host: its host name.
+        processes: pid and start (seconds since the epoch) of each; pids alone are reused.
+        slurm_job: the processes' job.
+        namespace: pid namespace; a container has its own.
+        beats: whether the file's modification time is a heartbeat.
     """
 
     host: str
@@ -54,18 +54,18 @@ class Holder:
 
     @property
     def words(self) -> str:
-        """For a person."""
+        """Text for messages."""
         job = f", Slurm job {self.slurm_job}" if self.slurm_job else ""
         return f"process {' and '.join(self.processes)} on {self.host}{job}"
 
     @property
     def is_here(self) -> bool:
-        """Whether its processes can be looked at from this one."""
+        """Whether this process can inspect the holder's processes."""
         return self.host == socket.gethostname() and (not self.beats or self.namespace == _namespace())
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
-    """This job's name, the same after a requeue; None outside of Slurm."""
+    """This job's id, the same after a requeue; None outside of Slurm."""
     array = environment.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}" if array else environment.get("SLURM_JOB_ID")
 
@@ -74,8 +74,8 @@ class ProcessLock:
     """A lock of this process, from ``acquire`` to ``release``.
 
     Args:
-        path: the lock file; its folder is made.
-        beats: keep a heartbeat, by which other hosts can tell that this process has died.
+        path: the lock file; its folder is created.
+        beats: write a heartbeat, by which other hosts detect that this process has died.
     """
 
     def __init__(self, path: Path, beats: bool = False) -> None:
@@ -85,9 +85,9 @@ class ProcessLock:
         self._released = threading.Event()
 
     def acquire(self) -> Holder | None:
-        """Take the lock, or say who has it. Where it is held already, but its file is gone, write the file again."""
+        """Take the lock, or return its holder. If it is held already but its file is gone, write the file again."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with lock(str(self._path.parent / _GUARD)):  # checking and taking are one step
+        with lock(str(self._path.parent / _GUARD)):  # check and take atomically
             if self._is_mine():
                 return None
             other = holder(self._path)
@@ -100,12 +100,12 @@ class ProcessLock:
         return None
 
     def add(self, pid: int) -> None:
-        """Let another process of this host hold it as well."""
+        """Add another process of this host as a holder."""
         self._processes[str(pid)] = _started(pid)
         self._write()
 
     def release(self) -> None:
-        """Give the lock back, if it is still this one's."""
+        """Release the lock, if it is still held by this process."""
         self._released.set()
         if self._is_mine():
             self._path.unlink(missing_ok=True)
@@ -123,13 +123,13 @@ class ProcessLock:
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT):
-            with suppress(OSError):  # a file system that is away for a moment
+            with suppress(OSError):  # the file system may be unavailable for a moment
                 if self._is_mine():
                     os.utime(self._path)
 
 
 def holder(path: Path) -> Holder | None:
-    """Who holds a lock; None where it is free, its holder has died, or was this Slurm job before it was requeued."""
+    """The holder of a lock; None if it is free, its holder has died, or was this Slurm job before a requeue."""
     try:
         found = Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
@@ -145,14 +145,14 @@ def holder(path: Path) -> Holder | None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since a file was written, by the clock of its file system: hosts may disagree about the time."""
+    """Seconds since a file was written, by the clock of its file system: hosts' clocks may differ."""
     guard = path.parent / _GUARD
     guard.touch()
     return guard.stat().st_mtime - path.stat().st_mtime
 
 
 def _namespace() -> str | None:
-    """The kernel's name for the numbering of this process; None where there is no such thing."""
+    """The kernel's name of this process's pid namespace; None without namespaces."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -160,7 +160,7 @@ def _namespace() -> str | None:
 
 
 def _started(pid: int) -> float:
-    """When a process started; 0 where there is none, or nothing but its exit code is left of it."""
+    """Start time of a process; 0 if it does not exist or is a zombie."""
     try:
         process = psutil.Process(pid)
         return 0.0 if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
@@ -168,7 +168,7 @@ def _started(pid: int) -> float:
         return 0.0
 
 
-# States of a job that Slurm will not go on with.
+# States of a job that Slurm will not continue.
 _ENDED = frozenset(
     ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"],
 )
@@ -176,7 +176,7 @@ _ENDED = frozenset(
 
 @cache
 def _slurm_knows(job: str, moment: int) -> bool:
-    """Whether squeue lists the job; taken for granted where there is no squeue, or no answer. Asked once a moment."""
+    """Whether squeue lists the job; True without squeue or an answer. Cached for each value of ``moment``."""
     if shutil.which("squeue") is None:
         return True
     asked = ["squeue", "--noheader", "--states=all", "--format=%T", "--jobs", job]

@@ -1,4 +1,4 @@
-"""What one rank finds wrong all ranks raise: none is left waiting in a collective for one that has given up."""
+"""Raises one rank's error on all ranks, so that no rank waits in a collective for a rank that has failed."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from megatron_lowprec.errors import UserError
 T = TypeVar("T")
 
 
-# For a text to be tokenized. A rank that has died is noticed all the same: its connections are closed.
+# Long enough to tokenize a text. A rank that dies is still noticed: its connections are closed.
 _PATIENCE = timedelta(days=7)
 
 
 @contextmanager
 def long_timeout_group() -> Iterator[dist.ProcessGroup | None]:
-    """All ranks, over the hosts: one may wait in it for days, beside collectives that fail after
-    --distributed-timeout-minutes. None for a single process. Every rank enters and leaves it.
+    """Gloo process group of all ranks in which a rank may wait for days, beside collectives that fail after
+    --distributed-timeout-minutes. None for a single process. All ranks must enter and leave the context.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield None
         return
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     yield group
-    dist.barrier()  # no rank destroys it while another still reads from it
+    dist.barrier()  # no rank may destroy it while another still reads from it
     dist.destroy_process_group(group)
 
 
 def rank0_first(first: bool, work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """``work()`` on the ranks that are ``first``, then on the others; a UserError on one rank is raised on all.
+    """Run ``work()`` on the ranks that are ``first``, then on the others; raises a rank's UserError on all.
 
     Args:
-        group: of all ranks, as ``long_timeout_group`` makes it: the others wait as long as it does.
+        group: all ranks, as from ``long_timeout_group``, whose timeout limits the wait of the others.
     """
     result: T | None = None
     for turn in (True, False):
@@ -53,7 +53,7 @@ def rank0_first(first: bool, work: Callable[[], T], group: dist.ProcessGroup | N
 
 
 def run_on_all_ranks(work: Callable[[], None]) -> None:
-    """``work()`` on all ranks at once; a UserError on one is raised on all."""
+    """Run ``work()`` on all ranks in parallel; raises a rank's UserError on all."""
     message: str | None = None
     try:
         work()
@@ -73,7 +73,7 @@ def _raise_on_all(message: str | None, group: dist.ProcessGroup | None) -> None:
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """``work()`` on rank 0; its result, or its OSError, on all."""
+    """Run ``work()`` on rank 0; returns its result, or raises its OSError, on all."""
     result: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -88,10 +88,10 @@ def on_first_rank(work: Callable[[], T]) -> T:
 
 
 def same_on_all_ranks(what: str, value: str) -> None:
-    """Each rank has looked for itself, at a file system that need not show all of them the same.
+    """Check that all ranks read the same value; a file system may present different content to them.
 
     Raises:
-        UserError: on all ranks, where they differ.
+        UserError: on all ranks, if the values differ.
     """
     values = [""] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -101,10 +101,10 @@ def same_on_all_ranks(what: str, value: str) -> None:
 
 
 class AsyncAnyReduce:
-    """Which of some flags any rank raises, known to all of them one call later; to a single process at once.
+    """Logical OR of flags over all ranks, returned one call later; immediately for a single process.
 
-    The flags travel between the hosts, beside the training: no device is waited for, and no rank that is less than a
-    whole call behind. Every rank makes one, and the same calls.
+    The flags are reduced between the hosts, in parallel to training: no call waits for a device, nor for a rank that is
+    less than one call behind. Every rank creates one and makes the same calls.
 
     Args:
         timeout: for a rank that never calls.
@@ -115,7 +115,7 @@ class AsyncAnyReduce:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def __call__(self, here: Sequence[bool]) -> list[bool]:
-        """This rank's flags now -> those that any rank raised in the call before; none in the first call."""
+        """Reduce this rank's present flags; returns the result of the previous call, all False in the first."""
         if self._group is None:
             return list(here)
         before = self.finish()
@@ -126,7 +126,7 @@ class AsyncAnyReduce:
         return before or [False] * len(here)
 
     def finish(self) -> list[bool]:
-        """Take in what is under way, as the last call, so that no rank leaves while another still reads from it."""
+        """Complete the pending reduction, as the last call, so that no rank exits while another still reads from it."""
         if self._pending is None:
             return []
         flags, work = self._pending

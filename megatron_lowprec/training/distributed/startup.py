@@ -1,6 +1,6 @@
-"""What a process does before it computes: environment, warnings, threads, process groups, seeds.
+"""Setup of a process before it computes: environment, warnings, threads, process groups, seeds.
 
-``prepare_environment`` comes before torch and megatron are imported; some of what it sets is read at their import.
+Call ``prepare_environment`` before importing torch and megatron, which read some of its settings at import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from megatron_lowprec.training.config.options import Config
 
-# Each message of an upstream library that says nothing about this run, by its beginning.
+# Beginnings of upstream warnings that are irrelevant to this run.
 _KNOWN_WARNINGS = (
     r"Transformer Engine and Apex are not installed",
     r"transformer_engine is not installed",
@@ -31,7 +31,7 @@ _KNOWN_WARNINGS = (
     r"The fused .* kernel is not available",
     r"Unable to import torch_memory_saver",
     r"full scope is deprecated",
-    # Its distributed optimizer in fp32 looks at the gradients of views.
+    # Megatron-core's distributed optimizer in fp32 reads the gradients of views.
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
     # Megatron-core's own use of torch's distributed checkpoint.
     r"`load_state_dict` is deprecated and will be removed",
@@ -45,12 +45,12 @@ _KNOWN_WARNINGS = (
 
 
 HEAD_START = 20.0
-"""Seconds that rank 0 has to show an error before another rank does."""
+"""Seconds by which rank 0 may show an error before another rank does."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all, and when it started (``time.monotonic``)."""
+    """This process's rank among all, and its start time (``time.monotonic``)."""
 
     rank: int
     world_size: int
@@ -60,10 +60,10 @@ class Ranks:
 
 
 def prepare_environment() -> Ranks:
-    """Environment and warning filters; under plain ``python`` this becomes a world of one process."""
+    """Set environment variables and warning filters; plain ``python`` becomes a world of one process."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    # Megatron-core's overlap of communication relies on kernels of one queue running in order.
+    # Megatron-core's communication overlap relies on in-order execution of kernels in one queue.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -95,11 +95,11 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
         # Megatron-core compiles its small fusions, which takes minutes on a CPU and gains nothing.
         torch._dynamo.config.disable = True
     if device.type == "cuda":
-        # Backward in the thread that calls it: a process has one GPU, and Python in autograd's own thread takes twice
-        # the time, which a GPU waits for where layers are small.
+        # Run backward in the calling thread: a process has one GPU, and Python in autograd's own thread takes twice
+        # the time, which leaves the GPU idle where layers are small.
         torch.autograd.set_multithreading_enabled(False)
     cpu_compat.install()
-    # One process needs no rendezvous: an in-process store needs no port, which another run might take first.
+    # One process needs no rendezvous: an in-process store needs no port, which another run might occupy.
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
     dist.init_process_group(
         config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
@@ -130,7 +130,7 @@ def lay_out(config: Config) -> None:
     )
     seed(config)
     init_num_microbatches_calculator(
-        # Any rank but 0 keeps it quiet; the header says the same.
+        # Any rank but 0 suppresses its message; the header has the same information.
         1,
         config.rampup_batch_size,
         config.global_batch_size,
@@ -139,12 +139,12 @@ def lay_out(config: Config) -> None:
     )
 
 
-# Megatron-LM's list: with these NCCL sums in one order; "^NVLS" leaves out the one that does not.
+# Megatron-LM's list: with these NCCL reduces in a fixed order; "^NVLS" excludes the one that does not.
 _DETERMINISTIC_NCCL = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")
 
 
 def _choose_deterministic_algorithms() -> None:
-    """As Megatron's --deterministic-mode asks for, but chosen where Megatron only checks; before CUDA is set up."""
+    """Select what Megatron's --deterministic-mode only checks; call it before CUDA is initialized."""
     import torch
 
     algorithm = os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -156,7 +156,7 @@ def _choose_deterministic_algorithms() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     torch.use_deterministic_algorithms(True)
-    # Of attention's kernels flash and plain math have a deterministic backward.
+    # Of the attention kernels, flash and plain math have a deterministic backward.
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -176,7 +176,7 @@ def _device(ranks: Ranks) -> torch.device:
 
 
 def seed(config: Config) -> None:
-    """As Megatron-LM: pipeline stages differ, data-parallel ranks do not, tensor-parallel ones by their tracker."""
+    """Seed as Megatron-LM: pipeline stages differ, data-parallel ranks do not, tensor-parallel ranks by the tracker."""
     import random
 
     import numpy as np
@@ -186,28 +186,28 @@ def seed(config: Config) -> None:
 
     base = config.seed + 100 * mpu.get_pipeline_model_parallel_rank()
     random.seed(base)
-    np.random.seed(base)  # noqa: NPY002 - what Megatron-core draws from
+    np.random.seed(base)  # noqa: NPY002 - Megatron-core uses this generator
     torch.manual_seed(base)
-    # A fresh tracker, for an earlier run of this process may have had the other kind. Both kinds draw the same bits.
+    # Reset the tracker: an earlier run of this process may have had the other kind. Both kinds draw the same bits.
     tensor_parallel.model_parallel_cuda_manual_seed(
         base, use_cudagraphable_rng=config.cuda_graph_impl == "local", force_reset_rng=True
     )
 
 
 def finalize() -> None:
-    """Take down what ``initialize`` has set up."""
+    """Undo ``initialize``."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.barrier()
         _forget_layout()
-        dist.destroy_process_group()  # of all ranks, and all others
+        dist.destroy_process_group()  # all groups
 
 
 def take_down_layout() -> None:
-    """Take down what ``lay_out`` has set up, for another layout; the process group of all ranks stays.
+    """Undo ``lay_out``, for another layout; the process group of all ranks stays.
 
-    Megatron-core only forgets its groups: NCCL keeps gigabytes for those of a few layouts.
+    Megatron-core only drops its references: NCCL holds gigabytes for the groups of a few layouts.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
@@ -227,27 +227,27 @@ def _forget_layout() -> None:
 
 
 def fail(program: str, error: UserError, ranks: Ranks) -> int:
-    """Say what a user can mend, on one process; the exit code."""
+    """Print an error that a user can fix, on one process; returns the exit code."""
     if ranks.rank == 0:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
     else:
-        # torchrun ends the others at the first failure, which must not be before rank 0 has spoken.
+        # torchrun ends the others at the first failure: give rank 0 time to print first.
         time.sleep(HEAD_START)
         print(f"{program}: error: rank {ranks.rank} alone: {error}", file=sys.stderr, flush=True)
     return 2
 
 
 def leave(code: int) -> None:
-    """Exit with ``code``; at once after a failure."""
+    """Exit with ``code``; without interpreter shutdown after a failure."""
     if code:
-        # An interpreter that shuts down under a process group which others still wait in may abort.
+        # Interpreter shutdown may abort while other ranks still wait in a process group.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
 def versions() -> Mapping[str, str]:
-    """What runs here, for the header."""
+    """Versions of the libraries in use, for the header."""
     import importlib.metadata
 
     import torch
@@ -257,7 +257,7 @@ def versions() -> Mapping[str, str]:
         "torch": str(torch.__version__),
         "megatron-core": importlib.metadata.version("megatron-core"),
     }
-    # If installed, Megatron-core uses some of its kernels under our layers as well.
+    # If installed, Megatron-core uses some of its kernels under this project's layers as well.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["transformer-engine"] = importlib.metadata.version("transformer-engine")
     return found

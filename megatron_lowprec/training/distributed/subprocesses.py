@@ -1,8 +1,7 @@
-"""Processes that a rank starts beside its own: they sit out the signals that are meant for it, and end when it ends.
+"""Helper processes of a rank: they ignore signals meant for the rank and exit with it.
 
-torchrun and Slurm signal every process of a rank. A data loader's worker or a checkpoint's writer that ended there
-would take the run down with it before it has saved. Nothing heavy is imported here: a process that is spawned imports
-this module.
+torchrun and Slurm signal every process of a rank. If a data loader's worker or a checkpoint's writer exited on a
+signal, the run would fail before it has saved. This module has no heavy imports: a spawned process imports it.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ _starting_helpers: bool | None = None
 
 @contextmanager
 def helpers() -> Iterator[None]:
-    """Processes that are forked inside never see SIGNALS and end with this one; this one sees them when it leaves.
+    """Context: forked processes ignore SIGNALS and exit with this one; this one receives pending signals at its end.
 
-    Megatron-core's checkpoint writers wait for ever for a rank that was killed in the wrong moment, with a copy of all
-    its memory.
+    Megatron-core's checkpoint writers may wait for ever for a rank that was killed, with a copy of all its memory.
     """
     global _starting_helpers
     if _starting_helpers is None:
         os.register_at_fork(after_in_child=_in_a_forked_process)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # A helper of multiprocessing, which must ignore the signals as well; starting it unblocks SIGTERM.
+    # A helper of multiprocessing that must ignore the signals as well; starting it unblocks SIGTERM.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _starting_helpers = True
@@ -52,7 +50,7 @@ def _in_a_forked_process() -> None:
 
 
 def manager() -> SyncManager:
-    """A manager of shared objects whose process ends with this one, killed or not; ``ctx.Manager()``'s lives on."""
+    """A manager of shared objects that exits with this process, even if killed; ``ctx.Manager()``'s would survive."""
     started = SyncManager(ctx=multiprocessing.get_context("spawn"))
     with helpers():
         started.start(_serve)

@@ -1,7 +1,7 @@
-"""What one rank does about the end of another: it leaves, soon, and without drowning the other's error in its own.
+"""Exits when a peer rank dies: soon, and without hiding the peer's error behind its own.
 
-A rank that dies leaves the others inside a collective. Under gloo that raises at once; under NCCL nothing happens until
-torchrun's SIGTERM, which a thread in C++ code does not see, and torchrun waits for as long as a save may take
+A rank that dies leaves the others inside a collective. gloo raises at once; under NCCL nothing happens until torchrun's
+SIGTERM. A thread in C++ code does not see that signal, and torchrun waits for as long as a save may take
 (--shutdown-timeout). So a thread watches the processes of the other ranks of this machine.
 """
 
@@ -19,13 +19,13 @@ import psutil
 import torch.distributed as dist
 
 GRACE = 15.0
-"""Seconds that a rank whose peer has died has to notice it; the rest of a machine is down within a minute."""
+"""Seconds for a rank to notice a dead peer before it is ended; a whole machine is down within a minute."""
 _POLL = 2.0  # seconds
 _LOST_CONNECTION = ("gloo", "nccl", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class PeerWatch:
-    """While it is entered: ends this process some seconds after another rank of this machine has died."""
+    """Context manager that ends this process some seconds after another rank of this machine has died."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -35,7 +35,7 @@ class PeerWatch:
         everyone: list[tuple[int, str, int, float]] = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         here = {other: (pid, created) for other, host, pid, created in everyone if host == mine[1] and other != rank}
-        # In another namespace of processes (a container a rank) a peer cannot be seen, living or dead.
+        # In another pid namespace (a container per rank) peers are invisible, whether alive or dead.
         self._peers = {other: peer for other, peer in here.items() if _alive(*peer)}
 
     def __enter__(self) -> PeerWatch:
@@ -44,7 +44,7 @@ class PeerWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # From here on the end of another rank is no accident, or this one has an error of its own to show.
+        # From here on another rank's exit is expected, or this one has an error of its own to show.
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -56,7 +56,7 @@ class PeerWatch:
 
 
 def _alive(pid: int, created: float) -> bool:
-    """Whether that very process runs; one that its parent has yet to bury does not."""
+    """Whether exactly that process runs; a zombie does not count."""
     try:
         process = psutil.Process(pid)
         return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
@@ -65,14 +65,14 @@ def _alive(pid: int, created: float) -> bool:
 
 
 def say(rank: int, line: str) -> None:
-    """One line on stderr that says whose it is."""
+    """Print one line to stderr, prefixed with the rank."""
     print(f"pretrain_gpt.py: rank {rank}: {line}", file=sys.stderr, flush=True)
 
 
 def report(error: Exception, rank: int, world_size: int) -> None:
-    """Show an error that no user caused: this rank's own at once, the echo of another's end as a line and later."""
+    """Print an unexpected error: this rank's own at once; one caused by a peer's exit as one line, later."""
     if world_size > 1 and is_lost_connection(error):
-        # torchrun notices the one that died and sends SIGTERM to the rest.
+        # torchrun detects the dead rank and sends SIGTERM to the rest.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         say(rank, f"stopped, for a collective lost its connection; most likely another rank has ended ({first})")
@@ -82,7 +82,7 @@ def report(error: Exception, rank: int, world_size: int) -> None:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because of another process, as far as its error tells."""
+    """Whether a collective's error indicates a failure of another process."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_CONNECTION)

@@ -1,4 +1,4 @@
-"""Loss of a model over whole texts, in windows."""
+"""Loss of a model over whole texts, computed in windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_lowprec.training.model import Model
 
 @dataclass(frozen=True)
 class Score:
-    """Summed negative log likelihood in nats, and the tokens that it is of."""
+    """Summed negative log likelihood in nats, and the number of tokens."""
 
     nats: float
     tokens: int
@@ -31,12 +31,12 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Of a token."""
+        """Perplexity of a token."""
         return per(self.nats, self.tokens)
 
 
 def per(nats: float, units: int) -> float:
-    """Perplexity of a unit (token, word, byte); infinite where it exceeds what a float holds."""
+    """Perplexity of a unit (token, word, byte); infinite if it overflows a float."""
     return math.exp(nats / units) if nats / units < 700 else math.inf
 
 
@@ -53,14 +53,14 @@ def score(
     vocab_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Score:
-    """Every token of ``texts`` once, in windows dealt over the data-parallel ranks; the same result on every rank.
+    """Score every token of ``texts`` once, in windows over the data-parallel ranks; returns the result on every rank.
 
     Args:
         length, stride: of ``windows``.
         batch_size: windows of one forward pass.
-        filler: an id to fill rows with.
-        vocab_size: likelihoods are over the first so many ids; default all of the model's, padding included.
-        progress: called with forward passes done and in all.
+        filler: token id that pads rows.
+        vocab_size: likelihoods are over the first ``vocab_size`` ids; default all of the model's, including padding.
+        progress: called with the number of forward passes done and in total.
     """
     (chunk,) = model.chunks
     chunk.eval()
@@ -71,7 +71,7 @@ def score(
     positions = torch.arange(length, device=device).expand(batch_size, length)
     with _without_padding(chunk, vocab_size):
         for number in range(rounds):
-            # All ranks make as many passes, the last ones of some without a window: experts exchange tokens in each.
+            # All ranks run the same number of passes, some without a window: experts exchange tokens in each.
             first = (number * ranks + rank) * batch_size
             total += _score_batch(chunk, texts, places[first : first + batch_size], positions, filler, device)
             if progress is not None:
@@ -83,13 +83,13 @@ def score(
 
 @contextmanager
 def _without_padding(chunk: torch.nn.Module, vocab_size: int | None) -> Iterator[None]:
-    """The output layer gives ids from ``vocab_size`` on no probability."""
+    """Mask logits of ids from ``vocab_size`` on with -inf."""
     if vocab_size is None:
         yield
         return
 
     def withhold(_layer: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
-        logits = output[0]  # [s, b, this rank's part of the vocabulary]
+        logits = output[0]  # [s, b, this rank's shard of the vocabulary]
         first = mpu.get_tensor_model_parallel_rank() * logits.shape[-1]
         logits[..., max(0, vocab_size - first) :] = -math.inf
 

@@ -1,4 +1,4 @@
-"""Loss and perplexity of a split, without touching the recipe's training state."""
+"""Loss and perplexity of a split, without changing the recipe's training state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        # Megatron's bound: e^20 already says that nothing was learned.
+        # Megatron's bound: e^20 already means that the model has learned nothing.
         return math.exp(min(20.0, self.loss))
 
 
@@ -36,9 +36,9 @@ def evaluate(
     device: torch.device,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Over --eval-iters global batches, always the same ones; every rank calls it and gets the result.
+    """Evaluate --eval-iters global batches, always the same ones; a collective call that returns on every rank.
 
-    ``interrupted`` is asked before each batch, by all ranks together; None where it says so.
+    ``interrupted`` is called on all ranks before each batch; the result is None if it returns True.
     """
     batches = [Batches(split, 0, config, device) for _ in trainer.chunks]
     per_iteration = require(config.global_batch_size) // (
@@ -46,7 +46,7 @@ def evaluate(
     )
     losses: list[PendingLoss] = []
     with _evaluating(trainer, config), torch.no_grad():
-        # One call an iteration bounds the activations that a pipeline keeps.
+        # One call per iteration bounds the activations that a pipeline holds.
         for _ in range(config.eval_iters):
             if interrupted():
                 return None

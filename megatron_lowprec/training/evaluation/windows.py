@@ -1,7 +1,7 @@
-"""Which tokens are scored after which: a text of any length in windows that a model can take.
+"""Splits a text of any length into windows that a model can process.
 
-Token i of a text is scored after the tokens before it. ``prefix`` stands before token 0, so that every token of the
-text is scored, once.
+Token i of a text is scored given the tokens before it. ``prefix`` precedes token 0, so that every token of the text is
+scored exactly once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron_lowprec.errors import UserError
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids to score, and the id that stands before them."""
+    """Token ids to score, and the id that precedes them."""
 
     prefix: int
     ids: npt.NDArray[np.integer]
 
 
 def check_stride(stride: int, length: int) -> None:
-    """UserError unless windows of ``length`` that are ``stride`` apart cover a text."""
+    """Raise a UserError unless windows of ``length`` at distance ``stride`` cover a text."""
     if not 1 <= stride <= length:
         raise UserError(f"--stride {stride}: wants a number from 1 to the window's {length} tokens")
 
@@ -42,12 +42,12 @@ class Window:
 def windows(texts: Sequence[Text], length: int, stride: int) -> Iterator[Window]:
     """Windows of ``length`` tokens that score ``stride`` new ones each; the first scores all of its tokens.
 
-    ``stride == length`` makes them contiguous: the first token of each is scored after one token, its last one after
-    ``length``. A smaller stride makes windows slide: after the first one every token has more than ``length - stride``
+    With ``stride == length`` windows are contiguous: the first token of each has one token of context, its last has
+    ``length``. With a smaller stride windows slide: after the first one every token has more than ``length - stride``
     tokens of context.
 
-    The last window of a text has fewer tokens left to score, and reaches back for context until it is whole, as
-    lm-evaluation-harness's rolling windows do; only a text shorter than ``length`` makes a shorter window.
+    The last window of a text has fewer tokens left to score and extends back for context to full length, as
+    lm-evaluation-harness's rolling windows do. A window is shorter only if the text is shorter than ``length``.
 
     Raises:
         UserError: a stride outside of 1 .. length.
@@ -63,7 +63,7 @@ def windows(texts: Sequence[Text], length: int, stride: int) -> Iterator[Window]
 def pack(
     texts: Sequence[Text], batch: Sequence[Window], size: int, length: int, filler: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Inputs, labels and mask of what is scored, each [size, length]; rows without a window are masked whole."""
+    """Inputs, labels and mask of scored tokens, each [size, length]; rows without a window are masked."""
     inputs = np.full((size, length), filler, np.int64)
     labels = np.full((size, length), filler, np.int64)
     mask = np.zeros((size, length), np.float32)

@@ -1,6 +1,6 @@
 """Activations of a microbatch, saved and transient: arXiv 2205.05198, section 4, adapted to these layers.
 
-``training/models/`` has the terms of attention and MLP.
+``training/models/`` holds the terms of attention and MLP.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, s
 
 
 def layer_activations(config: Config, runs: Runs | None = None) -> dict[str, float]:
-    """Bytes that one transformer layer saves for its backward pass, by tensor, for one microbatch.
+    """Bytes that one transformer layer saves for backward, by tensor, for one microbatch.
 
-    A linear layer saves its input in the compute dtype, or one byte a value of it where FP8 products are native.
+    A linear layer saves its input in the compute dtype, or one byte per value if its FP8 GEMMs are native.
     Without ``runs``: a bf16 recipe on a CPU.
     """
     architecture = architecture_of(config)
@@ -34,7 +34,7 @@ def layer_activations(config: Config, runs: Runs | None = None) -> dict[str, flo
 
 
 def embedding_activations(config: Config) -> dict[str, float]:
-    """Bytes that the embedding keeps for one microbatch."""
+    """Bytes that the embedding saves for one microbatch."""
     tokens, hidden = tokens_of(config), require(config.hidden_size)
     saved = {"token ids and positions": 2 * 8.0 * tokens}
     if config.hidden_dropout:
@@ -43,7 +43,7 @@ def embedding_activations(config: Config) -> dict[str, float]:
 
 
 def head_activations(config: Config) -> dict[str, float]:
-    """Bytes that the final norm and the output layer keep, without the logits."""
+    """Bytes that the final norm and the output layer save, without the logits."""
     return {
         "input of the final norm": stream_bytes(config),
         "input of the output layer": stream_bytes(config),
@@ -52,13 +52,13 @@ def head_activations(config: Config) -> dict[str, float]:
 
 
 def logit_bytes(config: Config, padded_vocab_size: int, fused: bool = False) -> float:
-    """Logits; the fused cross entropy writes their gradient over them. Megatron-core's makes two copies in fp32."""
+    """Bytes of logits; the fused cross entropy overwrites them with gradients, Megatron-core's adds two fp32 copies."""
     copies = 0 if fused else 4 + 4
     return tokens_of(config) * padded_vocab_size / config.tensor_model_parallel_size * (width_of(config) + copies)
 
 
 def kept_of_layers(config: Config, layers: int, runs: Runs) -> float:
-    """What a stage's layers keep of one microbatch; recomputed ones only the input of each chunk."""
+    """Bytes that a stage's layers save for one microbatch; recomputed layers save only the input of each chunk."""
     whole = sum(layer_activations(config, runs).values())
     if config.recompute_granularity != "full":
         return layers * whole
@@ -70,7 +70,7 @@ def kept_of_layers(config: Config, layers: int, runs: Runs) -> float:
 
 
 def recomputed_at_once(config: Config, layers: int, runs: Runs) -> float:
-    """Activations that are made again at once in the backward pass."""
+    """Bytes of activations that are recomputed at once in the backward pass."""
     activations = layer_activations(config, runs)
     if config.recompute_granularity == "full":
         chunk = min(require(config.recompute_num_layers), layers) if config.recompute_method == "uniform" else 1
@@ -81,19 +81,19 @@ def recomputed_at_once(config: Config, layers: int, runs: Runs) -> float:
 
 
 def backward_of_a_layer(config: Config, runs: Runs) -> float:
-    """Gradients that live at once around the widest linear layer, and its operands where they are quantized."""
+    """Bytes of gradients live at once around the widest linear layer, with its operands if quantized."""
     stream = float(tokens_of(config)) * require(config.hidden_size) * width_of(config)
     mlp = architecture_of(config).mlp
     wide = mlp.backward_bytes(config)
     gates = 2 if any(site.gated for site in mlp.linear_sites(config, 1)) else 1
     operands = 0.0
     if runs.recipe.wgrad.quantized or runs.recipe.dgrad.quantized:
-        operands = 2 * gates * wide + stream  # dy along its rows and along its columns; x
+        operands = 2 * gates * wide + stream  # dy, rowwise and columnwise; x
     recomputed = wide if runs.recomputes_gelu(config) else 0.0
     return stream + (1 + gates) * wide + operands + recomputed
 
 
 def _norm_statistics(config: Config, norms: int) -> float:
-    """Mean and reciprocal deviation of each token in fp32, a root mean square alone with RMSNorm."""
+    """Bytes of each token's fp32 mean and reciprocal deviation; RMSNorm has only a reciprocal root mean square."""
     means = 2 if config.normalization == "LayerNorm" else 1
     return norms * tokens_of(config) * 4.0 * means / sequence_ranks(config)

@@ -1,4 +1,4 @@
-"""How the layers of a plan run, and what of them one GPU has."""
+"""Execution of a plan's layers, and one GPU's share of them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
 @dataclass(frozen=True)
 class Runs:
-    """How the layers run: under which recipe, on which architecture ("cpu", "sm90", ...)."""
+    """How layers are executed: recipe and architecture ("cpu", "sm90", ...)."""
 
     recipe: Recipe
     arch: str = "sm90"
 
     @property
     def fused(self) -> bool:
-        """Whether dropout and cross entropy are the fused kernels, which keep no mask and no softmax."""
+        """Whether dropout and cross entropy are the fused kernels, which save no mask and no softmax."""
         return self.arch.startswith("sm")
 
     def keeps_codes(self, config: Config, name: str) -> bool:
-        """Whether a linear layer keeps FP8 codes of its input for wgrad, not the input itself."""
+        """Whether a linear layer saves FP8 codes of its input for wgrad, instead of the input."""
         site = next(site for site in linear_sites(config) if site.name == name)
-        if config.sequence_parallel and site.split == "column":  # gathered again for the backward pass
+        if config.sequence_parallel and site.split == "column":  # gathered again in the backward pass
             return False
         native = self.native_gemms(config, site)
         return {"fprop", "wgrad"} <= native and self.recipe.fprop.input == self.recipe.wgrad.input
 
     def recomputes_gelu(self, config: Config) -> bool:
-        """Whether --recompute-gelu leaves the input of linear_fc2 to the backward pass."""
+        """Whether --recompute-gelu recomputes the input of linear_fc2 in the backward pass."""
         return config.recompute_gelu and self.fused and architecture_of(config).mlp.fuses_bias_gelu(config)
 
     def keeps_primary_weights(self, config: Config) -> bool:
-        """Whether the weights of quantized layers are FP8 codes alone."""
+        """Whether the weights of quantized layers are stored as FP8 codes only."""
         asked = config.fp8_param_gather and config.transformer_impl == "local"
         return asked and primary_weight_spec(self.recipe) is not None
 
     def native_gemms(self, config: Config, site: LinearSite) -> frozenset[str]:
-        """The GEMMs of a linear layer that multiply FP8 codes."""
+        """The GEMMs of a linear layer that run natively in FP8."""
         if not config.bf16 or config.emulate:
             return frozenset()
         ranks = sharding(config, site).tensor_ranks
@@ -55,14 +55,14 @@ class Runs:
 
 
 def microbatches_of(config: Config, gpus: int) -> int:
-    """Of a step, on one rank."""
+    """Microbatches of a step on one rank."""
     return require(config.global_batch_size) // (require(config.micro_batch_size) * data_parallel_size(config, gpus))
 
 
 def microbatches_in_flight(config: Config, gpus: int, stage: int) -> float:
     """Microbatches whose activations a stage holds at once, in units of all of its layers.
 
-    One forward, one backward: as many as stages follow, itself included. Interleaved, Megatron-core warms up
+    1F1B: as many as there are stages from this one on, itself included. Interleaved, Megatron-core warms up
     ``2 (stages - stage - 1) + (chunks - 1) stages`` chunks first.
     """
     stages, microbatches = config.pipeline_model_parallel_size, microbatches_of(config, gpus)

@@ -1,4 +1,4 @@
-"""The plan of a run: what lasts, what microbatches keep and what comes and goes, on the GPU that needs most."""
+"""Memory plan of a run: resident, saved and transient bytes on the GPU with the largest peak."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on a GPU of the pipeline stage that needs most.
+    """Bytes on a GPU of the pipeline stage with the largest peak.
 
-    ``resident`` lasts through a step, ``kept`` is what forward passes leave for the backward, and of ``transient``
-    (what comes and goes at different times on top of both) the largest counts.
+    ``resident`` lasts through a step, ``kept`` is saved for backward, and of ``transient`` (allocated at different
+    times on top of both) the largest counts.
     """
 
     runs: Runs
@@ -41,14 +41,14 @@ class MemoryPlan:
 
     @property
     def peak(self) -> float:
-        """Most bytes allocated at once; the update of the weights finds no activations left."""
+        """Most bytes allocated at once; activations are free by the time of the weight update."""
         resident = sum(self.resident.values())
         passes = sum(self.kept.values()) + max(self.transient[name] for name in ("logits", "backward"))
         return resident + max(passes, self.transient["update"])
 
 
 def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "sm90") -> MemoryPlan:
-    """The plan of a resolved configuration on ``gpus`` processes, one a GPU of that architecture."""
+    """The plan of a resolved configuration on ``gpus`` processes, one per GPU of that architecture."""
     stages, runs = range(config.pipeline_model_parallel_size), Runs(recipe, arch)
     plans = [_stage_plan(config, runs, padded_vocab_size, gpus, stage) for stage in stages]
     return max(plans, key=lambda found: found.peak)

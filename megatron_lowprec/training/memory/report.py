@@ -1,4 +1,4 @@
-"""The memory plan as a user meets it: a table, and an error where it does not fit into the GPU."""
+"""Prints the memory plan as a table, and raises an error if it exceeds the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenize
 from megatron_lowprec.training.memory.activations import layer_activations
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
 
-_NEARLY = 0.9  # of a GPU: the allocator holds a few percent more than what is allocated
+_NEARLY = 0.9  # of a GPU: the allocator reserves a few percent more than it allocates
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Device:
 
 
 def planned(config: Config, recipe: Recipe, world_size: int, device: Device | None) -> list[str]:
-    """What --memory-plan prints, for a configuration that ``resolve_model`` has seen; data need not be there."""
+    """Output of --memory-plan, for a configuration after ``resolve_model``; data need not exist."""
     model_ranks = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
     gpus = config.memory_plan_gpus or max(world_size, model_ranks * config.expert_model_parallel_size)
     without_data = replace(
@@ -45,7 +45,7 @@ def planned(config: Config, recipe: Recipe, world_size: int, device: Device | No
 
 
 def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | None) -> list[str]:
-    """The plan in GiB, a part a line."""
+    """The plan in GiB, one line per part."""
     where = f", the fullest of {found.stages} pipeline stages: {found.stage}" if found.stages > 1 else ""
     lines = [
         f"memory plan of one of {found.gpus} GPUs{where}; recipe {recipe.name}, "
@@ -75,10 +75,10 @@ def _row(name: str, size: float) -> str:
 
 
 def check(found: MemoryPlan, device: Device) -> list[str]:
-    """Lines for a run's header: the plan, and a word where it is close.
+    """Header lines of a run: the plan, with a warning if it is close to the GPU's memory.
 
     Raises:
-        UserError: more is planned than the GPU has.
+        UserError: the plan exceeds the GPU's memory.
     """
     share = found.peak / device.size
     if share > 1:

@@ -1,4 +1,4 @@
-"""What lasts through a step: weights, gradients and optimizer."""
+"""Memory that lasts through a step: weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of weights on one GPU: those of experts are shared by other ranks than the rest."""
+    """Weights on one GPU; experts are sharded over other ranks than the rest."""
 
     dense: int
     expert: int
 
 
 def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights:
-    """Weights that one rank of a pipeline stage holds."""
+    """Number of weights on one rank of a pipeline stage."""
     hidden, tensor, pipeline = (
         require(config.hidden_size),
         config.tensor_model_parallel_size,
@@ -51,22 +51,22 @@ def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights
             dense += require(config.max_position_embeddings) * hidden
     if stage == pipeline - 1:
         dense += norm_weights(config)
-        # A tied output layer of another stage than the embedding's has a copy of it.
+        # A tied output layer on another stage than the embedding's has a copy of it.
         dense += embedding if config.untie_embeddings_and_output_weights or pipeline > 1 else 0
     return Weights(dense, expert)
 
 
 def _linear_weights(config: Config, site: LinearSite, shards: Sharding) -> int:
-    """Weights of one rank's shard of one copy of a linear layer, its bias included."""
+    """Number of weights in one rank's shard of one copy of a linear layer, including its bias."""
     biases = site.out_features // (shards.tensor_ranks if site.split == "column" else 1)
     return site.in_features * site.out_features // shards.tensor_ranks + has_bias(config, site) * biases
 
 
 def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> tuple[dict[str, float], float]:
-    """What lasts through a step, and the bytes that the update needs beyond it."""
+    """Bytes that last through a step, by part, and the extra bytes of the update."""
     weights = stage_weights(config, vocabulary, stage)
     data = data_parallel_size(config, gpus) * config.context_parallel_size
-    copies = gpus // config.pipeline_model_parallel_size  # ranks of a stage, which share its experts
+    copies = gpus // config.pipeline_model_parallel_size  # ranks of a stage, over which its experts are spread
     expert_tensor = architecture_of(config).mlp.sharding(config).tensor_ranks
     expert_data = max(1, copies // (config.expert_model_parallel_size * expert_tensor))
     distributed = config.use_distributed_optimizer
@@ -83,39 +83,39 @@ def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) 
         "gradients": total * (2.0 if half_gradients else 4.0),
         "kept quantized weights": _kept_weights(config, runs, gpus, stage),
     }
-    # Megatron-core makes fp32 gradients of half ones for its own update; FP8 codes are sent and received at once.
+    # Megatron-core converts half gradients to fp32 for its own update; FP8 codes are sent and received at once.
     update = owned * 4.0 if half_gradients and not state.quantized else 0.0
     exchanged = total * 2.0 if runs.recipe.gradients.quantized and data > 1 else 0.0
     return resident, max(update, exchanged)
 
 
 def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:
-    """Quantized weights that are kept between the microbatches of a step: a byte a value, or emulated the dtype's."""
+    """Bytes of quantized weights cached across a step's microbatches: 1 per value, or the dtype's width if emulated."""
     if microbatches_of(config, gpus) == 1:
         return 0.0
     total = 0.0
     for site, weights in _quantized_layers(config, runs, stage):
         native = runs.native_gemms(config, site)
         kept = [name for name, gemm in runs.recipe.gemms.items() if weight_serves_microbatches(gemm)]
-        if runs.keeps_primary_weights(config):  # a transposed copy alone, which native products read
+        if runs.keeps_primary_weights(config):  # only a transposed copy, which native GEMMs read
             kept = ["dgrad"] if "dgrad" in native else []
         total += weights * sum(1 if name in native else width_of(config) for name in kept)
     return total
 
 
 def _primary_weights(config: Config, runs: Runs, stage: int) -> float:
-    """Weights of one rank that are FP8 codes without a copy in the compute dtype."""
+    """Number of one rank's weights stored as FP8 codes without a copy in the compute dtype."""
     if not runs.keeps_primary_weights(config):
         return 0.0
     return sum(weights for _, weights in _quantized_layers(config, runs, stage))
 
 
 def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[LinearSite, float]]:
-    """Linear layers of a stage that are under the recipe, and the weights of each on one rank, without biases."""
+    """Quantized linear layers of a stage, and the number of weights of each on one rank, without biases."""
     layers = require(config.num_layers)
     here = layers // config.pipeline_model_parallel_size
     for site in linear_sites(config):
-        # Interleaved stages hold other layers in the same number; which ones are left in bf16 then differs a little.
+        # Interleaved stages hold the same number of other layers; which ones are kept in bf16 then differs a little.
         if (site.layer_number - 1) // here != stage or kept_in_bf16(runs.recipe, site.layer_number, site.name, layers):
             continue
         shards = sharding(config, site)

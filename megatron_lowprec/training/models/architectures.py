@@ -1,4 +1,4 @@
-"""Architectures of the driver, one folder each, and which one a configuration is of."""
+"""Architectures of the driver, one folder each, and the selection by a configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_lowprec.training.models.llama.architecture import LLAMA
 from megatron_lowprec.training.models.moe.architecture import MOE
 
 ARCHITECTURES: tuple[Architecture, ...] = (MOE, LLAMA, GPT2)
-"""The first that a configuration selects is its architecture; the last one takes all others."""
+"""The first architecture that a configuration selects is used; the last one matches any."""
 
 
 def architecture_of(config: Config) -> Architecture:
@@ -23,7 +23,7 @@ _IMPLEMENTATION = ("transformer_impl", "attention_backend", "use_cpu_initializat
 
 
 def model_options(config: Config) -> list[str]:
-    """Names of the options that describe a model, whatever layers implement it."""
+    """Names of the options that describe a model, independent of the layer implementation."""
     architecture = architecture_of(config)
     shared = [option.name for option in fields(ModelOptions) if option.name not in _IMPLEMENTATION]
     return [*shared, *architecture.shape_options, *architecture.function_options]

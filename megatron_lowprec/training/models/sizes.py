@@ -1,4 +1,4 @@
-"""Counts that follow from a model's sizes, without megatron or torch: linear layers, parameters, operations."""
+"""Counts derived from a model's sizes, without megatron or torch: linear layers, parameters, operations."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def linear_sites(config: Config) -> list[LinearSite]:
 
 
 def sharding(config: Config, site: LinearSite) -> Sharding:
-    """Copies of a linear layer, and how ranks share them."""
+    """Copies of a linear layer, and their sharding over ranks."""
     architecture = architecture_of(config)
     part = architecture.mlp if site.name.startswith("mlp.") else architecture.attention
     return part.sharding(config)
 
 
 def has_experts(config: Config) -> bool:
-    """Whether MLPs are copies that ranks share otherwise than the rest of a model."""
+    """Whether MLPs are experts, which are sharded over other ranks than the rest of a model."""
     return architecture_of(config).mlp.sharding(config).experts
 
 
@@ -51,9 +51,9 @@ def other_weights(config: Config) -> int:
 
 
 def num_parameters(config: Config, padded_vocab_size: int) -> int:
-    """Parameters of the whole model, the padded vocabulary included."""
+    """Parameters of the whole model, including the padded vocabulary."""
     hidden = require(config.hidden_size)
-    total = norm_weights(config)  # the final one
+    total = norm_weights(config)  # final norm
     for site in linear_sites(config):
         weights = site.in_features * site.out_features + has_bias(config, site) * site.out_features
         total += sharding(config, site).copies * weights
@@ -67,8 +67,8 @@ def num_parameters(config: Config, padded_vocab_size: int) -> int:
 def flops_per_sample(config: Config, padded_vocab_size: int) -> float:
     """Floating-point operations of one sample's forward and backward, by Megatron-LM's formula.
 
-    Linear layers and logits count 2 operations a weight and token, attention's two products half of that for the
-    causal mask; the backward counts twice the forward. Recomputation is not counted (model FLOPs).
+    Linear layers and logits count 2 operations per weight and token, attention's two GEMMs half of that for the causal
+    mask; the backward counts twice the forward. Recomputation is not counted (model FLOPs).
     """
     hidden, layers, seq = require(config.hidden_size), require(config.num_layers), require(config.seq_length)
     linears = sum(

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: where the first bad number came from, and when to give up."""
+"""Steps with a non-finite loss or gradient: finds the first non-finite tensor and decides when to give up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPORT = "bad_numbers.md"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was not finite first, in words, and as the name of a GEMM where it was one."""
+    """The first non-finite tensor as text, and the GEMM's name if it is of one."""
 
     text: str
     gemm: str = ""
@@ -38,12 +38,12 @@ def diagnose(
     device: torch.device,
     before: dict[str, Any],
 ) -> Diagnosis:
-    """Run a skipped step's forward and backward again and say what was not finite first; every rank calls it.
+    """Repeat a skipped step's forward and backward and return the first non-finite tensor; a collective call.
 
     Args:
-        batches: from the step's position in the data.
-        iteration: those completed before the step.
-        before: this rank's random state at its start, so that dropout is the same.
+        batches: batches at the step's position in the data.
+        iteration: iterations completed before the step.
+        before: this rank's random state at the step's start, so that dropout is the same.
     """
     after = random_state.capture()
     random_state.restore(before)
@@ -53,7 +53,7 @@ def diagnose(
     dist.all_gather_object(found, check.first)
     first = min((finding for finding in found if finding is not None), default=None)
     found_here = Diagnosis(str(first), first.gemm) if first is not None else _reduced_gradients(trainer, loss.mean())
-    # As if it had not run: gradients are dropped, and what amax histories have seen.
+    # Undo the repetition: drop gradients and recorded amaxes.
     trainer.runtime.end_step(updated=False)
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
@@ -63,7 +63,7 @@ def diagnose(
 
 
 def _reduced_gradients(trainer: Trainer, loss: float) -> Diagnosis:
-    """Where every rank's own numbers are finite: weights whose gradient is not once it has been reduced."""
+    """If all local tensors are finite: weights whose gradient is not finite after its reduction."""
     names = sorted(
         name.removeprefix("module.")
         for chunk in trainer.chunks
@@ -80,11 +80,11 @@ def _reduced_gradients(trainer: Trainer, loss: float) -> Diagnosis:
 
 @torch.no_grad()
 def weights_are_finite(trainer: Trainer) -> bool:
-    """Whether all weights of all ranks are; else an update spoiled them, and no checkpoint may replace a good one."""
+    """Whether all weights on all ranks are finite; if not, no checkpoint may replace a good one."""
     bad = torch.zeros((), dtype=torch.int32, device=next(trainer.chunks[0].parameters()).device)
     for chunk in trainer.chunks:
         for weight in chunk.parameters():
-            # Inf saturates in FP8 codes; the main weights that they are made of have it in their amax.
+            # Inf saturates in FP8 codes; the amax of the main weights shows it.
             values = weight.main_amax if isinstance(weight, Fp8Weight) else weight
             bad |= (~values.isfinite()).any()
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
@@ -93,7 +93,7 @@ def weights_are_finite(trainer: Trainer) -> bool:
 
 @dataclass
 class BadSteps:
-    """Skipped steps in a row. ``look`` finds out where the first of a row comes from."""
+    """Counts consecutive skipped steps. ``look`` diagnoses the first of a sequence."""
 
     config: Config
     run_folder: Path
@@ -102,12 +102,12 @@ class BadSteps:
     _gemm: str = ""
 
     def passed(self) -> None:
-        """A step was finite."""
+        """Record a finite step."""
         self.in_a_row = 0
         self._told.clear()
 
     def skipped(self, iteration: int, loss: float, grad_norm: float | None, look: Callable[[], Diagnosis]) -> list[str]:
-        """Lines about the skipped step that ended as ``iteration``."""
+        """Record the skipped step that ended as ``iteration``; returns log lines."""
         self.in_a_row += 1
         what = f"loss {loss:.6g}" + ("" if grad_norm is None else f", gradient norm {grad_norm:.6g}")
         lines = [f"iteration {iteration} skipped ({what}): weights and moments stay as they were"]
@@ -119,7 +119,7 @@ class BadSteps:
         return lines
 
     def stop(self) -> Stop | None:
-        """A reason to give up: --max-skipped-steps in a row."""
+        """A reason to give up, after --max-skipped-steps in a row; else None."""
         if self.in_a_row < self.config.max_skipped_steps:
             return None
         reason = f"{self.in_a_row} iterations in a row were skipped, for loss or gradient were not finite"
@@ -127,7 +127,7 @@ class BadSteps:
         return Stop(reason, requeue=False, at_once=True, error=error)
 
     def report(self, content: dict[str, Any], iteration: int, finite_weights: bool) -> None:
-        """Write what is known into the run's folder; one rank calls it."""
+        """Write the diagnosis into the run's folder; called by one rank."""
         found = "\n".join(f"- {line}" for line in self._told)
         state = (
             "The checkpoint of this iteration holds weights and moments as they were before the first of these."

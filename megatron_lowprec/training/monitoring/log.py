@@ -1,4 +1,4 @@
-"""What a run tells, from one rank: Megatron's log line, metrics.jsonl, TensorBoard, W&B, a bar on a terminal."""
+"""Output of a run, from one rank: Megatron's log line, metrics.jsonl, TensorBoard, W&B, a terminal progress bar."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepRow:
     nan_iterations: int
 
     def metrics(self) -> dict[str, float]:
-        """By Megatron's keys; what was not measured is left out."""
+        """Values by Megatron's keys, without those not measured."""
         values = {
             "lm loss": self.loss,
             "learning-rate": self.learning_rate,
@@ -60,7 +60,7 @@ class StepRow:
 
 
 def iteration_line(row: StepRow, train_iters: int, loss: float, seconds: float, tflops: float) -> str:
-    """Megatron's log line, in its order; ``loss``, ``seconds`` and ``tflops`` are means over the log interval."""
+    """Megatron's log line in its order; ``loss``, ``seconds`` and ``tflops`` are means over the log interval."""
     parts = [
         f"iteration {row.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {row.consumed_samples:12d}",
@@ -93,7 +93,7 @@ class _Interval:
 
 
 class RunLog:
-    """Everything that a run prints and records; on ranks that do not write every call does nothing."""
+    """Log and metrics of a run; every call is a no-op on ranks that do not write."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class RunLog:
         self._start_bar(resumed_at)
 
     def say(self, *lines: str) -> None:
-        """Lines for a person, once."""
+        """Print lines for the user, once."""
         if not self._writes:
             return
         for line in lines:
@@ -130,7 +130,7 @@ class RunLog:
                 print(line, flush=True)
 
     def step(self, row: StepRow) -> None:
-        """Record one iteration; a log line every --log-interval."""
+        """Record one iteration; print a log line every --log-interval."""
         if not self._writes:
             return
         self._record(row.iteration, row.consumed_samples, row.metrics(), ("lm loss",))
@@ -153,7 +153,7 @@ class RunLog:
             self._interval = _Interval()
 
     def quantization(self, iteration: int, operands: Sequence[tuple[OperandId, QuantizationError]]) -> None:
-        """Record how well each operand was represented in that iteration; a line about the worst."""
+        """Record each operand's quantization error in that iteration; print a line about the worst."""
         if not self._writes:
             return
         self.say(quantization_line(iteration, operands))
@@ -163,7 +163,7 @@ class RunLog:
         self._show(iteration, quantization_scalars(operands))
 
     def evaluation(self, iteration: int, consumed: int, split: str, loss: float, perplexity: float) -> None:
-        """Print and record one validation or test."""
+        """Print and record one validation or test result."""
         if not self._writes:
             return
         name = {"valid": "validation", "test": "test"}[split]
@@ -173,7 +173,7 @@ class RunLog:
         self._record(iteration, consumed, {key: loss, f"{key} ppl": perplexity}, (key,))
 
     def close(self) -> None:
-        """Flush and say where everything lies."""
+        """Flush, and print the location of all files."""
         if not self._writes:
             return
         if self._bar is not None:
@@ -194,7 +194,7 @@ class RunLog:
         self._show(iteration, metrics)
 
     def _show(self, iteration: int, scalars: dict[str, float]) -> None:
-        """In TensorBoard and W&B."""
+        """Write scalars to TensorBoard and W&B."""
         with self._failing_in_a_line():
             for key, value in scalars.items():
                 self._board.add_scalar(key, value, iteration)
@@ -203,7 +203,7 @@ class RunLog:
 
     @contextmanager
     def _failing_in_a_line(self) -> Iterator[None]:
-        """On a disk that fills up this is often the first to fail, an asynchronous checkpoint being written."""
+        """Report write errors as one line: on a full disk the log often fails first, during an asynchronous save."""
         try:
             yield
         except OSError as error:
@@ -229,9 +229,9 @@ class RunLog:
 
 
 def _drop_rows_after(metrics: Path, iteration: int, evaluated: int) -> None:
-    """Rows that a continued run will write again, and a last line that a killed process left half.
+    """Drop rows that a resumed run writes again, and a last line truncated by a killed process.
 
-    Training rows after ``iteration``, evaluation rows after ``evaluated``: one may have been interrupted in between.
+    These are training rows after ``iteration`` and evaluation rows after ``evaluated``: a run may stop between both.
     """
     if not metrics.exists():
         return

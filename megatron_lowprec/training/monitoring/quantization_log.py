@@ -1,4 +1,4 @@
-"""What a run tells about its operands: a row each, numbers for TensorBoard, and a line about the worst."""
+"""Output of quantization errors: one row per operand, TensorBoard scalars, and a log line about the worst."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_lowprec.mcore.debug.operand_probe import OperandId
 from megatron_lowprec.quantization.error_stats import QuantizationError
 
 Operands = Sequence[tuple[OperandId, QuantizationError]]
-"""In the order of their places, as ``OperandProbe.found`` gives them."""
+"""Sorted by operand id, as ``OperandProbe.found`` returns them."""
 
 
 def quantization_row(iteration: int, place: OperandId, fidelity: QuantizationError) -> dict[str, Any]:
-    """A line of quantization.jsonl, the fields of ``QuantizationError``; an amax that is not finite is null."""
+    """A line of quantization.jsonl with the fields of ``QuantizationError``; a non-finite amax is null."""
     named = {"linear": place.linear, "gemm": place.gemm, "operand": place.operand, "format": place.format}
     amax = fidelity.amax if math.isfinite(fidelity.amax) else None
     return {"iteration": iteration, **named, **asdict(fidelity), "amax": amax}
 
 
 def quantization_scalars(operands: Operands) -> dict[str, float]:
-    """Over all layers, for each operand of each GEMM: the lowest and the mean SNR, the largest shares and bias."""
+    """For each operand of each GEMM, over all layers: the lowest and the mean SNR, the largest shares and bias."""
     found: dict[str, float] = {"quantization/operands not finite": float(len(_not_finite(operands)))}
     for kind in dict.fromkeys((place.order, place.gemm, place.operand) for place, _ in operands):
         of_kind = [fidelity for place, fidelity in operands if (place.order, place.gemm, place.operand) == kind]
@@ -40,7 +40,7 @@ def quantization_scalars(operands: Operands) -> dict[str, float]:
 
 
 def quantization_line(iteration: int, operands: Operands) -> str:
-    """What is not finite, the lowest SNR, most underflow and most saturation, and whose they are."""
+    """Log line with non-finite operands, the lowest SNR, most underflow and most saturation, each with its operand."""
     if not operands:
         return f" quantization at iteration {iteration} | no operand is quantized |"
     bad = _not_finite(operands)

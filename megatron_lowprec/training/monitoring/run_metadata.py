@@ -1,4 +1,4 @@
-"""run.json: hardware, versions and options of a run. Written when training starts and when it ends."""
+"""run.json: hardware, versions and options of a run. Written at the start and the end of training."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class RunRecord:
-    """The file of one launch; a rank that does not write does nothing.
+    """The metadata file of one launch; a no-op on ranks that do not write.
 
-    A run that never ends keeps ``"ended": null``. A launch that continues a run keeps the larger peak of memory.
+    A run that never ends keeps ``"ended": null``. A launch that resumes a run keeps the larger memory peak.
 
     Args:
-        path: where it goes.
-        writes: whether this rank does.
-        facts: what is known at the start, as JSON.
-        continues: whether the launch goes on with the run whose record is there.
+        path: the file.
+        writes: whether this rank writes it.
+        facts: values known at the start, as JSON.
+        continues: whether the launch resumes the run whose record exists.
     """
 
     def __init__(self, path: Path, writes: bool, facts: Mapping[str, Any], *, continues: bool) -> None:
@@ -40,7 +40,7 @@ class RunRecord:
         self._write()
 
     def end(self, iteration: int, peak_memory_bytes: int | None) -> None:
-        """Training is over, for whatever reason; the peak is that of the fullest GPU, None without one."""
+        """Record the end of training, for whatever reason; the peak is the fullest GPU's, None without a GPU."""
         if not self._writes:
             return
         peaks = [peak for peak in (self._facts["peak_memory_bytes"], peak_memory_bytes) if peak is not None]
@@ -52,7 +52,7 @@ class RunRecord:
 
 
 def commit(*paths: str) -> str | None:
-    """The sources' git commit, "with changes" where tracked files in ``paths`` differ; None outside a checkout."""
+    """The sources' git commit, "with changes" if tracked files in ``paths`` differ; None outside a checkout."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if head is None:
         return None
@@ -71,7 +71,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The record of the launch before; empty where there is none, or none that can be read."""
+    """The previous launch's record; empty if it is missing or unreadable."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Before the first step: does this device round without bias, and multiply as the reference does?
+"""Self-test before the first step: unbiased rounding on this device, and GEMMs that match the reference.
 
-A broken generator of random numbers does not stop a training: stochastic rounding then rounds everything to zero, or
-always the same way, and the loss goes on falling for a while. What is tested is the way that training takes: a layer's
+A broken random number generator does not stop training: stochastic rounding then rounds everything to zero, or always
+in the same direction, while the loss still decreases for a while. The test runs the code path of training: a layer's
 forward and backward.
 """
 
@@ -20,20 +20,20 @@ from megatron_lowprec.linear.lowprec_linear import LowPrecLinear, end_step
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
 
 _DRAWS = 16
-# The mean of unbiased draws lies a standard error from the truth; over 128 x 128 values that is sure to a few percent.
+# The mean of unbiased draws is one standard error from the truth; over 128 x 128 values within a few percent.
 _STANDARD_ERRORS = 1.1
-# Two devices sum in different orders, and each rounds what it returns to bf16.
+# Two devices sum in different orders, and each rounds its result to bf16.
 _SAME = 2.0**-7
 _ADVICE = "training would go wrong: check driver, torch and triton (--no-self-test goes on without this test)"
 
 
 def self_test(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise a UserError that names GEMM and operand if ``recipe`` does not do on ``device`` what it says.
+    """Check ``recipe`` on ``device``; raises a UserError that names the failing GEMM and operand.
 
-    Stochastic rounding, operand by operand: the mean of several draws lies where that of unbiased ones would. The
-    products: near the exact ones, as near as the formats allow; and on a GPU, those of the reference on the CPU.
+    Stochastic rounding, for each operand: the mean of several draws has the error of unbiased draws. GEMMs: the result
+    is as close to the exact product as the formats allow and, on a GPU, equals the CPU reference.
     """
-    # Layers draw their weights, and a run must not depend on whether it was tested.
+    # Layers draw their weights, and the test must not change a run's random state.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for gemm, operand, spec in _stochastic_operands(recipe):
             _check_unbiased(gemm, operand, spec, dtype, device)
@@ -50,7 +50,7 @@ def _stochastic_operands(recipe: Recipe) -> Iterator[tuple[str, str, QuantSpec]]
 
 
 def _check_unbiased(gemm: str, operand: str, spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Draw one operand by itself several times, by its GEMM with the identity."""
+    """Draw one operand several times, by a GEMM with the identity."""
     quantized: dict[str, Any] = {operand: replace(spec, scaling="current", margin=0)}
     alone: dict[str, Any] = {gemm: GemmSpec(**quantized)}
     size = math.lcm(128, *(spec.block or ()))
@@ -62,7 +62,7 @@ def _check_unbiased(gemm: str, operand: str, spec: QuantSpec, dtype: torch.dtype
     spread = float(draws.var(dim=0).mean().sqrt())
     error = float((draws.mean(dim=0) - matrix.float()).square().mean().sqrt())
     found = error * math.sqrt(_DRAWS) / spread if spread else math.inf
-    # A probability in few bits is itself rounded: by 2^-bits / sqrt(12) on average, where one draw varies by 0.35.
+    # A probability in few bits is itself rounded: by 2^-bits / sqrt(12) on average; one draw varies by 0.35.
     allowed = math.sqrt(_STANDARD_ERRORS**2 + 1.4 * _DRAWS / 4**spec.random_bits)
     if not found < allowed:
         raise UserError(
@@ -72,25 +72,25 @@ def _check_unbiased(gemm: str, operand: str, spec: QuantSpec, dtype: torch.dtype
 
 
 def _without_saturation(spec: QuantSpec, size: int) -> torch.Tensor:
-    """fp32 [size, size]: values over the whole range of the format, whose largest is in every tile."""
+    """fp32 [size, size]: values over the whole range of the format, with the largest in every block."""
     largest = FORMATS[spec.format].max
     generator = torch.Generator().manual_seed(0)
     matrix = (2.0 * torch.rand(size, size, generator=generator) - 1.0) * largest
     matrix[:, :: min(8, spec.block[1] if spec.block else 8)] = largest
-    # A power of two away, so that the scale has something to do.
+    # Off by a power of two, so that the scale is not 1.
     return matrix * 2.0**-10
 
 
 def _times_identity(layer: LowPrecLinear, gemm: str, operand: str, matrix: torch.Tensor, draw: int) -> torch.Tensor:
-    """fp32 ``matrix`` [rows, contracted] as it comes out of the GEMM."""
+    """The result of the GEMM of fp32 ``matrix`` [rows, contracted] with the identity."""
     torch.default_generator.manual_seed(draw)
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    # dgrad contracts output features, wgrad tokens: first dimensions of what a layer is given.
+    # dgrad contracts output features, wgrad tokens: first dimensions of a layer's tensors.
     turned = (gemm, operand) in (("dgrad", "weight"), ("wgrad", "grad_output"), ("wgrad", "input"))
     given = matrix.t() if turned else matrix
     operands = dict.fromkeys(("input", "weight", "grad_output"), identity) | {operand: given.contiguous()}
     product = _products(layer, operands)[gemm].float()
-    # As a GEMM's second operand the matrix is what the identity was multiplied with.
+    # As a GEMM's second operand the matrix comes out transposed.
     return product.t() if operand == GEMM_OPERANDS[gemm][1] else product
 
 
@@ -106,7 +106,7 @@ def _products(layer: LowPrecLinear, operands: dict[str, torch.Tensor]) -> dict[s
 
 def _check_products(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
     blocks = (size for gemm in GEMM_OPERANDS for spec in _specs(recipe, gemm) for size in spec.block or ())
-    size = math.lcm(256, *blocks)  # of the largest Hadamard transform
+    size = math.lcm(256, *blocks)  # 256: the largest Hadamard transform
     generator = torch.Generator().manual_seed(0)
     operands = {
         name: torch.randn(size, size, generator=generator).to(dtype) for name in ("input", "weight", "grad_output")
@@ -117,7 +117,7 @@ def _check_products(recipe: Recipe, dtype: torch.dtype, device: torch.device) ->
     reference = found if device.type == "cpu" else _on(torch.device("cpu"), recipe, operands)
     for gemm in GEMM_OPERANDS:
         error = _distance(found[gemm], exact[gemm])
-        # The formats' own steps, relative to the values they hold; a product of nothing but zeros is 1 away.
+        # The formats' relative spacing; an all-zero product has distance 1.
         bits = [FORMATS[spec.format].mantissa_bits for spec in _specs(recipe, gemm)]
         allowed = math.sqrt(sum(4.0**-b for b in bits)) + _SAME
         if not error < allowed:
@@ -143,7 +143,7 @@ def _on(device: torch.device, recipe: Recipe, operands: dict[str, torch.Tensor])
     layer = LowPrecLinear(size, size, bias=False, device=device, dtype=dtype, recipe=recipe)
     here = {name: tensor.to(device) for name, tensor in operands.items()}
     if recipe.delayed_operands():
-        # The step that delayed scaling learns its scales from.
+        # One step, from which delayed scaling takes its scales.
         _products(layer, here)
         end_step(layer)
     torch.default_generator.manual_seed(0)  # the same draws on every device

@@ -1,4 +1,4 @@
-"""Megatron's self-attention: heads in groups that share keys and values, positions learned or by rope."""
+"""Megatron's self-attention: grouped heads that share keys and values, learned positions or rope."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def resolve(config: Config) -> Config:
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
-    """Refuse a tensor-parallel size that does not divide heads and groups."""
+    """Reject a tensor-parallel size that does not divide heads and groups."""
     tensor = config.tensor_model_parallel_size
     check_divisible(
         "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
@@ -66,7 +66,7 @@ def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
 
 
 def sharding(config: Config) -> Sharding:
-    """One copy, cut by all tensor-parallel ranks."""
+    """One copy, sharded over all tensor-parallel ranks."""
     return Sharding(config.tensor_model_parallel_size)
 
 
@@ -76,10 +76,10 @@ def other_weights(config: Config) -> int:
 
 
 def activations(config: Config, runs: Runs | None) -> dict[str, float]:
-    """Bytes saved for the backward pass.
+    """Bytes saved for backward.
 
     scaled_dot_product_attention saves queries, keys, values, output and the log-sum-exp of each row, no scores; its
-    output stays beside the FP8 codes that linear_proj saves of it.
+    output is saved in addition to linear_proj's FP8 codes of it.
     """
     tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
     heads, channels = require(config.num_attention_heads), require(config.kv_channels)
@@ -95,7 +95,7 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
         saved["FP8 codes of linear_proj's input"] = query / width
     if rope or grouped:
         saved["queries and keys on their own"] = query + (key_value if rope else 0.0)
-    if rope:  # cosine and sine, for queries and for keys
+    if rope:  # cosine and sine, for queries and keys
         saved["cosines and sines"] = 4 * require(config.seq_length) * int(channels * config.rotary_percent) * width
     if config.recompute_granularity != "selective":
         if config.attention_backend == "local":
@@ -106,12 +106,12 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
 
 
 def recomputed_bytes(config: Config) -> float:
-    """Bytes of the scores, which only Megatron-core's unfused attention has."""
+    """Bytes of the scores, which only Megatron-core's unfused attention stores."""
     return _scores(config) if config.attention_backend == "local" else 0.0
 
 
 def _scores(config: Config) -> float:
-    """Probabilities of attention in fp32 and in the compute dtype, and the mask of their dropout."""
+    """Bytes of attention probabilities in fp32 and in the compute dtype, and of their dropout mask."""
     mask = 1 if config.attention_dropout else 0
     return _score_rows(config) * require(config.seq_length) * (4 + width_of(config) + mask)
 

@@ -1,4 +1,4 @@
-"""Comparison of options with what makes a Hugging Face model of an architecture."""
+"""Compares options with those of a Hugging Face model's architecture."""
 
 from __future__ import annotations
 

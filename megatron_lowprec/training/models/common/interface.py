@@ -1,7 +1,7 @@
-"""What an architecture provides: the parts of a layer, the options of its own, and its Hugging Face form.
+"""Interface of an architecture: the parts of a layer, the options it adds, and its Hugging Face form.
 
-A part is a module whose functions have the signatures of its protocol here, so an architecture takes a part of another
-one by importing its module. Parts import neither torch nor Megatron when they are loaded; sweeps read them.
+A part is a module whose functions have the signatures of its protocol here, so an architecture reuses a part of another
+one by importing its module. Parts import neither torch nor Megatron at load time, since sweeps read them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Copies of each linear layer of a part, and how ranks share them.
+    """Copies of each linear layer of a part, and their sharding over ranks.
 
-    ``tensor_ranks`` cut each copy. Experts are copies: ``copies`` in a layer, ``copies_on_rank`` on one rank, of which
-    a token passes ``copies_per_token``.
+    ``tensor_ranks`` shard each copy. Experts are copies: ``copies`` in a layer, ``copies_on_rank`` on one rank, and
+    ``copies_per_token`` that each token passes through.
     """
 
     tensor_ranks: int
@@ -47,7 +47,7 @@ class Part(Protocol):
         """
 
     def check_parallelism(self, config: Config, data_parallel_size: int) -> None:
-        """Refuse parallel sizes that the part does not have."""
+        """Reject parallel sizes that the part does not support."""
 
     def transformer_fields(self, config: Config) -> dict[str, Any]:
         """Fields of Megatron-core's TransformerConfig. Imports torch."""
@@ -62,24 +62,24 @@ class Part(Protocol):
         """Weights of one layer outside of its linear layers and norms."""
 
     def activations(self, config: Config, runs: Runs | None) -> dict[str, float]:
-        """Bytes that the part saves for one microbatch's backward pass, by tensor; without ``runs`` under bf16."""
+        """Bytes that the part saves for one microbatch's backward pass, by tensor; bf16 without ``runs``."""
 
 
 class Attention(Part, Protocol):
     """Attention of a layer."""
 
     def recomputed_bytes(self, config: Config) -> float:
-        """Bytes that selective recompute makes again at once."""
+        """Bytes that selective recompute recomputes at once."""
 
 
 class Mlp(Part, Protocol):
     """MLP of a layer."""
 
     def check_cuda_graphs(self, config: Config) -> None:
-        """Refuse --cuda-graph-impl for layers whose sizes follow the data."""
+        """Reject --cuda-graph-impl for layers with data-dependent sizes."""
 
     def fuses_bias_gelu(self, config: Config) -> bool:
-        """Whether GELU and the bias before it are one kernel, which --recompute-gelu needs."""
+        """Whether bias and GELU are fused into one kernel, which --recompute-gelu needs."""
 
     def backward_bytes(self, config: Config) -> float:
         """Bytes of the widest activation's gradient: the input of linear_fc2 for the tokens of one GEMM."""
@@ -87,7 +87,7 @@ class Mlp(Part, Protocol):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """One weight by GPTModel's name, and the tensors of a Hugging Face file that hold it."""
+    """One weight by GPTModel's name, and the tensors of a Hugging Face file that store it."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -101,21 +101,21 @@ class HFConfig(Protocol):
     MODEL_TYPE: str
     TITLE: str
     OPTIONS: Mapping[str, Any]
-    """Values of options that make a model of this architecture; the others are sizes."""
+    """Option values that select a model of this architecture; the others are sizes."""
     VARIANTS: Mapping[str, tuple[Any, ...]]
-    """Values of config.json that these layers have; the first is the default."""
+    """Supported values of config.json; the first is the default."""
 
     def differing(self, config: Config) -> list[str]:
-        """Options that make it another architecture, as flags with values."""
+        """Options that differ from this architecture, as flags with values."""
 
     def to_config(self, config: Config) -> dict[str, Any]:
-        """Entries of config.json beside those of every architecture."""
+        """Entries of config.json besides those of every architecture."""
 
     def from_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a Config beside ``OPTIONS``.
+        """Options of a Config besides ``OPTIONS``.
 
         Raises:
-            UserError: a variant that these layers do not have.
+            UserError: a variant that these layers do not support.
         """
 
 
@@ -123,10 +123,10 @@ class HFWeights(Protocol):
     """model.safetensors of an architecture."""
 
     def known_name(self, name: str) -> str | None:
-        """Name in ``tensor_maps`` of a file's tensor, None for a constant that older files hold."""
+        """Name in ``tensor_maps`` of a file's tensor, None for a constant in older files."""
 
     def tensor_maps(self, config: Config) -> Iterator[TensorMap]:
-        """Every weight once, but an output layer that is not tied to the embedding."""
+        """Every weight once, except an output layer that is not tied to the embedding."""
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,15 @@ def gpt_block_spec(
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture: which options select it, its parts, and the options that it adds.
+    """An architecture: the options that select it, its parts, and the options that it adds.
 
     Args:
         selected: whether a configuration, resolved or not, is of this architecture.
         block_spec: layer specs of a pipeline stage.
-        plans_fp8_inputs: whether the memory plan counts one byte a value for inputs that are saved as FP8 codes.
-        shape_options: added options that the tensors of a checkpoint depend on.
-        function_options: added options by which the same tensors compute something else.
-        dependent_options: option -> added options that do nothing without it.
+        plans_fp8_inputs: whether the memory plan counts one byte per value for inputs saved as FP8 codes.
+        shape_options: added options that determine a checkpoint's tensors.
+        function_options: added options that change the function computed from the same tensors.
+        dependent_options: option -> added options that have no effect without it.
         bounds: added option -> its least and greatest value; None for no limit.
     """
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def gates(config: Config) -> int:
-    """Halves of linear_fc1's output: a gated activation has two."""
+    """Number of halves of linear_fc1's output: a gated activation has two."""
     return 2 if config.swiglu else 1
 
 
@@ -31,13 +31,13 @@ def resolve(config: Config) -> Config:
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
-    """Refuse expert parallelism: a dense MLP has no experts."""
+    """Reject expert parallelism: a dense MLP has no experts."""
     if config.expert_model_parallel_size > 1:
         raise UserError(f"--expert-model-parallel-size {config.expert_model_parallel_size} needs --num-experts")
 
 
 def check_cuda_graphs(config: Config) -> None:
-    """Refuse nothing: sizes do not follow the data."""
+    """No restriction: sizes do not depend on the data."""
 
 
 def transformer_fields(config: Config) -> dict[str, Any]:
@@ -49,14 +49,14 @@ def transformer_fields(config: Config) -> dict[str, Any]:
         "ffn_hidden_size": require(config.ffn_hidden_size),
         "gated_linear_unit": config.swiglu,
         "activation_func": F.silu if config.swiglu else squared_relu if config.squared_relu else F.gelu,
-        # Its fused bias + GELU is the tanh approximation that GPT-2 uses, so CPU and GPU must agree on it. There is no
-        # fused form without a bias.
+        # Megatron-core's fused bias + GELU is the tanh approximation that GPT-2 uses, so CPU and GPU must agree on it.
+        # There is no fused form without a bias.
         "bias_activation_fusion": fuses_bias_gelu(config) or config.swiglu,
     }
 
 
 def fuses_bias_gelu(config: Config) -> bool:
-    """Whether GELU and the bias before it are one kernel."""
+    """Whether bias and GELU are fused into one kernel."""
     return not (config.swiglu or config.squared_relu or config.disable_bias_linear)
 
 
@@ -75,7 +75,7 @@ def mlp_sites(config: Config, layer: int, name: str, ffn: int) -> tuple[LinearSi
 
 
 def sharding(config: Config) -> Sharding:
-    """One copy, cut by all tensor-parallel ranks."""
+    """One copy, sharded over all tensor-parallel ranks."""
     return Sharding(config.tensor_model_parallel_size)
 
 
@@ -85,7 +85,7 @@ def other_weights(config: Config) -> int:
 
 
 def activations(config: Config, runs: Runs | None) -> dict[str, float]:
-    """Bytes saved for the backward pass; --recompute-gelu saves no input of linear_fc2."""
+    """Bytes saved for backward; --recompute-gelu does not save the input of linear_fc2."""
     wide = backward_bytes(config)
     saved = {
         "input of the MLP": saved_input(config, runs, "mlp.linear_fc1", stream_bytes(config)),

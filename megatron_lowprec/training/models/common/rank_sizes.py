@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tokens_of(config: Config) -> int:
-    """Tokens of a microbatch on one rank, before sequence parallelism cuts them."""
+    """Tokens of a microbatch on one rank, before sequence parallelism splits them."""
     return require(config.micro_batch_size) * require(config.seq_length) // config.context_parallel_size
 
 
@@ -22,15 +22,15 @@ def width_of(config: Config) -> int:
 
 
 def sequence_ranks(config: Config) -> int:
-    """Ranks that cut norms, dropout and the residual stream along the sequence."""
+    """Ranks over which sequence parallelism splits norms, dropout and the residual stream."""
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
 def stream_bytes(config: Config) -> float:
-    """Bytes of the residual stream, which are those of an input of linear_qkv and of the MLP."""
+    """Bytes of the residual stream, equal to those of an input of linear_qkv or of the MLP."""
     return tokens_of(config) * require(config.hidden_size) * width_of(config) / sequence_ranks(config)
 
 
 def saved_input(config: Config, runs: Runs | None, linear: str, size: float) -> float:
-    """Bytes of a linear layer's saved input of ``size`` bytes in the compute dtype: FP8 codes are a byte a value."""
+    """Bytes of a linear layer's saved input of ``size`` bytes in the compute dtype; FP8 codes are 1 byte per value."""
     return size / width_of(config) if runs is not None and runs.keeps_codes(config, linear) else size

@@ -1,6 +1,6 @@
-"""Layouts of fused weights: Megatron's, and those of tensors that Hugging Face's files hold.
+"""Layouts of fused weights: Megatron's, and those of Hugging Face's tensors.
 
-``linear_qkv`` holds for each group of query heads its queries, then its key head, then its value head.
+``linear_qkv`` stores, for each group of query heads, its queries, then its key head, then its value head.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def transpose(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Along one dimension. Imports torch when called, so that architectures load without it."""
+    """Concatenate along one dimension. Imports torch when called, so that architectures load without it."""
     import torch
 
     return torch.cat(list(tensors), dim)

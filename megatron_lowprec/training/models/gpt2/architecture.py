@@ -1,4 +1,4 @@
-"""GPT-2: LayerNorm, learned positions, GELU and biases; also every other dense mix of the model options."""
+"""GPT-2: LayerNorm, learned positions, GELU and biases; also any other dense combination of the model options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2's config.json: LayerNorm, learned positions, GELU in its tanh approximation (``gelu_new``) and biases."""
+"""GPT-2's config.json: LayerNorm, learned positions, the tanh approximation of GELU (``gelu_new``) and biases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIANTS: Mapping[str, tuple[Any, ...]] = {
 
 
 def differing(config: Config) -> list[str]:
-    """Options that GPT-2 does not have; its heads split the hidden size."""
+    """Options that GPT-2 does not support; its heads split the hidden size."""
     found = differing_options(config, OPTIONS)
     if config.kv_channels != require(config.hidden_size) // require(config.num_attention_heads):
         found.append(f"--kv-channels {config.kv_channels}")
@@ -36,7 +36,7 @@ def differing(config: Config) -> list[str]:
 
 
 def to_config(config: Config) -> dict[str, Any]:
-    """Entries of config.json beside those of every architecture."""
+    """Entries of config.json besides those of every architecture."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": MODEL_TYPE,
@@ -55,7 +55,7 @@ def to_config(config: Config) -> dict[str, Any]:
 
 
 def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a Config; sizes that follow from others are left to ``resolve_model``."""
+    """Options of a Config; ``resolve_model`` fills derived sizes."""
     return {
         "num_layers": hf["n_layer"],
         "hidden_size": hf["n_embd"],

@@ -1,4 +1,4 @@
-"""GPT-2's tensors in model.safetensors: transposed linear weights, queries, keys and values one after the other."""
+"""GPT-2's tensors in model.safetensors: transposed linear weights; queries, keys and values concatenated."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LINEARS = (
 
 
 def known_name(name: str) -> str | None:
-    """Name with the prefix that OpenAI's own files lack; None for the causal mask, which they hold."""
+    """Name with the prefix that OpenAI's own files lack; None for the causal mask in these files."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def tensor_maps(config: Config) -> Iterator[TensorMap]:
-    """Every weight once, but the output layer's."""
+    """Every weight once, except the output layer's."""
     yield TensorMap("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield TensorMap("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
     for part in ("weight", "bias"):

@@ -28,12 +28,12 @@ VARIANTS: Mapping[str, tuple[Any, ...]] = {
 
 
 def differing(config: Config) -> list[str]:
-    """Options that Llama does not have."""
+    """Options that Llama does not support."""
     return differing_options(config, OPTIONS)
 
 
 def to_config(config: Config) -> dict[str, Any]:
-    """Entries of config.json beside those of every architecture."""
+    """Entries of config.json besides those of every architecture."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": MODEL_TYPE,
@@ -54,8 +54,8 @@ def to_config(config: Config) -> dict[str, Any]:
 
 
 def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a Config; sizes that follow from others are left to ``resolve_model``."""
-    # transformers 5 has rope's options in a dictionary of their own.
+    """Options of a Config; ``resolve_model`` fills derived sizes."""
+    # transformers 5 nests rope's options in a dictionary.
     rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000)}
     if rope.get("rope_type", "default") != "default":
         raise UserError(f"config.json has rope of type {rope['rope_type']!r}; only the plain one can be read")

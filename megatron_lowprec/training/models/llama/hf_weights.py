@@ -1,4 +1,4 @@
-"""Llama's tensors in model.safetensors: queries, keys, values, gate and what it gates on their own."""
+"""Llama's tensors in model.safetensors: separate queries, keys, values, gate and up projection."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_lowprec.training.models.common.tensor_layout import concatenate, j
 
 
 def known_name(name: str) -> str | None:
-    """The same name; None for rope's frequencies, which older files hold."""
+    """The same name; None for rope's frequencies in older files."""
     return None if name.endswith(".rotary_emb.inv_freq") else name
 
 
 def tensor_maps(config: Config) -> Iterator[TensorMap]:
-    """Every weight once, but the output layer's."""
+    """Every weight once, except the output layer's."""
     yield TensorMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     for layer in range(require(config.num_layers)):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"

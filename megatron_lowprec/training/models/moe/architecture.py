@@ -1,4 +1,4 @@
-"""Mixture of experts (``--num-experts``): Megatron's MoE layer with experts in the place of the MLP."""
+"""Mixture of experts (``--num-experts``): Megatron's MoE layer with experts instead of the MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mixture of experts: a router, and dense MLPs of which each token passes some."""
+"""The mixture of experts: a router, and dense MLPs, of which each token passes through a few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resolve(config: Config) -> Config:
-    """The options with --ffn-hidden-size filled, and --moe-ffn-hidden-size, whose default it is."""
+    """The options with --ffn-hidden-size filled, and --moe-ffn-hidden-size, which defaults to it."""
     if config.moe_router_topk > require(config.num_experts):
         raise UserError(
             f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {config.num_experts}; lower it"
@@ -28,7 +28,7 @@ def resolve(config: Config) -> Config:
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
-    """Refuse an expert-parallel size that does not divide experts and ranks, and layouts that Megatron-core lacks."""
+    """Reject an expert-parallel size that does not divide experts and ranks, and layouts that Megatron-core lacks."""
     tensor, expert = config.tensor_model_parallel_size, config.expert_model_parallel_size
     check_divisible("--num-experts", require(config.num_experts), "--expert-model-parallel-size", expert)
     check_divisible("the data-parallel size", data_parallel_size, "--expert-model-parallel-size", expert)
@@ -41,7 +41,7 @@ def check_parallelism(config: Config, data_parallel_size: int) -> None:
 
 
 def check_cuda_graphs(config: Config) -> None:
-    """Refuse CUDA graphs: the tokens of an expert follow the router."""
+    """Reject CUDA graphs: the router determines an expert's number of tokens."""
     raise UserError(
         f"--cuda-graph-impl {config.cuda_graph_impl} captures layers whose sizes never change, and those of "
         f"--num-experts {config.num_experts} follow the router; leave one of the two out"
@@ -51,7 +51,7 @@ def check_cuda_graphs(config: Config) -> None:
 def transformer_fields(config: Config) -> dict[str, Any]:
     """Fields of Megatron-core's TransformerConfig."""
     return mlp.transformer_fields(config) | {
-        "bias_activation_fusion": config.swiglu,  # there is no fused bias + GELU for experts
+        "bias_activation_fusion": config.swiglu,  # bias + GELU is not fused for experts
         "num_moe_experts": config.num_experts,
         "expert_tensor_parallel_size": 1 if config.expert_model_parallel_size > 1 else None,
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
@@ -65,7 +65,7 @@ def transformer_fields(config: Config) -> dict[str, Any]:
 
 
 def fuses_bias_gelu(config: Config) -> bool:
-    """Whether GELU and the bias before it are one kernel: not for experts."""
+    """Whether bias and GELU are fused into one kernel: not for experts."""
     return False
 
 
@@ -75,7 +75,7 @@ def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
 
 
 def sharding(config: Config) -> Sharding:
-    """Copies are experts; tensor-parallel ranks cut each one, unless experts are spread over ranks."""
+    """Copies are experts; tensor-parallel ranks shard each one, unless experts are spread over ranks."""
     experts, spread = require(config.num_experts), config.expert_model_parallel_size
     return Sharding(
         tensor_ranks=1 if spread > 1 else config.tensor_model_parallel_size,
@@ -92,9 +92,9 @@ def other_weights(config: Config) -> int:
 
 
 def activations(config: Config, runs: Runs | None) -> dict[str, float]:
-    """Bytes saved for the backward pass: --moe-router-topk experts a token, when the load is balanced."""
+    """Bytes saved for backward: --moe-router-topk experts per token, with a balanced load."""
     tensor = sharding(config).tensor_ranks
-    # Ranks that share each expert's weights see the same tokens; else each rank sees its part of the sequence.
+    # Ranks that shard each expert see the same tokens; else each rank sees its part of the sequence.
     tokens = tokens_of(config) * config.moe_router_topk / (config.tensor_model_parallel_size // tensor)
     width, ffn = width_of(config), require(config.moe_ffn_hidden_size) / tensor
     saved = {
@@ -102,16 +102,16 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
         "inputs of the experts": tokens * require(config.hidden_size) * width,
         "output of linear_fc1": tokens * ffn * width * mlp.gates(config),
         "input of linear_fc2": tokens * ffn * width,
-        # Softmax and choice of the router, and where each token went: int64 indices and fp32 probabilities.
+        # Softmax and choice of the router, and the token permutation: int64 indices and fp32 probabilities.
         "routing": tokens * (3 * 8 + 4) + tokens_of(config) * require(config.num_experts) * (4 + width + 1),
     }
-    if not config.swiglu:  # the product with the router's probability is not fused
+    if not config.swiglu:  # the multiplication by the router's probability is not fused
         saved["activation before the router's probability"] = tokens * ffn * width
     return saved
 
 
 def backward_bytes(config: Config) -> float:
-    """Bytes of the widest activation of one expert, which sees its share of the tokens if the load is balanced."""
+    """Bytes of the widest activation of one expert, for its share of the tokens under a balanced load."""
     share = config.moe_router_topk / require(config.num_experts) * config.expert_model_parallel_size
     ffn = require(config.moe_ffn_hidden_size)
     return tokens_of(config) * share * ffn * width_of(config) / sharding(config).tensor_ranks

@@ -1,7 +1,5 @@
 """The FP8 cast kernels give the reference's bits: interpreted here, compiled where there is a GPU."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -33,19 +31,18 @@ def test_a_cast_that_sums_has_one_tiling_on_every_machine(monkeypatch: pytest.Mo
     pytest.importorskip("triton", reason="triton is not installed")
     from megatron_lowprec.kernels import tuning
     from megatron_lowprec.kernels.cast_fp8 import triton
-    from megatron_lowprec.kernels.cast_fp8.prologue import prologue_of
     from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+    from megatron_lowprec.kernels.launch import Specialized
 
     monkeypatch.setattr(tuning, "LARGE_ENOUGH", 0)
     monkeypatch.setattr(triton, "sum_partials", lambda parts, dtype: parts)
-    launched: list[object] = []
+    launched: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        Specialized, "launch", lambda self, *_: launched.append((self._constants["BM"], self._constants["BN"]))
+    )
+    x, amax = torch.zeros(256, 1024, dtype=torch.bfloat16), torch.ones(1)
     for place in (0, -1):  # what two machines find to be the fastest
         monkeypatch.setattr(tuning, "fastest", lambda name, candidates, run, device, place=place: candidates[place])
-        kernel = triton._CastKernel(
-            Fp8Rule(FORMATS["e4m3"], "tensor"), torch.device("cpu"), True, True, False, sums, "matrix"
-        )
-        for tiling in kernel._tilings:
-            launch = SimpleNamespace(launch=lambda *_, tiling=tiling: launched.append(tiling))
-            kernel._specialized[tiling, True] = launch  # type: ignore[assignment]
-        kernel.run(prologue_of(torch.zeros(256, 1024, dtype=torch.bfloat16)), torch.ones(1), None)
+        triton.cast_fp8(x, Fp8Rule(FORMATS["e4m3"], "tensor"), rowwise=True, columnwise=True, amax=amax, sums=sums)
+    assert len(launched) == 2
     assert len(set(launched)) == (1 if sums else 2)

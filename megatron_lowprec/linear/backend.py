@@ -61,6 +61,6 @@ def gemm_operands(
     name: str, a: QuantizedTensor, b: QuantizedTensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """Data and scale of a, then of b, contracted dimension last."""
-    first = a.columnwise() if name == "wgrad" else a.rowwise()
-    second = b.rowwise() if name == "fprop" else b.columnwise()
-    return *first, *second
+    first = (a.columnwise_data, a.columnwise_scale) if name == "wgrad" else (a.rowwise_data, a.rowwise_scale)
+    second = (b.rowwise_data, b.rowwise_scale) if name == "fprop" else (b.columnwise_data, b.columnwise_scale)
+    return *first, *second  # type: ignore[return-value]

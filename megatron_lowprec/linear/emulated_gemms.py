@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, has_mx_kernel, load
+from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, load
 from megatron_lowprec.kernels.gemm.reference import gemm
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax
@@ -68,49 +68,61 @@ class EmulatedGemms:
         local_amax: torch.Tensor | None = None,
         sums: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """As ``GemmBackend``; ignores ``amax`` and ``local_amax``, and returns no sums."""
+        """As ``GemmBackend``; takes the amax from the matrix, leaves sums to the caller.
+
+        Both directions only where ``fuses_both_directions``.
+        """
         matrix = in_memory(matrix)
-        by_row, by_column = SIDES[tensor]
-        name = by_row if rowwise else by_column
+        name = SIDES[tensor][not rowwise]
         spec, transform = self._specs[name, tensor], self.transform(name, rng_step)
-        made = QuantizedTensor(matrix.shape, matrix.dtype, spec)
+        operand = matrix if rowwise else matrix.t()
+        scale = None
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
-            data = matrix if rowwise else matrix.t()
-            data = data if transform is None else transform.apply(data).to(data.dtype)
-        else:
-            if spec.scaling == "delayed" and update_amax:
-                history, slot = self._amax.histories[tensor]
-                history.update_amax(slot, block_amax(matrix, block_sizes(spec, matrix)))
-            if has_mx_kernel(matrix.device.type, spec.block, spec.scale_format) and matrix.stride(1) != 1:
-                matrix = matrix.contiguous()
-            group = transform.block if transform else 1
-            if fuses_mx(matrix if rowwise else matrix.t(), spec.block, spec.scale_format, group):
-                other = self.transform(by_column, rng_step) if rowwise and columnwise else transform
-                columnwise = columnwise and (other.block if other else 1) == group
-                stream = self._rounding[name, tensor]
-                spans = (stream.row_span, stream.column_span)
-                cast = load("quantize").quantize_mx(
-                    matrix,
-                    mx_rule(spec),
-                    rows=self._direction(by_row, tensor, transform, matrix.device) if rowwise else None,
-                    columns=self._direction(by_column, tensor, other, matrix.device) if columnwise else None,
-                    rng_step=device_rng_step(rng_step, matrix.device),
-                    spans=spans if rowwise else (spans[1], spans[0]),
-                )
-                made.rowwise_data, made.columnwise_data = cast.rowwise_data, cast.columnwise_data
-                return made, None
-            data, scale = quantize_by_reference(
-                matrix if rowwise else matrix.t(),
-                spec,
-                transform=transform,
-                dequantize=spec.power_of_two_scale,
-                **self._arguments(name, tensor, spec, rng_step),
+            data = operand if transform is None else transform.apply(operand).to(operand.dtype)
+            return _quantized(matrix, spec, rowwise, data, scale), None
+        if spec.scaling == "delayed" and update_amax:
+            history, slot = self._amax.histories[tensor]
+            history.update_amax(slot, block_amax(matrix, block_sizes(spec, matrix)))
+        if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
+            stream, by_rows = self._rounding[name, tensor], operand.stride(1) == 1
+            direction = self._direction(name, tensor, transform, matrix.device)
+            other = None
+            if rowwise and columnwise:
+                by_column = SIDES[tensor][1]
+                other = self._direction(by_column, tensor, self.transform(by_column, rng_step), matrix.device)
+            spans = (stream.row_span, stream.column_span)
+            cast = load("quantize").quantize_mx(
+                operand if by_rows else operand.t(),
+                mx_rule(spec),
+                rows=direction if by_rows else None,
+                columns=other if by_rows else direction,
+                rng_step=device_rng_step(rng_step, matrix.device),
+                spans=spans if by_rows else spans[::-1],
             )
-            data = data.to(matrix.dtype)
-            if not spec.power_of_two_scale:
-                made.rowwise_scale, made.columnwise_scale = (scale, None) if rowwise else (None, scale)
-        made.rowwise_data, made.columnwise_data = (data, None) if rowwise else (None, data)
-        return made, None
+            data = cast.rowwise_data if by_rows else cast.columnwise_data
+            quantized = _quantized(matrix, spec, rowwise, data, scale)
+            if other is not None:
+                quantized.columnwise_data = cast.columnwise_data
+            return quantized, None
+        data, scale = quantize_by_reference(
+            operand,
+            spec,
+            transform=transform,
+            dequantize=spec.power_of_two_scale,
+            **self._arguments(name, tensor, spec, rng_step),
+        )
+        if spec.power_of_two_scale:
+            scale = None
+        return _quantized(matrix, spec, rowwise, data.to(matrix.dtype), scale), None
+
+    def fuses_both_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
+        """Whether one kernel reads a matrix once for both GEMMs that contract it; these share its spec."""
+        by_row, by_column = SIDES[tensor]
+        spec = self._specs[by_row, tensor]
+        if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
+            return False
+        groups = [one.block if one else 1 for one in (self.transform(g, rng_step) for g in (by_row, by_column))]
+        return groups[0] == groups[1] and fuses_mx(matrix, spec.block, spec.scale_format, groups[0])
 
     def gemm(
         self,
@@ -173,3 +185,12 @@ class EmulatedGemms:
             "encode_scale": encode_scale,
             "reduce_amax": self._amax.reduction(name, tensor, spec),
         }
+
+
+def _quantized(
+    matrix: torch.Tensor, spec: QuantSpec | None, rowwise: bool, data: torch.Tensor, scale: torch.Tensor | None
+) -> QuantizedTensor:
+    """One direction of a matrix."""
+    if rowwise:
+        return QuantizedTensor(matrix.shape, matrix.dtype, spec, data, scale)
+    return QuantizedTensor(matrix.shape, matrix.dtype, spec, None, None, data, scale)

@@ -168,18 +168,28 @@ class LinearGemms:
             amax: fp32 [1] of this rank's part of dy, if known.
         """
         native, one_spec = self._native_for(dy_TO), self._one_spec["grad_output"]
-        rowwise = "dgrad" in native or "wgrad" not in native
-        columnwise = one_spec and ("wgrad" in native) == ("dgrad" in native) if rowwise else True
-        backend = self._backend("dgrad" if rowwise else "wgrad", native)
-        quantized, db = backend.quantize(
-            "grad_output", dy_TO, rng_step, rowwise=rowwise, columnwise=columnwise, local_amax=amax, sums=bias
-        )
-        if quantized.rowwise_data is not None and quantized.columnwise_data is not None:
-            matrix = dy_TO if isinstance(dy_TO, torch.Tensor) else dy_TO.like
+        quantized = db = None
+        if "dgrad" in native or "wgrad" in native:
+            rowwise, wgrad = "dgrad" in native, "wgrad" in native
+            quantized, db = self.native.quantize(
+                "grad_output",
+                dy_TO,
+                rng_step,
+                rowwise=rowwise,
+                columnwise=wgrad and (one_spec or not rowwise),
+                local_amax=amax,
+                sums=bias,
+            )
+        elif one_spec and self.emulated.fuses_both_directions("grad_output", dy_TO, rng_step):
+            quantized, _ = self.emulated.quantize("grad_output", dy_TO, rng_step, rowwise=True, columnwise=True)
+        if isinstance(dy_TO, torch.Tensor):
+            matrix = dy_TO
+        elif quantized is not None and quantized.rowwise_data is not None and quantized.columnwise_data is not None:
+            matrix = dy_TO.like
         else:
             matrix = in_memory(dy_TO)
         if bias and db is None:
-            db = in_memory(dy_TO).sum(dim=0)
+            db = matrix.sum(dim=0)
         return GradOutput(matrix, quantized, db)
 
     def dgrad(

@@ -72,7 +72,7 @@ class NativeGemms:
                 reduce = self._reductions.get((tensor, direction))
                 if reduce is not None:
                     part.copy_(reduce(part))
-        made = casts.cast_fp8(
+        cast = casts.cast_fp8(
             matrix,
             _rule_of(spec),
             rowwise=rowwise,
@@ -81,7 +81,7 @@ class NativeGemms:
             observed=observed,
             sums=sums,
         )
-        return QuantizedTensor(matrix.shape, matrix.dtype, spec, *made[:4]), made.sums
+        return QuantizedTensor(matrix.shape, matrix.dtype, spec, *cast[:4]), cast.sums
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""

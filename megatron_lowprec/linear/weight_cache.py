@@ -20,7 +20,7 @@ class QuantizedWeightCache:
     def __init__(self, gemms: Iterable[str]) -> None:
         self.under_capture = False
         self._gemms = frozenset(gemms)
-        self._weights: dict[tuple[str, bool], QuantizedTensor] = {}
+        self._weights: dict[str, tuple[bool, QuantizedTensor]] = {}
 
     def holds(self, gemm: str) -> bool:
         """Whether the cache covers this GEMM's weight."""
@@ -28,15 +28,16 @@ class QuantizedWeightCache:
 
     def put(self, gemm: str, native: bool, weight: QuantizedTensor) -> None:
         """Cache a weight for a native or an emulated GEMM."""
-        self._weights[gemm, native] = weight
+        self._weights[gemm] = native, weight
 
     def get(self, gemm: str, native: bool) -> QuantizedTensor | None:
         """The weight cached for a native or an emulated GEMM, or None."""
-        return self._weights.get((gemm, native)) if self.holds(gemm) else None
+        found = self._weights.get(gemm) if self.holds(gemm) else None
+        return None if found is None or found[0] != native else found[1]
 
     def tensors(self) -> list[QuantizedTensor]:
         """All cached weights."""
-        return list(self._weights.values())
+        return [weight for _, weight in self._weights.values()]
 
     def clear(self) -> None:
         """Drop all weights, after the weight has changed."""

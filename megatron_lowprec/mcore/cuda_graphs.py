@@ -255,11 +255,11 @@ class LayerGraphs:
     def __init__(self, model: nn.Module, several: bool, recorder: Callable[[], Recorder] = CudaRecorder) -> None:
         self.say: Callable[[str], object] = lambda line: None
         self._layers = [_Layer(module) for module in model.modules() if isinstance(module, TransformerLayer)]
-        self._numerics = [linear_gemms for layer in self._layers for linear_gemms in layer.linear_gemms]
+        self._linear_gemms = [linear_gemms for layer in self._layers for linear_gemms in layer.linear_gemms]
         self._several, self._make_recorder = several, recorder
         self._inside = self._captured = self._later = False
         self._microbatches = 0
-        self._kept: list[list[QuantizedTensor]] = []
+        self._cached_weights: list[list[QuantizedTensor]] = []
         for layer in self._layers:
             layer.module.forward = partial(self._forward, layer)
 
@@ -284,7 +284,7 @@ class LayerGraphs:
             del layer.module.forward
             layer.passes.clear()
         self._layers, self._captured = [], False
-        self._kept.clear()
+        self._cached_weights.clear()
 
     def _forward(self, layer: _Layer, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replacement of ``TransformerLayer.forward``."""
@@ -314,7 +314,7 @@ class LayerGraphs:
         kinds = (False, True) if self._several else (False,)
         with self._capturing():
             for later in kinds:
-                for linear_gemms in self._numerics:
+                for linear_gemms in self._linear_gemms:
                     linear_gemms.main_grad_is_zero = not later
                 x, dy = self._x, self._dy
                 for layer in layers:
@@ -322,7 +322,7 @@ class LayerGraphs:
                     x = layer.passes[later].capture_forward(x, recorder)
                 for layer in reversed(layers):
                     dy = layer.passes[later].capture_backward(dy, recorder)
-                self._kept += [linear_gemms.weight_cache.tensors() for linear_gemms in self._numerics]
+                self._cached_weights += [linear_gemms.weight_cache.tensors() for linear_gemms in self._linear_gemms]
         kept = recorder.finish()
         self._captured = True
         self.say(
@@ -338,14 +338,14 @@ class LayerGraphs:
         generator = get_cuda_rng_tracker().fork() if sequence_parallel else contextlib.nullcontext()
         cuda_graphs._set_capture_start()
         try:
-            for linear_gemms in self._numerics:
+            for linear_gemms in self._linear_gemms:
                 linear_gemms.weight_cache.clear()
                 linear_gemms.weight_cache.under_capture = True
             with generator:
                 yield
         finally:
             cuda_graphs._set_capture_end()
-            for linear_gemms in self._numerics:
+            for linear_gemms in self._linear_gemms:
                 linear_gemms.weight_cache.clear()
                 linear_gemms.weight_cache.under_capture = linear_gemms.main_grad_is_zero = False
 

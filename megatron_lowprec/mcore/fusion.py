@@ -114,11 +114,11 @@ class GradOutputChannel:
 
     Attributes:
         linear_gemms, rng_step: of the layer's call.
-        wanted: fusion that the casts of dy support, "source" or "amax".
+        fusion: fusion that the casts of dy support, "source" or "amax".
     """
 
-    def __init__(self, linear_gemms: LinearGemms, rng_step: RngStep, wanted: CastFusion) -> None:
-        self.linear_gemms, self.rng_step, self.wanted = linear_gemms, rng_step, wanted
+    def __init__(self, linear_gemms: LinearGemms, rng_step: RngStep, fusion: CastFusion) -> None:
+        self.linear_gemms, self.rng_step, self.fusion = linear_gemms, rng_step, fusion
         self._pending: tuple[GradOutput, torch.Tensor] | None = None
 
     def attach(self, y: torch.Tensor) -> None:

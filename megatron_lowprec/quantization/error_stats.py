@@ -52,17 +52,17 @@ class QuantizationError:
         )
 
 
-def error_stats(matrix: torch.Tensor, made: QuantizedTensor) -> torch.Tensor:
+def error_stats(matrix: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
     """float64 [COUNTS]: entries, nonzero, underflows, saturated, sum x^2, sum (q - x)^2, sum q x, amax.
 
     Args:
         matrix: [R, K], the source of the rounding, after any transform.
-        made: the quantized matrix, with rowwise data.
+        quantized: the quantized matrix, with rowwise data.
     """
-    spec, decode, data = made.spec, made.decode_scale, made.rowwise_data
+    spec, decode, data = quantized.spec, quantized.decode_scale, quantized.rowwise_data
     assert spec is not None
     assert data is not None
-    block, limit = block_sizes(spec, matrix), made.format.max
+    block, limit = block_sizes(spec, matrix), quantized.format.max
     shared = decode.shape[0] == 1
     block_rows = 1 if shared else block[0]
     total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)

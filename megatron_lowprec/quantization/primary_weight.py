@@ -74,8 +74,8 @@ class Fp8Weight(torch.Tensor):
     def of(cls, values: torch.Tensor, spec: QuantSpec) -> Fp8Weight:
         """A weight from values in the compute dtype, by the rules of ``copy_``."""
         one = torch.ones(1, dtype=torch.float32, device=values.device)
-        made = cls(torch.empty_like(values, dtype=torch.uint8), one, one.clone(), spec, values.dtype)
-        return made.take(values)
+        weight = cls(torch.empty_like(values, dtype=torch.uint8), one, one.clone(), spec, values.dtype)
+        return weight.take(values)
 
     def take(self, values: torch.Tensor) -> Fp8Weight:
         """Quantize ``values`` [O, I] by their own amax, without a history, and store them in ``source``."""
@@ -105,15 +105,18 @@ class Fp8Weight(torch.Tensor):
             codes: FP8 codes for a native GEMM; else the same values in the compute dtype for an emulated one.
         """
         scale = self.decode_scale.view(1, 1)
-        made = QuantizedTensor(self.shape, self.dtype, self.spec)
+        quantized = QuantizedTensor(self.shape, self.dtype, self.spec)
         if not columnwise:
-            made.rowwise_data, made.rowwise_scale = self.elements() if codes else self.elements().to(self.dtype), scale
+            quantized.rowwise_data, quantized.rowwise_scale = (
+                self.elements() if codes else self.elements().to(self.dtype),
+                scale,
+            )
         elif codes:
-            made.columnwise_data = self.codes.t().contiguous().view(DTYPES[self.spec.format])
-            made.columnwise_scale = scale
+            quantized.columnwise_data = self.codes.t().contiguous().view(DTYPES[self.spec.format])
+            quantized.columnwise_scale = scale
         else:
-            made.columnwise_data, made.columnwise_scale = self.elements().to(self.dtype).t(), scale
-        return made
+            quantized.columnwise_data, quantized.columnwise_scale = self.elements().to(self.dtype).t(), scale
+        return quantized
 
     # Megatron-core's names for ``source``, from which its optimizer initializes main weights
     def get_high_precision_init_val(self) -> torch.Tensor:

@@ -72,7 +72,7 @@ def _quantize_by_kernel(
     by_rows = matrix.stride(1) == 1
     way = Direction(Key.of(random.key))
     spans = (random.row_span, random.column_span)
-    made = load("quantize").quantize_mx(
+    cast = load("quantize").quantize_mx(
         matrix if by_rows else matrix.t(),
         mx_rule(spec),
         rows=way if by_rows else None,
@@ -81,7 +81,7 @@ def _quantize_by_kernel(
         spans=spans if by_rows else spans[::-1],
         codes=True,
     )
-    codes, scale = made[:2] if by_rows else made[2:]
+    codes, scale = cast[:2] if by_rows else cast[2:]
     assert codes is not None
     if FORMATS[spec.format].bits == 4:
         codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)

@@ -30,7 +30,7 @@ class QuantizedTensor:
             grid in ``dtype``, or codes in torch's FP8 dtype; a native GEMM's may be zero-padded. None if absent.
         rowwise_scale: decode scales [ceil(R / block rows), ceil(K / block columns)], fp32 or E8M0 bytes (uint8); for
             128x128 blocks of a native GEMM, columns in multiples of 4. None if power-of-two scales are multiplied
-            into the data.
+            into the data, which are then off the grid.
         columnwise_data, columnwise_scale: the same for the transpose [N, M]; two-dimensional tensors only.
         axis: dimension of the source that is last in rowwise data.
     """
@@ -62,17 +62,17 @@ class QuantizedTensor:
     @property
     def elements(self) -> torch.Tensor:
         """Values before scaling, in the source's layout and dtype."""
-        return self._as_source(self.rowwise()[0])
+        return self._as_source(self._rowwise_elements())
 
     @property
     def codes(self) -> torch.Tensor:
         """uint8 codes in the low bits, one an entry, in the source's layout."""
-        return self._as_source(encode(self.rowwise()[0], self.format))
+        return self._as_source(encode(self._rowwise_elements(), self.format))
 
     @property
     def packed_codes(self) -> torch.Tensor:
         """uint8 [R, K / 2] of 4-bit codes, entry 2i in the low nibble; ValueError for wider formats or odd K."""
-        data = self.rowwise()[0]
+        data = self._rowwise_elements()
         if self.format.bits != 4 or data.shape[1] % 2:
             raise ValueError(
                 f"two codes a byte need a 4-bit format and even K, got {self.format.name}, {data.shape[1]}"
@@ -100,7 +100,7 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values of data and scales in the source's layout, headroom divided out.
 
-        For an operand with a Hadamard transform, these are the transformed values.
+        Not for an operand behind a Hadamard transform: its data are transformed entries, padded to whole blocks.
         """
         if self.rowwise_data is not None:
             return self._as_source(self._values(*self.rowwise(), self.shape[-1]).to(dtype))
@@ -116,6 +116,13 @@ class QuantizedTensor:
     def _spec(self) -> QuantSpec:
         assert self.spec is not None, "not quantized"
         return self.spec
+
+    def _rowwise_elements(self) -> torch.Tensor:
+        """Rowwise data as values of the format's grid; AssertionError for those of some GEMM operands."""
+        data, scale = self.rowwise()
+        assert scale is not None, "scales are multiplied into the data"
+        assert data.numel() == self.shape.numel(), "data are padded"
+        return data.to(self.dtype)
 
     def _values(self, data: torch.Tensor, scale: torch.Tensor | None, length: int) -> torch.Tensor:
         """fp32 [R, length] of rowwise or columnwise data, without padding."""

@@ -79,15 +79,15 @@ class Transforms:
             return None
         if self._last is not None and self._last[0] == rng_step and not capturing():
             return self._last[1][gemm]
-        made = {
+        transforms = {
             name: Transform(spec.block, self._streams[name] if spec.signs == "random" else None, rng_step)
             for name, spec in self._specs.items()
         }
-        if "dgrad" in made and "wgrad" in made:
-            made["dgrad"].draw_with(made["wgrad"])
+        if "dgrad" in transforms and "wgrad" in transforms:
+            transforms["dgrad"].draw_with(transforms["wgrad"])
         if not capturing():  # a graph draws new signs in each replay
-            self._last = rng_step, made
-        return made[gemm]
+            self._last = rng_step, transforms
+        return transforms[gemm]
 
 
 def padded(matrix: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ A recipe file has a base and the fields that differ::
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 import warnings
@@ -209,7 +210,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         note = ""
         if hint is float and isinstance(value, str):
             note = "; YAML reads a number without a point, such as 3e-4, as text: write 3.0e-4"
-        elif hint is int and isinstance(value, str):
+        elif hint is int and isinstance(value, str) and re.fullmatch(r"[0-9.]+e[0-9]+", value):
             note = "; YAML reads 33e9 as text: write 33_000_000_000"
         raise UserError(f"{where} is {value!r} ({type(value).__name__}), but must be {hint.__name__}{note}")
     return value

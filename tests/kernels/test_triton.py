@@ -40,6 +40,9 @@ def test_linear_on_a_gpu_takes_the_fused_path_and_gives_the_cpu_operands() -> No
     for gpu in (both, quantized("cuda", False, True)):
         assert torch.equal(quantized("cpu", False, True).columnwise()[0], gpu.columnwise()[0].cpu())
     assert torch.equal(quantized("cuda", True, False).rowwise()[0], both.rowwise()[0])
+    x = x.t().contiguous().t()  # column-major, as the kernel takes it in one direction
+    assert torch.equal(quantized("cuda", True, False).rowwise()[0], both.rowwise()[0])
+    assert torch.equal(quantized("cuda", False, True).columnwise()[0], both.columnwise()[0])
 
 
 @pytest.mark.gpu

@@ -486,6 +486,15 @@ def test_wgrad_accumulates_in_fp32(name: str, generator: torch.Generator) -> Non
     assert torch.equal(total, 2 * once)
 
 
+@all_recipes
+def test_emulated_gradients_are_quantized_one_direction_at_a_time(name: str, generator: torch.Generator) -> None:
+    """Without a kernel that gives both directions, each operand lives for its GEMM alone: one dy less of memory."""
+    _, dy = tensors(torch.bfloat16, generator)
+    grad = LinearGemms(get_recipe(name), LinearId(LAYER, NAME), SEED, AmaxHistory).grad_output(dy, RngStep(0, 0))
+    assert grad.quantized is None
+    assert grad.matrix is dy
+
+
 # ---- shards of a layer, as tensor parallelism cuts it
 def operands_of(
     monkeypatch: pytest.MonkeyPatch,

@@ -49,6 +49,10 @@ def test_what_was_made_before_a_capture_is_not_taken_for_granted_in_it(monkeypat
     cache.put("fprop", False, weight)
     assert cache.get("fprop", native=False) is weight
     assert cache.get("fprop", native=True) is None
+    # an expert without tokens multiplies emulated: one of both forms stays in memory
+    cache.put("fprop", True, QuantizedTensor(torch.Size((1, 1)), torch.float32, None))
+    assert len(cache.tensors()) == 1
+    cache.put("fprop", False, weight)
     assert not cache.holds("dgrad")
     monkeypatch.setattr(weight_cache, "capturing", lambda: True)
     assert not cache.holds("fprop")

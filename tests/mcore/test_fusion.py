@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_lowprec.linear.linear_gemms as numerics_module
+import megatron_lowprec.linear.linear_gemms as linear_gemms_module
 from megatron_lowprec import get_recipe
 from megatron_lowprec.linear.layer_tensors import GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
@@ -17,12 +17,12 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.coverage import without_gemms
 
 
-def numerics_of(recipe: str, *plain: str) -> LinearGemms:
+def linear_gemms_of(recipe: str, *plain: str) -> LinearGemms:
     return LinearGemms(without_gemms(get_recipe(recipe), frozenset(plain)), LinearId(1, "x"), 0, AmaxHistory)
 
 
 def channel() -> GradOutputChannel:
-    return GradOutputChannel(numerics_of("fp8_delayed"), RngStep(0, 0), "source")
+    return GradOutputChannel(linear_gemms_of("fp8_delayed"), RngStep(0, 0), "source")
 
 
 class _Layer(torch.autograd.Function):
@@ -101,7 +101,7 @@ def test_a_changed_output_carries_nothing() -> None:
 
 
 def test_an_input_is_for_one_layer_and_as_it_was() -> None:
-    first, second = numerics_of("fp8_delayed"), numerics_of("fp8_delayed")
+    first, second = linear_gemms_of("fp8_delayed"), linear_gemms_of("fp8_delayed")
     x = torch.ones(4, 16)
     made = QuantizedTensor(x.shape, x.dtype, None)
     assert attached_input(x, first) is None
@@ -127,8 +127,8 @@ def test_an_input_is_for_one_layer_and_as_it_was() -> None:
 def test_help_is_wanted_where_both_gemms_read_operands_alone(
     monkeypatch: pytest.MonkeyPatch, recipe: str, plain: tuple[str, ...], supported_fusion: str | None
 ) -> None:
-    monkeypatch.setattr(numerics_module, "arch_of", lambda _: "sm90")
-    linear_gemms = numerics_of(recipe, *plain)
+    monkeypatch.setattr(linear_gemms_module, "arch_of", lambda _: "sm90")
+    linear_gemms = linear_gemms_of(recipe, *plain)
     weight = torch.zeros(128, 128, dtype=torch.bfloat16)
     linear_gemms.choose_products(weight)
     assert linear_gemms.supported_fusion("grad_output", weight) == supported_fusion
@@ -138,7 +138,7 @@ def test_help_is_wanted_where_both_gemms_read_operands_alone(
 
 
 def test_amax_of_rows_are_found_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics_module, "arch_of", lambda _: "sm90")
-    linear_gemms, weight = numerics_of("fp8_rowwise"), torch.zeros(128, 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(linear_gemms_module, "arch_of", lambda _: "sm90")
+    linear_gemms, weight = linear_gemms_of("fp8_rowwise"), torch.zeros(128, 128, dtype=torch.bfloat16)
     linear_gemms.choose_products(weight)
     assert not linear_gemms.accepts_split_input(weight)

@@ -25,7 +25,7 @@ from megatron_lowprec.quantization.error_stats import COUNTS, QuantizationError
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 
-_ORDER = {place: number for number, place in enumerate(DIMS)}
+_ORDER = {operand: number for number, operand in enumerate(DIMS)}
 
 
 class OperandId(NamedTuple):
@@ -71,8 +71,8 @@ class OperandProbe:
     def found(self) -> list[tuple[OperandId, QuantizationError]]:
         """Errors of the whole model, the same on every rank; a collective call."""
         dense = [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
-        mine = _reduced({place: sums for place, sums in self._sums.items() if place.expert < 0}, dense)
-        experts = {place: sums for place, sums in self._sums.items() if place.expert >= 0}
+        mine = _reduced({operand: sums for operand, sums in self._sums.items() if operand.expert < 0}, dense)
+        experts = {operand: sums for operand, sums in self._sums.items() if operand.expert >= 0}
         if experts:
             groups = [
                 parallel_state.get_expert_tensor_parallel_group(),
@@ -81,8 +81,8 @@ class OperandProbe:
             mine |= _reduced(experts, groups)
         everyone: list[dict[OperandId, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
-        found = {place: sums for part in everyone for place, sums in part.items()}
-        return [(place, QuantizationError.of(sums)) for place, sums in sorted(found.items()) if sums[0] > 0]
+        found = {operand: sums for part in everyone for operand, sums in part.items()}
+        return [(operand, QuantizationError.of(sums)) for operand, sums in sorted(found.items()) if sums[0] > 0]
 
     def _operands_of(self, module: LowPrecLinearMixin, linear_gemms: LinearGemms) -> dict[tuple[str, str], OperandId]:
         """Ids of a layer's quantized operands; their sums start at zero, since an expert may receive no tokens."""
@@ -101,15 +101,15 @@ def _reduced(sums: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessG
     """Sums over the groups' ranks, on the first rank of all groups; empty on other ranks and without sums."""
     if not sums:
         return {}
-    places = sorted(sums)
-    total = torch.stack([sums[place] for place in places])
+    operands = sorted(sums)
+    total = torch.stack([sums[operand] for operand in operands])
     amax = max_over(total[:, -1], *groups)
     for group in groups:
         dist.all_reduce(total, group=group)
     total[:, -1] = amax
     if any(dist.get_rank(group) for group in groups):
         return {}
-    return dict(zip(places, total.cpu(), strict=True))
+    return dict(zip(operands, total.cpu(), strict=True))
 
 
 class _ProbedGemms(InstrumentedGemms):

@@ -40,17 +40,17 @@ class _BiasDropoutAddFunction(torch.autograd.Function):
         if ctx.channel is None:
             dx, dbias = dispatch.bias_dropout_add_backward(rows, ctx.p, ctx.key, ctx.bias_dtype)
         else:
-            made = _made(ctx.channel, rows, ctx.p, ctx.key, ctx.bias_dtype)
-            dx, dbias = ctx.channel.put(replace(made, bias=None)), made.bias
+            grad = _grad_output(ctx.channel, rows, ctx.p, ctx.key, ctx.bias_dtype)
+            dx, dbias = ctx.channel.put(replace(grad, bias=None)), grad.bias
         return dx.view(dout.shape), dbias, dout, None, None
 
 
-def _made(
+def _grad_output(
     channel: GradOutputChannel, dout: torch.Tensor, p: float, key: torch.Tensor | None, bias_dtype: torch.dtype | None
 ) -> GradOutput:
     """The gradient of x as operands of the layer that computed x, with the bias gradient; dout is [T, H]."""
     linear_gemms, rng_step = channel.linear_gemms, channel.rng_step
-    if channel.wanted == "source":
+    if channel.fusion == "source":
         computed = Matrix(dout) if key is None else DropoutGrad(dout, key, p)
         return linear_gemms.grad_output(computed, rng_step, bias=bias_dtype is not None)
     amax = torch.zeros(1, dtype=torch.float32, device=dout.device)

@@ -113,17 +113,17 @@ class _MlpFunction(torch.autograd.Function):
 
 
 def _active(
-    y: torch.Tensor, bias: torch.Tensor, wanted: CastFusion
+    y: torch.Tensor, bias: torch.Tensor, fusion: CastFusion
 ) -> tuple[torch.Tensor | CastPrologue, torch.Tensor | None]:
     """fc2's input as tensor or cast prologue, with its amax if the casts use one."""
-    if wanted == "source":
+    if fusion == "source":
         return BiasGelu(y, bias), None
-    amax = _room_for_amax(y, wanted)
+    amax = _room_for_amax(y, fusion)
     return dispatch.bias_gelu(y, bias, amax), amax
 
 
-def _room_for_amax(y: torch.Tensor, wanted: CastFusion) -> torch.Tensor | None:
-    return torch.zeros(1, dtype=torch.float32, device=y.device) if wanted == "amax" else None
+def _room_for_amax(y: torch.Tensor, fusion: CastFusion) -> torch.Tensor | None:
+    return torch.zeros(1, dtype=torch.float32, device=y.device) if fusion == "amax" else None
 
 
 def _tp_config(layer: ColumnParallelLinear) -> TensorParallelConfig:
@@ -177,9 +177,9 @@ class LowPrecMLP(MLP):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         if isinstance(fc1, LowPrecLinearMixin) and isinstance(fc2, LowPrecRowParallelLinear):
-            wanted = self._supported_fusion(hidden_states)
-            if any(wanted) or self.recompute_gelu:
-                return self._joined(hidden_states, wanted)
+            fusion = self._supported_fusion(hidden_states)
+            if any(fusion) or self.recompute_gelu:
+                return self._joined(hidden_states, fusion)
         y, bias = fc1(hidden_states)
         return fc2(_BiasGeluFunction.apply(y, bias))
 
@@ -192,12 +192,12 @@ class LowPrecMLP(MLP):
         return forward, self.linear_fc1.bound_gemms.supported_fusion("grad_output", rows)
 
     def _joined(
-        self, hidden_states: torch.Tensor, wanted: tuple[CastFusion, CastFusion]
+        self, hidden_states: torch.Tensor, fusion: tuple[CastFusion, CastFusion]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         training = torch.is_grad_enabled() and fc1.weight.requires_grad
         channel = fc2.offer_grad_channel(hidden_states)
-        y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, wanted, channel)
+        y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, fusion, channel)
         y = y.view(-1, *hidden_states.shape[1:-1], y.shape[-1])
         if fc2.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, group=fc2.tp_group), fc2.bias

@@ -76,9 +76,9 @@ class Consumer:
         """Fusion of the norm of x [..., H] with the layer's casts; "source" only if a backward pass follows."""
         linear_gemms, weight = self.layer.bound_gemms, self.layer.weight
         linear_gemms.choose_products(weight)
-        wanted = linear_gemms.supported_fusion("input", x)
+        fusion = linear_gemms.supported_fusion("input", x)
         training = torch.is_grad_enabled() and weight.requires_grad
-        return None if wanted == "source" and not training else wanted
+        return None if fusion == "source" and not training else fusion
 
 
 def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -87,8 +87,8 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
     assert eps is not None
     # a forward hook must see the real output
     consumer = None if norm._forward_hooks else norm.consumer
-    wanted = None if consumer is None else consumer.supported_fusion(x)
-    if consumer is not None and wanted == "source":
+    fusion = None if consumer is None else consumer.supported_fusion(x)
+    if consumer is not None and fusion == "source":
         linear_gemms, operands = consumer.layer.bound_gemms, list[QuantizedTensor]()
 
         def cast(rows: torch.Tensor) -> Normalized:
@@ -100,7 +100,7 @@ def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | No
         y = _normalized(norm, x, bias, cast)
         attach_metadata(y, quantized_input=(linear_gemms, operands[0]))
         return y
-    amax = torch.zeros(1, dtype=torch.float32, device=x.device) if wanted == "amax" else None
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device) if fusion == "amax" else None
     y = _normalized(norm, x, bias, lambda rows: dispatch.norm(rows, weight, bias, eps, amax))
     if amax is not None:
         attach_metadata(y, amax=amax)

@@ -248,5 +248,5 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
         if not untouched or not self.can_use_channel():
             return None
         linear_gemms = self.bound_gemms
-        wanted = linear_gemms.supported_fusion("grad_output", x)
-        return None if wanted is None else GradOutputChannel(linear_gemms, current_rng_step(), wanted)
+        fusion = linear_gemms.supported_fusion("grad_output", x)
+        return None if fusion is None else GradOutputChannel(linear_gemms, current_rng_step(), fusion)

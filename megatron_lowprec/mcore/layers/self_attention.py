@@ -29,8 +29,8 @@ class _Split(torch.autograd.Function):
         channel, (*tokens, groups, _) = ctx.channel, parts[0].shape
         dq, dk, dv = (part.flatten(-2).flatten(0, -2).contiguous() for part in parts)
         source = QkvGrad(dq, dk, dv, ctx.widths)
-        made = channel.linear_gemms.grad_output(source, channel.rng_step, bias=ctx.bias)
-        return channel.put(made).view(*tokens, groups, -1), None, None, None
+        grad = channel.linear_gemms.grad_output(source, channel.rng_step, bias=ctx.bias)
+        return channel.put(grad).view(*tokens, groups, -1), None, None, None
 
 
 class LowPrecSelfAttention(SelfAttention):

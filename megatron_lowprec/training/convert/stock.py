@@ -94,7 +94,7 @@ def options(args: Namespace) -> dict[str, Any]:
     """
     for name, allowed in _REFUSED:
         found = getattr(args, name, allowed)
-        if found != allowed and name not in Config.__dataclass_fields__:
+        if found != allowed:
             raise UserError(
                 f"the checkpoint's model has --{name.replace('_', '-')} {found}, which these layers have not"
             )

@@ -351,11 +351,9 @@ def five_calls_to_a_launch() -> None:
         launch(self, *args)
 
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, device=DEVICE).bfloat16()
-    emulated_gemms = "megatron_lowprec.linear.emulated_gemms"
     with native(), contextlib.ExitStack() as stack:
         if DEVICE == "cpu":
-            for asked in ("fuses_mx", "has_mx_kernel"):
-                stack.enter_context(patch(f"{emulated_gemms}.{asked}", lambda *_: True))
+            stack.enter_context(patch("megatron_lowprec.linear.emulated_gemms.fuses_mx", lambda *_: True))
         for recipe in ("fp8_delayed", "fp8_current", "mxfp8"):
             layer = build("gpt", True, recipe, torch.bfloat16).decoder.layers[0].self_attention.linear_qkv
             paths.clear()

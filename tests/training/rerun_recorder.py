@@ -33,11 +33,11 @@ class RerunRecorder:
     def __init__(self, linear_gemms: Sequence[LinearGemms]) -> None:
         self.made: list[bool] = []
         self.replayed: list[int] = []
-        self._numerics = linear_gemms
+        self._linear_gemms = linear_gemms
         self._histories = list({id(h): h for layer in linear_gemms for h, _ in layer.histories.values()}.values())
 
     def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Rerun, torch.Tensor]:
-        promised = [layer.main_grad_is_zero for layer in self._numerics]
+        promised = [layer.main_grad_is_zero for layer in self._linear_gemms]
         with self._as_before():
             result = work().detach()
         self.made.append(draws)
@@ -62,15 +62,15 @@ class RerunRecorder:
     @contextmanager
     def _as_recorded(self, promised: Sequence[bool]) -> Iterator[None]:
         """A graph calls no hooks, and sees and changes no Python: it overwrites what it did when it was captured."""
-        now = [layer.main_grad_is_zero for layer in self._numerics]
-        for layer, then in zip(self._numerics, promised, strict=True):
+        now = [layer.main_grad_is_zero for layer in self._linear_gemms]
+        for layer, then in zip(self._linear_gemms, promised, strict=True):
             layer.main_grad_is_zero = then
         cuda_graphs._set_capture_start()
         try:
             yield
         finally:
             cuda_graphs._set_capture_end()
-            for layer, before in zip(self._numerics, now, strict=True):
+            for layer, before in zip(self._linear_gemms, now, strict=True):
                 layer.main_grad_is_zero = before
 
 
@@ -93,7 +93,7 @@ def _rerun_graphs(model: nn.Module, *, several: bool, recorders: list[RerunRecor
     """``LayerGraphs`` with such a recorder, which is added to ``recorders`` when it is time to capture."""
 
     def recorder() -> RerunRecorder:
-        recorders.append(RerunRecorder(graphs._numerics))
+        recorders.append(RerunRecorder(graphs._linear_gemms))
         return recorders[-1]
 
     graphs = LayerGraphs(model, several, recorder)

@@ -238,7 +238,7 @@ def _needed(test: Test, smallest: float, fit: Fit, difference: Difference, right
         return (
             f"{seeds} shared seeds resolve {unit} at the measured spread, but the difference is closer to the threshold"
         )
-    return f"{seeds} shared seeds are needed to resolve {unit} at the measured spread"
+    return f"at least {seeds} shared seeds are needed to resolve {unit} at the measured spread"
 
 
 def _all_diverged(

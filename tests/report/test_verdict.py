@@ -172,7 +172,7 @@ def test_recipes_of_different_groups_are_not_compared(tmp_path: Path) -> None:
     b = write_sweep(tmp_path / "b", {"mxfp4": 3.9}, options={"lr": 3e-4})
     verdict = judged(claims(tmp_path, gap_is()), a, b)
     assert (verdict.outcome, verdict.group) == (Outcome.UNPAIRED, None)
-    assert "are not compared: lr 0.001 and 0.0003; train both with equal" in verdict.findings[0].words
+    assert "are not compared: lr 0.0003 and 0.001; train both with equal" in verdict.findings[0].words
 
 
 def test_only_shared_seeds_count(tmp_path: Path) -> None:

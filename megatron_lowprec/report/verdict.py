@@ -210,7 +210,9 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     measured = convert(difference.value)
     words = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test)}"
     words += f"{_diverged_words(diverged)}; {_relation(test)}: {held.value}"
-    if held is Held.OPEN:
+    if held is Held.OPEN and any(diverged.values()):
+        words += "; diverged runs leave the difference without a bound, which more seeds do not mend"
+    elif held is Held.OPEN:
         words += f"; {_needed(test, smallest, fit, difference, fit.mean(right))}"
     elif held is Held.NO and test.threshold == 0 and -smallest <= interval[0] and interval[1] <= smallest:
         words += f", within the smallest difference that matters, {_amount(smallest, test)}"
@@ -224,17 +226,17 @@ def _diverged(group: Group, label: str, test: Test) -> int:
 
 
 def _needed(test: Test, smallest: float, fit: Fit, difference: Difference, right: float) -> str:
-    """How many seeds decide a difference of the smallest size that matters, at the measured spread."""
+    """Text with the number of seeds that decide a difference of the smallest size that matters.
+
+    ``right`` is the mean loss of the test's right side in nats a token.
+    """
     unit = _amount(smallest, test)
     if not fit.known:
-        return f"the spread over seeds is unknown, so the seeds that resolve {unit} are too: run at least two of each"
-    seeds, have = (
-        fit.seeds_needed(_in_nats(smallest, test.quantity, right), test.relation == "within"),
-        min(difference.counts),
-    )
+        return f"the spread over seeds is unknown; train two shared seeds or more to learn how many resolve {unit}"
+    seeds = fit.seeds_needed(_in_nats(smallest, test.quantity, right), test.relation == "within")
     if seeds is None:
         return f"over 1,000 shared seeds are needed to resolve {unit} at the measured spread"
-    if seeds <= have:
+    if seeds <= min(difference.counts):
         return (
             f"{seeds} shared seeds resolve {unit} at the measured spread, but the difference is closer to the threshold"
         )

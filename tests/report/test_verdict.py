@@ -252,7 +252,8 @@ def test_an_open_claim_says_how_many_seeds_it_needs(tmp_path: Path) -> None:
     assert verdict.outcome is Outcome.OPEN
     assert "over 1,000 shared seeds" in judged(claims(tmp_path, few, smallest=1e-5), sweep).findings[0].words
     single = write_sweep(tmp_path / "single", {"bf16": [3.7], "mxfp4": [3.8]})
-    assert "run at least two of each" in judged(claims(tmp_path, test), single).findings[0].words
+    (finding,) = judged(claims(tmp_path, test, smallest=0.005), single).findings
+    assert "train two shared seeds or more to learn how many resolve 0.005 nats" in finding.words
     close = write_sweep(tmp_path / "close", {"bf16": 3.7, "mxfp4": 3.73, "mxfp8": 3.7}, scatter=0.001)
     (finding,) = judged(claims(tmp_path, gap_is("at_most"), smallest=0.03), close).findings
     assert finding.held is Held.OPEN
@@ -323,6 +324,7 @@ def test_runs_that_diverge_count(tmp_path: Path, finished: int, diverged: int, r
     verdict = judged(claims(tmp_path, gap_is(relation)), diverging(tmp_path, finished, diverged))
     assert verdict.outcome is outcome
     assert "diverged" in verdict.findings[0].words
+    assert "seeds are needed" not in verdict.findings[0].words
 
 
 def test_a_gap_among_the_survivors_is_only_larger_for_the_diverged(tmp_path: Path) -> None:

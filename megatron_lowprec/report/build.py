@@ -58,6 +58,7 @@ class Report:
             found.append(f"  {verdict.outcome.value}: {verdict.claim.id} (arXiv {verdict.claim.source.arxiv}){where}")
             found.append(f"    {verdict.claim.sentence}")
             found += [f"    {finding.words}" for finding in verdict.findings]
+            found += [f"    {verdict.note}"] if verdict.note else []
             found.append(f"    scale: {verdict.scale}")
         return found
 
@@ -125,7 +126,9 @@ class Report:
 
     def _judged(self) -> str:
         counts = Counter(verdict.outcome for verdict in self.verdicts)
-        tests = sum(each.held is not Held.MISSING for verdict in self.verdicts for each in verdict.findings)
+        tests = sum(
+            each.held not in (Held.MISSING, Held.UNPAIRED) for verdict in self.verdicts for each in verdict.findings
+        )
         parts = [f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome]]
         confidence = self.claims.rules.confidence
         return (

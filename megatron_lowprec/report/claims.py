@@ -23,6 +23,8 @@ RELATIONS = {
     "within": "within plus or minus",
 }
 SIZES = ("parameters", "tokens")
+LOSS = "loss"
+KINDS = (LOSS, "memory", "speed", "traffic", "snr", "tasks")
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,47 @@ class Test:
 
 
 @dataclass(frozen=True)
+class SmallestDifference:
+    """The smallest difference that would change a verdict, above 0 in ``unit``; stated before the runs."""
+
+    value: float
+    unit: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A published figure that is not a loss; ``values`` has none, one, or the ends of a range, in ``unit``."""
+
+    left: str
+    right: str
+    direction: str
+    values: tuple[float, ...]
+    unit: str
+    where: str
+
+
+@dataclass(frozen=True)
 class Claim:
-    """One sentence of one paper, and the tests that must all hold for it; ``sweep`` names a sweep with the runs."""
+    """One sentence of one paper.
+
+    A claim of kind "loss" has tests, which must all hold; ``sweep`` names a sweep with the runs. A claim of another
+    kind has ``stated`` figures, and ``measured_by`` names the topic that will measure them.
+    """
 
     id: str
     source: Source
     sentence: str
-    sweep: str | None
     scale: Scale
-    published: tuple[Published, ...]
-    tests: tuple[Test, ...]
-    threshold_from: str
+    smallest_difference: SmallestDifference
+    sweep: str | None = None
+    published: tuple[Published, ...] = ()
+    tests: tuple[Test, ...] = ()
+    threshold_from: str = ""
     unpublished: str | None = None
+    kind: str = LOSS
+    stated: tuple[Stated, ...] = ()
+    measured_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -135,26 +166,65 @@ def load_claims(path: Path) -> Claims:
 
 
 def _check(claim: Claim, where: str) -> None:
-    for quantity in [test.quantity for test in claim.tests] + [row.quantity for row in claim.published]:
-        _choice(where, "quantity", quantity, QUANTITIES)
-    for test in claim.tests:
-        _choice(where, "relation", test.relation, RELATIONS)
-        if (test.quantity == "training_loss") != (test.over is not None):
-            raise UserError(
-                f"{where}: training_loss needs a share of the run, `over: [0.05, 0.2]`, and nothing else does"
-            )
-        if test.over is not None and not 0 <= test.over[0] < test.over[1] <= 1:
-            raise UserError(f"{where}: over is {list(test.over)}, but must be two rising shares from 0 to 1")
-        if test.relation == "within" and test.threshold <= 0:
-            raise UserError(f"{where}: within needs a threshold above 0, not {test.threshold}")
+    _choice(where, "kind", claim.kind, KINDS)
+    if claim.smallest_difference.value <= 0:
+        raise UserError(
+            f"{where}: smallest_difference is {claim.smallest_difference.value:g}, but must be above 0: name the "
+            "smallest difference that would change the verdict"
+        )
     for size in claim.scale.essential:
         _choice(where, "an essential size", size, SIZES)
         if getattr(claim.scale, size) is None:
             raise UserError(f"{where}: {size} cannot be essential to its scale, which gives no number of them")
+    if claim.kind != LOSS:
+        _check_other(claim, where)
+        return
+    for quantity in [test.quantity for test in claim.tests] + [row.quantity for row in claim.published]:
+        _choice(where, "quantity", quantity, QUANTITIES)
     if not claim.tests:
-        raise UserError(f"{where} has no tests; a claim that nothing can test belongs elsewhere")
+        raise UserError(f"{where} has no tests; give it tests of losses, or another kind and measured_by")
+    for test in claim.tests:
+        _check_test(test, claim.smallest_difference, where)
+    if claim.stated or claim.measured_by is not None:
+        raise UserError(f"{where}: stated and measured_by are for claims of another kind than {LOSS}; remove them")
+    if not claim.threshold_from:
+        raise UserError(f"{where} lacks threshold_from: state the origin of its thresholds")
     if not claim.published and not claim.unpublished:
         raise UserError(f"{where} has no published number: say in `unpublished` why")
+
+
+def _check_other(claim: Claim, where: str) -> None:
+    """A claim that is not about losses: no tests, but what was published and the topic that measures it."""
+    if claim.tests or claim.published or claim.threshold_from:
+        raise UserError(
+            f"{where} is of kind {claim.kind}, but has tests of losses; remove tests, published and threshold_from"
+        )
+    if not claim.stated or not claim.measured_by:
+        raise UserError(f"{where} is of kind {claim.kind}: give `stated` figures and the topic in `measured_by`")
+    for row in claim.stated:
+        if len(row.values) > 2:
+            raise UserError(f"{where}: stated has {len(row.values)} values, but takes none, one, or a range of two")
+
+
+def _check_test(test: Test, smallest: SmallestDifference, where: str) -> None:
+    _choice(where, "relation", test.relation, RELATIONS)
+    if (test.quantity == "training_loss") != (test.over is not None):
+        raise UserError(f"{where}: training_loss needs a share of the run, `over: [0.05, 0.2]`, and nothing else does")
+    if test.over is not None and not 0 <= test.over[0] < test.over[1] <= 1:
+        raise UserError(f"{where}: over is {list(test.over)}, but must be two rising shares from 0 to 1")
+    if test.relation == "within" and test.threshold <= 0:
+        raise UserError(f"{where}: within needs a threshold above 0, not {test.threshold}")
+    unit = QUANTITIES[test.quantity]
+    if smallest.unit != unit:
+        raise UserError(
+            f"{where}: smallest_difference is in {smallest.unit!r}, but its test of {test.quantity} in {unit!r}; use "
+            "one unit for both"
+        )
+    if 0 < abs(test.threshold) < smallest.value:
+        raise UserError(
+            f"{where}: threshold {test.threshold:g} is below the smallest difference that matters, "
+            f"{smallest.value:g} {unit}; raise the one, lower the other, or test the direction alone (threshold 0)"
+        )
 
 
 def _choice(where: str, name: str, value: str, choices: Iterable[str]) -> None:

@@ -36,6 +36,16 @@ _NAMES = """
 """
 _IGNORED = frozenset(_NAMES.split())
 
+# Ignored options that nevertheless determine initial weights and dropout, because Megatron offsets its seed by rank.
+_INITIALIZATION = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "expert_model_parallel_size": 1,
+    "transformer_impl": "local",
+}
+
 
 @dataclass(frozen=True)
 class Group:
@@ -90,6 +100,36 @@ class Group:
         counts = Counter((run.label, run.seed) for run in finished)
         return [f"{label}, seed {seed}" for (label, seed), count in counts.items() if count > 1]
 
+    def shared_seeds(self, left: str, right: str) -> set[int]:
+        """Seeds of which both labels have a run with losses, finished, diverged or stopped."""
+        found = [{run.seed for run in self.of(label) if run.curve is not None} for label in (left, right)]
+        return {seed for seed in found[0] & found[1] if seed is not None}
+
+    def unpaired(self, left: str, right: str) -> str | None:
+        """Reason why two labels cannot be compared for a claim, naming what differs; None if they are paired.
+
+        Model, data, tokens and schedule are equal within a group. Pairs also need shared seeds, equal initial weights
+        (layout and implementation), and a learning rate that decays fully within the run.
+        """
+        seeds = self.shared_seeds(left, right)
+        if not seeds:
+            each = ", ".join(f"{label} has {_seeds(self.of(label))}" for label in (left, right))
+            return f"no shared seed: {each}; train both with the same seeds"
+        for seed in sorted(seeds):
+            options = [
+                [run.options for run in self.of(label) if run.seed == seed and run.curve is not None]
+                for label in (left, right)
+            ]
+            for name, default in _INITIALIZATION.items():
+                values = [list(dict.fromkeys(str(each.get(name, default)) for each in runs)) for runs in options]
+                if values[0] != values[1]:
+                    theirs = " and ".join(f"{' or '.join(v)} ({side})" for v, side in zip(values, (left, right)))
+                    return (
+                        f"{name} differs at seed {seed}: {theirs}; initial weights and dropout depend on it, so train "
+                        "both with the same"
+                    )
+        return _not_decayed(next(run for run in self.of(left) if run.curve is not None))
+
     def find(self, asked: str) -> str | None:
         """The label that a claim refers to: a label, a recipe's name, or a recipe with overrides, by its numerics.
 
@@ -123,6 +163,34 @@ def group_runs(runs: Sequence[Run], reference: str) -> tuple[list[Group], list[R
     apart = [{key: setting.get(key) for key in differ} for setting in settings]
     names = _names(list(keyed.values()))
     return [Group(name, tuple(m), reference, each) for name, m, each in zip(names, keyed.values(), apart)], lost
+
+
+def differing_options(left: Group, right: Group) -> list[str]:
+    """The options in which two groups of one report differ, each with both values."""
+    names = [name for name in left.apart if left.apart[name] != right.apart.get(name)]
+    return [f"{name} {left.apart[name]} and {right.apart.get(name)}" for name in names]
+
+
+def _seeds(runs: Sequence[Run]) -> str:
+    seeds = sorted({run.seed for run in runs if run.seed is not None and run.curve is not None})
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}" if seeds else "no recorded seed"
+
+
+def _not_decayed(run: Run) -> str | None:
+    """Reason why a run's learning rate does not reach its minimum; None if it does, or if no schedule is recorded."""
+    options = run.options
+    style = options.get("lr_decay_style")
+    if style in ("constant", "inverse-square-root"):
+        return f"no full decay: lr_decay_style is {style}; train with linear, cosine or WSD over the whole run"
+    batch = float(options.get("global_batch_size") or math.nan)
+    planned = float(options.get("train_samples") or run.train_iters * batch)
+    horizon = float(options.get("lr_decay_samples") or (options.get("lr_decay_iters") or 0) * batch) or planned
+    if horizon > planned:
+        return (
+            f"no full decay: the learning rate decays over {horizon:,.0f} samples, the run has {planned:,.0f}; let "
+            "lr_decay_iters be at most train_iters"
+        )
+    return None
 
 
 def _place(run: Run) -> tuple[str | None, str, str | None]:

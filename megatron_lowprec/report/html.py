@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_lowprec.report.claims import QUANTITIES, Claim
-from megatron_lowprec.report.verdict import Verdict, published_difference
+from megatron_lowprec.report.verdict import Verdict, published_difference, stated_words
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ def page(**content: Any) -> str:
     environment.filters |= {
         "anchor": _anchor,
         "difference": published_difference,
+        "stated": stated_words,
         "png": lambda data: f"data:image/png;base64,{base64.b64encode(data).decode()}",
         "thresholds": _thresholds,
     }

@@ -19,6 +19,7 @@ _FEWEST = 4  # least degrees of freedom left by seeds as blocks
 _POWER = 0.8
 _UNLIKE = 3.0  # times the others' standard deviation
 _COPIES = 1e-9  # nats: a smaller standard deviation is rounding
+_MOST_SEEDS = 1000  # a comparison that needs more is out of reach
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,14 @@ class Fit:
         results: (label, seed) -> finite value; one per pair.
         confidence: of the intervals, such as 0.95.
         prior: assumed standard deviation between seeds if no label has two; None for none.
+        paired: seeds are blocks with any degree of freedom left, and runs never count as independent.
     """
 
-    def __init__(self, results: Results, confidence: float, prior: float | None = None) -> None:
+    def __init__(
+        self, results: Results, confidence: float, prior: float | None = None, *, paired: bool = False
+    ) -> None:
         self._confidence = confidence
+        self._fewest = 1 if paired else _FEWEST
         self._labels = list(dict.fromkeys(label for label, _ in results))
         self._values = {
             label: np.array([value for (other, _), value in results.items() if other == label])
@@ -71,9 +76,9 @@ class Fit:
         if self._fit_blocks(results):
             return
         spare, squares = sum(self._spare.values()), sum(self._squares.values())
-        if spare:
+        if spare and not paired:
             self.method, self.sigma, self.dof = INDEPENDENT, math.sqrt(squares / spare), float(spare)
-        elif prior is not None:
+        elif prior is not None and not spare:
             self.method, self.sigma, self.dof = PRIOR, prior, math.inf
 
     def _fit_blocks(self, results: Results) -> bool:
@@ -87,7 +92,7 @@ class Fit:
             if seeds.index(seed):
                 design[row, len(self._labels) + seeds.index(seed) - 1] = 1.0
         # Without full rank some labels share no seeds, not even through others, and cannot be compared with them.
-        if np.linalg.matrix_rank(design) < design.shape[1] or len(results) - design.shape[1] < _FEWEST:
+        if np.linalg.matrix_rank(design) < design.shape[1] or len(results) - design.shape[1] < self._fewest:
             return False
         inverse = np.linalg.inv(design.T @ design)
         effects = inverse @ design.T @ values
@@ -116,6 +121,30 @@ class Fit:
         if difference.error is None:
             return math.inf
         return (difference.quantile + t_quantile(_POWER, self.dof)) * difference.error
+
+    def seeds_needed(self, margin: float, both_sides: bool) -> int | None:
+        """Fewest seeds per label, shared by all, that decide a test four times out of five.
+
+        Power calculation at the measured standard deviation, as if the recipes differed from the threshold by
+        ``margin``. An interval that must stay within two bounds (two one-sided tests) can miss on both sides.
+
+        Args:
+            margin: difference to tell apart, above 0, in the unit of the results.
+            both_sides: whether both ends of the interval have a bound.
+
+        Returns:
+            At least 2; None if the standard deviation is unknown or over 1000 seeds are needed.
+        """
+        if not self.known:
+            return None
+        power = 1 - (1 - _POWER) / 2 if both_sides else _POWER
+        others = max(1, len(self._labels) - 1)
+        for seeds in range(2, _MOST_SEEDS + 1):
+            dof = math.inf if self.method == PRIOR else float(others * (seeds - 1))
+            quantiles = t_quantile(0.5 + self._confidence / 2, dof) + t_quantile(power, dof)
+            if quantiles * self.sigma * math.sqrt(2 / seeds) <= margin:
+                return seeds
+        return None
 
     def mean(self, label: str) -> float:
         """Plain mean over the label's seeds."""

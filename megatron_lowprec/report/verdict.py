@@ -8,8 +8,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from megatron_lowprec.report.amounts import amount, share, signed
-from megatron_lowprec.report.claims import QUANTITIES, RELATIONS, SIZES, Claim, Claims, Published, Rules, Test
-from megatron_lowprec.report.groups import Group
+from megatron_lowprec.report.claims import (
+    LOSS,
+    QUANTITIES,
+    RELATIONS,
+    SIZES,
+    Claim,
+    Claims,
+    Published,
+    Rules,
+    Stated,
+    Test,
+)
+from megatron_lowprec.report.groups import Group, differing_options
 from megatron_lowprec.report.runs import Status
 from megatron_lowprec.report.statistics import PRIOR, Difference, Fit
 
@@ -21,7 +32,8 @@ class Held(Enum):
 
     YES = "holds"
     NO = "fails"
-    OPEN = "cannot be told"
+    OPEN = "open"
+    UNPAIRED = "refused"
     MISSING = "not tested"
 
 
@@ -31,8 +43,10 @@ class Outcome(Enum):
     REPRODUCED = "reproduced"
     CONTRADICTED = "contradicted"
     NOT_AT_THIS_SCALE = "not reproduced at this scale"
-    NOT_RESOLVABLE = "not resolvable with these seeds"
+    OPEN = "open"
+    UNPAIRED = "refused, runs are not paired"
     NOT_TESTED = "not tested by these runs"
+    NOT_LOSSES = "open, not measured by losses"
 
 
 @dataclass(frozen=True)
@@ -59,16 +73,20 @@ class Verdict:
     outcome: Outcome
     findings: tuple[Finding, ...]
     scale: str
+    note: str = ""  # the topic that measures a claim which is not about losses
 
 
 def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
     """A verdict for each claim and each group that has runs of all its recipes; "not tested" if none has."""
     verdicts = []
     for claim in claims.claims:
+        if claim.kind != LOSS:
+            verdicts.append(_not_losses(claim))
+            continue
         found = [judge(claim, group, claims) for group in groups]
         tested = [verdict for verdict in found if verdict.outcome is not Outcome.NOT_TESTED]
         partly = [verdict for verdict in found if any(each.held is not Held.MISSING for each in verdict.findings)]
-        verdicts += tested or partly or [_untested(claim, found)]
+        verdicts += tested or partly or [_apart(claim, groups) or _untested(claim, found)]
     return verdicts
 
 
@@ -77,17 +95,19 @@ def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
 
     All tests hold: reproduced, unless the runs are too small in a size that the claim is about. One fails:
     contradicted, if model and tokens are comparable with the claim's. With smaller runs both become: not reproduced at
-    this scale. One lacks runs: not tested. Otherwise the seeds do not resolve it.
+    this scale. One lacks runs: not tested. One compares runs that are not paired: refused. Otherwise open.
     """
-    findings = tuple(_finding(test, group, claims) for test in claim.tests)
+    findings = tuple(_finding(test, claim, group, claims) for test in claim.tests)
     scale, too_small = _scale(claim, group, claims.rules)
     held = {finding.held for finding in findings}
     if Held.MISSING in held:
         outcome = Outcome.NOT_TESTED
+    elif Held.UNPAIRED in held:
+        outcome = Outcome.UNPAIRED
     elif Held.NO in held:
         outcome = Outcome.NOT_AT_THIS_SCALE if too_small else Outcome.CONTRADICTED
     elif Held.OPEN in held:
-        outcome = Outcome.NOT_RESOLVABLE
+        outcome = Outcome.OPEN
     elif too_small.intersection(claim.scale.essential):
         outcome = Outcome.NOT_AT_THIS_SCALE
         scale += f" (the claim itself is about its number of {' and '.join(claim.scale.essential)})"
@@ -96,13 +116,16 @@ def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
     return Verdict(claim, group, outcome, findings, scale)
 
 
-def decide(relation: str, threshold: float, interval: Interval) -> Held:
+def decide(relation: str, threshold: float, interval: Interval, smallest: float = 0.0) -> Held:
     """Whether a difference with a known interval is in a relation to a threshold.
 
-    YES if the relation holds in the whole interval, NO if it holds nowhere in it, else OPEN. Interval ends may be
-    infinite.
+    YES if the relation holds in the whole interval, NO if it holds nowhere in it, else OPEN. ``above`` or ``below`` a
+    threshold of 0 is NO as well if the whole interval is within plus or minus ``smallest``: the recipes are equivalent
+    (two one-sided tests), whatever the sign. Interval ends may be infinite.
     """
     low, high = interval
+    if relation in ("above", "below") and threshold == 0 and -smallest <= low and high <= smallest and smallest > 0:
+        return Held.NO
     holds, fails = {
         "above": (low > threshold, high <= threshold),
         "below": (high < threshold, low >= threshold),
@@ -129,6 +152,12 @@ def published_difference(row: Published) -> str:
     )
 
 
+def stated_words(row: Stated) -> str:
+    """Text with a published figure that is not a loss, and its place."""
+    figure = " to ".join(f"{value:g}" for value in row.values)
+    return f"{row.left} against {row.right}: {row.direction}, {figure or 'no number printed'} {row.unit} ({row.where})"
+
+
 def published_gaps(claims: Claims, group: Group) -> dict[str, list[float]]:
     """Label -> distinct published perplexity gaps to the group's reference, percent."""
     gaps: dict[str, list[float]] = {}
@@ -140,7 +169,7 @@ def published_gaps(claims: Claims, group: Group) -> dict[str, list[float]]:
     return gaps
 
 
-def _finding(test: Test, group: Group, claims: Claims) -> Finding:
+def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     labels = group.find(test.left), group.find(test.right)
     for asked, label in zip((test.left, test.right), labels):
         if label is None:
@@ -152,26 +181,66 @@ def _finding(test: Test, group: Group, claims: Claims) -> Finding:
         results, prior = group.training_losses(*test.over), claims.prior_noise.training_loss
     else:
         results, prior = group.final_losses(), claims.prior_noise.validation_loss
-    have = {label: sum(each == label for each, _ in results) for label in (left, right)}
-    diverged = {label: 0 if test.over else len(group.of(label, Status.DIVERGED)) for label in (left, right)}
+    seeds = group.shared_seeds(left, right)
     for label in (left, right):
-        if not have[label] and not diverged[label]:
+        if not any(each == label for each, _ in results) and not _diverged(group, label, test):
             return Finding(test, Held.MISSING, f"no run of {label} came far enough")
     name = f"{left} less {right}"
+    reason = group.unpaired(left, right)
+    if reason is not None:
+        return Finding(test, Held.UNPAIRED, f"{name}: not compared, {reason}", f"{name} not paired")
+    # Only seeds of both sides count: they share weights, data order and dropout. Other recipes add to the estimate of
+    # the noise.
+    results = {(label, seed): value for (label, seed), value in results.items() if seed in seeds}
+    have = {label: sum(each == label for each, _ in results) for label in (left, right)}
+    diverged = {label: _diverged(group, label, test) for label in (left, right)}
+    for label in (left, right):
+        if not have[label] and not diverged[label]:
+            return Finding(test, Held.MISSING, f"no run of {label} came far enough under a shared seed")
     if not have[left] or not have[right]:
         return _all_diverged(test, name, left, right, have, diverged)
-    fit = Fit(results, claims.rules.confidence, prior)
+    fit = Fit(results, claims.rules.confidence, prior, paired=True)
     difference = fit.difference(left, right)
     convert = _conversion(test.quantity, fit.mean(right))
     low, high = difference.interval
     # A diverged run has no final loss; it can only have been worse than any.
     interval = convert(-math.inf if diverged[right] else low), convert(math.inf if diverged[left] else high)
-    held = decide(test.relation, test.threshold, interval)
+    smallest = claim.smallest_difference.value
+    held = decide(test.relation, test.threshold, interval, smallest)
     measured = convert(difference.value)
     words = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test)}"
-    words += _diverged_words(diverged)
+    words += f"{_diverged_words(diverged)}; {_relation(test)}: {held.value}"
+    if held is Held.OPEN and any(diverged.values()):
+        words += "; diverged runs leave the difference without a bound, which more seeds do not mend"
+    elif held is Held.OPEN:
+        words += f"; {_needed(test, smallest, fit, difference, fit.mean(right))}"
+    elif held is Held.NO and test.threshold == 0 and -smallest <= interval[0] and interval[1] <= smallest:
+        words += f", within the smallest difference that matters, {_amount(smallest, test)}"
     brief = f"{name} {_number(measured, test)}"
-    return Finding(test, held, f"{words}; {_relation(test)}: {held.value}", brief, measured, interval)
+    return Finding(test, held, words, brief, measured, interval)
+
+
+def _diverged(group: Group, label: str, test: Test) -> int:
+    """Diverged runs of a label that count for a test; of any seed, since they only weaken a finding if unshared."""
+    return 0 if test.over else len(group.of(label, Status.DIVERGED))
+
+
+def _needed(test: Test, smallest: float, fit: Fit, difference: Difference, right: float) -> str:
+    """Text with the number of seeds that decide a difference of the smallest size that matters.
+
+    ``right`` is the mean loss of the test's right side in nats a token.
+    """
+    unit = _amount(smallest, test)
+    if not fit.known:
+        return f"the spread over seeds is unknown; train two shared seeds or more to learn how many resolve {unit}"
+    seeds = fit.seeds_needed(_in_nats(smallest, test.quantity, right), test.relation == "within")
+    if seeds is None:
+        return f"over 1,000 shared seeds are needed to resolve {unit} at the measured spread"
+    if seeds <= min(difference.counts):
+        return (
+            f"{seeds} shared seeds resolve {unit} at the measured spread, but the difference is closer to the threshold"
+        )
+    return f"at least {seeds} shared seeds are needed to resolve {unit} at the measured spread"
 
 
 def _all_diverged(
@@ -202,20 +271,32 @@ def _conversion(quantity: str, right: float) -> Callable[[float], float]:
     return lambda loss: loss
 
 
+def _in_nats(value: float, quantity: str, right: float) -> float:
+    """A difference in the test's unit as a difference of losses; ``right`` is the mean loss of the right side."""
+    if quantity == "perplexity_percent":
+        return math.log1p(value / 100)
+    return math.log1p(value / math.exp(right)) if quantity == "perplexity" else value
+
+
 def _basis(difference: Difference, fit: Fit, rules: Rules, convert: Callable[[float], float], test: Test) -> str:
     seeds = "{} and {} seeds".format(*difference.counts)
     if difference.error is None:
-        reason = "their losses are equal to the last bit" if fit.dof > 0 else "no recipe has two"
+        reason = "their losses are equal to the last bit" if fit.dof > 0 else "no recipe has two to pair"
         return f"of unknown uncertainty ({seeds}; {reason})"
     low, high = (_number(convert(end), test, unit=False) for end in difference.interval)
     noise = "a prior standard deviation" if fit.method == PRIOR else f"{difference.dof:.0f} degrees of freedom"
-    return f"{rules.confidence:.0%} interval {low} to {high} ({seeds}, {noise})"
+    paired = "" if fit.method == PRIOR else "paired, "
+    return f"{rules.confidence:.0%} interval {low} to {high} ({paired}{seeds}, {noise})"
 
 
 def _relation(test: Test) -> str:
     decimals = 3 if test.quantity in ("validation_loss", "training_loss") else 2
     over = f" over {test.over[0]:.0%} to {test.over[1]:.0%} of the run" if test.over else ""
     return f"{RELATIONS[test.relation]} {test.threshold:.{decimals}f}{over}"
+
+
+def _amount(value: float, test: Test) -> str:
+    return f"{value:g} {QUANTITIES[test.quantity]}"
 
 
 def _number(value: float, test: Test, unit: bool = True) -> str:
@@ -243,6 +324,36 @@ def _scale(claim: Claim, group: Group, rules: Rules) -> tuple[str, set[str]]:
             if here < rules.comparable_scale * claimed:
                 too_small.add(name)
     return "; ".join(parts), too_small
+
+
+def _not_losses(claim: Claim) -> Verdict:
+    """The verdict on a claim that is not about losses: open, with the topic that measures it."""
+    note = f"{claim.kind}, not measured by losses; measured by: {claim.measured_by}"
+    return Verdict(claim, None, Outcome.NOT_LOSSES, (), _claimed(claim), note)
+
+
+def _apart(claim: Claim, groups: Sequence[Group]) -> Verdict | None:
+    """The verdict "refused" if runs of all recipes exist, but of different groups; names the options that differ.
+
+    None if a recipe has no runs, or if a group has all of them.
+    """
+    findings = []
+    for test in claim.tests:
+        lefts, rights = ([group for group in groups if group.find(name)] for name in (test.left, test.right))
+        if not lefts or not rights:
+            return None
+        pairs = [(a, b) for a in lefts for b in rights if a is not b]
+        if not pairs or any(a is b for a in lefts for b in rights):
+            continue
+        options, a, b = min(((differing_options(a, b), a, b) for a, b in pairs), key=lambda each: len(each[0]))
+        words = f"{test.left} of {a.name} and {test.right} of {b.name} are not compared: {', '.join(options)}"
+        words += "; train both with equal model, data, tokens and schedule"
+        findings.append(Finding(test, Held.UNPAIRED, words))
+    return Verdict(claim, None, Outcome.UNPAIRED, tuple(findings), _claimed(claim)) if findings else None
+
+
+def _claimed(claim: Claim) -> str:
+    return f"made for {amount(claim.scale.parameters)} parameters and {amount(claim.scale.tokens)} tokens"
 
 
 def _untested(claim: Claim, found: Sequence[Verdict]) -> Verdict:

@@ -80,7 +80,7 @@ def test_a_sweep_becomes_a_page_that_needs_nothing_else(
         "mxfp8_ocp-s1 (mxfp8_ocp): diverged, training loss not finite from iteration 200",
         "mxfp8-s2 (mxfp8): failed, was not run: there is no folder",
         "reproduced: mxfp4_plain (arXiv 2502.20586)",
-        "not resolvable with these seeds: mxfp8_floor",
+        "open: mxfp8_floor",
         "with 4 degrees of freedom",
     ):
         assert words in said

@@ -23,6 +23,7 @@ CLAIM: dict[str, Any] = {
         {"left": "mxfp4", "right": "bf16", "quantity": "validation_loss", "relation": "above", "threshold": 0.03}
     ],
     "threshold_from": "somewhere",
+    "smallest_difference": {"value": 0.03, "unit": "nats a token", "reason": "a reason"},
 }
 
 
@@ -71,6 +72,23 @@ def with_test(**changes: Any) -> dict[str, Any]:
     return changed(tests=[{**CLAIM["tests"][0], **changes}])
 
 
+def smallest(**changes: Any) -> dict[str, Any]:
+    return {**CLAIM["smallest_difference"], **changes}
+
+
+OTHER: dict[str, Any] = {
+    **{key: CLAIM[key] for key in ("id", "source", "sentence", "scale", "smallest_difference")},
+    "kind": "memory",
+    "stated": [{"left": "a", "right": "b", "direction": "less", "values": [27, 42], "unit": "%", "where": "Table 1"}],
+    "measured_by": "a page",
+}
+
+
+def test_a_claim_that_is_not_about_losses_has_no_tests(tmp_path: Path) -> None:
+    (claim,) = load(tmp_path, OTHER).claims
+    assert (claim.tests, claim.stated[0].values) == ((), (27.0, 42.0))
+
+
 @pytest.mark.parametrize(
     ("claim", "words"),
     [
@@ -86,6 +104,16 @@ def with_test(**changes: Any) -> dict[str, Any]:
         (with_test(quantity="training_loss", over=[0.2]), "must be a list of 2"),
         (with_test(relation="within", threshold=0.0), "within needs a threshold above 0"),
         (changed(tests=[]), "has no tests"),
+        (changed(smallest_difference=smallest(value=0.0)), "must be above 0: name the smallest"),
+        (changed(smallest_difference=smallest(unit="dB")), "smallest_difference is in 'dB', but its test of"),
+        (changed(smallest_difference=smallest(value=0.04)), "threshold 0.03 is below the smallest difference"),
+        ({key: value for key, value in CLAIM.items() if key != "smallest_difference"}, "lacks smallest_difference"),
+        (changed(threshold_from=""), "lacks threshold_from"),
+        (changed(kind="losses"), "kind is 'losses', but must be one of loss, memory"),
+        (changed(kind="memory"), "is of kind memory, but has tests of losses"),
+        (changed(measured_by="a page"), "are for claims of another kind"),
+        ({**OTHER, "measured_by": None}, "give `stated` figures and the topic in `measured_by`"),
+        ({**OTHER, "stated": [{**OTHER["stated"][0], "values": [1, 2, 3]}]}, "stated has 3 values"),
         (changed(unpublished=None), "say in `unpublished` why"),
         (changed(scale={"parameters": "33e9", "tokens": None}), "write 33_000_000_000"),
         (changed(scale={"parameters": 1, "tokens": 1, "essential": ["layers"]}), "must be one of parameters, tokens"),

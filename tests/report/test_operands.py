@@ -150,7 +150,7 @@ def test_runs_without_rows_show_nothing(
     if content is not None:
         (run / "quantization.jsonl").write_text(content)
     assert report.main([str(run), "--out", str(tmp_path / "out")]) == 0
-    assert "quantization" not in capsys.readouterr().out
+    assert "quantization" not in capsys.readouterr().out.partition("\nclaims:")[0]
     assert HEADING not in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert not (tmp_path / "out/operand_snr.png").exists()
 

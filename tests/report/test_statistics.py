@@ -122,3 +122,35 @@ def test_means_and_deviations_are_plain() -> None:
     assert fit.mean("a") == pytest.approx(3.72)
     assert fit.deviation("a") == pytest.approx(0.04 / math.sqrt(2))
     assert math.isnan(fit.deviation("b"))
+
+
+def test_paired_fits_use_any_degree_of_freedom_and_never_independent_runs() -> None:
+    few = results(a=[3.70, 3.74], b=[3.71, 3.754])
+    fit = Fit(few, 0.95, paired=True)
+    assert (fit.method, fit.dof) == (BLOCKS, 1)
+    assert fit.difference("b", "a").error == pytest.approx(statistics.stdev([0.01, 0.014]) / math.sqrt(2))
+    apart = {("a", 1): 3.70, ("a", 2): 3.71, ("b", 3): 3.72, ("b", 4): 3.74}
+    assert Fit(apart, 0.95, paired=True).method == NONE
+    assert Fit(apart, 0.95, prior=0.01, paired=True).method == NONE  # a prior is for single seeds
+
+
+@pytest.mark.parametrize("both_sides", [False, True])
+def test_the_seeds_needed_decide_four_times_out_of_five(both_sides: bool) -> None:
+    rng = np.random.default_rng(3)
+    pilot = Fit(results(a=[0.0, 0.004, 0.001], b=[0.003, 0.0, 0.002], c=[0.001, 0.002, 0.006]), 0.95, paired=True)
+    margin, decided, trials = 2 * pilot.sigma, 0, 800
+    seeds = pilot.seeds_needed(margin, both_sides)
+    assert seeds is not None
+    fewer = pilot.seeds_needed(1.5 * margin, both_sides)
+    assert fewer is not None
+    assert fewer < seeds
+    for _ in range(trials):
+        drawn = {label: list(pilot.sigma * rng.standard_normal(seeds)) for label in "abc"}
+        low, high = Fit(results(**drawn), 0.95, paired=True).difference("a", "b").interval
+        decided += high < margin and (low > -margin or not both_sides)
+    assert 0.75 < decided / trials < 0.95  # whole seeds, and for two sides a bound, lie above 0.8
+    assert pilot.seeds_needed(1e-3 * pilot.sigma, both_sides) is None
+
+
+def test_unknown_noise_needs_an_unknown_number_of_seeds() -> None:
+    assert Fit(results(a=[3.7], b=[3.8]), 0.95, paired=True).seeds_needed(0.1, False) is None

@@ -1,23 +1,37 @@
 """Every outcome from runs whose truth is known, and the rules at their edges."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megatron_lowprec.report.claims import Claims, Published, load_claims
+from megatron_lowprec.report.claims import KINDS, QUANTITIES, Claims, Published, load_claims
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.runs import find_runs
-from megatron_lowprec.report.verdict import Held, Outcome, Verdict, decide, judge_all, published_gaps, published_percent
+from megatron_lowprec.report.statistics import Fit
+from megatron_lowprec.report.verdict import (
+    Held,
+    Outcome,
+    Verdict,
+    decide,
+    judge_all,
+    published_gaps,
+    published_percent,
+    stated_words,
+)
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 
 NEAR = {"parameters": 51_000_000, "tokens": 26_000_000}  # the synthetic runs' own
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "claims.yaml"
 FAR = {"parameters": 345_000_000, "tokens": 33_000_000_000}
 
 
-def claims(tmp_path: Path, *tests: dict[str, Any], scale: dict[str, Any] | None = None, **more: Any) -> Claims:
+def claims(
+    tmp_path: Path, *tests: dict[str, Any], scale: dict[str, Any] | None = None, smallest: float = 1e-6, **more: Any
+) -> Claims:
     claim = {
         "id": "claim",
         "source": {"arxiv": "0000.00000", "where": "Table 1"},
@@ -28,6 +42,7 @@ def claims(tmp_path: Path, *tests: dict[str, Any], scale: dict[str, Any] | None 
         "unpublished": "a test",
         "tests": list(tests),
         "threshold_from": "a test",
+        "smallest_difference": {"value": smallest, "unit": QUANTITIES[tests[0]["quantity"]], "reason": "a test"},
     }
     path = tmp_path / "claims.yaml"
     path.write_text(yaml.safe_dump({"rules": {}, "prior_noise": {}, "claims": [claim], **more}))
@@ -55,17 +70,17 @@ def judged(found: Claims, *paths: Path) -> Verdict:
         ("above", 0.00, FAR, Outcome.NOT_AT_THIS_SCALE),  # the size fails
         ("above", -0.09, FAR, Outcome.NOT_AT_THIS_SCALE),  # the sign fails
         ("above", 0.00, NEAR, Outcome.CONTRADICTED),
-        ("above", 0.03, FAR, Outcome.NOT_RESOLVABLE),
-        ("above", 0.03, NEAR, Outcome.NOT_RESOLVABLE),
+        ("above", 0.03, FAR, Outcome.OPEN),
+        ("above", 0.03, NEAR, Outcome.OPEN),
         ("at_most", 0.01, FAR, Outcome.REPRODUCED),
         ("at_most", -0.09, FAR, Outcome.REPRODUCED),  # better is no worse
         ("at_most", 0.09, FAR, Outcome.NOT_AT_THIS_SCALE),
         ("at_most", 0.09, NEAR, Outcome.CONTRADICTED),
-        ("at_most", 0.03, NEAR, Outcome.NOT_RESOLVABLE),
+        ("at_most", 0.03, NEAR, Outcome.OPEN),
         ("within", 0.00, FAR, Outcome.REPRODUCED),
         ("within", -0.09, NEAR, Outcome.CONTRADICTED),
-        ("within", -0.03, NEAR, Outcome.NOT_RESOLVABLE),
-        ("below", -0.09, FAR, Outcome.NOT_RESOLVABLE),  # of +0.03: see threshold below
+        ("within", -0.03, NEAR, Outcome.OPEN),
+        ("below", -0.09, FAR, Outcome.OPEN),  # of +0.03: see threshold below
     ],
 )
 def test_every_outcome(tmp_path: Path, relation: str, gap: float, scale: dict[str, Any], outcome: Outcome) -> None:
@@ -75,7 +90,7 @@ def test_every_outcome(tmp_path: Path, relation: str, gap: float, scale: dict[st
     assert verdict.outcome is outcome
     (finding,) = verdict.findings
     assert finding.measured == pytest.approx(gap, abs=0.006)
-    assert "3 and 3 seeds, 4 degrees of freedom" in finding.words
+    assert "paired, 3 and 3 seeds, 4 degrees of freedom" in finding.words
 
 
 def test_comparable_needs_both_parameters_and_tokens(tmp_path: Path) -> None:
@@ -130,7 +145,7 @@ def test_all_tests_must_hold(tmp_path: Path) -> None:
     ]
     assert outcomes == [
         Outcome.REPRODUCED,
-        Outcome.NOT_RESOLVABLE,
+        Outcome.OPEN,
         Outcome.NOT_AT_THIS_SCALE,
         Outcome.NOT_TESTED,
     ]
@@ -155,7 +170,106 @@ def test_what_is_missing_is_said_of_the_group_that_has_the_most(tmp_path: Path) 
 def test_recipes_of_different_groups_are_not_compared(tmp_path: Path) -> None:
     a = write_sweep(tmp_path / "a", {"bf16": 3.7})
     b = write_sweep(tmp_path / "b", {"mxfp4": 3.9}, options={"lr": 3e-4})
-    assert judged(claims(tmp_path, gap_is()), a, b).outcome is Outcome.NOT_TESTED
+    verdict = judged(claims(tmp_path, gap_is()), a, b)
+    assert (verdict.outcome, verdict.group) == (Outcome.UNPAIRED, None)
+    assert "are not compared: lr 0.0003 and 0.001; train both with equal" in verdict.findings[0].words
+
+
+def test_only_shared_seeds_count(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.8, "mxfp8": 3.7})
+    for seed in (7, 8):  # far off, and of no partner
+        write_run(sweep / f"mxfp4-s{seed}", "mxfp4", seed, 9.0)
+        add_cells(sweep, "synthetic", [cell("mxfp4", seed)])
+    (finding,) = judged(claims(tmp_path, gap_is()), sweep).findings
+    assert finding.measured == pytest.approx(0.1, abs=0.006)
+    assert "paired, 3 and 3 seeds" in finding.words
+
+
+def pair(tmp_path: Path, seeds: tuple[int, int] = (1, 1), **theirs: Any) -> list[Path]:
+    """Two runs of bf16 and mxfp4, of which the second's options differ."""
+    for at in range(2):
+        write_run(tmp_path / f"a{at}", "bf16", seeds[0] + at, 3.7 + 0.01 * at)
+        write_run(tmp_path / f"b{at}", "mxfp4", seeds[1] + at, 3.8 + 0.011 * at, options=theirs)
+    return sorted(path for path in tmp_path.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("seeds", "options", "words"),
+    [
+        ((1, 11), {}, "no shared seed: mxfp4 has seeds 11, 12, bf16 has seeds 1, 2; train both with the same seeds"),
+        (
+            (1, 1),
+            {"tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size differs at seed 1: 2 (mxfp4) and 1 (bf16)",
+        ),
+        ((1, 1), {"transformer_impl": "transformer_engine"}, "transformer_impl differs at seed 1"),
+    ],
+)
+def test_unpaired_runs_are_refused(tmp_path: Path, seeds: tuple[int, int], options: dict[str, Any], words: str) -> None:
+    verdict = judged(claims(tmp_path, gap_is()), *pair(tmp_path, seeds, **options))
+    assert verdict.outcome is Outcome.UNPAIRED
+    assert verdict.findings[0].held is Held.UNPAIRED
+    assert words in verdict.findings[0].words
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr_decay_style": "constant"}, "no full decay: lr_decay_style is constant"),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": 800}, "decays over 51,200 samples, the run has 25,600"),
+        ({"lr_decay_style": "cosine", "lr_decay_samples": 25_601}, "decays over 25,601 samples, the run has 25,600"),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": 400}, None),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 300}, None),  # stays at its minimum
+        ({"lr_decay_style": "WSD"}, None),
+    ],
+)
+def test_a_claim_needs_full_decay(tmp_path: Path, options: dict[str, Any], words: str | None) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.9, "mxfp8": 3.7}, options=options)
+    verdict = judged(claims(tmp_path, gap_is()), sweep)
+    assert verdict.outcome is (Outcome.REPRODUCED if words is None else Outcome.UNPAIRED)
+    assert words is None or words in verdict.findings[0].words
+
+
+def test_a_direction_within_the_smallest_difference_fails(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.704, "mxfp8": 3.7}, scatter=0.0003)
+    found = {
+        smallest: judged(claims(tmp_path, gap_is("above", 0.0), smallest=smallest, scale=NEAR), sweep)
+        for smallest in (0.001, 0.01)
+    }
+    assert found[0.001].outcome is Outcome.REPRODUCED
+    assert found[0.01].outcome is Outcome.CONTRADICTED
+    assert "fails, within the smallest difference that matters, 0.01 nats a token" in found[0.01].findings[0].words
+
+
+def test_an_open_claim_says_how_many_seeds_it_needs(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.703, "mxfp8": 3.7}, scatter=0.006)
+    test, few = gap_is("within", 0.005), gap_is("at_most", 0.003)
+    verdict = judged(claims(tmp_path, test, smallest=0.005), sweep)
+    (finding,) = verdict.findings
+    needed = int(re.search(r"(\d+) shared seeds are needed to resolve 0.005 nats a token", finding.words)[1])  # type: ignore[index]
+    sigma = Fit(groups(sweep)[0].final_losses(), 0.95).sigma
+    assert needed == pytest.approx(2 * ((1.96 + 1.28) * sigma / 0.005) ** 2, abs=2.5)  # normal approximation
+    assert verdict.outcome is Outcome.OPEN
+    assert "over 1,000 shared seeds" in judged(claims(tmp_path, few, smallest=1e-5), sweep).findings[0].words
+    single = write_sweep(tmp_path / "single", {"bf16": [3.7], "mxfp4": [3.8]})
+    (finding,) = judged(claims(tmp_path, test, smallest=0.005), single).findings
+    assert "train two shared seeds or more to learn how many resolve 0.005 nats" in finding.words
+    close = write_sweep(tmp_path / "close", {"bf16": 3.7, "mxfp4": 3.73, "mxfp8": 3.7}, scatter=0.001)
+    (finding,) = judged(claims(tmp_path, gap_is("at_most"), smallest=0.03), close).findings
+    assert finding.held is Held.OPEN
+    assert "2 shared seeds resolve 0.03 nats a token at the measured spread, but" in finding.words
+
+
+def test_a_claim_that_is_not_about_losses_is_open(tmp_path: Path) -> None:
+    shipped = load_claims(SHIPPED)
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "fp8_lm": 3.7}, seeds=1)
+    found = {verdict.claim.id: verdict for verdict in judge_all(shipped, groups(sweep))}
+    assert {claim.kind for claim in shipped.claims} == set(KINDS)
+    for claim in shipped.claims:
+        assert (found[claim.id].outcome is Outcome.NOT_LOSSES) == (claim.kind != "loss")
+    memory = found["fp8_lm_memory"]
+    assert memory.note.startswith("memory, not measured by losses; measured by: measured peaks")
+    assert stated_words(memory.claim.stated[0]).startswith("fp8_lm against bf16: less, 27 to 42 % of a GPU's memory (")
 
 
 def test_each_group_has_its_own_verdict(tmp_path: Path) -> None:
@@ -168,20 +282,20 @@ def test_each_group_has_its_own_verdict(tmp_path: Path) -> None:
 def test_one_seed_resolves_nothing_but_beyond_a_prior(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": [3.7], "mxfp4": [3.8]})
     verdict = judged(claims(tmp_path, gap_is()), sweep)
-    assert verdict.outcome is Outcome.NOT_RESOLVABLE
-    assert "of unknown uncertainty (1 and 1 seeds; no recipe has two)" in verdict.findings[0].words
+    assert verdict.outcome is Outcome.OPEN
+    assert "of unknown uncertainty (1 and 1 seeds; no recipe has two to pair)" in verdict.findings[0].words
     small = {"validation_loss": 0.005, "training_loss": None, "source": "a guess"}
     found = judged(claims(tmp_path, gap_is(), prior_noise=small), sweep)
     assert found.outcome is Outcome.REPRODUCED
     assert "a prior standard deviation" in found.findings[0].words
     large = {**small, "validation_loss": 0.1}
-    assert judged(claims(tmp_path, gap_is(), prior_noise=large), sweep).outcome is Outcome.NOT_RESOLVABLE
+    assert judged(claims(tmp_path, gap_is(), prior_noise=large), sweep).outcome is Outcome.OPEN
 
 
 def test_copies_are_no_seeds(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": [3.7, 3.7], "mxfp4": [3.9, 3.9]})
     verdict = judged(claims(tmp_path, gap_is()), sweep)
-    assert verdict.outcome is Outcome.NOT_RESOLVABLE
+    assert verdict.outcome is Outcome.OPEN
     assert "equal to the last bit" in verdict.findings[0].words
 
 
@@ -201,15 +315,16 @@ def diverging(tmp_path: Path, finished: int, diverged: int, label: str = "mxfp4"
         (0, 2, "above", Outcome.REPRODUCED),  # beyond any gap
         (0, 2, "at_most", Outcome.NOT_AT_THIS_SCALE),
         (0, 2, "within", Outcome.NOT_AT_THIS_SCALE),
-        (0, 1, "above", Outcome.NOT_RESOLVABLE),  # may be chance
-        (2, 1, "above", Outcome.NOT_RESOLVABLE),  # those that finished show none, the other may be anything above
-        (2, 1, "at_most", Outcome.NOT_RESOLVABLE),
+        (0, 1, "above", Outcome.OPEN),  # may be chance
+        (2, 1, "above", Outcome.OPEN),  # those that finished show none, the other may be anything above
+        (2, 1, "at_most", Outcome.OPEN),
     ],
 )
 def test_runs_that_diverge_count(tmp_path: Path, finished: int, diverged: int, relation: str, outcome: Outcome) -> None:
     verdict = judged(claims(tmp_path, gap_is(relation)), diverging(tmp_path, finished, diverged))
     assert verdict.outcome is outcome
     assert "diverged" in verdict.findings[0].words
+    assert "seeds are needed" not in verdict.findings[0].words
 
 
 def test_a_gap_among_the_survivors_is_only_larger_for_the_diverged(tmp_path: Path) -> None:
@@ -224,7 +339,7 @@ def test_a_reference_that_diverged_decides_nothing(tmp_path: Path) -> None:
     sweep = diverging(tmp_path, 0, 3, label="bf16", gap=0.2)
     for relation in ("above", "at_most", "within"):
         verdict = judged(claims(tmp_path, gap_is(relation)), sweep)
-        assert verdict.outcome is Outcome.NOT_RESOLVABLE
+        assert verdict.outcome is Outcome.OPEN
 
 
 def test_divergence_on_both_sides_decides_nothing(tmp_path: Path) -> None:
@@ -235,7 +350,7 @@ def test_divergence_on_both_sides_decides_nothing(tmp_path: Path) -> None:
         add_cells(sweep, "synthetic", [cell("bf16", seed)])
     for relation in ("above", "at_most", "within"):
         verdict = judged(claims(tmp_path, gap_is(relation)), sweep)
-        assert verdict.outcome is Outcome.NOT_RESOLVABLE
+        assert verdict.outcome is Outcome.OPEN
     assert "diverged (3), and so did 2 of bf16" in verdict.findings[0].words
 
 
@@ -268,7 +383,7 @@ def test_perplexity_is_the_exponential(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.75, "mxfp8": 3.7}, scatter=1e-4, shared=0.0)
     percent = gap_is("above", 1.0, quantity="perplexity_percent")
     absolute = gap_is("above", 1.0, quantity="perplexity")
-    first, second = judged(claims(tmp_path, percent, absolute), sweep).findings
+    first, second = (judged(claims(tmp_path, test), sweep).findings[0] for test in (percent, absolute))
     assert first.measured == pytest.approx(100 * math.expm1(0.05), abs=0.03)
     assert second.measured == pytest.approx(math.exp(3.75) - math.exp(3.7), abs=0.02)
 
@@ -300,6 +415,24 @@ def test_what_an_interval_decides(relation: str, threshold: float, interval: tup
     assert decide(relation, threshold, interval) is held
 
 
+@pytest.mark.parametrize(
+    ("relation", "threshold", "interval", "held"),
+    [
+        ("above", 0.0, (0.001, 0.009), Held.NO),  # equivalent, whatever the sign
+        ("above", 0.0, (-0.009, 0.009), Held.NO),
+        ("below", 0.0, (-0.009, -0.001), Held.NO),
+        ("above", 0.0, (0.001, 0.011), Held.YES),
+        ("above", 0.0, (-0.001, 0.011), Held.OPEN),
+        ("above", 0.02, (0.021, 0.022), Held.YES),
+        ("at_most", 0.01, (-0.001, 0.009), Held.YES),
+    ],
+)
+def test_what_the_smallest_difference_decides(
+    relation: str, threshold: float, interval: tuple[float, float], held: Held
+) -> None:
+    assert decide(relation, threshold, interval, 0.01) is held
+
+
 def test_published_losses_become_percents_of_perplexity() -> None:
     loss = Published("validation_loss", "mxfp4", "bf16", (2.60, 2.49), 1, 1, "Table 2")
     perplexity = Published("perplexity", "mxfp4_rht", "bf16", (10.02, 9.92), 1, 1, "6.4")
@@ -310,7 +443,7 @@ def test_published_losses_become_percents_of_perplexity() -> None:
 def test_the_shipped_claims_judge_a_sweep_of_table_2(tmp_path: Path) -> None:
     truth = {"bf16": 3.7, "mxfp4": 3.81, "mxfp4_rht": 3.71, "mxfp4_sr": 3.71, "mxfp4_rht_sr": 3.70}
     sweep = write_sweep(tmp_path / "sweep", truth, scatter=0.0005)
-    shipped = load_claims(Path(__file__).resolve().parents[2] / "configs" / "claims.yaml")
+    shipped = load_claims(SHIPPED)
     found = groups(sweep)
     outcomes = {verdict.claim.id: verdict.outcome for verdict in judge_all(shipped, found)}
     for claim in ("mxfp4_plain", "mxfp4_rht_alone", "mxfp4_sr_alone", "mxfp4_rht_sr"):

@@ -1,0 +1,1 @@
+"""Results published by other projects, as data."""

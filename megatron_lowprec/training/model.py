@@ -190,6 +190,10 @@ def _gpt_chunks(config: Config, transformer: TransformerConfig, padded_vocab_siz
             rotary_base=config.rotary_base,
             vp_stage=vp_stage,
         )
+        if config.position_embedding_init_std is not None and chunk.pre_process:
+            # Scaled, not drawn again: all other random numbers stay the same.
+            positions = chunk.embedding.position_embeddings.weight
+            positions.data.mul_(config.position_embedding_init_std / config.init_method_std)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(transformer, chunk) if config.bf16 else chunk)

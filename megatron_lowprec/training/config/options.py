@@ -82,6 +82,9 @@ class ModelOptions:
     init_method_std: float = arg(
         0.02, "standard deviation of the initial weights (output projections: / sqrt(2 layers))"
     )
+    position_embedding_init_std: float | None = arg(
+        None, "standard deviation of the initial learned positions; default --init-method-std, as in Megatron (ours)"
+    )
     transformer_impl: Literal["local", "transformer_engine"] = arg(
         "local", "local: this project's layers; transformer_engine: TransformerEngine's, for the recipes that it has"
     )
@@ -108,7 +111,7 @@ class TrainingOptions:
     calculate_per_token_loss: bool = arg(
         False, "weigh every token of an iteration alike, where some carry no loss; else every microbatch. --sft does"
     )
-    seed: int = arg(1234, "of weights, dropout, data order and stochastic rounding")
+    seed: int = arg(1234, "of weights, dropout, training order and stochastic rounding; validation's order is fixed")
     deterministic_mode: bool = arg(False, "only algorithms that give the same bits each time; slower on a GPU")
     no_gradient_accumulation_fusion: bool = arg(
         False, "round a weight gradient to bf16 before it is added to main_grad"

@@ -33,6 +33,14 @@ def resolve_model(config: Config) -> Config:
             f"--seq-length {config.seq_length} is longer than --max-position-embeddings "
             f"{config.max_position_embeddings}; raise the latter"
         )
+    if config.position_embedding_init_std is not None and (
+        config.position_embedding_type != "learned_absolute" or not config.init_method_std
+    ):
+        raise UserError(
+            f"--position-embedding-init-std {config.position_embedding_init_std} scales learned positions, drawn with "
+            f"--init-method-std; found --position-embedding-type {config.position_embedding_type} and "
+            f"--init-method-std {config.init_method_std}"
+        )
     if config.no_lowprec_linears and config.recipe != "bf16":
         raise UserError(
             f"--no-lowprec-linears keeps Megatron-core's layers, which know no recipe: use --recipe bf16, not "
@@ -155,6 +163,7 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "hidden_dropout": (0, 1),
     "attention_dropout": (0, 1),
     "init_method_std": (0, None),
+    "position_embedding_init_std": (0, None),
     "norm_epsilon": (0, None),
     "rotary_percent": (0, 1),
     "num_query_groups": (1, None),

@@ -31,6 +31,8 @@ from megatron_lowprec.training.data.tokenizer import Tokenizer
 _FIELDS = ("tokens", "labels", "position_ids", "loss_mask")
 _SPLITS = (Split.train, Split.valid, Split.test)
 _MOCK_SAMPLES = 4096
+_EVALUATION_SEED = 1234
+"""Seed of validation's and test's order in place of --seed: runs of all seeds evaluate the same samples."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +55,24 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
         UserError: on every rank if raised on one: paths, vocabularies, a split without a whole sample.
     """
     if config.mock_data:
-        mocks = {s.name: MockSamples(config, tokenizer.vocab_size, s.value) for s in _SPLITS}
-        return {name: _split_data([mock], [1.0], config) for name, mock in mocks.items()}
-    cached = DocumentsConfig(
-        random_seed=config.seed,
-        sequence_length=require(config.seq_length),
-        # Datasets are built one by one below; without a blend Megatron-core's config assumes mock data.
-        blend=([""], None),
-        split="1",
-        path_to_cache=config.data_cache_path,
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
+        ordered = {s: _order_of(config, s) for s in _SPLITS}
+        return {
+            s.name: _split_data([MockSamples(own, tokenizer.vocab_size, s.value)], [1.0], own)
+            for s, own in ordered.items()
+        }
     with long_timeout_group() as group:
         prefixes = rank0_first(local_rank == 0, lambda: _prepared_texts(config, tokenizer), group)
         # The first rank writes the indices, the others read them.
         return rank0_first(
             world_rank == 0,
-            lambda: {s.name: _build_split(config, cached, prefixes, tokenizer, s) for s in _SPLITS},
+            lambda: {s.name: _build_split(_order_of(config, s), prefixes, tokenizer, s) for s in _SPLITS},
             group,
         )
+
+
+def _order_of(config: Config, split: Split) -> Config:
+    """The options with the seed that orders this split's samples."""
+    return config if split is Split.train else replace(config, seed=_EVALUATION_SEED)
 
 
 def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
@@ -88,7 +85,7 @@ def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _build_split(
-    config: Config, cached: DocumentsConfig, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split
+    config: Config, prefixes: Mapping[str, str], tokenizer: Tokenizer, split: Split
 ) -> SplitData | None:
     paths = data_paths(config, split.name)
     if not paths or (split.name != "train" and config.eval_iters == 0):
@@ -99,6 +96,19 @@ def _build_split(
     if share is None:
         return None
     documents = share
+    cached = DocumentsConfig(
+        random_seed=config.seed,
+        sequence_length=require(config.seq_length),
+        # Datasets are built one by one; without a blend Megatron-core's config assumes mock data.
+        blend=([""], None),
+        split="1",
+        path_to_cache=config.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
 
     def samples_of(path: str) -> Samples:
         if config.sft:

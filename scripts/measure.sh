@@ -112,9 +112,9 @@ layouts() {
 }
 
 table2() {
-    # Ten runs of some minutes, each with one checkpoint, at its end.
-    run python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --data-path "$data" \
-        --set save-interval=1000000 --set micro-batch-size=32 --set split=99,1,0 --out "$out/table2"
+    # Ten runs of some minutes.
+    run python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --set train-data-path="$data" \
+        --set no-save=true --out "$out/table2"
     local code=$?
     run python tools/report.py "$out/table2" --out "$out/table2-report" && return $code
 }

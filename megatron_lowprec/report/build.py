@@ -16,6 +16,7 @@ from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.claims import Claims
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.operands import Snapshots, find_snapshots
+from megatron_lowprec.report.published.evidence import LEFT_OPEN, Evidence, evidence
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all, published_gaps
@@ -33,6 +34,11 @@ class Report:
     snapshots: Mapping[str, Sequence[Snapshots]]
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
+    others: Mapping[str, Evidence]
+
+    def beside(self, verdict: Verdict) -> Evidence | None:
+        """What others' runs say of a claim that the own runs neither reproduce nor contradict, if any are named."""
+        return self.others.get(verdict.claim.id) if verdict.outcome in LEFT_OPEN else None
 
     def lines(self) -> list[str]:
         """Terminal text: notes, each group's table and resolution, and the verdicts."""
@@ -60,6 +66,9 @@ class Report:
             found += [f"    {finding.words}" for finding in verdict.findings]
             found += [f"    {verdict.note}"] if verdict.note else []
             found.append(f"    scale: {verdict.scale}")
+            others = self.beside(verdict)
+            if others is not None:
+                found += [f"    {others.said.value}:", *(f"      {words}" for words in others.words)]
         return found
 
     def write(self, folder: Path) -> Path:
@@ -83,6 +92,7 @@ class Report:
             notes=self.notes,
             verdicts=self.verdicts,
             judged=self._judged(),
+            beside=self.beside,
             groups=sections,
             runs=tables.all_runs(self.runs),
             confidence=f"{self.claims.rules.confidence:.0%}",
@@ -157,7 +167,7 @@ def build(runs: Sequence[Run], notes: Sequence[str], claims: Claims, reference: 
         if reference not in group.labels:
             found.append(f"{group.name} has no run of {reference}, so no gaps to it.")
     verdicts = tuple(judge_all(claims, groups))
-    return Report(title, claims, tuple(runs), tuple(groups), fits, snapshots, verdicts, tuple(found))
+    return Report(title, claims, tuple(runs), tuple(groups), fits, snapshots, verdicts, tuple(found), evidence(claims))
 
 
 def _described(group: Group) -> str:

@@ -22,6 +22,7 @@ class Said(Enum):
 
     SUPPORTED = "supported by others' runs"
     CONTRADICTED = "contradicted by others' runs"
+    NOT_AT_THEIR_SCALE = "not reproduced by others' runs at their scale"
     DISAGREE = "others' runs disagree"
     UNDECIDED = "not decided by others' runs"
 
@@ -48,7 +49,7 @@ def _evidence(claim: Claim, rules: Rules) -> Evidence:
     words = [
         f"one seed each, spread unknown: each difference is taken as uncertain by {smallest.value:g} {smallest.unit}"
     ]
-    found = set()
+    found: set[Said] = set()
     for others in claim.others:
         words.append(f"{others.source}: {others.condition}")
         runs = read_ladder(Path(others.file))
@@ -59,7 +60,8 @@ def _evidence(claim: Claim, rules: Rules) -> Evidence:
             words.append(_sizes(claim, parameters, losses[BF16]) + (f"; not counted: {ignored}" if ignored else ""))
             words += [_finding(*finding) for finding in findings]
             if not ignored:
-                found.add(_together({held for *_, held in findings}))
+                held = _together({held for *_, held in findings})
+                found.add(_at_scale(held, claim, rules, parameters))
     return Evidence(_said(found), tuple(words))
 
 
@@ -101,12 +103,20 @@ def _together(held: Collection[Held]) -> Held:
     return Held.OPEN if Held.OPEN in held else Held.YES
 
 
-def _said(found: Collection[Held]) -> Said:
-    if Held.YES in found and Held.NO in found:
+def _at_scale(held: Held, claim: Claim, rules: Rules, parameters: int) -> Said:
+    """What the runs of one size say; as with own runs, only those of comparable scale contradict."""
+    if held is not Held.NO:
+        return Said.SUPPORTED if held is Held.YES else Said.UNDECIDED
+    # They have the claim's tokens a parameter at the least, so the parameters alone tell.
+    comparable = parameters >= rules.comparable_scale * (claim.scale.parameters or 0)
+    return Said.CONTRADICTED if comparable else Said.NOT_AT_THEIR_SCALE
+
+
+def _said(found: Collection[Said]) -> Said:
+    against = [each for each in (Said.CONTRADICTED, Said.NOT_AT_THEIR_SCALE) if each in found]
+    if against and Said.SUPPORTED in found:
         return Said.DISAGREE
-    if Held.YES in found:
-        return Said.SUPPORTED
-    return Said.CONTRADICTED if Held.NO in found else Said.UNDECIDED
+    return against[0] if against else Said.SUPPORTED if Said.SUPPORTED in found else Said.UNDECIDED
 
 
 def _ignored(claim: Claim, others: Others, parameters: int, rules: Rules) -> str:

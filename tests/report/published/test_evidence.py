@@ -27,12 +27,14 @@ def write_claims(
     quantity: str = "validation_loss",
     smallest: float = 0.03,
     essential: tuple[str, ...] = (),
+    scale: tuple[int, int] = (100, 1000),
     **others: Any,
 ) -> Path:
-    """A claims file on mxfp4 against bf16, made for 100 parameters and 1000 tokens, beside a ladder with these gaps.
+    """A claims file on mxfp4 against bf16, beside a ladder with these gaps.
 
     Args:
         gaps: size -> gap in nats at each of TOKENS.
+        scale: parameters and tokens of the claim.
     """
     rows = [f"baseline,{size},{tokens},3.0,\n" for size in gaps for tokens in TOKENS]
     rows += [f"x,{size},{at},{3 + gap},a\n" for size, row in gaps.items() for at, gap in zip(TOKENS, row, strict=True)]
@@ -49,7 +51,7 @@ def write_claims(
         "id": "claim",
         "source": {"arxiv": "0000.00000", "where": "Table 1"},
         "sentence": "So it is.",
-        "scale": {"parameters": 100, "tokens": 1000, "essential": list(essential)},
+        "scale": {"parameters": scale[0], "tokens": scale[1], "essential": list(essential)},
         "unpublished": "a test",
         "tests": [test],
         "threshold_from": "a test",
@@ -73,8 +75,8 @@ HOLDS, FAILS, NEAR = (0.07, 0.08, 0.09), (-0.02, -0.01, -0.03), (0.02, 0.03, 0.0
     [
         (HOLDS, HOLDS, Said.SUPPORTED),
         (HOLDS, NEAR, Said.SUPPORTED),
-        (FAILS, FAILS, Said.CONTRADICTED),
-        (NEAR, FAILS, Said.CONTRADICTED),
+        (FAILS, FAILS, Said.NOT_AT_THEIR_SCALE),
+        (NEAR, FAILS, Said.NOT_AT_THEIR_SCALE),
         (HOLDS, FAILS, Said.DISAGREE),
         (NEAR, NEAR, Said.UNDECIDED),
         ((0.07, 0.08, -0.01), NEAR, Said.UNDECIDED),  # not so in every run
@@ -90,11 +92,11 @@ def test_every_thing_that_others_can_say(tmp_path: Path, small: Any, large: Any,
         ("above", 0.0, 0.029, Said.UNDECIDED),  # within the smallest difference
         ("above", 0.0, 0.031, Said.SUPPORTED),
         ("above", 0.0, 0.0, Said.UNDECIDED),  # without a spread, equal losses are no equivalence
-        ("above", 0.0, -0.031, Said.CONTRADICTED),
+        ("above", 0.0, -0.031, Said.NOT_AT_THEIR_SCALE),
         ("below", 0.0, -0.031, Said.SUPPORTED),
         ("at_most", 0.03, 0.001, Said.UNDECIDED),
         ("at_most", 0.03, -0.001, Said.SUPPORTED),
-        ("at_most", 0.03, 0.061, Said.CONTRADICTED),
+        ("at_most", 0.03, 0.061, Said.NOT_AT_THEIR_SCALE),
         ("within", 0.05, 0.019, Said.SUPPORTED),
         ("within", 0.05, 0.021, Said.UNDECIDED),
     ],
@@ -120,6 +122,17 @@ def test_perplexity_is_in_percent(tmp_path: Path) -> None:
     assert "+2.02, +2.02, +2.02 % of perplexity; above 1: holds" in said.words[-1]
 
 
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        ((20, 200), Said.CONTRADICTED),
+        ((21, 210), Said.NOT_AT_THEIR_SCALE),
+    ],
+)
+def test_only_runs_of_half_the_claim_s_size_contradict_it(tmp_path: Path, scale: Any, said: Said) -> None:
+    assert found(tmp_path, {10: FAILS}, scale=scale).said is said
+
+
 def test_another_recipe_is_shown_and_decides_nothing(tmp_path: Path) -> None:
     said = found(tmp_path, {10: HOLDS}, count=False)
     assert said.said is Said.UNDECIDED
@@ -136,7 +149,7 @@ def test_a_claim_about_parameters_is_not_settled_by_smaller_models(tmp_path: Pat
 
 def test_all_tests_must_hold_and_one_that_fails_suffices(tmp_path: Path) -> None:
     path = write_claims(tmp_path, {10: HOLDS})
-    for relation, said in (("at_most", Said.CONTRADICTED), ("above", Said.SUPPORTED)):
+    for relation, said in (("at_most", Said.NOT_AT_THEIR_SCALE), ("above", Said.SUPPORTED)):
         content = yaml.safe_load(path.read_text())
         (claim,) = content["claims"]
         claim["tests"].append({**claim["tests"][0], "relation": relation})
@@ -201,7 +214,7 @@ def test_the_shipped_ladder_counts_only_runs_with_random_signs() -> None:
     assert {name: each.said for name, each in said.items()} == {
         "mxfp4_rht_alone": Said.UNDECIDED,
         "mxfp4_rht_sr": Said.UNDECIDED,
-        "mxfp4_rht_long": Said.CONTRADICTED,
+        "mxfp4_rht_long": Said.NOT_AT_THEIR_SCALE,
     }
     for each in said.values():
         sizes = [words for words in each.words if " tokens a parameter" in words]

@@ -71,9 +71,10 @@ def test_a_sweep_becomes_a_page_that_needs_nothing_else(
     links = [each for each in page.refers if not each.startswith("data:image/png;base64,")]
     assert all(each.startswith("https://arxiv.org/abs/") or each[1:] in page.ids for each in links)
     pictures = [base64.b64decode(each.partition(",")[2]) for each in page.refers if each.startswith("data:")]
-    assert len(pictures) == 6  # three figures, light and dark
-    assert len(set(pictures)) == 6
-    for name in ("gaps", "training_loss", "validation_loss"):
+    assert len(pictures) == 8  # four figures, light and dark
+    assert len(set(pictures)) == 8
+    assert text.index("published runs (arXiv") < text.index("<h2>Runs of")
+    for name in ("gap_by_tokens", "gaps", "training_loss", "validation_loss"):
         data = (out / f"{name}.png").read_bytes()
         assert data.startswith(PNG)
         assert data in pictures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.report import html, operand_plots, operand_tables, plot_style, plots, tables
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.claims import Claims
+from megatron_lowprec.report.evidence.required_runs import required_runs
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.operands import Snapshots, find_snapshots
 from megatron_lowprec.report.runs import Run, Status
@@ -60,6 +61,7 @@ class Report:
             found += [f"    {finding.words}" for finding in verdict.findings]
             found += [f"    {verdict.note}"] if verdict.note else []
             found.append(f"    scale: {verdict.scale}")
+            found += [f"    {words}" for words in verdict.required]
         return found
 
     def write(self, folder: Path) -> Path:
@@ -141,7 +143,7 @@ def build(runs: Sequence[Run], notes: Sequence[str], claims: Claims, reference: 
     """Group the runs, fit the noise and judge the claims."""
     groups, lost = group_runs(runs, reference)
     if not groups:
-        whys = "; ".join(f"{run.folder} {run.why}" for run in runs[:3])
+        whys = "; ".join(f"{run.place} {run.why}" for run in runs[:3])
         raise UserError(
             f"none of {len(runs)} runs can be read ({whys}); name folders with metrics.jsonl and config.yaml"
         )
@@ -156,7 +158,8 @@ def build(runs: Sequence[Run], notes: Sequence[str], claims: Claims, reference: 
         found += unread
         if reference not in group.labels:
             found.append(f"{group.name} has no run of {reference}, so no gaps to it.")
-    verdicts = tuple(judge_all(claims, groups))
+    judged = judge_all(claims, groups)
+    verdicts = tuple(replace(verdict, required=required_runs(verdict, claims.rules)) for verdict in judged)
     return Report(title, claims, tuple(runs), tuple(groups), fits, snapshots, verdicts, tuple(found))
 
 

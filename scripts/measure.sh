@@ -12,11 +12,17 @@
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
 #   scaling    weak scaling from one GPU to all
 #   layouts    every recipe on every parallel layout that fits the GPUs, against one process
-#   table2     the sweep paper_table2, small, on all GPUs, and its report
+#   schedule   which schedule of gpt_25m has the least spread over seeds
+#   recipes    every recipe at 25M, and eight recipes with eight seeds
+#   ladder     gaps at 3M, 8M and 25M over one and four epochs
+#   rates      learning rates times recipes at 8M
+#   variants   Hadamard blocks, MXFP8's rounding and the FP8 forward pass at 8M
+#   medium     five recipes at 125M
 #   lm         fp8_lm and fp8_delayed: step, update and memory, 345M on one GPU and on all, and a short run
 #   interrupt  a run on two GPUs, stopped by SIGTERM and resumed, against an undisturbed one
 #
-# Environment: DATA is the corpus (--data-path) of configs, large and table2; GPUS is the number of GPUs (default: all).
+# Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
+# (default: all), JOBS the jobs of a study that share one (default: 3).
 # Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated.
 # --dry-run only prints the commands.
 set -uo pipefail
@@ -24,10 +30,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts table2 lm interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
+jobs=${JOBS:-3}
 
 run() {
     if [ -n "$dry" ]; then
@@ -111,13 +118,34 @@ layouts() {
         --out "$out/layout-parity-gpu-$gpus.md"
 }
 
-table2() {
-    # Ten runs of some minutes, each with one checkpoint, at its end.
-    run python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --data-path "$data" \
-        --set save-interval=1000000 --set micro-batch-size=32 --set split=99,1,0 --out "$out/table2"
-    local code=$?
-    run python tools/report.py "$out/table2" --out "$out/table2-report" && return $code
+# study NAME SIZE...: a sweep at these sizes, several jobs a GPU, and one report of them with its archive of runs.
+study() {
+    local name=$1 size code=0 folders=()
+    shift
+    for size in "$@"; do
+        folders+=("$out/$name${size:+-$size}")
+        run python scripts/sweep.py "configs/sweeps/$name.yaml" ${size:+--size "$size"} --set train-data-path="$data" \
+            --set no-save=true --jobs-per-gpu "$jobs" --out "${folders[-1]}" || code=1
+    done
+    run python tools/report.py "${folders[@]}" --out "${folders[0]}-report" --archive "${folders[0]}.tar.xz" &&
+        return $code
 }
+
+schedule() { study gpt_25m_schedule ""; }
+
+recipes() { study all_recipes small core; }
+
+ladder() { study token_ladder small 25m; }
+
+rates() { study learning_rate ""; }
+
+variants() {
+    local name failed=0
+    for name in rht_block_size mxfp8_rounding fp8_forward; do study "$name" 8m || failed=1; done
+    return $failed
+}
+
+medium() { study all_recipes medium; }
 
 lm() {
     run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_lm --rounds 2 --out "$out/lm.json" &&
@@ -162,8 +190,8 @@ for part in "$@"; do
         echo "scripts/measure.sh: warning: matrix is now layouts; the next release drops the old name" >&2
         part=layouts
     fi
-    if ! declare -F "$part" >/dev/null || [ "$part" = run ] || [ "$part" = train ]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts table2 lm interrupt" >&2
+    if ! declare -F "$part" >/dev/null || [[ $part =~ ^(run|train|study)$ ]]; then
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

@@ -1,7 +1,7 @@
 """Run a sweep: recipes x models x overrides x seeds, each job a run of pretrain_gpt.py.
 
 python scripts/sweep.py configs/sweeps/paper_table2.yaml
-python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --data-path my_corpus_text_document --slurm
+python scripts/sweep.py configs/sweeps/paper_table2.yaml --size small --set train-data-path=my_corpus --slurm
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     operands RECIPE                number format, scale and rounding of each operand of each GEMM
     differences BASE RECIPE ...    the fields in which recipes differ from BASE
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
+    rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
 """
@@ -25,6 +26,8 @@ from megatron_lowprec.recipe.native_support import why_emulated
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
+from megatron_lowprec.report.amounts import amount, signed
+from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.text_tables import markdown_table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -205,12 +208,25 @@ def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
     return ("native", "") if reason is None else ("emulated", reason.removesuffix(f" on {arch}"))
 
 
+def _rounding(page: Path, name: str, group: str) -> Iterator[Row]:
+    yield "parameters", "tokens a parameter", "nearest, nats", "stochastic, nats", "nearest less stochastic, nats"
+    runs = read_ladder(page.parent / name)
+    for parameters in sorted({run.parameters for run in runs if run.group == group}):
+        nearest, stochastic = (
+            gap_ladder(runs, parameters, group=group, bstochastic=each) for each in ("False", "True")
+        )
+        for (ratio, left), (other, right) in zip(nearest, stochastic, strict=True):
+            assert ratio == other, f"{group}: runs of {ratio} and {other} tokens a parameter have no partner"
+            yield amount(parameters), f"{ratio:.0f}", *(signed(each, 4) for each in (left, right, left - right))
+
+
 _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "recipes": _recipes,
     "operands": _operands,
     "state": _state,
     "differences": _differences,
     "execution": _execution,
+    "rounding": _rounding,
 }
 
 

@@ -1,22 +1,24 @@
-"""Plot a run's loss curve beside the shipped bf16 run's, and print its final losses.
+"""Plot a run's loss curve beside those of the shipped bf16 runs, and print its final losses.
 
     python tools/plot_loss.py runs/gpt_tiny-mxfp4_rht_sr
 
-reads metrics.jsonl and config.yaml in that folder and writes loss.png. The unigram entropy of the validation tokens,
-the lowest loss of a model that ignores the context, is computed from the data that config.yaml names, or from
---valid-prefix.
+reads metrics.jsonl and config.yaml in that folder and writes loss.png. The bf16 runs differ in their seeds: the range
+of their losses is chance. The unigram entropy of the validation tokens, the lowest loss of a model that ignores the
+context, is computed from the data that config.yaml names, or from --valid-prefix.
 """
 
 import math
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.report.curve import LAST, Curve, read_curve, smooth
+from megatron_lowprec.report.curve import LAST, Curve, Series, read_curve, smooth
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
@@ -51,8 +53,8 @@ def validation_entropy(config: dict[str, Any]) -> float:
     return indexed_dataset.unigram_entropy(prefix)
 
 
-def draw(path: Path, title: str, curve: Curve, reference: Curve | None, entropy: float | None) -> None:
-    """Write the PNG."""
+def draw(path: Path, title: str, curve: Curve, references: Sequence[Curve], entropy: float | None) -> None:
+    """Write the PNG; several references are drawn as the range of their losses."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator
@@ -62,8 +64,10 @@ def draw(path: Path, title: str, curve: Curve, reference: Curve | None, entropy:
     if entropy is not None:
         label = f"unigram entropy of the validation tokens ({entropy:.3f})"
         axes.axhline(entropy, color=_ENTROPY, linewidth=1.2, linestyle=(0, (1, 2)), label=label)
-    if reference is not None:
-        _draw_curve(axes, reference, _REFERENCE, "bf16 run", raw=False)
+    if len(references) == 1:
+        _draw_curve(axes, references[0], _REFERENCE, "bf16 run", raw=False)
+    elif references:
+        _draw_range(axes, references)
     _draw_curve(axes, curve, _RUN, "this run", raw=True)
     axes.set_title(title, loc="left", fontsize=12, color=_TEXT, pad=10)
     axes.set_xlabel("iteration", color=_TEXT)
@@ -84,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a UserError."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="folder with metrics.jsonl and config.yaml")
-    parser.add_argument("--reference", type=Path, metavar="FILE", help="metrics.jsonl of a bf16 run (default: shipped)")
+    parser.add_argument(
+        "--reference", type=Path, nargs="+", metavar="FILE", help="metrics.jsonl of bf16 runs (default: shipped)"
+    )
     parser.add_argument("--valid-prefix", metavar="PREFIX", help="prepared validation data, if config.yaml names none")
     parser.add_argument("--output", type=output_file, metavar="PNG", help="default: loss.png in the run's folder")
     args = parser.parse_args(arguments)
@@ -94,14 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.run.is_file():
             raise UserError(f"{args.run} is a file; name the folder of a run that has trained")
         curve = read_curve(args.run / "metrics.jsonl")
-        reference = _reference(args.reference, args.run)
+        references = _references(args.reference, args.run)
         config = _config(args.run)
         entropy = _entropy(config, args.valid_prefix)
         try:
-            draw(output, _title(args.run, config), curve, reference, entropy)
+            draw(output, _title(args.run, config), curve, references, entropy)
         except OSError as error:
             raise UserError(f"--output {output}: {error}") from None
-        print(*_summary(args.run, config, curve, reference, entropy, output), sep="\n")
+        print(*_summary(args.run, config, curve, references, entropy, output), sep="\n")
 
     return run_tool("plot_loss.py", plot)
 
@@ -112,8 +118,7 @@ def _draw_curve(axes: "Axes", curve: Curve, color: str, label: str, *, raw: bool
         axes.plot(iterations, losses, color=color, linewidth=0.8, alpha=0.25)
     if len(losses):
         style = "-" if raw else "--"
-        smoothed = smooth(curve.train, len(losses) // 50)
-        axes.plot(*smoothed, style, color=color, linewidth=1.6, label=f"{label}, training (smoothed)")
+        axes.plot(*_smoothed(curve.train), style, color=color, linewidth=1.6, label=f"{label}, training (smoothed)")
     iterations, losses = curve.validation
     if len(losses):
         face = color if raw else "white"
@@ -122,23 +127,47 @@ def _draw_curve(axes: "Axes", curve: Curve, color: str, label: str, *, raw: bool
         points.set(markersize=5.5, markerfacecolor=face)
 
 
+def _draw_range(axes: "Axes", curves: Sequence[Curve]) -> None:
+    """Lowest to highest loss at the iterations that all curves have."""
+    for name in ("training", "validation"):
+        series = [_smoothed(curve.train) if name == "training" else curve.validation for curve in curves]
+        iterations = reduce(np.intersect1d, [each[0] for each in series])
+        if not len(iterations):
+            continue
+        losses = np.array([each[1][np.isin(each[0], iterations)] for each in series])
+        low, high = losses.min(0), losses.max(0)
+        if name == "training":
+            label = f"bf16, {len(curves)} seeds, training (smoothed)"
+            axes.fill_between(iterations, low, high, color=_REFERENCE, alpha=0.45, linewidth=0.8, label=label)
+        else:
+            label = f"bf16, {len(curves)} seeds, validation (last: {low[-1]:.3f} to {high[-1]:.3f})"
+            axes.vlines(iterations, low, high, color=_REFERENCE, linewidth=7, alpha=0.6, label=label)
+
+
+def _smoothed(series: Series) -> Series:
+    return smooth(series, len(series[1]) // 50)
+
+
 def _summary(
-    run: Path, config: dict[str, Any], curve: Curve, reference: Curve | None, entropy: float | None, output: Path
+    run: Path, config: dict[str, Any], curve: Curve, references: Sequence[Curve], entropy: float | None, output: Path
 ) -> list[str]:
     lines = [f"{run.name}: {curve.last_iteration} iterations"]
 
     def row(name: str, value: str) -> None:
         lines.append(f"  {name:<18} {value}")
 
-    def beside(value: float) -> str:
-        return "" if math.isnan(value) else f" (bf16 run: {value:.4f})"
+    def beside() -> str:
+        losses = sorted(each.final_validation for each in references if not math.isnan(each.final_validation))
+        if len(losses) < 2:
+            return f" (bf16 run: {losses[0]:.4f})" if losses else ""
+        return f" (bf16, {len(losses)} seeds: {losses[0]:.4f} to {losses[-1]:.4f})"
 
     if not math.isnan(curve.final_train):
         count = min(LAST, len(curve.train[1]))
         row("training loss", f"{curve.final_train:.4f}, mean of the last {count} iterations")
     final = curve.final_validation
     if not math.isnan(final):
-        row("validation loss", f"{final:.4f}" + beside(reference.final_validation if reference else math.nan))
+        row("validation loss", f"{final:.4f}{beside()}")
         row("perplexity", f"{math.exp(final):.2f}")
     if entropy is not None:
         side = "below" if final <= entropy else "above"
@@ -157,14 +186,14 @@ def _title(run: Path, config: dict[str, Any]) -> str:
     return f"{run.name.removesuffix(f'-{recipe}')}, recipe {recipe}" if recipe else run.name
 
 
-def _reference(path: Path | None, run: Path) -> Curve | None:
-    if path is not None:
-        return read_curve(path)
-    shipped = RESULTS / f"{run.name.partition('-')[0]}_bf16.metrics.jsonl"
-    if not shipped.is_file():
-        print(f"no bf16 curve for comparison: {shipped.relative_to(REPOSITORY)} does not exist")
-        return None
-    return read_curve(shipped)
+def _references(paths: Sequence[Path] | None, run: Path) -> list[Curve]:
+    if paths is None:
+        model = run.name.partition("-")[0]
+        paths = sorted(RESULTS.glob(f"{model}_bf16*.metrics.jsonl"))
+        if not paths:
+            missing = RESULTS.relative_to(REPOSITORY) / f"{model}_bf16.metrics.jsonl"
+            print(f"no bf16 curve for comparison: {missing} does not exist")
+    return [read_curve(path) for path in paths]
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -16,12 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.report.archives.packing import write_archive
 from megatron_lowprec.report.build import build
 from megatron_lowprec.report.claims import load_claims
-from megatron_lowprec.report.evidence.packing import write_archive
+from megatron_lowprec.report.published.ladder import read_ladder
 from megatron_lowprec.report.runs import find_runs
 
-CLAIMS = Path(__file__).resolve().parent.parent / "configs" / "claims.yaml"
+_REPOSITORY = Path(__file__).resolve().parent.parent
+CLAIMS = _REPOSITORY / "configs" / "claims.yaml"
+PUBLISHED = _REPOSITORY / "docs" / "results" / "quartet2-runs.csv"
 
 _REFERENCE = "bf16"
 
@@ -38,6 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--reference", default=_REFERENCE, metavar="LABEL", help=f"what gaps are to; default: {_REFERENCE}"
     )
+    parser.add_argument(
+        "--published",
+        type=Path,
+        default=PUBLISHED if PUBLISHED.is_file() else None,
+        metavar="FILE",
+        help="published runs beside comparable recipes; default: docs/results/quartet2-runs.csv where it exists",
+    )
     parser.add_argument("--title", help="default: the sweeps' names, or else the models'")
     args = parser.parse_args(arguments)
     return run_tool("report.py", lambda: _report(args))
@@ -52,7 +62,9 @@ def _report(args: argparse.Namespace) -> None:
             if args.reference not in (_REFERENCE, *labels):
                 raise UserError(f"--reference {args.reference}: no run has that label; there are {', '.join(labels)}")
             names = dict.fromkeys(run.sweep or run.model for run in runs)
-            report = build(runs, notes, claims, args.reference, args.title or f"Report: {', '.join(names)}")
+            title = args.title or f"Report: {', '.join(names)}"
+            published = [] if args.published is None else read_ladder(args.published)
+            report = build(runs, notes, claims, args.reference, title, published)
             lines = [*report.lines(), "", f"report: {report.write(args.out)}"]
             if args.archive is not None:
                 write_archive(args.archive, runs)

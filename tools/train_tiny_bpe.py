@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CORPUS = REPOSITORY / "data" / "enwiki-valid.jsonl.xz"
 DESTINATION = REPOSITORY / "data" / "tiny_bpe"
 END_OF_TEXT = "<|endoftext|>"
-VOCAB_SIZE = 4096
+VOCAB_SIZE = 512
 
 
 def documents(path: Path) -> Iterator[str]:

@@ -14,9 +14,19 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.report import html, operand_plots, operand_tables, plot_style, plots, tables
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.claims import Claims
-from megatron_lowprec.report.evidence.required_runs import required_runs
 from megatron_lowprec.report.groups import Group, group_runs
+from megatron_lowprec.report.ladder.gap_plot import gap_by_tokens
+from megatron_lowprec.report.ladder.gap_points import (
+    SOURCE,
+    Line,
+    comparable_roundings,
+    measured_lines,
+    published_lines,
+)
 from megatron_lowprec.report.operands import Snapshots, find_snapshots
+from megatron_lowprec.report.planning.required_runs import required_runs
+from megatron_lowprec.report.published.evidence import LEFT_OPEN, Evidence, evidence
+from megatron_lowprec.report.published.ladder import PublishedRun
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all, published_gaps
@@ -32,8 +42,15 @@ class Report:
     groups: tuple[Group, ...]
     fits: Mapping[str, Fit | None]
     snapshots: Mapping[str, Sequence[Snapshots]]
+    measured: tuple[Line, ...]  # gaps over tokens per parameter, of all groups
+    published: tuple[Line, ...]  # likewise, of other projects' runs
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
+    others: Mapping[str, Evidence]
+
+    def beside(self, verdict: Verdict) -> Evidence | None:
+        """What others' runs say of a claim that the own runs neither reproduce nor contradict, if any are named."""
+        return self.others.get(verdict.claim.id) if verdict.outcome in LEFT_OPEN else None
 
     def lines(self) -> list[str]:
         """Terminal text: notes, each group's table and resolution, and the verdicts."""
@@ -62,6 +79,9 @@ class Report:
             found += [f"    {verdict.note}"] if verdict.note else []
             found.append(f"    scale: {verdict.scale}")
             found += [f"    {words}" for words in verdict.required]
+            others = self.beside(verdict)
+            if others is not None:
+                found += [f"    {others.said.value}:", *(f"      {words}" for words in others.words)]
         return found
 
     def write(self, folder: Path) -> Path:
@@ -70,9 +90,12 @@ class Report:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {folder}: cannot be made a folder ({error.strerror}); name another") from None
-        styles = plot_style.styles(
-            list(dict.fromkeys(label for group in self.groups for label in group.labels)), self.groups[0].reference
-        )
+        reference = self.groups[0].reference
+        labels = list(dict.fromkeys(label for group in self.groups for label in group.labels))
+        styles = plot_style.styles(labels, reference)
+        ladder = _picture(partial(gap_by_tokens, self.measured, self.published, reference, styles))
+        if ladder is not None:
+            (folder / "gap_by_tokens.png").write_bytes(ladder.light)
         sections = [self._section(group, styles) for group in self.groups]
         for number, section in enumerate(sections, 1):
             prefix = f"group{number}_" if len(sections) > 1 else ""
@@ -85,6 +108,10 @@ class Report:
             notes=self.notes,
             verdicts=self.verdicts,
             judged=self._judged(),
+            beside=self.beside,
+            ladder=ladder,
+            reference=reference,
+            published=bool(self.published),
             groups=sections,
             runs=tables.all_runs(self.runs),
             confidence=f"{self.claims.rules.confidence:.0%}",
@@ -98,21 +125,17 @@ class Report:
         """Content of the page's section on a group."""
         fit, snapshots, confidence = self.fits[group.name], self.snapshots[group.name], self.claims.rules.confidence
         published = published_gaps(self.claims, group)
-        drawings: dict[str, Callable[[plot_style.Theme], bytes | None]] = {
+        drawings = {
             "gaps": partial(plots.gaps, group, fit, styles, published),
             "training_loss": partial(plots.losses, "training loss", group, styles),
             "validation_loss": partial(plots.losses, "validation loss", group, styles),
             "operand_snr": partial(operand_plots.snr, snapshots, styles),
         }
-        pictures = {}
-        for name, draw in drawings.items():
-            light, dark = draw(plot_style.LIGHT), draw(plot_style.DARK)
-            pictures[name] = None if light is None or dark is None else html.Picture(light, dark)
         return {
             "name": group.name,
             "reference": group.reference,
             "described": _described(group),
-            "pictures": pictures,
+            "pictures": {name: _picture(draw) for name, draw in drawings.items()},
             "quality": tables.quality(group, fit, confidence),
             "resolution": tables.resolution(group, fit, confidence),
             "operands": operand_tables.of_every_operand(snapshots) if snapshots else None,
@@ -139,8 +162,23 @@ class Report:
         )
 
 
-def build(runs: Sequence[Run], notes: Sequence[str], claims: Claims, reference: str, title: str) -> Report:
-    """Group the runs, fit the noise and judge the claims."""
+def build(
+    runs: Sequence[Run],
+    notes: Sequence[str],
+    claims: Claims,
+    reference: str,
+    title: str,
+    published: Sequence[PublishedRun] = (),
+) -> Report:
+    """Group the runs, fit the noise and judge the claims.
+
+    Args:
+        runs: from ``find_runs``, with its ``notes``.
+        claims: from ``load_claims``.
+        reference: label that gaps refer to.
+        title: of the page.
+        published: runs that the ladder figure may show beside comparable recipes; from ``read_ladder``.
+    """
     groups, lost = group_runs(runs, reference)
     if not groups:
         whys = "; ".join(f"{run.place} {run.why}" for run in runs[:3])
@@ -158,9 +196,26 @@ def build(runs: Sequence[Run], notes: Sequence[str], claims: Claims, reference: 
         found += unread
         if reference not in group.labels:
             found.append(f"{group.name} has no run of {reference}, so no gaps to it.")
+    measured, unsized = measured_lines(groups, fits)
+    found += [f"{name} is not in gap_by_tokens.png: its options give no number of parameters." for name in unsized]
+    roundings = comparable_roundings(groups) if measured else set()
+    lines = published_lines(published, roundings)
+    if roundings and not lines:
+        found.append(
+            f"gap_by_tokens.png has no published runs: no file with runs of {SOURCE} comparable to the MXFP4 recipes "
+            "was read; name docs/results/quartet2-runs.csv of the repository with --published."
+        )
     judged = judge_all(claims, groups)
     verdicts = tuple(replace(verdict, required=required_runs(verdict, claims.rules)) for verdict in judged)
-    return Report(title, claims, tuple(runs), tuple(groups), fits, snapshots, verdicts, tuple(found))
+    ladder = tuple(measured), tuple(lines)
+    return Report(
+        title, claims, tuple(runs), tuple(groups), fits, snapshots, *ladder, verdicts, tuple(found), evidence(claims)
+    )
+
+
+def _picture(draw: Callable[[plot_style.Theme], bytes | None]) -> html.Picture | None:
+    light, dark = draw(plot_style.LIGHT), draw(plot_style.DARK)
+    return None if light is None or dark is None else html.Picture(light, dark)
 
 
 def _described(group: Group) -> str:

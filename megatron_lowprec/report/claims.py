@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
@@ -16,6 +16,7 @@ QUANTITIES = {
     "perplexity_percent": "% of perplexity",
     "training_loss": "nats a token",
 }
+FINAL_LOSSES = ("validation_loss", "perplexity_percent")  # quantities that two final losses suffice for
 RELATIONS = {
     "above": "above",
     "below": "below",
@@ -23,6 +24,7 @@ RELATIONS = {
     "within": "within plus or minus",
 }
 SIZES = ("parameters", "tokens")
+BF16 = "bf16"
 LOSS = "loss"
 KINDS = (LOSS, "memory", "speed", "traffic", "snr", "tasks")
 
@@ -115,11 +117,37 @@ class Stated:
 
 
 @dataclass(frozen=True)
+class OthersRecipe:
+    """The runs of a published ladder that stand for a recipe: those with all ``settings``, each "column=value"."""
+
+    name: str
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Others:
+    """Published runs of another project, to which the claim's tests are applied.
+
+    ``file`` is a ladder (``report/published/ladder.py``), in the claims file relative to it, and ``source`` its
+    citation. ``parameters`` are sizes as the ladder counts them. ``condition`` names what differs from the claim's
+    recipes; runs that do not ``count`` are shown, but decide nothing.
+    """
+
+    file: str
+    source: str
+    recipes: tuple[OthersRecipe, ...]
+    parameters: tuple[int, ...]
+    condition: str
+    count: bool = True
+
+
+@dataclass(frozen=True)
 class Claim:
     """One sentence of one paper.
 
-    A claim of kind "loss" has tests, which must all hold; ``sweep`` names a sweep with the runs. A claim of another
-    kind has ``stated`` figures, and ``measured_by`` names the topic that will measure them.
+    A claim of kind "loss" has tests, which must all hold; ``sweep`` names a sweep with the runs, and ``others`` runs
+    of other projects. A claim of another kind has ``stated`` figures, and ``measured_by`` names the topic that will
+    measure them.
     """
 
     id: str
@@ -135,6 +163,7 @@ class Claim:
     kind: str = LOSS
     stated: tuple[Stated, ...] = ()
     measured_by: str | None = None
+    others: tuple[Others, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,7 +191,11 @@ def load_claims(path: Path) -> Claims:
     ids = [claim.id for claim in found.claims]
     for twice in {name for name in ids if ids.count(name) > 1}:
         raise UserError(f"{path} has two claims {twice!r}; give each its own id")
-    return found
+    return replace(found, claims=tuple(_with_paths(claim, path.parent) for claim in found.claims))
+
+
+def _with_paths(claim: Claim, folder: Path) -> Claim:
+    return replace(claim, others=tuple(replace(each, file=str(folder / each.file)) for each in claim.others))
 
 
 def _check(claim: Claim, where: str) -> None:
@@ -191,13 +224,32 @@ def _check(claim: Claim, where: str) -> None:
         raise UserError(f"{where} lacks threshold_from: state the origin of its thresholds")
     if not claim.published and not claim.unpublished:
         raise UserError(f"{where} has no published number: say in `unpublished` why")
+    for others in claim.others:
+        _check_others(others, claim, where)
+
+
+def _check_others(others: Others, claim: Claim, where: str) -> None:
+    where = f"{where}: others"
+    if claim.scale.parameters is None or claim.scale.tokens is None:
+        raise UserError(f"{where} need the claim's tokens per parameter; give its scale both numbers, or remove others")
+    if not others.parameters:
+        raise UserError(f"{where} name no size; give `parameters` as the ladder counts them")
+    named = [recipe.name for recipe in others.recipes]
+    for test in claim.tests:
+        _choice(where, "quantity of a test", test.quantity, FINAL_LOSSES)
+        for side in (test.left, test.right):
+            if side != BF16:
+                _choice(where, "a recipe of a test", side, named)
+    for setting in (setting for recipe in others.recipes for setting in recipe.settings):
+        if "=" not in setting:
+            raise UserError(f"{where}: setting {setting!r} must be column=value, such as bstochastic=True")
 
 
 def _check_other(claim: Claim, where: str) -> None:
     """A claim that is not about losses: no tests, but what was published and the topic that measures it."""
-    if claim.tests or claim.published or claim.threshold_from:
+    if claim.tests or claim.published or claim.threshold_from or claim.others:
         raise UserError(
-            f"{where} is of kind {claim.kind}, but has tests of losses; remove tests, published and threshold_from"
+            f"{where} is of kind {claim.kind}, but has tests of losses; remove tests, published, threshold_from, others"
         )
     if not claim.stated or not claim.measured_by:
         raise UserError(f"{where} is of kind {claim.kind}: give `stated` figures and the topic in `measured_by`")

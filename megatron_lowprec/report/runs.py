@@ -14,8 +14,8 @@ import numpy as np
 import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.archives.sources import MANIFEST, Source, find_sources
 from megatron_lowprec.report.curve import LAST, TRAIN, VALIDATION, Curve, Series, curve_of, read_columns, smooth
-from megatron_lowprec.report.evidence.sources import MANIFEST, Source, find_sources
 
 _SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped iterations"
 

@@ -34,30 +34,28 @@ class Table:
 
 
 def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
-    """Final validation loss and perplexity per recipe, and the gap to the reference with its interval."""
+    """Gap of each recipe to the reference with its interval, final validation loss, and throughput."""
     rows = []
     for label in group.labels:
         finished, diverged = group.of(label, Status.FINISHED), len(group.of(label, Status.DIVERGED))
-        perplexities = [math.exp(run.curve.final_validation) for run in finished if run.curve is not None]
+        runs = _with_losses(group, label)
         known = fit if finished else None
         gap = _gap(group, fit, label)
         row = {
             "recipe": label,
             "seeds\nfinished": f"{len(finished)} of {len(group.of(label))}"
             + (f", {diverged} diverged" if diverged else ""),
-            f"gap to {group.reference}\n% of perplexity": gap[0],
-            f"{confidence:.0%} interval\n% of perplexity": gap[1],
-            "gap\nperplexity": gap[2],
-            "gap\nnats a token": gap[3],
-            "validation loss\nnats a token": number(known.mean(label) if known else math.nan, 4),
-            "sd over seeds\nnats a token": number(known.deviation(label) if known else math.nan, 4),
-            "perplexity\nmean": number(float(np.mean(perplexities)) if known else math.nan, 2),
-            "sd over seeds\nperplexity": number(
-                float(np.std(perplexities, ddof=1)) if len(perplexities) > 1 else math.nan, 2
-            ),
+            f"gap to {group.reference}\nnats": gap[0],
+            f"{confidence:.0%} interval\nnats": gap[1],
+            "gap\n% of perplexity": gap[2],
+            f"{confidence:.0%} interval\n% of perplexity": gap[3],
+            "validation loss\nnats": number(known.mean(label) if known else math.nan, 4),
+            "seeds' sd\nnats": number(known.deviation(label) if known else math.nan, 4),
+            "throughput\ntokens/s": number(_median([run.tokens_a_second for run in runs]), 0),
+            "GEMMs": _execution(runs),
         }
         rows.append(row)
-    return Table.of(rows, {"recipe"})
+    return Table.of(rows, {"recipe", "GEMMs"})
 
 
 def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
@@ -65,22 +63,23 @@ def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
     if fit is None or not has or label == group.reference:
         return [DASH] * 4
     difference = fit.difference(label, group.reference)
-    low, high = (percent(end) for end in difference.interval)
-    interval = f"{signed(low, 2)} to {signed(high, 2)}" if difference.error is not None else "unknown"
-    absolute = math.exp(fit.mean(group.reference)) * math.expm1(difference.value)
-    return [signed(percent(difference.value), 2), interval, signed(absolute, 2), signed(difference.value, 4)]
+    cells = []
+    for convert, decimals in ((float, 4), (percent, 2)):
+        low, high = (signed(convert(end), decimals) for end in difference.interval)
+        cells.append(signed(convert(difference.value), decimals))
+        cells.append(f"{low} to {high}" if difference.error is not None else "unknown")
+    return cells
 
 
 def cost(group: Group) -> Table:
-    """Tokens, time, memory and GEMM execution per recipe."""
+    """Tokens, time, memory and GEMM execution with its reasons, per recipe."""
     rows = []
     for label in group.labels:
-        runs = [run for run in group.of(label) if run.curve is not None]
+        runs = _with_losses(group, label)
         row = {
             "recipe": label,
             "tokens\na run": amount(group.tokens),
             "time\nms an iteration": number(1000 * _median([run.seconds for run in runs]), 1),
-            "throughput\ntokens/s": number(_median([run.tokens_a_second for run in runs]), 0),
             "peak memory\nGiB a GPU": number(_median([run.peak_memory_gib for run in runs]), 2),
             "GEMMs": _each([gemms(run) for run in runs]),
             "device": _each([device(run) for run in runs]),
@@ -172,10 +171,27 @@ def gemms(run: Run) -> str:
     return "; ".join(f"{', '.join(names)} {way}" if len(by_way) > 1 else way for way, names in by_way.items())
 
 
+def _execution(runs: Sequence[Run]) -> str:
+    """native, emulated or both, without reasons; "mixed" if runs differ or not all record it."""
+    found = {_words(run.record.get("gemms")) for run in runs}
+    return "mixed" if len(found) > 1 else "".join(found) or DASH
+
+
+def _words(recorded: object) -> str:
+    if not isinstance(recorded, dict):
+        return "not recorded"
+    used = [word for word in ("native", "emulated") if any(str(way).startswith(word) for way in recorded.values())]
+    return ", ".join(used) or "not quantized"
+
+
 def device(run: Run) -> str:
     """Device name and number of processes."""
     name = run.record.get("device")
     return f"{run.record.get('processes', '?')} x {name}" if name else "not recorded"
+
+
+def _with_losses(group: Group, label: str) -> list[Run]:
+    return [run for run in group.of(label) if run.curve is not None]
 
 
 def _median(values: Sequence[float]) -> float:

@@ -16,19 +16,19 @@ from megatron_lowprec.training.models.sizes import num_parameters
 
 @dataclass(frozen=True)
 class Budget:
-    """Runs of one model at one size of a sweep file."""
+    """Runs of one model and variant at one size of a sweep file."""
 
     size: str | None  # None if the file has no sizes
     model: str  # label
     parameters: int  # with embeddings
     tokens: int  # of a run
-    runs_per_seed: int  # recipes x variants
-    only_model: bool  # whether the size has no other model
+    runs_per_seed: int  # one of each recipe
+    only: str | None  # pattern of the runs' names; None if the size has no others
     needs: tuple[str, ...]  # options that must be given in addition to the file
 
 
 def budgets(path: str) -> list[Budget]:
-    """Budgets of a sweep file, in the order of its sizes and models.
+    """Budgets of a sweep file, in the order of its sizes, models and variants.
 
     Raises:
         UserError: as ``read`` and ``expand``.
@@ -37,11 +37,12 @@ def budgets(path: str) -> list[Budget]:
 
 
 def _of_size(sweep: Sweep) -> list[Budget]:
-    one = replace(sweep, recipes=sweep.recipes[:1], variants=sweep.variants[:1], seeds=sweep.seeds[:1])
+    one = replace(sweep, recipes=sweep.recipes[:1], seeds=sweep.seeds[:1])
     data = {need: ["DATA"] for need in sweep.needs}  # not opened
     resources = sweep.resources
     found = []
-    for job in expand(one, data, resources.gpus_per_job or resources.processes_per_job):
+    jobs = expand(one, data, resources.gpus_per_job or resources.processes_per_job)
+    for job in jobs:
         config = resolve_run(resolve_model(parse(job.arguments)[0]), job.processes, gpus=True)
         tokenizer = (config.tokenizer_type, config.vocab_file, config.merge_file, config.tokenizer_model)
         vocabulary = padded_vocab_size(
@@ -54,8 +55,8 @@ def _of_size(sweep: Sweep) -> list[Budget]:
             model=job.model,
             parameters=num_parameters(config, vocabulary),
             tokens=job.train_iters * require(config.global_batch_size) * job.seq_length,
-            runs_per_seed=len(sweep.recipes) * len(sweep.variants),
-            only_model=len(sweep.models) == 1,
+            runs_per_seed=len(sweep.recipes),
+            only=f"{job.model}-*{f'-{job.variant}-s*' if job.variant else ''}" if len(jobs) > 1 else None,
             needs=sweep.needs,
         )
         found.append(budget)

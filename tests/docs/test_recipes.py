@@ -168,7 +168,9 @@ def test_yaml_examples_are_recipes_or_sweeps(fence: Fence, tmp_path: Path) -> No
 
 
 def test_every_sweep_that_is_shipped_is_in_the_table() -> None:
-    named = table_after(ROOT / "docs/guide/sweeps.md", "Shipped sweeps")
+    page = ROOT / "docs/guide/sweeps.md"
+    named = [*table_after(page, "Shipped sweeps"), *table_after(page, "Studies")]
+    assert sorted(named) == sorted(set(named))
     assert set(named) == {file.stem for file in (ROOT / "configs/sweeps").glob("*.yaml")}
 
 

@@ -17,6 +17,7 @@ OPTIONS: dict[str, Any] = {
     "config": "configs/models/gpt_25m.yaml",
     "num_layers": 8,
     "hidden_size": 512,
+    "num_attention_heads": 8,
     "seq_length": 1024,
     "global_batch_size": 64,
     "train_iters": 400,

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.report import tables
+from megatron_lowprec.report.groups import group_runs
+from megatron_lowprec.report.runs import find_runs
+from megatron_lowprec.report.statistics import Fit
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 from tests.training.helpers import argv
 from tools import report
@@ -67,9 +71,10 @@ def test_a_sweep_becomes_a_page_that_needs_nothing_else(
     links = [each for each in page.refers if not each.startswith("data:image/png;base64,")]
     assert all(each.startswith("https://arxiv.org/abs/") or each[1:] in page.ids for each in links)
     pictures = [base64.b64decode(each.partition(",")[2]) for each in page.refers if each.startswith("data:")]
-    assert len(pictures) == 6  # three figures, light and dark
-    assert len(set(pictures)) == 6
-    for name in ("gaps", "training_loss", "validation_loss"):
+    assert len(pictures) == 8  # four figures, light and dark
+    assert len(set(pictures)) == 8
+    assert text.index("published runs (arXiv") < text.index("<h2>Runs of")
+    for name in ("gap_by_tokens", "gaps", "training_loss", "validation_loss"):
         data = (out / f"{name}.png").read_bytes()
         assert data.startswith(PNG)
         assert data in pictures
@@ -93,19 +98,50 @@ def test_the_table_has_the_runs_numbers(tmp_path: Path, capsys: pytest.CaptureFi
     assert report.main([str(write_sweep(tmp_path / "s", finals)), "--out", str(tmp_path / "out")]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mxfp4 "))
     cells = re.split(r"\s{2,}", row)
-    # means 3.71 and 3.82; sd .0141 and .0283, pooled .02236; t(2) = 4.3027; half width .0962; perplexities 44.70, 46.53
+    # means 3.71 and 3.82; sd .0141 and .0283, pooled .02236; t(2) = 4.3027; half width .0962
     assert cells == [
         "mxfp4",
         "2 of 2",
+        "+0.1100",
+        "+0.0138 to +0.2062",
         "+11.63",
         "+1.39 to +22.90",
-        "+4.75",
-        "+0.1100",
         "3.8200",
         "0.0283",
-        "45.61",
-        "1.29",
+        "655,360",
+        "emulated",
     ]
+
+
+def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4_rht_sr": 3.8}, scatter=0.02)
+    write_run(sweep / "mxfp4_rht_sr-s4", "mxfp4_rht_sr", 4, nan_from=200)
+    add_cells(sweep, "synthetic", [cell("mxfp4_rht_sr", 4)])
+    ((group,), _) = group_runs(find_runs([str(sweep)], 0.5)[0], "bf16")
+    lines = tables.quality(group, Fit(group.final_losses(), 0.95), 0.95).lines()
+    assert "3 of 4, 1 diverged" in lines[-1]
+    assert max(map(len, lines)) <= 155
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (["not quantized", "emulated: no unit"], ["not quantized", "emulated: another"], "emulated"),
+        (["native on sm90", "native on sm90"], ["native on sm90", "native on sm90"], "native"),
+        (["native on sm90", "emulated: no unit"], ["emulated: no unit", "native on sm90"], "native, emulated"),
+        (["not quantized", "native on sm90"], ["not quantized", "emulated: no unit"], "mixed"),
+        (["not quantized", "not quantized"], ["not quantized", "not quantized"], "not quantized"),
+    ],
+)
+def test_the_table_says_native_or_emulated(tmp_path: Path, first: list[str], second: list[str], words: str) -> None:
+    runs = []
+    for seed, ways in enumerate((first, second), 1):
+        folder = write_run(tmp_path / str(seed), "mxfp4", seed)
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**record, "gemms": dict(zip(("fprop", "dgrad"), ways))}))
+        runs.append(str(folder))
+    ((group,), _) = group_runs(find_runs(runs, 0.5)[0], "bf16")
+    assert tables.quality(group, None, 0.95).rows[0][-1] == words
 
 
 def test_groups_are_kept_apart_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

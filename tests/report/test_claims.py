@@ -76,6 +76,7 @@ def smallest(**changes: Any) -> dict[str, Any]:
     return {**CLAIM["smallest_difference"], **changes}
 
 
+OTHERS = {"file": "a.csv", "source": "b", "recipes": [], "parameters": [1], "condition": "c"}
 OTHER: dict[str, Any] = {
     **{key: CLAIM[key] for key in ("id", "source", "sentence", "scale", "smallest_difference")},
     "kind": "memory",
@@ -114,6 +115,8 @@ def test_a_claim_that_is_not_about_losses_has_no_tests(tmp_path: Path) -> None:
         (changed(measured_by="a page"), "are for claims of another kind"),
         ({**OTHER, "measured_by": None}, "give `stated` figures and the topic in `measured_by`"),
         ({**OTHER, "stated": [{**OTHER["stated"][0], "values": [1, 2, 3]}]}, "stated has 3 values"),
+        ({**OTHER, "others": [OTHERS]}, "remove tests, published, threshold_from, others"),
+        (changed(others=[OTHERS]), "others need the claim's tokens per parameter"),
         (changed(unpublished=None), "say in `unpublished` why"),
         (changed(scale={"parameters": "33e9", "tokens": None}), "write 33_000_000_000"),
         (changed(scale={"parameters": 1, "tokens": 1, "essential": ["layers"]}), "must be one of parameters, tokens"),

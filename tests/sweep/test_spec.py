@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.sweep.budgets import budgets
 from megatron_lowprec.sweep.jobs import expand
 from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read, seeds_of
@@ -15,11 +17,11 @@ from tests.sweep.conftest import REPOSITORY, Fake, WriteSweep
 SHIPPED = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
 NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling", "fp8_lm"}
 CHECKS = {"fp8_native"}  # of this project's own kernels, on a GPU alone
-SCHEDULES = {"gpt_25m_schedule"}  # bf16 alone
+STUDIES = {"gpt_25m_schedule", "all_recipes", "token_ladder", "learning_rate"}  # on a GPU alone
 
 
 def test_the_shipped_sweeps_are_there() -> None:
-    assert {path.stem for path in SHIPPED} == NAMES | CHECKS | SCHEDULES
+    assert {path.stem for path in SHIPPED} == NAMES | CHECKS | STUDIES
 
 
 def test_a_check_of_kernels_has_each_recipe_native_and_emulated_with_two_seeds() -> None:
@@ -34,7 +36,8 @@ def test_a_check_of_kernels_has_each_recipe_native_and_emulated_with_two_seeds()
 def test_every_shipped_sweep_expands_at_every_size(path: Any, size: str) -> None:
     sweep = read(str(path), size)
     assert sweep.summary
-    settings = {} if size == "tiny" else {"data_path": ["a_text_document"]}
+    need = {"tiny": None, "small": "train_data_path", "full": "data_path"}[size]
+    settings = {need: ["a_text_document"]} if need else {}
     found = expand(sweep, settings, sweep.resources.gpus_per_job or sweep.resources.processes_per_job)
     labels = [choice.label for choice in sweep.recipes]
     assert "bf16" in labels
@@ -45,13 +48,42 @@ def test_every_shipped_sweep_expands_at_every_size(path: Any, size: str) -> None
         assert len(sweep.seeds) == 2
         options = [job.resolved["options"] for job in found]
         assert {(o["seq_length"], o["global_batch_size"], o["lr"], o["min_lr"]) for o in options} == {
-            (1024, 64, 1e-3, 1e-4)
+            (1024, 32, 1e-3, 1e-4)
         }
-        assert {(o["lr_decay_style"], o["lr_warmup_fraction"]) for o in options} == {("cosine", 0.02)}
-        assert {job.train_iters * 64 * 1024 for job in found} == {1100 * 64 * 1024}
-    if size != "tiny":
-        with pytest.raises(UserError, match="needs --data-path: give --data-path or --set data_path=VALUE"):
+        assert {(o["lr_decay_style"], o["lr_warmup_fraction"]) for o in options} == {("cosine", 0.1)}
+        assert {job.train_iters * 32 * 1024 for job in found} == {2200 * 32 * 1024}
+    if need:
+        words = f"needs --{need.replace('_', '-')}: give --{need.replace('_', '-')} or --set {need}=VALUE"
+        with pytest.raises(UserError, match=words):
             expand(sweep, {}, sweep.resources.gpus_per_job or 1)
+
+
+def sizes_of(path: Any) -> list[str | None]:
+    return list(yaml.safe_load(path.read_text()).get("sizes", [None]))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(path.stem, size) for path in SHIPPED if path.stem not in NAMES for size in sizes_of(path)]
+)
+def test_every_study_pairs_its_recipes_over_two_seeds_at_least(name: str, size: str | None) -> None:
+    sweep = read(f"configs/sweeps/{name}.yaml", size)
+    found = expand(sweep, {need: ["a_text_document"] for need in sweep.needs}, 1)
+    assert "bf16" in [choice.label for choice in sweep.recipes]
+    assert len(sweep.seeds) >= 2
+    assert len(found) == len(sweep.recipes) * len(sweep.models) * len(sweep.variants) * len(sweep.seeds)
+    assert len({str(job.resolved) + str(job.seed) for job in found}) == len(found)
+    # a study compares by one text that no run has trained on
+    assert name in CHECKS or sweep.needs == ("train_data_path",)
+
+
+def test_all_recipes_are_all_registered_ones() -> None:
+    assert {choice.label for choice in read("configs/sweeps/all_recipes.yaml", "small").recipes} == set(recipes())
+
+
+@pytest.mark.parametrize("name", sorted(NAMES & {"rht_block_size", "mxfp8_rounding", "fp8_forward"}))
+def test_variants_of_a_recipe_are_compared_at_8m_with_three_seeds(name: str) -> None:
+    sweep = read(f"configs/sweeps/{name}.yaml", "8m")
+    assert ([model.label for model in sweep.models], len(sweep.seeds)) == (["gpt_8m"], 3)
 
 
 def test_the_table_s_recipes_are_the_source_s() -> None:
@@ -202,18 +234,20 @@ def test_the_command_line_s_seeds_replace_the_file_s(
 
 def test_budgets_of_a_file(write_sweep: WriteSweep) -> None:
     (only,) = budgets(write_sweep())
-    assert (only.size, only.model, only.tokens, only.runs_per_seed, only.only_model) == (
-        *(None, "gpt_tiny", 4 * 4 * 32, 2, True),
+    assert (only.size, only.model, only.tokens, only.runs_per_seed, only.only) == (
+        None,
+        "gpt_tiny",
+        4 * 4 * 32,
+        2,
+        None,
     )
-    sizes = {"small": {}, "large": {"models": ["gpt_tiny", "gpt_25m"], "overrides": {"a": {}, "b": {"lr": 1.0e-4}}}}
+    variants = {"a": {}, "b": {"train-iters": 8}}
+    sizes = {"small": {}, "large": {"models": ["gpt_tiny", "gpt_25m"], "overrides": variants}}
     found = budgets(write_sweep(sizes=sizes, needs=["data-path"], options={"train-iters": 4}))
-    assert [(each.size, each.model) for each in found] == [
-        ("small", "gpt_tiny"),
-        ("large", "gpt_tiny"),
-        ("large", "gpt_25m"),
+    assert [(each.size, each.only) for each in found] == [
+        ("small", None),
+        *(("large", f"{model}-*-{variant}-s*") for model in ("gpt_tiny", "gpt_25m") for variant in "ab"),
     ]
-    assert [each.runs_per_seed for each in found] == [2, 4, 4]
-    assert [each.only_model for each in found] == [True, False, False]
-    assert found[2].parameters == 51_500_032  # as run.json of docs/results/paper-table2/runs.tar.xz
-    assert found[2].tokens == 4 * 64 * 1024
-    assert {each.needs for each in found} == {("data_path",)}
+    assert {each.parameters for each in found[3:]} == {51_500_032}  # as run.json of the archive in docs/results
+    assert found[4].tokens == 2 * found[3].tokens
+    assert {(each.runs_per_seed, each.needs) for each in found} == {(2, ("data_path",))}

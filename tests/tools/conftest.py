@@ -16,7 +16,7 @@ __all__ = ["drive"]
 
 BPE = REPOSITORY / "data/tiny_bpe"
 TEXT = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": BPE / "vocab.json", "merge_file": BPE / "merges.txt"}
-# 4096 ids and 904 rows of padding.
+# 512 ids and 488 rows of padding.
 MODEL: dict[str, Any] = {
     **TEXT,
     "vocab_size": None,

@@ -25,7 +25,7 @@ PARTS = (
     "large",
     "scaling",
     "layouts",
-    "table2",
+    *("schedule", "recipes", "ladder", "rates", "variants", "medium"),
     "lm",
     "interrupt",
 )

@@ -60,6 +60,25 @@ def test_a_run_gives_a_picture_and_its_numbers(run: Path, tmp_path: Path, capsys
     assert len(picture) > 20_000
 
 
+def test_several_bf16_runs_are_a_range(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    offsets = (-0.25, 0.125, -0.5)
+    paths = [
+        write_run(tmp_path / f"reference{i}", offset, 60 - 20 * i) / "metrics.jsonl" for i, offset in enumerate(offsets)
+    ]
+    assert plot_loss.main([str(run), "--reference", *map(str, paths)]) == 0
+    assert "validation loss    4.5000 (bf16, 3 seeds: 4.0000 to 4.6250)" in capsys.readouterr().out
+    alone = (run / "loss.png").read_bytes()
+    assert plot_loss.main([str(run), "--reference", *map(str, paths[:2])]) == 0
+    assert (run / "loss.png").read_bytes() != alone
+
+
+def test_the_shipped_bf16_runs_are_three_seeds_that_end_within_the_stated_spread() -> None:
+    curves = plot_loss._references(None, Path("gpt_tiny-mxfp4"))
+    finals = [curve.final_validation for curve in curves]
+    assert len(set(finals)) == 3
+    assert max(finals) - min(finals) <= 0.03
+
+
 def test_what_is_missing_is_said_and_left_out(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "valid.jsonl").unlink()
     assert plot_loss.main([str(run)]) == 0

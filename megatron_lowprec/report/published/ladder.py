@@ -91,14 +91,35 @@ def gap_ladder(runs: Sequence[PublishedRun], parameters: int, **settings: str) -
         settings: values that ``group`` or a settings column must have, such as group="nvidia"; an empty column
             is "". Runs that these do not tell apart all appear.
     """
-    chosen = [
+    chosen = _chosen(runs, parameters, settings)
+    return sorted((run.tokens_per_parameter, run.gap) for run in chosen if run.group != BASELINE)
+
+
+def loss_ladder(runs: Sequence[PublishedRun], parameters: int, **settings: str) -> dict[int, float]:
+    """Training tokens -> final loss in nats a token, by rising tokens; arguments as for ``gap_ladder``.
+
+    Raises:
+        UserError: two runs of equal tokens have these settings.
+    """
+    losses: dict[int, float] = {}
+    for run in sorted(_chosen(runs, parameters, settings), key=lambda run: run.tokens):
+        if run.tokens in losses:
+            named = ", ".join(f"{name} {value!r}" for name, value in settings.items())
+            raise UserError(
+                f"{named}: two published runs of {parameters} parameters and {run.tokens} tokens have these settings; "
+                "add one that tells them apart"
+            )
+        losses[run.tokens] = run.loss
+    return losses
+
+
+def _chosen(runs: Sequence[PublishedRun], parameters: int, settings: Mapping[str, str]) -> list[PublishedRun]:
+    return [
         run
         for run in runs
         if run.parameters == parameters
-        and run.group != BASELINE
         and all({"group": run.group, **run.settings}.get(name, "") == value for name, value in settings.items())
     ]
-    return sorted((run.tokens_per_parameter, run.gap) for run in chosen)
 
 
 def _numbers(row: Mapping[str, str], where: str) -> tuple[int, int, float]:

@@ -50,14 +50,19 @@ def other_weights(config: Config) -> int:
     )
 
 
-def num_parameters(config: Config, padded_vocab_size: int) -> int:
-    """Parameters of the whole model, including the padded vocabulary."""
-    hidden = require(config.hidden_size)
+def num_non_embedding_parameters(config: Config) -> int:
+    """Parameters without token embedding, output layer and position table; all experts count."""
     total = norm_weights(config)  # final norm
     for site in linear_sites(config):
         weights = site.in_features * site.out_features + has_bias(config, site) * site.out_features
         total += sharding(config, site).copies * weights
-    total += require(config.num_layers) * other_weights(config)
+    return total + require(config.num_layers) * other_weights(config)
+
+
+def num_parameters(config: Config, padded_vocab_size: int) -> int:
+    """Parameters of the whole model, including the padded vocabulary."""
+    hidden = require(config.hidden_size)
+    total = num_non_embedding_parameters(config)
     total += padded_vocab_size * hidden * (2 if config.untie_embeddings_and_output_weights else 1)
     if config.position_embedding_type == "learned_absolute":
         total += require(config.max_position_embeddings) * hidden

@@ -73,7 +73,7 @@ def made(tmp_path: Path, tiny: Tokenizer) -> str:
     [
         ("gpt2", "valid", 431, 729121, 7.5601),
         ("gpt2", "test", 460, 743154, 7.5816),
-        ("tiny_bpe", "test", 460, 1035908, 6.8709),
+        ("tiny_bpe", "test", 460, 1705424, 5.3400),
     ],
 )
 def test_shipped_text_has_the_published_counts(
@@ -265,7 +265,7 @@ def test_a_suffix_is_not_part_of_a_prefix(made: str, tiny: Tokenizer) -> None:
 
 
 def test_another_vocabulary_is_refused_even_if_its_ids_would_fit(made: str) -> None:
-    with pytest.raises(UserError, match=r"GPT2BPETokenizer of 4096 ids .* but the run's is GPT2BPETokenizer of 50257"):
+    with pytest.raises(UserError, match=r"GPT2BPETokenizer of 512 ids .* but the run's is GPT2BPETokenizer of 50257"):
         indexed_dataset.check_prefix(made, bpe("gpt2"))
 
 
@@ -273,8 +273,8 @@ def test_a_corpus_of_another_tool_is_judged_by_its_ids(made: str, tiny: Tokenize
     os.remove(f"{made}.json")
     indexed_dataset.check_prefix(made, tiny)
     indexed_dataset.check_prefix(made, bpe("gpt2"))
-    with pytest.raises(UserError, match=r"holds id 4095, but the NullTokenizer has 4095 ids"):
-        indexed_dataset.check_prefix(made, build_tokenizer("NullTokenizer", vocab_size=4094))
+    with pytest.raises(UserError, match=r"holds id 511, but the NullTokenizer has 511 ids"):
+        indexed_dataset.check_prefix(made, build_tokenizer("NullTokenizer", vocab_size=510))
 
 
 def test_a_huge_corpus_is_judged_by_spread_windows(

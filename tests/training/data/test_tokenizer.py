@@ -60,8 +60,8 @@ def test_gpt2_gives_openais_ids(gpt2: Tokenizer) -> None:
     assert gpt2.detokenize([15496, 995, 50256]) == "Hello world<|endoftext|>"
 
 
-def test_tiny_has_4096_entries(tiny: Tokenizer) -> None:
-    assert (tiny.vocab_size, tiny.eod) == (4096, 4095)
+def test_tiny_has_512_entries(tiny: Tokenizer) -> None:
+    assert (tiny.vocab_size, tiny.eod) == (512, 511)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -164,7 +164,7 @@ def test_unusable_arguments_name_the_flag(tmp_path: Path) -> None:
         ("GPT2BPETokenizer", {"vocab_file": merges, "merge_file": merges}, "no byte-pair vocabulary"),
         ("GPT2BPETokenizer", {"vocab_file": vocab, "merge_file": gpt2_merges}, "of the same tokenizer"),
         ("GPT2BPETokenizer", no_end, "no <|endoftext|> entry"),
-        ("GPT2BPETokenizer", {"vocab_file": vocab, "merge_file": merges, "vocab_size": 50257}, "files hold 4096 ids"),
+        ("GPT2BPETokenizer", {"vocab_file": vocab, "merge_file": merges, "vocab_size": 50257}, "files hold 512 ids"),
         ("HuggingFaceTokenizer", {}, "--tokenizer-model, which was not given"),
         ("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)}, "holds no tokenizer.json"),
         ("HuggingFaceTokenizer", {"tokenizer_model": merges}, "is not a tokenizer.json"),

@@ -9,7 +9,12 @@ import pytest
 
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model
-from megatron_lowprec.training.models.sizes import flops_per_sample, linear_sites, num_parameters
+from megatron_lowprec.training.models.sizes import (
+    flops_per_sample,
+    linear_sites,
+    num_non_embedding_parameters,
+    num_parameters,
+)
 from tests.training.helpers import argv
 from tests.training.test_run import LLAMA, Drive
 
@@ -39,6 +44,18 @@ def test_parameters_and_linear_layers(drive: Drive, monkeypatch: pytest.MonkeyPa
             if "local_experts" not in inner:
                 found[int(layer) + 1, inner] = (module.weight.shape[1], module.weight.shape[0])
     assert sites == found
+
+
+def test_parameters_without_embeddings_are_those_of_the_published_ladder() -> None:
+    """N of the smallest Llama in docs/results/quartet2-runs.csv."""
+    sizes = ["--num-layers", "6", "--hidden-size", "640", "--ffn-hidden-size", "1792", "--num-attention-heads", "5"]
+    llama = ["--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", "--position-embedding-type", "rope"]
+    length = ["--seq-length", "512"]
+    for embeddings in ([], ["--untie-embeddings-and-output-weights"]):
+        config = resolve_model(parse([*sizes, *llama, *length, *embeddings])[0])
+        assert num_non_embedding_parameters(config) == 6 * (4 * 640**2 + 3 * 640 * 1792) + 13 * 640 == 30_482_560
+    learned = resolve_model(parse([*sizes, *llama[:4], *length])[0])
+    assert num_parameters(learned, 1000) == num_non_embedding_parameters(learned) + (1000 + 512) * 640
 
 
 def test_flops_of_a_known_model() -> None:

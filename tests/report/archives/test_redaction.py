@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lowprec.report.evidence.redaction import Redaction
+from megatron_lowprec.report.archives.redaction import Redaction
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import yaml
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.claims import Claims, load_claims
-from megatron_lowprec.report.evidence.required_runs import extended, required_runs
 from megatron_lowprec.report.groups import group_runs
+from megatron_lowprec.report.planning.required_runs import extended, required_runs
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.verdict import Outcome, judge_all
 from megatron_lowprec.sweep import cli
@@ -20,7 +20,7 @@ from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 from tests.report.test_claims import CLAIM, SHIPPED
 
 SMALL = next(each for each in budgets("configs/sweeps/paper_table2.yaml") if each.size == "small")
-# 64 sequences of 1024 tokens; the synthetic runs then have the small size's model and length
+# In steps of 64 sequences of 1024 tokens, as the synthetic runs have.
 OPTIONS = {"train_iters": SMALL.tokens // (64 * 1024)}
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.report.evidence.redaction import Redaction
-from megatron_lowprec.report.evidence.sources import ARCHIVE, FILES, MANIFEST, Source
+from megatron_lowprec.report.archives.redaction import Redaction
+from megatron_lowprec.report.archives.sources import ARCHIVE, FILES, MANIFEST, Source
 from megatron_lowprec.report.runs import Run
 
 _REPOSITORY = Path(__file__).resolve().parents[3]

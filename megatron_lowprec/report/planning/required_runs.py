@@ -74,7 +74,7 @@ def _lines(what: str, fitting: list[Budget], path: str, seeds: list[int]) -> lis
 def _command(budget: Budget, path: str, seeds: list[int]) -> str:
     words = ["python", "scripts/sweep.py", path, *(["--size", budget.size] if budget.size else [])]
     words += ["--seeds", indices(seeds)]
-    words += [] if budget.only_model else ["--only", f"{budget.model}-*"]
+    words += [] if budget.only is None else ["--only", budget.only]
     for need in budget.needs:
-        words += ["--data-path", "DATA"] if need == "data_path" else ["--set", f"{need}=DATA"]
+        words += ["--data-path", "DATA"] if need == "data_path" else ["--set", f"{need.replace('_', '-')}=DATA"]
     return shlex.join(words)

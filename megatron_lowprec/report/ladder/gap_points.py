@@ -1,0 +1,141 @@
+"""Lines of the ladder figure: gaps of a report's runs, and of published runs comparable to them.
+
+Parameters exclude embeddings on both sides, as in the published file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.amounts import amount
+from megatron_lowprec.report.groups import Group
+from megatron_lowprec.report.published.ladder import PublishedRun, gap_ladder
+from megatron_lowprec.report.runs import Status
+from megatron_lowprec.report.statistics import Fit
+from megatron_lowprec.training.config.arguments import checked_options
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model
+from megatron_lowprec.training.models.sizes import num_non_embedding_parameters
+
+SOURCE = "Quartet II"
+_GROUPS = ("fixed_albert_tseng", "orig_albert_tseng")  # the source's runs of MXFP4 with a Hadamard transform
+
+
+@dataclass(frozen=True)
+class Point:
+    """A gap to the reference in nats a token; ``half_width`` of its interval, NaN if unknown."""
+
+    tokens_per_parameter: float
+    gap: float
+    half_width: float = math.nan
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one recipe and model, by rising tokens."""
+
+    label: str  # the recipe's, or the published group and rounding
+    model: str  # its size, or the group's name if that tells more
+    parameters: float  # without embeddings
+    points: tuple[Point, ...]
+
+
+def non_embedding_parameters(options: Mapping[str, Any]) -> float:
+    """Parameters without embeddings from a run's resolved options; NaN if these describe no model known here."""
+    try:
+        checked = checked_options("config.yaml", {name: value for name, value in options.items() if name != "config"})
+        return float(num_non_embedding_parameters(resolve_model(Config(**checked))))
+    except UserError:
+        return math.nan
+
+
+def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> tuple[list[Line], list[str]]:
+    """A line per recipe and model size, and the names of compared groups whose model size is unknown.
+
+    Groups of equal size and tokens differ in something else: each group of such a size has lines of its own.
+    """
+    compared = {group.name: non_embedding_parameters(group.runs[0].options) for group in groups if _compared(group)}
+    found = [group for group in groups if not math.isnan(compared.get(group.name, math.nan))]
+    rungs = Counter((compared[group.name], group.tokens) for group in found)
+    ambiguous = {size for (size, _), count in rungs.items() if count > 1}
+    lines: dict[tuple[str, str, float], list[Point]] = {}
+    for group in found:
+        fit, size = fits[group.name], compared[group.name]
+        assert fit is not None
+        for label in _compared(group):
+            difference = fit.difference(label, group.reference)
+            half_width = math.nan if difference.error is None else difference.half_width
+            model = group.name if size in ambiguous else amount(size)
+            point = Point(group.tokens / size, difference.value, half_width)
+            lines.setdefault((label, model, size), []).append(point)
+    return [Line(*key, _rising(points)) for key, points in lines.items()], [
+        name for name, size in compared.items() if math.isnan(size)
+    ]
+
+
+def comparable_roundings(groups: Sequence[Group]) -> set[bool]:
+    """Whether rounding is stochastic, of each compared recipe that the published runs resemble.
+
+    These are MXFP4 operands after a Hadamard transform in dgrad and wgrad, an unquantized fprop, and a gap to an
+    unquantized reference.
+    """
+    return {
+        stochastic
+        for group in groups
+        for label in _compared(group)
+        if (plain := _recipe(group, group.reference)) and not _operands(plain, "fprop", "dgrad", "wgrad")
+        for stochastic, rounding in ((False, "nearest_even"), (True, "stochastic"))
+        if _resembles(_recipe(group, label), rounding)
+    }
+
+
+def published_lines(runs: Sequence[PublishedRun], roundings: set[bool]) -> list[Line]:
+    """A line per published group, model size and rounding, of the groups comparable to mxfp4_rht and mxfp4_rht_sr."""
+    return [
+        Line(
+            f"{SOURCE} {group}, {'SR' if stochastic else 'nearest'}",
+            amount(size),
+            size,
+            tuple(Point(*pair) for pair in pairs),
+        )
+        for group in _GROUPS
+        for size in sorted({run.parameters for run in runs if run.group == group})
+        for stochastic in sorted(roundings)
+        if (pairs := gap_ladder(runs, size, group=group, bstochastic=str(stochastic)))
+    ]
+
+
+def _compared(group: Group) -> list[str]:
+    """Labels with a gap to the reference: both have finished runs."""
+    finished = [label for label in group.labels if group.of(label, Status.FINISHED)]
+    return [label for label in finished if label != group.reference] if group.reference in finished else []
+
+
+def _recipe(group: Group, label: str) -> Mapping[str, Any]:
+    return group.of(label, Status.FINISHED)[0].recipe
+
+
+def _resembles(recipe: Mapping[str, Any], rounding: str) -> bool:
+    operands = _operands(recipe, "dgrad", "wgrad")
+    mxfp4 = {"format": "e2m1", "scale_format": "e8m0", "rounding": rounding}
+    return (
+        len(operands) == 4
+        and all(operand.items() >= mxfp4.items() for operand in operands)
+        and all(recipe[gemm]["hadamard"] for gemm in ("dgrad", "wgrad"))
+        and not _operands(recipe, "fprop")
+    )
+
+
+def _operands(recipe: Mapping[str, Any], *gemms: str) -> list[Mapping[str, Any]]:
+    """Quantized operands of these GEMMs of a resolved recipe; none for the empty recipe of a run without one."""
+    found = (recipe.get(gemm, {}).get(name) for gemm in gemms for name in ("input", "weight", "grad_output"))
+    return [operand for operand in found if operand]
+
+
+def _rising(points: Sequence[Point]) -> tuple[Point, ...]:
+    return tuple(sorted(points, key=lambda point: point.tokens_per_parameter))

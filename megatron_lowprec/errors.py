@@ -1,9 +1,13 @@
 """``UserError``, and command-line parsing that prints errors as one line."""
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+_CLOSED_PIPE = 128 + 13  # a shell's exit code for SIGPIPE
 
 
 class UserError(ValueError):
@@ -30,12 +34,29 @@ def names(text: str) -> list[str]:
 
 
 def run_tool(name: str, work: Callable[[], int | None]) -> int:
-    """Exit code of ``work``, 0 for None; a UserError prints one line to stderr and gives 2."""
+    """Exit code of ``work``, 0 for None; a UserError prints one line to stderr and gives 2.
+
+    141 if the reader of a pipe has closed stdout, as a shell shows a program that SIGPIPE ended.
+    """
     try:
-        return work() or 0
+        code = work() or 0
+        sys.stdout.flush()  # an error in the interpreter's last flush could not be caught
+        return code
     except UserError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        if not _stdout_is_closed():  # another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        return _CLOSED_PIPE
+
+
+def _stdout_is_closed() -> bool:
+    """Whether stdout is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def current_argv(argv: Sequence[str], renamed: Mapping[str, str]) -> list[str]:

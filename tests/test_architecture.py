@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "formats": set(),
     "scaling": set(),
     "recipe": {"errors", "formats", "scaling"},
-    "report": {"errors", "recipe", "text_tables", "training"},  # reads only torch-free modules of training
+    "report": {"errors", "recipe", "sweep", "text_tables", "training"},  # reads only torch-free modules of training
     "kernels": {"files", "formats", "scaling"},
     "quantization": {"errors", "formats", "kernels", "recipe", "scaling"},
     "optimizer": {"kernels", "recipe"},

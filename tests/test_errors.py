@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_lowprec.errors import Parser
+from tests.environment import python_path
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = [
@@ -37,3 +41,33 @@ def test_a_description_is_shown_as_it_is_written() -> None:
     parser = Parser(prog="tool.py", description="Line one.\n\n    python tool.py")
     assert "\n\n    python tool.py" in parser.format_help()
     assert isinstance(parser, argparse.ArgumentParser)
+
+
+def ended(work: str, *, reader: bool) -> tuple[int, str]:
+    """Exit code and stderr of a tool that does ``work`` after stdin's end; without ``reader``, into a closed pipe."""
+    code = f"import sys; from megatron_lowprec.errors import run_tool; sys.exit(run_tool('tool.py', lambda: {work}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code.replace("lambda: ", "lambda: sys.stdin.read() or ")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **python_path()},
+    )
+    if not reader:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+    error = process.communicate("", timeout=PATIENCE)[1]
+    return process.returncode, error
+
+
+@pytest.mark.parametrize("work", ["print('x')", "print('x' * 10**6)"], ids=["at the end", "amid"])
+def test_a_closed_pipe_ends_a_tool_quietly(work: str) -> None:
+    assert ended(work, reader=True) == (0, "")
+    assert ended(work, reader=False) == (141, "")
+
+
+def test_another_broken_pipe_is_not_hidden() -> None:
+    code, error = ended("exec('raise BrokenPipeError')", reader=True)
+    assert (code, "BrokenPipeError" in error) == (1, True)

@@ -2,16 +2,21 @@
 
     python tools/report.py runs/sweeps/paper_table2-small --out reports/table2
     python tools/report.py runs/gpt_25m-bf16 'runs/gpt_25m-mxfp4*' --out reports/mxfp4
+    python tools/report.py runs/sweeps/paper_table2-small --out reports/table2 --archive reports/table2/runs.tar.xz
+    python tools/report.py reports/table2/runs.tar.xz --out reports/again
 
-takes run folders of pretrain_gpt.py, folders that hold a sweep.json, and patterns, and writes one HTML file that opens
-anywhere, with its figures as PNG beside it. docs/guide/report.md has the rules.
+takes run folders of pretrain_gpt.py, folders that hold a sweep.json, archives of them, and patterns, and writes one
+HTML file that opens anywhere, with its figures as PNG beside it. docs/guide/report.md has the rules.
 """
 
+import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lowprec.errors import Parser, UserError
+from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.report.archives.packing import write_archive
 from megatron_lowprec.report.build import build
 from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.published.ladder import read_ladder
@@ -27,8 +32,11 @@ _REFERENCE = "bf16"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; the exit code, 2 for what the user can mend."""
     parser = Parser(description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUNS", help="folder of a run or of a sweep, or a quoted pattern")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUNS", help="folder of a run or of a sweep, an archive, or a quoted pattern"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the report goes")
+    parser.add_argument("--archive", type=Path, metavar="FILE.tar.xz", help="also write the files of all runs")
     parser.add_argument("--claims", type=Path, default=CLAIMS, metavar="FILE", help="default: configs/claims.yaml")
     parser.add_argument(
         "--reference", default=_REFERENCE, metavar="LABEL", help=f"what gaps are to; default: {_REFERENCE}"
@@ -42,22 +50,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--title", help="default: the sweeps' names, or else the models'")
     args = parser.parse_args(arguments)
+    return run_tool("report.py", lambda: _report(args))
+
+
+def _report(args: argparse.Namespace) -> None:
+    claims = load_claims(args.claims)
     try:
-        claims = load_claims(args.claims)
-        runs, notes = find_runs(args.runs, claims.rules.diverged_rise)
-        labels = list(dict.fromkeys(run.label for run in runs if run.label))
-        if args.reference not in (_REFERENCE, *labels):
-            raise UserError(f"--reference {args.reference}: no run has that label; there are {', '.join(labels)}")
-        names = dict.fromkeys(run.sweep or run.model for run in runs)
-        title = args.title or f"Report: {', '.join(names)}"
-        published = [] if args.published is None else read_ladder(args.published)
-        report = build(runs, notes, claims, args.reference, title, published)
-        path = report.write(args.out)
-    except (UserError, OSError) as error:
-        print(f"report.py: error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join([*report.lines(), "", f"report: {path}"]))
-    return 0
+        with tempfile.TemporaryDirectory(prefix="report-") as scratch:
+            runs, notes = find_runs(args.runs, claims.rules.diverged_rise, Path(scratch))
+            labels = list(dict.fromkeys(run.label for run in runs if run.label))
+            if args.reference not in (_REFERENCE, *labels):
+                raise UserError(f"--reference {args.reference}: no run has that label; there are {', '.join(labels)}")
+            names = dict.fromkeys(run.sweep or run.model for run in runs)
+            title = args.title or f"Report: {', '.join(names)}"
+            published = [] if args.published is None else read_ladder(args.published)
+            report = build(runs, notes, claims, args.reference, title, published)
+            lines = [*report.lines(), "", f"report: {report.write(args.out)}"]
+            if args.archive is not None:
+                write_archive(args.archive, runs)
+                lines.append(f"archive: {args.archive}")
+    except OSError as error:
+        raise UserError(str(error)) from None
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

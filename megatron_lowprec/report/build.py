@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_lowprec.report.ladder.gap_points import (
     published_lines,
 )
 from megatron_lowprec.report.operands import Snapshots, find_snapshots
+from megatron_lowprec.report.planning.required_runs import required_runs
 from megatron_lowprec.report.published.evidence import LEFT_OPEN, Evidence, evidence
 from megatron_lowprec.report.published.ladder import PublishedRun
 from megatron_lowprec.report.runs import Run, Status
@@ -77,6 +78,7 @@ class Report:
             found += [f"    {finding.words}" for finding in verdict.findings]
             found += [f"    {verdict.note}"] if verdict.note else []
             found.append(f"    scale: {verdict.scale}")
+            found += [f"    {words}" for words in verdict.required]
             others = self.beside(verdict)
             if others is not None:
                 found += [f"    {others.said.value}:", *(f"      {words}" for words in others.words)]
@@ -179,7 +181,7 @@ def build(
     """
     groups, lost = group_runs(runs, reference)
     if not groups:
-        whys = "; ".join(f"{run.folder} {run.why}" for run in runs[:3])
+        whys = "; ".join(f"{run.place} {run.why}" for run in runs[:3])
         raise UserError(
             f"none of {len(runs)} runs can be read ({whys}); name folders with metrics.jsonl and config.yaml"
         )
@@ -203,7 +205,8 @@ def build(
             f"gap_by_tokens.png has no published runs: no file with runs of {SOURCE} comparable to the MXFP4 recipes "
             "was read; name docs/results/quartet2-runs.csv of the repository with --published."
         )
-    verdicts = tuple(judge_all(claims, groups))
+    judged = judge_all(claims, groups)
+    verdicts = tuple(replace(verdict, required=required_runs(verdict, claims.rules)) for verdict in judged)
     ladder = tuple(measured), tuple(lines)
     return Report(
         title, claims, tuple(runs), tuple(groups), fits, snapshots, *ladder, verdicts, tuple(found), evidence(claims)

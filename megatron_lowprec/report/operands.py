@@ -121,7 +121,7 @@ def find_snapshots(group: Group) -> tuple[list[Snapshots], list[str]]:
             try:
                 rows = read_rows(run.folder / "quantization.jsonl")
             except UserError as error:
-                notes.append(f"{error}; nothing of that file is shown.")
+                notes.append(f"{run.named(str(error))}; nothing of that file is shown.")
                 continue
             if rows:
                 recorded.append((run, rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.archives.sources import MANIFEST, Source, find_sources
 from megatron_lowprec.report.curve import LAST, TRAIN, VALIDATION, Curve, Series, curve_of, read_columns, smooth
 
 _SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped iterations"
@@ -48,6 +48,16 @@ class Run:
     sweep: str | None = None  # names in the sweep, down to ``variant``
     model: str = "model"
     variant: str | None = None
+    source: Source | None = None  # the named folder: the run's own or its sweep's
+
+    @property
+    def place(self) -> str:
+        """The folder as reports name it: its path, or the archive's with that of the member."""
+        return self.named(str(self.folder))
+
+    def named(self, text: str) -> str:
+        """``text`` with the temporary folder of an unpacked archive replaced by the archive's path."""
+        return text if self.source is None else self.source.named(text)
 
     @property
     def train_iters(self) -> int:
@@ -83,31 +93,34 @@ class Run:
         return samples * float(self.options["seq_length"])
 
 
-def find_runs(paths: Sequence[str], diverged_rise: float) -> tuple[list[Run], list[str]]:
-    """Runs in run folders, sweep folders and globs, each once, and notes about duplicates.
+def find_runs(paths: Sequence[str], diverged_rise: float, scratch: Path | None = None) -> tuple[list[Run], list[str]]:
+    """Runs in run folders, sweep folders, archives and globs, each once, and notes about duplicates.
 
     Args:
-        paths: folders, or globs of folders.
+        paths: folders or archives, or globs of them.
         diverged_rise: rise of the training loss above its lowest, in nats, beyond which a run counts as diverged.
+        scratch: empty folder for the content of archives, which the runs refer to; None refuses archives.
 
     Raises:
-        UserError: a missing path, an unreadable sweep.json, or no run found.
+        UserError: a missing path, an unreadable archive or sweep.json, or no run found.
     """
     cells: list[Run] = []
     for path in paths:
-        for folder in _folders(path):
-            cells += _sweep(folder) if (folder / "sweep.json").is_file() else [Run(folder, folder.name, "")]
+        for source in find_sources(path, scratch):
+            folder = source.folder
+            is_sweep = (folder / MANIFEST).is_file()
+            cells += _sweep(source) if is_sweep else [Run(folder, folder.name, "", source=source)]
     runs: dict[Path, Run] = {}
     notes = []
     for cell in cells:
-        place = cell.folder.resolve()
+        place = Path(cell.place).resolve()
         if place not in runs:
             runs[place] = read_run(cell, diverged_rise)
         elif cell.sweep and not runs[place].sweep:
             runs[place] = read_run(cell, diverged_rise)
-            notes.append(f"{cell.folder} was named twice and counts once, as {cell.label} of sweep {cell.sweep}")
-        else:
-            notes.append(f"{cell.folder} was named twice and counts once")
+            notes.append(f"{cell.place} was named twice and counts once, as {cell.label} of sweep {cell.sweep}")
+        elif cell.source is None or cell.source.archive is None:  # an archive's jobs are found in its sweep and alone
+            notes.append(f"{cell.place} was named twice and counts once")
     if not runs:
         raise UserError(f"no run in {', '.join(paths)}; name folders that pretrain_gpt.py or a sweep has written")
     return list(runs.values()), notes
@@ -139,7 +152,7 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
         columns = read_columns(metrics, (TRAIN, VALIDATION, _SAMPLES, _SECONDS, _SKIPPED))
         curve = curve_of(columns, metrics)
     except UserError as error:
-        return replace(cell, why=f"{error}{cell.why}")
+        return replace(cell, why=f"{cell.named(str(error))}{cell.why}")
     if not options.get("train_iters") or not options.get("seq_length"):
         return replace(cell, why=f"has no config.yaml that says what was trained{cell.why}")
     seconds = columns[_SECONDS][1]
@@ -186,33 +199,29 @@ def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[
     return Status.FINISHED, f"{train_iters:,} iterations"
 
 
-def _folders(path: str) -> list[Path]:
-    found = [Path(name) for name in sorted(glob.glob(path))] if glob.has_magic(path) else [Path(path)]
-    folders = [folder for folder in found if folder.is_dir()]
-    if not folders:
-        raise UserError(f"{path}: no such folder; name a run's folder, a sweep's, or a pattern of them")
-    return folders
-
-
-def _sweep(folder: Path) -> list[Run]:
-    path = folder / "sweep.json"
+def _sweep(source: Source) -> list[Run]:
+    path = source.folder / MANIFEST
     try:
         sweep = json.loads(path.read_text(encoding="utf-8"))
         return [
             Run(
-                folder / cell["run"],
+                source.job_folder(cell["run"]),
                 str(cell["id"]),
                 str(cell["label"]),
                 seed=cell.get("seed"),
                 sweep=str(sweep["name"]),
                 model=str(cell.get("model") or "model").removesuffix(".yaml").rpartition("/")[2],
                 variant=str(cell["variant"]) if cell.get("variant") else None,
+                source=source,
             )
             for cell in sweep["cells"]
         ]
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: not a sweep ({type(error).__name__}: {error}); it needs name and cells with id, label and run"
+            f"{source.named(str(path))}: not a sweep ({type(error).__name__}: {error}); it needs name and cells with "
+            "id, label and run"
         ) from None
 
 

@@ -104,7 +104,7 @@ def all_runs(runs: Sequence[Run]) -> Table:
             "validation loss\nnats a token": number(losses[1], 4),
             "versions": versions or "not recorded",
             "commit": str(run.record.get("commit") or "not recorded"),
-            "folder": str(run.folder),
+            "folder": run.place,
         }
         rows.append(row)
     return Table.of(rows, {"run", "recipe", "ended", "how", "versions", "commit", "folder"})

@@ -62,6 +62,7 @@ class Finding:
     brief: str = ""
     measured: float | None = None
     interval: Interval | None = None
+    seeds: int | None = None  # shared seeds that resolve the smallest difference; of an open test with known spread
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     scale: str
     note: str = ""  # the topic that measures a claim which is not about losses
+    required: tuple[str, ...] = ()  # runs that would decide an open claim, with commands
 
 
 def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
@@ -210,14 +212,16 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     measured = convert(difference.value)
     words = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test)}"
     words += f"{_diverged_words(diverged)}; {_relation(test)}: {held.value}"
+    needed = None
     if held is Held.OPEN and any(diverged.values()):
         words += "; diverged runs leave the difference without a bound, which more seeds do not mend"
     elif held is Held.OPEN:
-        words += f"; {_needed(test, smallest, fit, difference, fit.mean(right))}"
+        needed, reason = _needed(test, smallest, fit, difference, fit.mean(right))
+        words += f"; {reason}"
     elif held is Held.NO and test.threshold == 0 and -smallest <= interval[0] and interval[1] <= smallest:
         words += f", within the smallest difference that matters, {_amount(smallest, test)}"
     brief = f"{name} {_number(measured, test)}"
-    return Finding(test, held, words, brief, measured, interval)
+    return Finding(test, held, words, brief, measured, interval, needed)
 
 
 def _diverged(group: Group, label: str, test: Test) -> int:
@@ -225,22 +229,22 @@ def _diverged(group: Group, label: str, test: Test) -> int:
     return 0 if test.over else len(group.of(label, Status.DIVERGED))
 
 
-def _needed(test: Test, smallest: float, fit: Fit, difference: Difference, right: float) -> str:
-    """Text with the number of seeds that decide a difference of the smallest size that matters.
+def _needed(test: Test, smallest: float, fit: Fit, difference: Difference, right: float) -> tuple[int | None, str]:
+    """Number of seeds that decide a difference of the smallest size that matters, and a text with it.
 
-    ``right`` is the mean loss of the test's right side in nats a token.
+    The number is 2 if the spread is unknown, and None if it is over 1,000. ``right`` is the mean loss of the test's
+    right side in nats a token.
     """
     unit = _amount(smallest, test)
     if not fit.known:
-        return f"the spread over seeds is unknown; train two shared seeds or more to learn how many resolve {unit}"
+        return 2, f"the spread over seeds is unknown; train two shared seeds or more to learn how many resolve {unit}"
     seeds = fit.seeds_needed(_in_nats(smallest, test.quantity, right), test.relation == "within")
+    spread = f"resolve {unit} at the measured spread"
     if seeds is None:
-        return f"over 1,000 shared seeds are needed to resolve {unit} at the measured spread"
+        return None, f"over 1,000 shared seeds are needed to {spread}"
     if seeds <= min(difference.counts):
-        return (
-            f"{seeds} shared seeds resolve {unit} at the measured spread, but the difference is closer to the threshold"
-        )
-    return f"at least {seeds} shared seeds are needed to resolve {unit} at the measured spread"
+        return seeds, f"{seeds} shared seeds {spread}, but the difference is closer to the threshold"
+    return seeds, f"at least {seeds} shared seeds are needed to {spread}"
 
 
 def _all_diverged(

@@ -23,7 +23,7 @@ from megatron_lowprec.sweep.jobs import (
     settings_of,
     write_manifest,
 )
-from megatron_lowprec.sweep.spec import RENAMED, Sweep, read, sbatch_options
+from megatron_lowprec.sweep.spec import RENAMED, Sweep, read, sbatch_options, seeds_of
 from megatron_lowprec.sweep.view import View
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import check_folder
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", help="one of the file's sizes; default the first")
     parser.add_argument("--out", help="folder of the sweep; default runs/sweeps/NAME-SIZE")
     jobs = parser.add_argument_group("jobs")
+    jobs.add_argument("--seeds", metavar="SEEDS", help="instead of the file's, such as 1234-1241 or 1,5-8")
     jobs.add_argument("--data-path", nargs="+", help="as --set data-path=")
     jobs.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all jobs; null takes one away"
@@ -113,7 +114,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _with_flags(sweep: Sweep, args: argparse.Namespace) -> Sweep:
-    """The sweep with resources and sbatch options from the command line."""
+    """The sweep with seeds, resources and sbatch options from the command line."""
     given = {name: getattr(args, name) for name in RENAMED if getattr(args, name) is not None}
     if args.job is not None:  # it has all of the task's cores
         given |= {"jobs_per_gpu": 1, "jobs_at_once": 1}
@@ -122,6 +123,7 @@ def _with_flags(sweep: Sweep, args: argparse.Namespace) -> Sweep:
         raise UserError(f"--sbatch {' '.join(args.sbatch)}: write each as KEY=VALUE, such as partition=gpu, once")
     return replace(
         sweep,
+        seeds=sweep.seeds if args.seeds is None else seeds_of(args.seeds),
         resources=replace(sweep.resources, **given),
         slurm={**sweep.slurm, **sbatch_options("--sbatch", pairs)},
     )
@@ -193,7 +195,8 @@ def _names(args: argparse.Namespace, out: Path) -> list[str]:
 
 def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
     """Arguments of an array's task, besides its number."""
-    words = [*_names(args, out), *(["--data-path", *args.data_path] if args.data_path else [])]
+    words = [*_names(args, out), *(["--seeds", args.seeds] if args.seeds else [])]
+    words += ["--data-path", *args.data_path] if args.data_path else []
     words += [word for text in args.set for word in ("--set", text)]
     for name in ("gpus_per_job", "processes_per_job"):
         value = getattr(args, name)

@@ -18,6 +18,7 @@ This module reads and checks the file; ``jobs`` expands it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -163,6 +164,32 @@ def read(path: str, size: str | None = None) -> Sweep:
         resources=_resources(path, merged("resources")),
         slurm=sbatch_options(f"{path}: slurm", merged("slurm")),
     )
+
+
+def size_names(path: str) -> list[str | None]:
+    """Sizes of a sweep file in its order; None alone if it has none. Raises as ``read``."""
+    return list(map(str, _mapping(f"{path}: sizes", _yaml_file(path).get("sizes")))) or [None]
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Seeds of ``--seeds``: numbers and ranges with both ends, such as "1234-1241" or "1,5-8".
+
+    Raises:
+        UserError: another form, a falling range, or a seed that is named twice.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if found is None:
+            raise UserError(f"--seeds {text}: {part!r} is no seed; write numbers or ranges, such as 1234-1241 or 1,5-8")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise UserError(f"--seeds {text}: the range {part} falls; write {last}-{first}")
+        seeds += range(first, last + 1)
+    twice = [seed for seed, count in Counter(seeds).items() if count > 1]
+    if twice:
+        raise UserError(f"--seeds {text} names {', '.join(map(str, twice))} twice; name each seed once")
+    return tuple(seeds)
 
 
 def merge(lower: Options, upper: Options) -> Options:

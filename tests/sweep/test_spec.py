@@ -9,9 +9,10 @@ import yaml
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import recipes
+from megatron_lowprec.sweep.budgets import budgets
 from megatron_lowprec.sweep.jobs import expand
-from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read
-from tests.sweep.conftest import REPOSITORY, WriteSweep
+from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read, seeds_of
+from tests.sweep.conftest import REPOSITORY, Fake, WriteSweep
 
 SHIPPED = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
 NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling", "fp8_lm"}
@@ -191,3 +192,62 @@ def test_resources_are_read_under_their_old_names(write_sweep: WriteSweep) -> No
 
 def test_resources_default_to_whatever_is_there() -> None:
     assert Resources() == Resources(None, 1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("7", (7,)), ("1234-1236", (1234, 1235, 1236)), ("9, 5-6", (9, 5, 6)), ("3-3", (3,))]
+)
+def test_seeds_on_the_command_line(text: str, seeds: tuple[int, ...]) -> None:
+    assert seeds_of(text) == seeds
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is no seed; write numbers or ranges, such as 1234-1241"),
+        ("1,,2", "'' is no seed"),
+        ("-3", "'-3' is no seed"),
+        ("1-", "'1-' is no seed"),
+        ("a", "'a' is no seed"),
+        ("8-5", "the range 8-5 falls; write 5-8"),
+        ("4,1-5", "--seeds 4,1-5 names 4 twice; name each seed once"),
+    ],
+)
+def test_seeds_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        seeds_of(text)
+    assert message in str(error.value)
+
+
+def test_the_command_line_s_seeds_replace_the_file_s(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(recipes=["bf16"], seeds=[1, 2])
+    assert fake.run(path, "--seeds", "2,5-6", "--dry-run") == 0
+    assert [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()] == [
+        *("gpt_tiny-bf16-s2", "gpt_tiny-bf16-s5", "gpt_tiny-bf16-s6")
+    ]
+    # tasks of an array number the same jobs
+    assert fake.run(path, "--seeds", "2,5-6", "--slurm-dry-run") == 0
+    assert "--seeds 2,5-6 " in capsys.readouterr().out
+
+
+def test_budgets_of_a_file(write_sweep: WriteSweep) -> None:
+    (only,) = budgets(write_sweep())
+    assert (only.size, only.model, only.tokens, only.runs_per_seed, only.only) == (
+        None,
+        "gpt_tiny",
+        4 * 4 * 32,
+        2,
+        None,
+    )
+    variants = {"a": {}, "b": {"train-iters": 8}}
+    sizes = {"small": {}, "large": {"models": ["gpt_tiny", "gpt_25m"], "overrides": variants}}
+    found = budgets(write_sweep(sizes=sizes, needs=["data-path"], options={"train-iters": 4}))
+    assert [(each.size, each.only) for each in found] == [
+        ("small", None),
+        *(("large", f"{model}-*-{variant}-s*") for model in ("gpt_tiny", "gpt_25m") for variant in "ab"),
+    ]
+    assert {each.parameters for each in found[3:]} == {51_500_032}  # as run.json of the archive in docs/results
+    assert found[4].tokens == 2 * found[3].tokens
+    assert {(each.runs_per_seed, each.needs) for each in found} == {(2, ("data_path",))}

@@ -1,0 +1,1 @@
+"""Sources of runs: folders and archives; writing archives that show nothing of the machine."""

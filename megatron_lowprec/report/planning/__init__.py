@@ -1,0 +1,1 @@
+"""Runs that would decide what the runs at hand leave open."""

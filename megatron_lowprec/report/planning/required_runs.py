@@ -1,0 +1,80 @@
+"""Runs that would decide an open claim, with the command of the shipped sweep."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from megatron_lowprec.report.amounts import amount
+from megatron_lowprec.report.claims import SIZES, Claim, Rules
+from megatron_lowprec.report.groups import Group
+from megatron_lowprec.report.verdict import Held, Outcome, Verdict
+from megatron_lowprec.sweep.budgets import Budget, budgets
+from megatron_lowprec.sweep.slurm import indices
+
+
+def required_runs(verdict: Verdict, rules: Rules) -> tuple[str, ...]:
+    """Lines on the seeds, parameters and tokens that decide a claim, each followed by its command if a sweep has them.
+
+    Empty if the claim is not open, names no sweep, or if no number of seeds is known to decide it; findings say why.
+
+    Raises:
+        UserError: the claim's sweep is missing or wrong.
+    """
+    claim, group = verdict.claim, verdict.group
+    numbers = [each.seeds for each in verdict.findings if each.held is Held.OPEN]
+    known = [number for number in numbers if number is not None]
+    if verdict.outcome is not Outcome.OPEN or group is None or claim.sweep is None or len(known) < len(numbers):
+        return ()
+    path = f"configs/sweeps/{claim.sweep}.yaml"
+    shipped = budgets(path)
+    at_hand = set.intersection(*(_seeds(group, test.left, test.right) for test in claim.tests))
+    seeds = extended(at_hand, max(known))
+    lines: list[str] = []
+    if len(seeds) > len(at_hand):
+        same = [each for each in shipped if (each.parameters, each.tokens) == (group.parameters, group.tokens)]
+        lines += _lines(f"next, at the scale of these runs: {max(known)} shared seeds", same, path, seeds)
+    least = {name: rules.comparable_scale * (getattr(claim.scale, name) or 0) for name in SIZES}
+    if not all(getattr(group, name) >= each for name, each in least.items()):  # also if not recorded
+        enough = [each for each in shipped if all(getattr(each, name) >= least[name] for name in SIZES)]
+        what = f"next, at the claim's scale: {_needed(claim, least)} ({rules.comparable_scale:.0%} of the claim's)"
+        lines += _lines(f"{what}, {max(known)} shared seeds", enough, path, seeds)
+    return tuple(lines)
+
+
+def extended(at_hand: Iterable[int], number: int) -> list[int]:
+    """Seeds at hand and as many following ones as make ``number``; all at hand if these are more."""
+    seeds = sorted(at_hand)
+    first = seeds[-1] + 1
+    return [*seeds, *range(first, first + number - len(seeds))]
+
+
+def _seeds(group: Group, left: str, right: str) -> set[int]:
+    """Seeds shared by the two sides of a test."""
+    return group.shared_seeds(group.find(left) or left, group.find(right) or right)
+
+
+def _needed(claim: Claim, least: dict[str, float]) -> str:
+    return "at least " + " and ".join(
+        f"{amount(least[name])} {name}" for name in SIZES if getattr(claim.scale, name) is not None
+    )
+
+
+def _lines(what: str, fitting: list[Budget], path: str, seeds: list[int]) -> list[str]:
+    """The line, completed with the cheapest of the fitting budgets, and its command."""
+    if not fitting:
+        return [f"{what}; no size of {path} has such runs"]
+    budget = min(fitting, key=lambda each: each.parameters * each.tokens)
+    at_size = f" at size {budget.size}" if budget.size else ""
+    runs = f"{budget.runs_per_seed * len(seeds):,} runs of {budget.model}{at_size}"
+    scale = f"{amount(budget.parameters)} parameters, {amount(budget.tokens)} tokens each"
+    return [f"{what}; {runs} ({scale})", _command(budget, path, seeds)]
+
+
+def _command(budget: Budget, path: str, seeds: list[int]) -> str:
+    words = ["python", "scripts/sweep.py", path, *(["--size", budget.size] if budget.size else [])]
+    words += ["--seeds", indices(seeds)]
+    words += [] if budget.only is None else ["--only", budget.only]
+    for need in budget.needs:
+        words += ["--data-path", "DATA"] if need == "data_path" else ["--set", f"{need.replace('_', '-')}=DATA"]
+    return shlex.join(words)

@@ -1,0 +1,139 @@
+"""An open claim comes with the runs that would decide it, as a command of scripts/sweep.py."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.report.claims import Claims, load_claims
+from megatron_lowprec.report.groups import group_runs
+from megatron_lowprec.report.planning.required_runs import extended, required_runs
+from megatron_lowprec.report.runs import find_runs
+from megatron_lowprec.report.verdict import Outcome, judge_all
+from megatron_lowprec.sweep import cli
+from megatron_lowprec.sweep.budgets import budgets
+from tests.report.synthetic import add_cells, cell, write_run, write_sweep
+from tests.report.test_claims import CLAIM, SHIPPED
+
+SMALL = next(each for each in budgets("configs/sweeps/paper_table2.yaml") if each.size == "small")
+# In steps of 64 sequences of 1024 tokens, as the synthetic runs have.
+OPTIONS = {"train_iters": SMALL.tokens // (64 * 1024)}
+
+
+def claims(tmp_path: Path, **changes: Any) -> Claims:
+    scale = {"parameters": 345_000_000, "tokens": 20_000_000_000}
+    smallest = {"value": 0.03, "unit": "nats a token", "reason": "a reason"}
+    claim = {**CLAIM, "scale": scale, "smallest_difference": smallest, **changes}
+    path = tmp_path / "claims.yaml"
+    path.write_text(yaml.safe_dump({"rules": {}, "prior_noise": {}, "claims": [claim]}))
+    return load_claims(path)
+
+
+def required(found: Claims, sweep: Path, outcome: Outcome = Outcome.OPEN) -> list[str]:
+    (verdict,) = judge_all(found, group_runs(find_runs([str(sweep)], 0.5)[0], "bf16")[0])
+    assert verdict.outcome is outcome
+    return list(required_runs(verdict, found.rules))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two seeds, 1 and 2, with a gap at the threshold of 0.03 nats that they do not resolve."""
+    finals = {"bf16": [3.70, 3.71], "mxfp4": [3.75, 3.72], "mxfp4_rht": [3.71, 3.73]}
+    return write_sweep(tmp_path / "sweep", finals, options=OPTIONS, parameters=SMALL.parameters)
+
+
+def dry_run(command: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The jobs of a printed command: name, recipe, model, seed."""
+    words = shlex.split(command)
+    assert words[:2] == ["python", "scripts/sweep.py"]
+    assert cli.main([*words[2:], "--dry-run"]) == 0
+    return [line.split("\t")[:4] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_both_scales_have_a_command_with_enough_seeds(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = claims(tmp_path)
+    here, command, there, large = required(found, sweep)
+    seeds = int(re.search(r"(\d+) shared seeds", here)[1])  # type: ignore[index]
+    assert seeds > 2
+    assert here.startswith(f"next, at the scale of these runs: {seeds} shared seeds; {5 * seeds} runs of gpt_25m at")
+    assert there.startswith(
+        "next, at the claim's scale: at least 172M parameters and 10B tokens (50% of the claim's), "
+    )
+    assert there.endswith("gpt_345m at size full (356M parameters, 33B tokens each)")
+    for each, model in ((command, "gpt_25m"), (large, "gpt_345m")):
+        jobs = dry_run(each, capsys)
+        assert {job[2] for job in jobs} == {model}
+        assert {int(job[3]) for job in jobs} == set(range(1, seeds + 1))
+        assert len(jobs) == 5 * seeds
+
+
+def test_the_number_follows_the_spread(sweep: Path, tmp_path: Path) -> None:
+    counts = []
+    for value in (0.03, 0.015):
+        smallest = {"value": value, "unit": "nats a token", "reason": "a reason"}
+        line = required(claims(tmp_path, smallest_difference=smallest), sweep)[0]
+        counts.append(int(re.search(r"(\d+) shared seeds", line)[1]))  # type: ignore[index]
+    assert counts[1] / counts[0] == pytest.approx(4, rel=0.25)  # seeds grow with 1 / difference^2
+
+
+def test_runs_of_the_claims_scale_need_only_seeds(sweep: Path, tmp_path: Path) -> None:
+    lines = required(claims(tmp_path, scale={"parameters": 60_000_000, "tokens": None}), sweep)
+    assert len(lines) == 2
+    assert "--size small" in lines[1]
+
+
+def test_a_sweep_without_such_runs_has_no_command(sweep: Path, tmp_path: Path) -> None:
+    lines = required(claims(tmp_path, scale={"parameters": 10**12, "tokens": None}), sweep)
+    assert len(lines) == 3
+    assert "at least 500B parameters (50% of the claim's), " in lines[2]
+    assert lines[2].endswith("; no size of configs/sweeps/paper_table2.yaml has such runs")
+
+
+def test_seeds_at_hand_that_resolve_it_are_not_asked_for_again(tmp_path: Path) -> None:
+    finals = {"bf16": 3.7, "mxfp4": 3.73, "mxfp8": 3.7}
+    close = write_sweep(tmp_path / "close", finals, scatter=0.001, options=OPTIONS, parameters=SMALL.parameters)
+    lines = required(claims(tmp_path), close)
+    assert [line.partition(":")[0] for line in lines[::2]] == ["next, at the claim's scale"]
+    assert "--seeds 1-3 " in lines[1]
+
+
+def test_one_seed_needs_a_second(tmp_path: Path) -> None:
+    finals = {"bf16": [3.7], "mxfp4": [3.75]}
+    single = write_sweep(tmp_path / "single", finals, options=OPTIONS, parameters=SMALL.parameters)
+    assert "--seeds 1-2 " in required(claims(tmp_path), single)[1]
+
+
+def test_what_no_number_of_seeds_decides_has_no_command(sweep: Path, tmp_path: Path) -> None:
+    smallest = {"value": 1e-5, "unit": "nats a token", "reason": "a reason"}
+    assert required(claims(tmp_path, smallest_difference=smallest), sweep) == []
+    assert required(claims(tmp_path, sweep=None), sweep) == []
+    diverged = tmp_path / "diverged"
+    for recipe, more in (("bf16", {}), ("mxfp4", {"nan_from": 100})):
+        write_run(diverged / recipe, recipe, **more)  # type: ignore[arg-type]
+        add_cells(diverged, "synthetic", [cell(recipe, 1, run=recipe)])
+    assert required(claims(tmp_path), diverged) == []
+
+
+def test_decided_claims_require_nothing(tmp_path: Path) -> None:
+    far = write_sweep(tmp_path / "far", {"bf16": 3.7, "mxfp4": 3.9}, options=OPTIONS)
+    assert required(claims(tmp_path), far, Outcome.REPRODUCED) == []
+
+
+def test_a_claim_of_a_missing_sweep_is_an_error(sweep: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"configs/sweeps/nothing\.yaml: no such file"):
+        required(claims(tmp_path, sweep="nothing"), sweep)
+
+
+def test_seeds_are_extended_by_new_ones() -> None:
+    assert extended({4, 1}, 4) == [1, 4, 5, 6]
+    assert extended({4, 1}, 2) == extended({1, 4}, 1) == [1, 4]
+
+
+def test_the_sweeps_of_the_shipped_claims_exist() -> None:
+    assert all(budgets(f"configs/sweeps/{claim.sweep}.yaml") for claim in load_claims(SHIPPED).claims if claim.sweep)

@@ -146,8 +146,9 @@ class Claim:
     """One sentence of one paper.
 
     A claim of kind "loss" has tests, which must all hold; ``sweep`` names a sweep with the runs, and ``others`` runs
-    of other projects. A claim of another kind has ``stated`` figures, and ``measured_by`` names the topic that will
-    measure them.
+    of other projects. ``control`` is the id of a claim that must hold in the same runs before this one counts as
+    reproduced. A claim of another kind has ``stated`` figures, and ``measured_by`` names the topic that will measure
+    them.
     """
 
     id: str
@@ -164,6 +165,7 @@ class Claim:
     stated: tuple[Stated, ...] = ()
     measured_by: str | None = None
     others: tuple[Others, ...] = ()
+    control: str | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,10 @@ class Claims:
     rules: Rules
     prior_noise: PriorNoise
     claims: tuple[Claim, ...]
+
+    def named(self, name: str) -> Claim:
+        """The claim with this id."""
+        return next(claim for claim in self.claims if claim.id == name)
 
 
 def load_claims(path: Path) -> Claims:
@@ -191,6 +197,10 @@ def load_claims(path: Path) -> Claims:
     ids = [claim.id for claim in found.claims]
     for twice in {name for name in ids if ids.count(name) > 1}:
         raise UserError(f"{path} has two claims {twice!r}; give each its own id")
+    for claim in found.claims:
+        if claim.control is not None:
+            where = f"{path}: claim {claim.id}"
+            _choice(where, "control", claim.control, [each.id for each in found.claims if each.tests and each != claim])
     return replace(found, claims=tuple(_with_paths(claim, path.parent) for claim in found.claims))
 
 

@@ -95,7 +95,8 @@ def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
 def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
     """The verdict on a claim by one group of runs.
 
-    All tests hold: reproduced, unless the runs are too small in a size that the claim is about. One fails:
+    All tests hold: reproduced, unless the runs are too small in a size that the claim is about, or the claim's control
+    does not hold in them. One fails:
     contradicted, if model and tokens are comparable with the claim's. With smaller runs both become: not reproduced at
     this scale. One lacks runs: not tested. One compares runs that are not paired: refused. Otherwise open.
     """
@@ -113,9 +114,16 @@ def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
     elif too_small.intersection(claim.scale.essential):
         outcome = Outcome.NOT_AT_THIS_SCALE
         scale += f" (the claim itself is about its number of {' and '.join(claim.scale.essential)})"
+    elif claim.control is not None and not _holds(claims.named(claim.control), group, claims):
+        outcome = Outcome.NOT_AT_THIS_SCALE
+        scale += f" (claim {claim.control} does not hold in these runs, so they cannot show that this recipe is better)"
     else:
         outcome = Outcome.REPRODUCED
     return Verdict(claim, group, outcome, findings, scale)
+
+
+def _holds(claim: Claim, group: Group, claims: Claims) -> bool:
+    return all(_finding(test, claim, group, claims).held is Held.YES for test in claim.tests)
 
 
 def decide(relation: str, threshold: float, interval: Interval, smallest: float = 0.0) -> Held:

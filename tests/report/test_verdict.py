@@ -123,6 +123,32 @@ def test_short_runs_reproduce_no_claim_about_long_ones(
     assert ("itself is about its number of tokens" in verdict.scale) == (outcome is Outcome.NOT_AT_THIS_SCALE)
 
 
+@pytest.mark.parametrize(
+    ("losses", "outcome"),
+    [
+        ({"bf16": 3.7, "mxfp4": 3.79, "mxfp8": 3.7}, Outcome.REPRODUCED),
+        ({"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7}, Outcome.NOT_AT_THIS_SCALE),  # the control fails
+        ({"bf16": 3.7, "mxfp4": 3.73, "mxfp8": 3.7}, Outcome.NOT_AT_THIS_SCALE),  # it is open
+        ({"bf16": 3.7, "mxfp8": 3.7}, Outcome.NOT_AT_THIS_SCALE),  # it is not in the runs
+        ({"bf16": 3.7, "mxfp4": 3.79, "mxfp8": 3.8}, Outcome.NOT_AT_THIS_SCALE),  # the claim itself fails
+    ],
+)
+def test_runs_without_a_known_gap_reproduce_no_parity(
+    tmp_path: Path, losses: dict[str, float], outcome: Outcome
+) -> None:
+    sweep = write_sweep(tmp_path / "sweep", losses)
+    claims(tmp_path, gap_is())
+    content = yaml.safe_load((tmp_path / "claims.yaml").read_text())
+    (control,) = content["claims"]
+    parity = {**control, "id": "parity", "control": "claim", "tests": [gap_is("at_most", left="mxfp8")]}
+    content["claims"].append(parity)
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump(content))
+    verdict = judge_all(load_claims(tmp_path / "claims.yaml"), groups(sweep))[-1]
+    assert (verdict.claim.id, verdict.outcome) == ("parity", outcome)
+    blamed = outcome is Outcome.NOT_AT_THIS_SCALE and losses["mxfp8"] == 3.7
+    assert ("claim claim does not hold in these runs" in verdict.scale) == blamed
+
+
 def test_unrecorded_parameters_contradict_nothing(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7}, parameters=None)
     verdict = judged(claims(tmp_path, gap_is(), scale=NEAR), sweep)

@@ -16,6 +16,7 @@ _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.2), (6, 2, 1, 2), (3
 _FILLS = ("full", "none", "left", "bottom", "right")  # likewise
 _PUBLISHED = "sD^vPX<>ph"  # a marker per line
 _LONGEST = 44  # characters of half a legend's width
+_LINEAR = 0.02  # nats; larger gaps are drawn logarithmically, so that one does not squeeze the others
 _SPREAD = 0.007  # of the axis' logarithmic length, between lines
 
 
@@ -50,7 +51,7 @@ def gap_by_tokens(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
     axes.axhline(0, color=theme.muted, linewidth=1)
-    limits(axes.set_ylim, [0.0, *ys])
+    scale = _gap_axis(axes, [0.0, *ys])
     models = sorted({_model(line) for line in lines})
     for at, line in enumerate(measured):
         shift = (high / low) ** (_SPREAD * (at - (len(measured) - 1) / 2))
@@ -62,9 +63,27 @@ def gap_by_tokens(
         look = {"color": theme.muted, "linewidth": 0.8, "markersize": 4.5, "markerfacecolor": "none", "zorder": 1.5}
         _draw(axes, line, models, 1.0, marker=_PUBLISHED[at % len(_PUBLISHED)], **look)
     axes.set_xlabel("training tokens per parameter, without embeddings (log)")
-    axes.set_ylabel(f"gap to {reference}, nats a token")
+    axes.set_ylabel(f"gap to {reference}, nats a token{scale}")
     theme.legend(figure, [axes])
     return theme.png(figure)
+
+
+def _gap_axis(axes: Axes, gaps: Sequence[float]) -> str:
+    """Scale and limits for these gaps; returns what the label must say of the scale."""
+    if max(map(abs, gaps)) <= 2 * _LINEAR:
+        limits(axes.set_ylim, gaps)
+        return ""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    low, high = 1.3 * min(gaps), 1.3 * max(gaps)
+    low, high = min(low, -_LINEAR / 2), max(high, _LINEAR / 2)
+    axes.set_yscale("symlog", linthresh=_LINEAR, linscale=1.5)
+    axes.set_ylim(low, high)
+    ticks = [_LINEAR / 2, *(digit * 10.0**power for power in range(-2, 3) for digit in (2, 5, 10))]
+    axes.yaxis.set_major_locator(FixedLocator([0.0, *ticks, *(-tick for tick in ticks)]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    return f" (log beyond {_LINEAR:g})"
 
 
 def _model(line: Line) -> tuple[float, str]:

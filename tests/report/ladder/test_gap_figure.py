@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from megatron_lowprec.report.groups import Group, group_runs
-from megatron_lowprec.report.ladder.gap_plot import gap_by_tokens
+from megatron_lowprec.report.ladder.gap_plot import _gap_axis, gap_by_tokens
 from megatron_lowprec.report.ladder.gap_points import (
     Line,
     comparable_roundings,
@@ -137,6 +138,19 @@ def test_published_lines_have_one_rounding_each() -> None:
     assert (first.tokens_per_parameter, first.gap) == pytest.approx((749_993_984 / 30_482_560, 0.014942884))
     assert published_lines(runs, {True}) == lines[1::2]
     assert published_lines(runs, set()) == []
+
+
+@pytest.mark.parametrize(("gap", "scale"), [(0.04, "linear"), (0.041, "symlog"), (-0.3, "symlog")])
+def test_one_large_gap_does_not_squeeze_the_others(gap: float, scale: str) -> None:
+    axes = Figure().subplots()
+    words = _gap_axis(axes, [0.0, 0.01, gap])
+    assert axes.get_yscale() == scale
+    assert ("log beyond 0.02" in words) == (scale == "symlog")
+    low, high = axes.get_ylim()
+    assert low < min(gap, 0.0)
+    assert high > max(gap, 0.01)
+    places = axes.transData.transform([(0, low), (0, 0.0), (0, 0.01), (0, high)])[:, 1]
+    assert (places[2] - places[1]) / (places[3] - places[0]) > 0.05
 
 
 def test_both_themes_are_drawn(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_every_combination_once_the_first_seed_first(write_sweep: WriteSweep) ->
     low = next(job for job in found if job.id == "gpt_25m-mxfp4-low-s2")
     assert (low.label, low.model, low.variant, low.seed) == ("mxfp4", "gpt_25m", "low", 2)
     config, _, _ = parse(low.arguments)
-    assert (config.recipe, config.seed, config.lr, config.micro_batch_size) == ("mxfp4", 2, 5e-4, 8)
+    assert (config.recipe, config.seed, config.lr, config.global_batch_size) == ("mxfp4", 2, 5e-4, 8)
 
 
 def test_the_later_wins(write_sweep: WriteSweep) -> None:

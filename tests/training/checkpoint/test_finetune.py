@@ -116,7 +116,7 @@ def test_masked_positions_leave_no_trace(drive: Drive, chat: str, monkeypatch: p
         def getitem(self: ChatSamples, index: int) -> dict[str, torch.Tensor]:
             sample = original(self, index)
             changed = sample["loss_mask"] == (0 if masked else 1)
-            noise = torch.randint(0, 4096, changed.shape, generator=torch.Generator().manual_seed(index))
+            noise = torch.randint(0, 512, changed.shape, generator=torch.Generator().manual_seed(index))
             sample["labels"] = torch.where(changed, noise, sample["labels"])
             if masked:
                 behind = torch.arange(len(changed)) > sample["loss_mask"].nonzero().max()
@@ -142,7 +142,7 @@ def test_answers_are_learned(drive: Drive, chat: str, capsys: pytest.CaptureFixt
     drive(argv(**options, save="out", train_iters=60, lr=1e-2))
     row = rows(Path("out"))
     train = [r["lm loss"] for r in row if "lm loss" in r]
-    assert train[0] > 8.0
+    assert train[0] > 6.0  # of 512 ids: ln 512 = 6.2
     # Far below what a model that ignores the question could reach.
     assert train[-1] < 0.5
     assert len([r for r in row if "lm loss validation" in r]) == 1

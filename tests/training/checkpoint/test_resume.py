@@ -214,14 +214,14 @@ def test_another_tokenizer_is_refused_by_name(drive: Drive, vocabulary: dict[str
     (tmp_path / "elsewhere.json").write_text(json.dumps(ids))
     known = yaml.safe_load(Path("out/iter_0000002/config.yaml").read_text())["tokenizer"]
     words = (
-        rf"GPT2BPETokenizer of 4096 ids, fingerprint {known['fingerprint']}, and the tokenizer here is GPT2BPE.*ids, "
+        rf"GPT2BPETokenizer of 512 ids, fingerprint {known['fingerprint']}, and the tokenizer here is GPT2BPE.*ids, "
     )
     for how in ({}, {"load": "out", "save": "new", "finetune": True}, {"save": "new", "pretrained_checkpoint": "out"}):
         with pytest.raises(UserError, match=words) as error:
             drive(argv(**moved | how | {"train_iters": 3}))
         assert "\n" not in str(error.value)
-    null = {"tokenizer_type": "NullTokenizer", "vocab_size": 4095, "vocab_file": None, "merge_file": None}
-    with pytest.raises(UserError, match="and the tokenizer here is NullTokenizer of 4096 ids"):
+    null = {"tokenizer_type": "NullTokenizer", "vocab_size": 511, "vocab_file": None, "merge_file": None}
+    with pytest.raises(UserError, match="and the tokenizer here is NullTokenizer of 512 ids"):
         drive(argv(**moved | null | {"train_iters": 3}))
     without_fingerprint(Path("out/iter_0000002"))
     drive(argv(**moved | {"train_iters": 3}))

@@ -66,6 +66,17 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"group_query_attention": True, "num_query_groups": 3}, ["--num-query-groups 3"]),
     (1, {"swiglu": True, "squared_relu": True}, ["--swiglu", "--squared-relu"]),
     (1, {"max_position_embeddings": 16}, ["--max-position-embeddings 16"]),
+    (1, {"position_embedding_init_std": -1.0}, ["--position-embedding-init-std -1.0"]),
+    (
+        1,
+        {"position_embedding_init_std": 0.01, "position_embedding_type": "rope"},
+        ["--position-embedding-init-std 0.01", "--position-embedding-type rope"],
+    ),
+    (
+        1,
+        {"position_embedding_init_std": 0.01, "init_method_std": 0.0},
+        ["--position-embedding-init-std 0.01", "--init-method-std 0.0"],
+    ),
     (1, {"no_lowprec_linears": True, "recipe": "mxfp8"}, ["--no-lowprec-linears", "mxfp8"]),
     (3, {"tensor_model_parallel_size": 2}, ["3 processes", "tensor 2"]),
     (4, {"tensor_model_parallel_size": 4}, ["--num-attention-heads 2", "--tensor-model-parallel-size 4"]),

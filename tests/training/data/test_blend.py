@@ -49,6 +49,25 @@ def shares(found: list[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
     return {name: sum(corpus == name for corpus, _ in found) for name in FILES}
 
 
+@pytest.mark.parametrize("mock", [False, True])
+def test_every_seed_validates_on_the_same_samples_and_trains_in_its_own_order(texts: Path, mock: bool) -> None:
+    paths = {f"{split}_data_path": ["low.jsonl", "high.jsonl"] for split in ("train", "valid", "test")}
+    options = {"mock_data": True} if mock else paths
+    first, second = (
+        batches.build(config, tokenizer_of(config), 0, 0)
+        for config in (resolved(**options, eval_iters=2, seed=seed) for seed in (1, 2))
+    )
+
+    def tokens(data: batches.Data, split: str) -> list[list[int]]:
+        found = data[split]
+        assert found is not None
+        return [found.samples[i]["tokens"].tolist() for i in range(40)]
+
+    assert tokens(first, "train") != tokens(second, "train")
+    for split in ("valid", "test"):
+        assert tokens(first, split) == tokens(second, split)
+
+
 def test_weights_decide_what_is_drawn(texts: Path) -> None:
     config = resolved(train_data_path=["0.75", "low.jsonl", "0.25", "high.jsonl"])
     assert shares(drawn(config, 40)) == {"low.jsonl": 30, "middle.jsonl": 0, "high.jsonl": 10}

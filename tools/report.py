@@ -21,10 +21,10 @@ from megatron_lowprec.report.build import build
 from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.published.ladder import read_ladder
 from megatron_lowprec.report.runs import find_runs
+from megatron_lowprec.training.config.arguments import REPOSITORY
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
-CLAIMS = _REPOSITORY / "configs" / "claims.yaml"
-PUBLISHED = _REPOSITORY / "docs" / "results" / "quartet2-runs.csv"
+CLAIMS = REPOSITORY / "configs" / "claims.yaml"
+PUBLISHED = REPOSITORY / "docs" / "results" / "quartet2-runs.csv"
 
 _REFERENCE = "bf16"
 

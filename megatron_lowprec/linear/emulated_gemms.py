@@ -76,10 +76,9 @@ class EmulatedGemms:
         name = SIDES[tensor][not rowwise]
         spec, transform = self._specs[name, tensor], self.transform(name, rng_step)
         operand = matrix if rowwise else matrix.t()
-        scale = None
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
             data = operand if transform is None else transform.apply(operand).to(operand.dtype)
-            return _quantized(matrix, spec, rowwise, data, scale), None
+            return _quantized(matrix, spec, rowwise, data), None
         if spec.scaling == "delayed" and update_amax:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, block_sizes(spec, matrix)))
@@ -100,7 +99,7 @@ class EmulatedGemms:
                 spans=spans if by_rows else spans[::-1],
             )
             data = cast.rowwise_data if by_rows else cast.columnwise_data
-            quantized = _quantized(matrix, spec, rowwise, data, scale)
+            quantized = _quantized(matrix, spec, rowwise, data)
             if other is not None:
                 quantized.columnwise_data = cast.columnwise_data
             return quantized, None
@@ -111,9 +110,8 @@ class EmulatedGemms:
             dequantize=spec.power_of_two_scale,
             **self._arguments(name, tensor, spec, rng_step),
         )
-        if spec.power_of_two_scale:
-            scale = None
-        return _quantized(matrix, spec, rowwise, data.to(matrix.dtype), scale), None
+        kept = None if spec.power_of_two_scale else scale  # else in the data
+        return _quantized(matrix, spec, rowwise, data.to(matrix.dtype), kept), None
 
     def fuses_both_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """Whether one kernel reads a matrix once for both GEMMs that contract it; these share its spec."""
@@ -188,7 +186,11 @@ class EmulatedGemms:
 
 
 def _quantized(
-    matrix: torch.Tensor, spec: QuantSpec | None, rowwise: bool, data: torch.Tensor, scale: torch.Tensor | None
+    matrix: torch.Tensor,
+    spec: QuantSpec | None,
+    rowwise: bool,
+    data: torch.Tensor,
+    scale: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """One direction of a matrix."""
     if rowwise:

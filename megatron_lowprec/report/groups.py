@@ -182,9 +182,8 @@ def _not_decayed(run: Run) -> str | None:
     style = options.get("lr_decay_style")
     if style in ("constant", "inverse-square-root"):
         return f"no full decay: lr_decay_style is {style}; train with linear, cosine or WSD over the whole run"
-    batch = float(options.get("global_batch_size") or math.nan)
-    planned = float(options.get("train_samples") or run.train_iters * batch)
-    horizon = float(options.get("lr_decay_samples") or (options.get("lr_decay_iters") or 0) * batch) or planned
+    planned = run.planned_samples
+    horizon = float(options.get("lr_decay_samples") or (options.get("lr_decay_iters") or 0) * run.batch) or planned
     if horizon > planned:
         return (
             f"no full decay: the learning rate decays over {horizon:,.0f} samples, the run has {planned:,.0f}; let "

@@ -14,8 +14,10 @@ import numpy as np
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.report.archives.sources import MANIFEST, Source, find_sources
+from megatron_lowprec.report.archives.sources import Source, find_sources
 from megatron_lowprec.report.curve import LAST, TRAIN, VALIDATION, Curve, Series, curve_of, read_columns, smooth
+from megatron_lowprec.sweep.job_record import RECORD
+from megatron_lowprec.sweep.jobs import MANIFEST
 
 _SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped iterations"
 
@@ -65,10 +67,19 @@ class Run:
         return int(self.options.get("train_iters") or 0)
 
     @property
+    def batch(self) -> float:
+        """Samples of an iteration; NaN if not in config.yaml."""
+        return float(self.options.get("global_batch_size") or math.nan)
+
+    @property
+    def planned_samples(self) -> float:
+        """Requested samples; NaN if not in config.yaml."""
+        return float(self.options.get("train_samples") or self.train_iters * self.batch)
+
+    @property
     def tokens(self) -> float:
         """Requested tokens; NaN if not in config.yaml."""
-        batch, length = (float(self.options.get(name, math.nan)) for name in ("global_batch_size", "seq_length"))
-        return float(self.options.get("train_samples") or self.train_iters * batch) * length
+        return self.planned_samples * float(self.options.get("seq_length", math.nan))
 
     @property
     def parameters(self) -> float:
@@ -78,7 +89,7 @@ class Run:
     @property
     def tokens_a_second(self) -> float:
         """Throughput of all processes together, at the typical iteration time; NaN if not recorded."""
-        return float(self.options.get("global_batch_size", math.nan)) * float(self.options["seq_length"]) / self.seconds
+        return self.batch * float(self.options["seq_length"]) / self.seconds
 
     @property
     def peak_memory_gib(self) -> float:
@@ -237,7 +248,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _exit(folder: Path) -> str:
     """The exit code of a failed job, as the end of a sentence; empty if not recorded."""
-    cell = _json(folder / "cell.json")
+    cell = _json(folder / RECORD)
     return f"; its process ended with exit code {cell['exit_code']}" if cell.get("exit_code") else ""
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.sweep.budgets import budgets
 from megatron_lowprec.sweep.jobs import expand
-from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read, seeds_of
+from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read, seeds_of, size_names
 from tests.sweep.conftest import REPOSITORY, Fake, WriteSweep
 
 SHIPPED = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
@@ -58,12 +57,9 @@ def test_every_shipped_sweep_expands_at_every_size(path: Any, size: str) -> None
             expand(sweep, {}, sweep.resources.gpus_per_job or 1)
 
 
-def sizes_of(path: Any) -> list[str | None]:
-    return list(yaml.safe_load(path.read_text()).get("sizes", [None]))
-
-
 @pytest.mark.parametrize(
-    ("name", "size"), [(path.stem, size) for path in SHIPPED if path.stem not in NAMES for size in sizes_of(path)]
+    ("name", "size"),
+    [(path.stem, size) for path in SHIPPED if path.stem not in NAMES for size in size_names(str(path))],
 )
 def test_every_study_pairs_its_recipes_over_two_seeds_at_least(name: str, size: str | None) -> None:
     sweep = read(f"configs/sweeps/{name}.yaml", size)

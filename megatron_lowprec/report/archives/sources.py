@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.sweep.job_record import RECORD
+from megatron_lowprec.sweep.jobs import MANIFEST
 
 ARCHIVE = ".tar.xz"
-MANIFEST = "sweep.json"
-FILES = ("cell.json", "config.yaml", "log.txt", "metrics.jsonl", "quantization.jsonl", "run.json")
+FILES = (RECORD, "config.yaml", "log.txt", "metrics.jsonl", "quantization.jsonl", "run.json")
 """The files of a run that reports or their readers use."""
 
 

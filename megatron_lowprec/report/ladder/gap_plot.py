@@ -75,10 +75,8 @@ def _gap_axis(axes: Axes, gaps: Sequence[float]) -> str:
         return ""
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    low, high = 1.3 * min(gaps), 1.3 * max(gaps)
-    low, high = min(low, -_LINEAR / 2), max(high, _LINEAR / 2)
     axes.set_yscale("symlog", linthresh=_LINEAR, linscale=1.5)
-    axes.set_ylim(low, high)
+    axes.set_ylim(min(1.3 * min(gaps), -_LINEAR / 2), max(1.3 * max(gaps), _LINEAR / 2))
     ticks = [_LINEAR / 2, *(digit * 10.0**power for power in range(-2, 3) for digit in (2, 5, 10))]
     axes.yaxis.set_major_locator(FixedLocator([0.0, *ticks, *(-tick for tick in ticks)]))
     axes.yaxis.set_minor_locator(NullLocator())

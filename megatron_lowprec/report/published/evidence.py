@@ -41,10 +41,12 @@ def evidence(claims: Claims) -> dict[str, Evidence]:
     Raises:
         UserError: a ladder that cannot be read, or without long enough runs of a claim's recipes, or with several.
     """
-    return {claim.id: _evidence(claim, claims.rules) for claim in claims.claims if claim.others}
+    files = {others.file for claim in claims.claims for others in claim.others}
+    ladders = {file: read_ladder(Path(file)) for file in sorted(files)}
+    return {claim.id: _evidence(claim, claims.rules, ladders) for claim in claims.claims if claim.others}
 
 
-def _evidence(claim: Claim, rules: Rules) -> Evidence:
+def _evidence(claim: Claim, rules: Rules, ladders: Mapping[str, list[PublishedRun]]) -> Evidence:
     smallest = claim.smallest_difference
     words = [
         f"one seed each, spread unknown: each difference is taken as uncertain by {smallest.value:g} {smallest.unit}"
@@ -52,9 +54,8 @@ def _evidence(claim: Claim, rules: Rules) -> Evidence:
     found: set[Said] = set()
     for others in claim.others:
         words.append(f"{others.source}: {others.condition}")
-        runs = read_ladder(Path(others.file))
         for parameters in others.parameters:
-            losses = _losses(claim, others, runs, parameters)
+            losses = _losses(claim, others, ladders[others.file], parameters)
             findings = [(test, *_applied(test, losses, smallest.value)) for test in claim.tests]
             ignored = _ignored(claim, others, parameters, rules)
             words.append(_sizes(claim, parameters, losses[BF16]) + (f"; not counted: {ignored}" if ignored else ""))

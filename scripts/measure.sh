@@ -131,7 +131,7 @@ study() {
         return $code
 }
 
-schedule() { study gpt_25m_schedule ""; }
+schedule() { study gpt_25m_schedule one_change several_changes; }
 
 recipes() { study all_recipes small core; }
 

@@ -55,11 +55,15 @@ class Report:
     def lines(self) -> list[str]:
         """Terminal text: notes, each group's table and resolution, and the verdicts."""
         found = [self._counted(), *self.notes]
+        confidence = self.claims.rules.confidence
+        several = len(self.groups) > 1
+        if several:
+            found += ["", *tables.all_groups(self.groups, self.fits, confidence).lines()]
         for group in self.groups:
             fit = self.fits[group.name]
-            confidence = self.claims.rules.confidence
             found += ["", f"{group.name}: {_described(group)}", ""]
-            found += [*tables.quality(group, fit, confidence).lines(), ""]
+            if not several:
+                found += [*tables.quality(group, fit, confidence).lines(), ""]
             found += tables.resolution(group, fit, confidence)
             snapshots = self.snapshots[group.name]
             if snapshots:
@@ -113,6 +117,9 @@ class Report:
             reference=reference,
             published=bool(self.published),
             groups=sections,
+            all_groups=(
+                tables.all_groups(self.groups, self.fits, self.claims.rules.confidence) if len(sections) > 1 else None
+            ),
             runs=tables.all_runs(self.runs),
             confidence=f"{self.claims.rules.confidence:.0%}",
             comparable_scale=f"{self.claims.rules.comparable_scale:.0%}",

@@ -58,6 +58,18 @@ def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
     return Table.of(rows, {"recipe", "GEMMs"})
 
 
+def all_groups(groups: Sequence[Group], fits: Mapping[str, Fit | None], confidence: float) -> Table:
+    """The rows of ``quality`` of several groups with one reference, without the intervals in perplexity."""
+    rows = []
+    for group in groups:
+        table = quality(group, fits[group.name], confidence)
+        for row in table.rows:
+            cells = dict(zip(table.columns, row))
+            del cells[f"{confidence:.0%} interval\n% of perplexity"]
+            rows.append({"group": group.name, **cells})
+    return Table.of(rows, table.left | {"group"})
+
+
 def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
     has = fit is not None and all(group.of(each, Status.FINISHED) for each in (label, group.reference))
     if fit is None or not has or label == group.reference:

@@ -150,6 +150,9 @@ def test_groups_are_kept_apart_and_named(tmp_path: Path, capsys: pytest.CaptureF
     assert report.main([str(a), str(b), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "in 2 groups that are not compared with each other" in said
+    rows = [re.split(r"\s{2,}", line) for line in said.splitlines() if line.startswith("gpt_25m, ")]
+    assert [row[1] for row in rows if len(row) > 1] == ["bf16", "mxfp4", "mxfp4"]
+    assert said.count("seeds' sd") == 1  # one table, not one a group
     assert "gpt_25m, 52.4M tokens: 51M parameters, 52.4M tokens a run; train_iters 800." in said
     assert "gpt_25m, 52.4M tokens has no run of bf16, so no gaps to it." in said
     assert (tmp_path / "out/group2_training_loss.png").exists()

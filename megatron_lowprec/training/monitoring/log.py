@@ -43,7 +43,10 @@ class StepRow:
     nan_iterations: int
 
     def metrics(self) -> dict[str, float]:
-        """Values by Megatron's keys, without those not measured."""
+        """Values by Megatron's keys, without those not measured.
+
+        Times are rounded, to 0.01 ms and 0.1 TFLOP/s: digits below are noise that archives of runs would keep.
+        """
         values = {
             "lm loss": self.loss,
             "learning-rate": self.learning_rate,
@@ -51,8 +54,8 @@ class StepRow:
             "grad-norm": self.grad_norm,
             "num-zeros": self.num_zeros,
             "params-norm": self.params_norm,
-            "iteration-time": self.seconds,
-            "throughput": self.tflops_per_gpu,
+            "iteration-time": round(self.seconds, 5),
+            "throughput": round(self.tflops_per_gpu, 1),
             "skipped iterations": self.skipped_iterations,
             "nan iterations": self.nan_iterations,
         }

@@ -22,7 +22,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test test-fast test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
+.PHONY: help setup train test test-fast test-clients test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -56,6 +56,10 @@ test: setup lint types  ## lint, types and all tests; those marked gpu where the
 test-fast: setup  ## unit tests alone: no process is started, no model is trained; under two minutes on two cores
 	@$(call threads,$(TEST_WORKERS)); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" $(TESTS)
+
+test-clients: setup  ## Megatron-LM under recipes; MEGATRON_LM is a folder or tarball of it, else it is cloned
+	@$(call threads,$(TEST_WORKERS)); export MEGATRON_LM=$${MEGATRON_LM:-clone}; \
+	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal tests/clients
 
 test-fault-injection: setup  ## kill, interrupt and damage small runs, half an hour; FAULT_INJECTION are flags of tools/fault_injection
 	@$(BIN)/python -m tools.fault_injection $(FAULT_INJECTION)

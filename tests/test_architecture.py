@@ -35,12 +35,13 @@ MAY_IMPORT = {
     "linear": {"errors", "formats", "kernels", "recipe", "quantization", "scaling"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
     "training": {"errors", "files", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore"},
+    "specs": {"mcore", "recipe"},
     # reads only torch-free modules of training
     "sweep": {"errors", "files", "recipe", "text_tables", "training"},
 }
 SEES_MEGATRON = {"mcore", "training"}
 # Without torch, so that --list-recipes is instant.
-PURE = {"", "errors", "files", "formats", "recipe", "report", "scaling", "sweep", "text_tables"}
+PURE = {"", "errors", "files", "formats", "recipe", "report", "scaling", "specs", "sweep", "text_tables"}
 
 
 def part_of(path: Path) -> str:

@@ -24,15 +24,21 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_PACKAGE = "megatron.core"
+_package = "megatron.core"
 # Factories that megatron.core calls with device="cuda" or torch.cuda.current_device() (optimizer.py, schedules.py,
 # clip_grads.py, transformer/utils.py).
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 
 
-def install() -> None:
-    """Make ``megatron.core`` run without CUDA. Call it before any process group is created; it is idempotent."""
-    _bind_te_general_gemm()
+def install(package: str = "megatron.core") -> None:
+    """Make ``megatron.core`` run without CUDA. Call it before any process group is created; it is idempotent.
+
+    Args:
+        package: "megatron" includes Megatron-LM's training code.
+    """
+    global _package
+    _package = package
+    bind_te_general_gemm()
     if torch.cuda.is_available() or any(isinstance(finder, _LateImports) for finder in sys.meta_path):
         return
     replacement = _torch_replacement()
@@ -49,7 +55,7 @@ def install() -> None:
 
 
 def _is_ours(module_name: str) -> bool:
-    return module_name == _PACKAGE or module_name.startswith(_PACKAGE + ".")
+    return module_name == _package or module_name.startswith(_package + ".")
 
 
 def _hand_over(module: types.ModuleType, replacement: types.ModuleType) -> None:
@@ -57,7 +63,7 @@ def _hand_over(module: types.ModuleType, replacement: types.ModuleType) -> None:
         module.__dict__["torch"] = replacement
 
 
-def _bind_te_general_gemm() -> None:
+def bind_te_general_gemm() -> None:
     """moe_utils uses te_general_gemm in the router's GEMM but binds it only with TE: NameError, even with CUDA."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     moe_utils.__dict__.setdefault("te_general_gemm", None)

@@ -1,11 +1,10 @@
 """Position of Megatron-core's parallel linear layers in a model: layer number, name, expert, shard."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import nn
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.linear_id import LinearId
@@ -30,22 +29,14 @@ def linear_id_of(
     )
 
 
-def linears(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, int, LowPrecLinearMixin]]:
-    """(global layer number, name within the layer, global expert or -1, module) of every low-precision linear layer."""
-    for chunk in model_chunks:
-        for layer in chunk.modules():
-            if not isinstance(layer, TransformerLayer):
-                continue
-            experts_here = sum(
-                bool(_EXPERT.search(name)) and name.endswith("linear_fc1") for name, _ in layer.named_modules()
-            )
-            for name, module in layer.named_modules():
-                if isinstance(module, LowPrecLinearMixin):
-                    local = _EXPERT.search(name)
-                    expert = (
-                        parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[1]) if local else -1
-                    )
-                    yield layer.layer_number, _EXPERT.sub("", name), expert, module
+def linears(layer: TransformerLayer) -> Iterator[tuple[str, int, LowPrecLinearMixin]]:
+    """(name within the layer, global expert or -1, module) of every low-precision linear of a transformer layer."""
+    experts_here = sum(bool(_EXPERT.search(name)) and name.endswith("linear_fc1") for name, _ in layer.named_modules())
+    for name, module in layer.named_modules():
+        if isinstance(module, LowPrecLinearMixin):
+            local = _EXPERT.search(name)
+            expert = parallel_state.get_expert_model_parallel_rank() * experts_here + int(local[1]) if local else -1
+            yield _EXPERT.sub("", name), expert, module
 
 
 def site_of(module: LowPrecLinearMixin, layer_number: int, name: str) -> LinearSite:

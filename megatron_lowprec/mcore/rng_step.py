@@ -25,7 +25,8 @@ def set_rng_step(rng_step: RngStep) -> None:
     _recomputing = None  # may be left from a backward pass that raised
     if rng_step.step != _begun[-1][1].step:
         _begun.clear()
-    _begun.append((torch.autograd._get_sequence_nr(), rng_step))
+    # Without gradients the pass may be inside a reentrant checkpoint, whose node was the last to be created.
+    _begun.append((torch.autograd._get_sequence_nr() - (not torch.is_grad_enabled()), rng_step))
 
 
 def current_rng_step() -> RngStep:

@@ -276,7 +276,7 @@ class RecipeRuntime:
 def bind_recipe(
     model_chunks: Sequence[nn.Module], recipe: Recipe, *, recompute_gelu: bool = False, **options: Any
 ) -> RecipeRuntime:
-    """Bind every linear layer built by ``LowPrecSpecProvider`` to a recipe, by global layer number.
+    """Bind every low-precision linear layer of a model to a recipe, by global layer number.
 
     Call it once on each rank, after ``parallel_state`` is initialized and the model is built.
 
@@ -289,45 +289,48 @@ def bind_recipe(
     Raises:
         UserError: as ``RecipeRuntime.bind_linear``.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    runtime = RecipeRuntime(recipe, device, **options)
-    for layer_number, name, expert, module in linears(model_chunks):
-        runtime.bind_linear(module, layer_number, name, expert)
+    runtime = RecipeRuntime(recipe, device_of_models(), **options)
     for chunk in model_chunks:
+        for layer in chunk.modules():
+            if isinstance(layer, TransformerLayer):
+                bind_layer(runtime, layer)
         if chunk in _checks:  # bound before
             _checks.pop(chunk).remove()
         if recipe.quantized:
             _checks[chunk] = chunk.register_forward_pre_hook(runtime.check_forward)
-    link_norms(model_chunks)
     if recompute_gelu:
         mlps = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, LowPrecMLP)]
         for mlp in mlps:
             mlp.recompute_gelu = True
-        runtime.recomputes_gelu = device.type == "cuda" and any(mlp.has_bias_and_gelu() for mlp in mlps)
+        runtime.recomputes_gelu = runtime.device.type == "cuda" and any(mlp.has_bias_and_gelu() for mlp in mlps)
     return runtime
 
 
-def link_norms(model_chunks: Sequence[nn.Module]) -> None:
+def bind_layer(runtime: RecipeRuntime, layer: TransformerLayer) -> None:
+    """Bind a layer's linears, and link its norms to them; UserError as ``RecipeRuntime.bind_linear``."""
+    for name, expert, module in linears(layer):
+        runtime.bind_linear(module, layer.layer_number, name, expert)
+    link_norms(layer)
+
+
+def device_of_models() -> torch.device:
+    """The current GPU, or the CPU without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def link_norms(layer: TransformerLayer) -> None:
     """Link each norm to the linear layer that is the only consumer of its output, if there is one."""
-    for layer in (
-        module for chunk in model_chunks for module in chunk.modules() if isinstance(module, TransformerLayer)
-    ):
-        # recomputation reads the norm's output from the saved tensors, without attached metadata
-        behind = (
-            (layer.input_layernorm, layer.self_attention, "linear_qkv", layer.recompute_input_layernorm),
-            (
-                layer.pre_mlp_layernorm,
-                layer.mlp,
-                "linear_fc1",
-                layer.recompute_pre_mlp_layernorm or layer.recompute_mlp,
-            ),
-        )
-        for norm, part, name, run_again in behind:
-            linear = getattr(part, name, None)
-            if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
-                # sequence parallelism gathers first, and the amax of one rank's shard is no amax of the whole
-                alone = not run_again and not linear.config.sequence_parallel
-                norm.consumer = Consumer(linear) if alone else None
+    # recomputation reads the norm's output from the saved tensors, without attached metadata
+    behind = (
+        (layer.input_layernorm, layer.self_attention, "linear_qkv", layer.recompute_input_layernorm),
+        (layer.pre_mlp_layernorm, layer.mlp, "linear_fc1", layer.recompute_pre_mlp_layernorm or layer.recompute_mlp),
+    )
+    for norm, part, name, run_again in behind:
+        linear = getattr(part, name, None)
+        if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
+            # sequence parallelism gathers first, and the amax of one rank's shard is no amax of the whole
+            alone = not run_again and not linear.config.sequence_parallel
+            norm.consumer = Consumer(linear) if alone else None
 
 
 def _reduce_over_holders(amax: torch.Tensor, expert: bool) -> torch.Tensor:

@@ -67,7 +67,7 @@ def all_groups(groups: Sequence[Group], fits: Mapping[str, Fit | None], confiden
             cells = dict(zip(table.columns, row))
             del cells[f"{confidence:.0%} interval\n% of perplexity"]
             rows.append({"group": group.name, **cells})
-    return Table.of(rows, table.left | {"group"})
+    return Table.of(rows, {"group", "recipe", "GEMMs"})
 
 
 def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:

@@ -1,13 +1,23 @@
-"""Layer specs of a GPT: Megatron-core's local spec with this project's linears, norms and attention."""
+"""Layer specs of a GPT: Megatron-core's local specs with this project's linears, norms and attention."""
 
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as stock_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.layers.attention import SdpaAttention
@@ -17,51 +27,14 @@ from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 from megatron_lowprec.mcore.layers.self_attention import LowPrecSelfAttention
 
-
-class LowPrecSpecProvider(LocalSpecProvider):
-    """Megatron-core's backend protocol, implemented with this project's modules.
-
-    Args:
-        attention_backend: ``"auto"`` is torch's scaled_dot_product_attention, ``"local"`` Megatron-core's unfused
-            attention.
-        no_lowprec_linears: use Megatron-core's own linear layers, which ignore the recipe (for comparisons).
-    """
-
-    def __init__(self, attention_backend: str = "auto", no_lowprec_linears: bool = False) -> None:
-        attentions = {"auto": SdpaAttention, "local": DotProductAttention}
-        if attention_backend not in attentions:
-            raise UserError(f"--attention-backend {attention_backend} is not available; use {' or '.join(attentions)}")
-        self._attention = attentions[attention_backend]
-        self._stock_linears = no_lowprec_linears
-
-    def column_parallel_linear(self) -> type:
-        """Class of linear_qkv and linear_fc1."""
-        return super().column_parallel_linear() if self._stock_linears else LowPrecColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        """Class of linear_proj and linear_fc2."""
-        return super().row_parallel_linear() if self._stock_linears else LowPrecRowParallelLinear
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Class of all norms."""
-        return Norm
-
-    def core_attention(self) -> type:
-        """Class of the core attention."""
-        return self._attention
-
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules | None]:
-        """Experts run one after the other, through this project's linears."""
-        if moe_use_grouped_gemm:
-            raise UserError(
-                "--moe-grouped-gemm has no low-precision path; leave it out, experts then run one after the other"
-            )
-        return SequentialMLP, MLPSubmodules(
-            linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
-        )
-
+_LINEARS = {ColumnParallelLinear: LowPrecColumnParallelLinear, RowParallelLinear: LowPrecRowParallelLinear}
+_OTHERS: dict[Any, Any] = {
+    SelfAttention: LowPrecSelfAttention,
+    stock_bias_dropout_add: get_bias_dropout_add,
+    WrappedTorchNorm: Norm,
+    LocalSpecProvider().layer_norm(): Norm,  # apex's, where it is installed
+}
+_ATTENTIONS = {"auto": SdpaAttention, "local": DotProductAttention}
 
 # Config fields that select unsupported layers or numerics if set to anything but None or False.
 _REFUSED = {
@@ -77,6 +50,60 @@ _REFUSED = {
 }
 
 
+def low_precision(spec: Any, *, attention_backend: str = "auto", no_lowprec_linears: bool = False) -> Any:
+    """A local spec of Megatron-core with its modules replaced by this project's, however it nests them.
+
+    Args:
+        spec: a ``ModuleSpec``, submodules, or a list of them.
+        attention_backend: ``"auto"`` is torch's scaled_dot_product_attention, ``"local"`` Megatron-core's unfused
+            attention.
+        no_lowprec_linears: keep Megatron-core's own linear layers, which ignore the recipe (for comparisons).
+
+    Raises:
+        UserError: an unknown attention backend, or grouped GEMMs of experts.
+    """
+    if attention_backend not in _ATTENTIONS:
+        raise UserError(f"--attention-backend {attention_backend} is not available; use {' or '.join(_ATTENTIONS)}")
+    linears = {} if no_lowprec_linears else _LINEARS
+    return _replaced(spec, {**_OTHERS, **linears, DotProductAttention: _ATTENTIONS[attention_backend]})
+
+
+def _replaced(spec: Any, by: Mapping[Any, Any]) -> Any:
+    if spec is GroupedMLP:
+        raise UserError(
+            "--moe-grouped-gemm has no low-precision path; leave it out, experts then run one after the other"
+        )
+    if isinstance(spec, ModuleSpec):
+        module, submodules = _replaced(spec.module, by), _replaced(spec.submodules, by)
+        return LowPrecMLP.of(submodules) if module is MLP else replace(spec, module=module, submodules=submodules)
+    if is_dataclass(spec) and not isinstance(spec, type):
+        return replace(spec, **{field.name: _replaced(getattr(spec, field.name), by) for field in fields(spec)})
+    if isinstance(spec, partial):
+        options = {name: _replaced(value, by) for name, value in spec.keywords.items()}
+        return partial(_replaced(spec.func, by), *(_replaced(value, by) for value in spec.args), **options)
+    if isinstance(spec, MethodType) and isinstance(spec.__self__, type):
+        # from megatron-core 0.18 on a spec of an MLP is a class method of it
+        owner = LowPrecMLP if spec.__self__ is MLP else _replaced(spec.__self__, by)
+        return getattr(owner, spec.__name__)
+    if isinstance(spec, list | tuple):
+        return type(spec)(_replaced(each, by) for each in spec)
+    return by.get(spec, spec) if callable(spec) else spec
+
+
+def check_supported(config: TransformerConfig) -> None:
+    """Check that a config selects only layers that have a low-precision path.
+
+    Raises:
+        UserError: it does not; names the field.
+    """
+    for field, what in _REFUSED.items():
+        value = getattr(config, field, None)
+        if value:
+            raise UserError(
+                f"TransformerConfig.{field} is {value!r}, but {what} cannot run under a recipe: leave it at its default"
+            )
+
+
 def gpt_block_spec(
     config: TransformerConfig,
     *,
@@ -84,18 +111,12 @@ def gpt_block_spec(
     no_lowprec_linears: bool = False,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Layer specs of this pipeline stage for ``GPTModel``: Megatron-core's local ones with this project's modules.
+    """Layer specs of this pipeline stage for ``GPTModel``: Megatron-core's local ones after ``low_precision``.
 
     Raises:
-        UserError: ``config`` selects layers that have no low-precision path.
+        UserError: as ``low_precision`` and ``check_supported``.
     """
-    for field, what in _REFUSED.items():
-        value = getattr(config, field, None)
-        if value:
-            raise UserError(
-                f"TransformerConfig.{field} is {value!r}, but gpt_block_spec has no {what}: leave it at its default"
-            )
-    provider = LowPrecSpecProvider(attention_backend, no_lowprec_linears)
+    check_supported(config)
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -103,25 +124,18 @@ def gpt_block_spec(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    for layer in {id(spec): spec.submodules for spec in block.layer_specs}.values():  # layers share specs
-        _replace_parts(layer, config, provider)
-    block.layer_norm = provider.layer_norm()
-    return block
+    block = low_precision(block, attention_backend=attention_backend, no_lowprec_linears=no_lowprec_linears)
+    return replace(block, layer_norm=Norm)  # apex's norm knows no RMSNorm
 
 
-def _replace_parts(layer: TransformerLayerSubmodules, config: TransformerConfig, provider: LowPrecSpecProvider) -> None:
-    """Replace the backend-dependent parts of a layer, dense or with experts, by ``provider``'s."""
-    layer.input_layernorm = layer.pre_mlp_layernorm = provider.layer_norm()
-    layer.self_attention.module = LowPrecSelfAttention
-    attention = layer.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = provider.column_parallel_linear(), provider.row_parallel_linear()
-    attention.core_attention = provider.core_attention()
-    if config.qk_layernorm and not config.qk_l2_norm:
-        attention.q_layernorm = attention.k_layernorm = provider.layer_norm(for_qk=True)
-    mlp = get_mlp_module_spec_for_backend(
-        provider,
-        num_experts=None if layer.mlp.module is MLP else config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+def gpt_layer_submodules(config: TransformerConfig, layer_number: int, attention_backend: str) -> Any:
+    """Submodules of one layer of a GPT, dense or with experts; ``layer_number`` counts the whole model's from 1.
+
+    Raises:
+        UserError: as ``gpt_block_spec``.
+    """
+    check_supported(config)
+    specs = get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
     )
-    layer.mlp = LowPrecMLP.of(mlp.submodules) if mlp.module is MLP else mlp
-    layer.self_attn_bda = layer.mlp_bda = get_bias_dropout_add
+    return low_precision(specs[layer_number - 1].submodules, attention_backend=attention_backend)

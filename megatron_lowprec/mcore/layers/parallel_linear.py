@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
@@ -183,25 +182,20 @@ class LowPrecLinearMixin:
         # outside of the function: autograd forbids in-place changes of a view that a function returns
         return y.view(-1, *input.shape[1:-1], y.shape[-1])
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """The stock layer's state and the amax history of each delayed-scaling tensor, the same on all ranks."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+    def get_extra_state(self) -> dict[str, torch.Tensor] | None:
+        """Amax histories of delayed scaling, operand -> fp32 [length + 1] on the CPU; None without."""
         histories = self.linear_gemms.histories if self.linear_gemms is not None else {}
-        amax = {f"amax.{operand}": history.state(slot) for operand, (history, slot) in histories.items()}
-        if amax:
-            state |= make_sharded_tensors_for_checkpoint(
-                amax,
-                prefix,
-                {},
-                sharded_offsets,
-                tp_group=self.tp_group,
-                dp_cp_group=(metadata or {})["dp_cp_group"],
-            )
-        return state
+        return {operand: history.state(slot).cpu() for operand, (history, slot) in histories.items()} or None
+
+    def set_extra_state(self, state: dict[str, torch.Tensor] | None) -> None:
+        """Load ``get_extra_state``'s result; histories that it lacks start anew, others are dropped."""
+        histories = self.linear_gemms.histories if self.linear_gemms is not None else {}
+        for operand, (history, slot) in histories.items():
+            if isinstance(state, dict) and operand in state:
+                history.load_state(slot, state[operand])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # the driver's checkpoints hold histories as tensors
         if self.linear_gemms is not None:
             self.linear_gemms.load_histories(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]

@@ -32,6 +32,7 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.parsing import recipe_to_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.training.checkpoint import optimizer_state, random_state, safe_load
+from megatron_lowprec.training.checkpoint.history_tensors import store_histories_as_tensors
 from megatron_lowprec.training.checkpoint.resume import Saved
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks
@@ -144,7 +145,7 @@ def load_weights(folder: Path, model: Model) -> list[str]:
     """
     metadata = {"singleton_local_shards": False, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     chunks = _named_chunks(model.chunks)
-    state = {name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in chunks}
+    state = _weights_and_histories(chunks, metadata)
     try:
         stored = safe_load.examine(folder)
         _, notes = _fit_histories(state, stored)
@@ -297,6 +298,16 @@ def _load_weights(model: torch.nn.Module, state: dict[str, Any]) -> None:
     assert not wrong, wrong
 
 
+def _weights_and_histories(chunks: Sequence[tuple[str, torch.nn.Module]], metadata: dict[str, Any]) -> dict[str, Any]:
+    """The chunks' sharded state dicts, by name."""
+    state: dict[str, Any] = {}
+    for name, chunk in chunks:
+        model = unwrap_model(chunk)
+        state[name] = model.sharded_state_dict(metadata=metadata)
+        store_histories_as_tensors(model, state[name])
+    return state
+
+
 def _named_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
@@ -312,9 +323,7 @@ def _state(
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
     }
-    state: dict[str, Any] = {
-        name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(trainer.chunks)
-    }
+    state = _weights_and_histories(_named_chunks(trainer.chunks), metadata)
     if with_optimizer:
         state["optimizer"] = optimizer_state.sharded(trainer, state, loading, metadata)
         state["scheduler"] = {"num_steps": trainer.scheduler.num_steps}

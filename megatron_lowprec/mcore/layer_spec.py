@@ -1,0 +1,35 @@
+"""One layer spec for a whole GPT under a recipe, for ``GPTModel`` and Megatron-LM's ``--spec``."""
+
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from megatron_lowprec.mcore.cpu_compat import bind_te_general_gemm
+from megatron_lowprec.mcore.layers.norm import Norm
+from megatron_lowprec.mcore.layers.transformer_layer import LowPrecTransformerLayer
+from megatron_lowprec.mcore.step_tracker import StepTracker
+from megatron_lowprec.recipe.schema import Recipe
+
+
+def layer_spec(recipe: Recipe, seed: int | None = None) -> ModuleSpec:
+    """Spec of every layer of a ``GPTModel``: binds the recipe and follows steps and microbatches without further calls.
+
+    Binds two names in Megatron-core that it needs without TransformerEngine and apex: ``te_general_gemm`` of its MoE
+    router, and the norm behind the last layer, whose stand-in knows neither RMSNorm nor sequence parallelism.
+
+    Args:
+        recipe: the recipe to run.
+        seed: base of all random draws, the same on all ranks; None for Megatron-LM's ``--seed``, elsewhere 1234.
+
+    Raises:
+        UserError: the recipe also quantizes optimizer state or gradients.
+    """
+
+    class Layer(LowPrecTransformerLayer):
+        tracker = StepTracker(recipe, seed)
+
+    Layer.__name__ = Layer.__qualname__ = LowPrecTransformerLayer.__name__
+    bind_te_general_gemm()
+    if transformer_block.LayerNormImpl is WrappedTorchNorm:
+        transformer_block.LayerNormImpl = Norm
+    return ModuleSpec(module=Layer)

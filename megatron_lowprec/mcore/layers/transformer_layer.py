@@ -1,0 +1,48 @@
+"""Megatron-core's TransformerLayer under a recipe: derives its own spec and reports its passes to a step tracker."""
+
+from typing import Any
+
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+
+from megatron_lowprec.mcore.layers.gpt_spec import gpt_layer_submodules
+from megatron_lowprec.mcore.step_tracker import StepTracker
+
+
+class LowPrecTransformerLayer(TransformerLayer):
+    """``TransformerLayer`` under a recipe, for ``GPTModel``.
+
+    Without ``submodules`` the layer derives those of Megatron-core's local spec from its config and global number, so
+    one spec serves all layers, dense or with experts, on every pipeline stage. ``GPTModel`` calls ``finish_init`` at
+    the end of its construction.
+
+    Attributes:
+        tracker: of the recipe; shared by all layers of the process. Set by ``mcore.layer_spec.layer_spec``.
+
+    Raises:
+        UserError: as ``gpt_layer_submodules``.
+    """
+
+    tracker: StepTracker
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Any = None, layer_number: int = 1, **options: Any
+    ) -> None:
+        self.tracker.check(config)
+        if submodules is None:
+            groups = options.get("pg_collection")
+            rank = None if groups is None else groups.pp.rank()
+            number = layer_number + get_transformer_layer_offset(config, options.get("vp_stage"), rank)
+            unfused = config.attention_backend in (AttnBackend.local, AttnBackend.unfused)
+            submodules = gpt_layer_submodules(config, number, "local" if unfused else "auto")
+        super().__init__(config, submodules, layer_number, **options)
+
+    def finish_init(self, quantization_config: object) -> None:
+        """Bind the layer's linears to the recipe; RuntimeError if one is Megatron-core's own."""
+        self.tracker.bind(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``TransformerLayer``; tells the tracker first, also where a CUDA graph is replayed."""
+        self.tracker.enter(self)
+        return super().__call__(*args, **kwargs)

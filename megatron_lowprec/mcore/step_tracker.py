@@ -1,0 +1,153 @@
+"""Tracks steps and microbatches from what any training loop does, and binds layers to a recipe one by one."""
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer, device_of_models
+from megatron_lowprec.quantization.random_stream import in_backward_pass
+from megatron_lowprec.recipe.schema import Recipe
+
+DEFAULT_SEED = 1234
+"""Megatron-LM's default."""
+
+
+class StepTracker:
+    """Calls a ``RecipeRuntime``'s hooks for a training loop that does not know of it.
+
+    A step begins with the first forward pass in training after the last one ended; its number is Megatron-LM's
+    ``args.curr_iteration``, elsewhere the number of steps ended before. It ends with the step of any
+    ``torch.optim.Optimizer``, or, where the update was skipped, with the next step. A microbatch is a layer's forward
+    pass in training: its index is the one that Megatron-core's schedules set, elsewhere the number of the layer's
+    passes in this step. A pass in evaluation mode (``model.eval()``) is none.
+
+    Args:
+        recipe: the recipe to run.
+        seed: the run's seed; None for Megatron-LM's ``args.seed``, elsewhere ``DEFAULT_SEED``.
+
+    Attributes:
+        steps: steps ended so far. Set it after loading a checkpoint, except in Megatron-LM.
+
+    Raises:
+        UserError: the recipe changes the optimizer or the exchange of gradients, which only the driver sets up.
+    """
+
+    def __init__(self, recipe: Recipe, seed: int | None = None) -> None:
+        if recipe.optimizer.quantized or recipe.gradients.quantized:
+            raise UserError(
+                f"recipe {recipe.name} also quantizes optimizer state or gradients, which belong to the training loop; "
+                "use this project's pretrain_gpt.py, or a recipe of GEMMs alone such as fp8_delayed"
+            )
+        self._recipe, self._seed = recipe, seed
+        self._runtime: RecipeRuntime | None = None
+        self._passes: dict[TransformerLayer, int] = {}  # passes in training of each layer in the step in progress
+        self._step: int | None = None  # the step in progress
+        self._microbatch = -1
+        self._introduced = False
+        self.steps = 0
+        register_optimizer_step_post_hook(self._updated)
+
+    def check(self, config: TransformerConfig) -> None:
+        """Check that the layers can be built.
+
+        Raises:
+            UserError: they need apex, and it is missing.
+        """
+        if config.gradient_accumulation_fusion and not _has_apex():
+            raise UserError(
+                "gradient_accumulation_fusion needs apex, which is not installed; pass "
+                "--no-gradient-accumulation-fusion to Megatron-LM, as its own layers need it then"
+            )
+
+    def bind(self, layer: TransformerLayer) -> None:
+        """Bind a layer's linears to the recipe.
+
+        Raises:
+            RuntimeError: a linear of the layer is Megatron-core's own.
+            UserError: the recipe's blocks do not divide its sizes.
+        """
+        stock = [n for n, m in layer.named_modules() if type(m) in (ColumnParallelLinear, RowParallelLinear)]
+        if stock and self._recipe.quantized:
+            raise RuntimeError(
+                f"no recipe reaches {', '.join(stock)} of layer {layer.layer_number}: they are Megatron-core's own "
+                "linears; build the layer's spec with low_precision"
+            )
+        if self._runtime is None:
+            self._runtime = _runtime(self._recipe, layer.config, self._seed)
+        bind_layer(self._runtime, layer)
+
+    def enter(self, layer: TransformerLayer) -> None:
+        """Begin the microbatch, and the step, of the layer's forward pass that follows."""
+        if self._runtime is None or not layer.training or in_backward_pass():
+            return
+        args, index = _megatron_lm_args(), getattr(layer, "current_microbatch", -1)
+        passes = self._passes.get(layer, 0)
+        if self._step is not None and (
+            (index == 0 and passes) or (args is not None and args.curr_iteration != self._step)
+        ):
+            self._end(updated=False)
+            passes = 0
+        if self._step is None:
+            self._begin(self.steps if args is None else args.curr_iteration)
+        self._passes[layer] = passes + 1
+        microbatch = index if index >= 0 else passes
+        if microbatch != self._microbatch:
+            self._microbatch = microbatch
+            self._runtime.begin_microbatch(microbatch)
+
+    def _begin(self, step: int) -> None:
+        assert self._runtime is not None
+        if not self._introduced and (not dist.is_initialized() or dist.get_rank() == 0):
+            print(*self._runtime.header(), sep="\n", flush=True)
+        self._introduced = True
+        self._step, self._microbatch = step, 0
+        self._runtime.begin_step(step)
+
+    def _updated(self, *_: Any) -> None:
+        """An optimizer has stepped: of several, such as one for experts, the first ends the step."""
+        self._end(updated=True)
+
+    def _end(self, updated: bool) -> None:
+        if self._step is None:
+            return
+        assert self._runtime is not None
+        self.steps = self._step + 1
+        self._step = None
+        self._passes.clear()
+        self._runtime.end_step(updated)
+
+
+def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None) -> RecipeRuntime:
+    args = _megatron_lm_args()
+    if seed is None:
+        seed = DEFAULT_SEED if args is None else args.seed
+    several = args is not None and (
+        args.rampup_batch_size is not None or args.global_batch_size > args.micro_batch_size * args.data_parallel_size
+    )
+    return RecipeRuntime(
+        recipe,
+        device_of_models(),
+        num_layers=config.num_layers,
+        seed=seed,
+        # as with Megatron-core's own linears: rounded to the weight's dtype without the fusion
+        accumulate_wgrad=config.gradient_accumulation_fusion,
+        cache_weights=several,
+    )
+
+
+def _has_apex() -> bool:
+    from megatron.core.tensor_parallel import layers
+
+    return bool(layers._grad_accum_fusion_available)
+
+
+def _megatron_lm_args() -> Any:
+    """Megatron-LM's arguments, None outside of Megatron-LM."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return None if module is None else module._GLOBAL_ARGS

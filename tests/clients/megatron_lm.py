@@ -1,0 +1,120 @@
+"""An unmodified Megatron-LM for tests: where it comes from, and runs of its pretrain_gpt.py."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.environment import ROOT
+from tests.waiting import PATIENCE
+
+TAG = "core_v0.16.1"
+ADDRESS = "https://github.com/NVIDIA/Megatron-LM"
+SERVER = Path(__file__).with_name("megatron_lm_server.py")
+
+
+class NotAvailableError(Exception):
+    """No Megatron-LM was found; the message says why."""
+
+
+def obtain(folder: Path) -> Path:
+    """A checkout of ``TAG`` in ``folder``, from the folder or tarball that ``MEGATRON_LM`` names; "clone" clones it.
+
+    Raises:
+        NotAvailableError: it is not set, or a clone fails.
+    """
+    given = os.environ.get("MEGATRON_LM")
+    target = folder / "Megatron-LM"
+    if given is None:
+        raise NotAvailableError(f"MEGATRON_LM names no Megatron-LM {TAG}; make test-clients clones it")
+    if given == "clone":
+        command = ["git", "clone", "--quiet", "--depth", "1", "--branch", TAG, ADDRESS, str(target)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | {"GIT_TERMINAL_PROMPT": "0"}
+        )
+        if done.returncode:
+            raise NotAvailableError(f"{TAG} cannot be cloned from {ADDRESS}: {done.stderr.strip()[-200:]}")
+    elif Path(given).is_dir():
+        shutil.copytree(given, target)
+    else:
+        with tarfile.open(given) as tar:
+            tar.extractall(folder / "unpacked", filter="data")
+        (inside,) = (folder / "unpacked").iterdir()
+        inside.rename(target)
+    helper = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    assert helper is not None
+    assert helper.origin is not None
+    shutil.copy(helper.origin, target / "megatron/core/datasets")  # compiled, which a checkout's is not
+    return target
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: exit codes of its ranks, and all that they printed."""
+
+    codes: list[int]
+    output: str
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of each iteration, nats a token, to the last bit."""
+        return [float.fromhex(value) for value in re.findall(r"exact lm loss: (\S+)", self.output)]
+
+    @property
+    def parameters(self) -> list[int]:
+        """Number of parameters of each pipeline and tensor-parallel rank."""
+        return [int(count) for count in re.findall(r"number of parameters on .*: (\d+)", self.output)]
+
+
+class MegatronLM:
+    """Runs pretrain_gpt.py of a checkout, one run at a time."""
+
+    def __init__(self, checkout: Path, logs: Path) -> None:
+        paths = [str(checkout), str(ROOT), str(Path(__file__).with_name("stubs"))]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # compiled functions round otherwise
+        }
+        self._logs = logs
+        self._server = subprocess.Popen(
+            [sys.executable, str(SERVER), str(checkout)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+            cwd=logs,
+        )
+
+    def run(self, *arguments: str, ranks: int = 1) -> Run:
+        """Run with these arguments on so many ranks."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        number = len(list(self._logs.iterdir()))
+        log = self._logs / f"{number}"
+        asked = {"arguments": arguments, "ranks": ranks, "port": _free_port(), "log": str(log)}
+        self._server.stdin.write(json.dumps(asked) + "\n")
+        self._server.stdin.flush()
+        codes = json.loads(self._server.stdout.readline())
+        return Run(codes, "\n".join(Path(f"{log}.{rank}").read_text() for rank in range(ranks)))
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

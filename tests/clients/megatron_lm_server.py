@@ -1,0 +1,134 @@
+"""Runs pretrain_gpt.py of an unmodified Megatron-LM, also without CUDA, nvcc and make; a process forks each rank.
+
+    python megatron_lm_server.py FOLDER
+
+Reads one JSON object a line: ``arguments``, ``ranks``, ``port``, ``log``. Each rank's output goes to LOG.RANK, and
+answers with a line of the ranks' exit codes. Forking saves the imports, which take longer than a small run.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import types
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    """Import Megatron-LM once, then serve."""
+    folder = sys.argv[1]
+    if not torch.cuda.is_available():
+        from megatron_lowprec.mcore import cpu_compat
+
+        cpu_compat.install(package="megatron")
+    training: Any = importlib.import_module("megatron.training.training")
+    _skip_compilers()
+    _print_exact_losses(training)
+    _fuse_adamw(training)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        children = [_fork(folder, asked, rank, training) for rank in range(asked["ranks"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+
+
+def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        log = os.open(f"{asked['log']}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(asked["ranks"]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(asked["port"]),
+        }
+        if not torch.cuda.is_available():
+            _run_without_cuda(training)
+        script = f"{folder}/pretrain_gpt.py"
+        sys.argv = [script, *asked["arguments"]]
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - whatever ended the run is printed, and its exit code says so
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _skip_compilers() -> None:
+    """Megatron-LM compiles the dataset helper, which the installed wheel has, and CUDA kernels that no test uses."""
+    datasets: Any = importlib.import_module("megatron.core.datasets.utils")
+    datasets.compile_helpers = lambda: None
+    initialize: Any = importlib.import_module("megatron.training.initialize")
+    initialize.fused_kernels.load = lambda args: None
+
+
+def _print_exact_losses(training: Any) -> None:
+    """Print each iteration's loss in full: Megatron-LM prints seven digits."""
+    log = training.training_log
+
+    def training_log(loss_dict: dict[str, torch.Tensor], *args: Any, **options: Any) -> Any:
+        for name, value in loss_dict.items():
+            print(f"exact {name}: {float(value).hex()}", flush=True)
+        return log(loss_dict, *args, **options)
+
+    training.training_log = training_log
+
+
+def _fuse_adamw(training: Any) -> None:
+    """AdamW by torch's fused kernel, as this project's driver has it: the other one rounds otherwise."""
+    setup = training.setup_model_and_optimizer
+
+    def setup_model_and_optimizer(*args: Any, **options: Any) -> Any:
+        model, optimizer, scheduler = setup(*args, **options)
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for group in [part.optimizer.defaults, *part.optimizer.param_groups]:
+                group["fused"], group["foreach"] = True, False
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+
+
+def _run_without_cuda(training: Any) -> None:
+    cuda = training.torch.cuda
+    cuda.device_count = lambda: 1
+    cuda.device_memory_used = lambda *_: 0
+    cuda.memory_stats = lambda *_: {}
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0)
+    training.set_jit_fusion_options = lambda **_: None
+    _keep_pipeline_outputs()
+    torch.distributed.init_process_group("gloo")
+    training.initialize_megatron = partial(training.initialize_megatron, allow_no_cuda=True)
+
+
+def _keep_pipeline_outputs() -> None:
+    """A stage's output is freed before gloo has sent it, and other bytes arrive."""
+    arguments: Any = importlib.import_module("megatron.training.arguments")
+    of = arguments.core_transformer_config_from_args
+
+    def core_transformer_config_from_args(*args: Any, **options: Any) -> Any:
+        config = of(*args, **options)
+        config.deallocate_pipeline_outputs = False
+        return config
+
+    arguments.core_transformer_config_from_args = core_transformer_config_from_args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Stands in for six, which Megatron-LM imports for BERT's tokenizer."""

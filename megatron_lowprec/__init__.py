@@ -20,6 +20,7 @@ __all__ = [
     "RandomStream",
     "Recipe",
     "UserError",
+    "convert",
     "get_recipe",
     "quantize",
     "recipes",
@@ -29,6 +30,7 @@ __all__ = [
 _LATE = {  # what needs torch or Megatron is imported when it is asked for: --list-recipes stays instant
     "LowPrecLinear": "megatron_lowprec.linear.lowprec_linear",
     "LowPrecSpecProvider": "megatron_lowprec.mcore.layers.gpt_spec",
+    "convert": "megatron_lowprec.linear.convert",
     "QuantizedTensor": "megatron_lowprec.quantization.tensor",
     "RandomStream": "megatron_lowprec.quantization.random_stream",
     "quantize": "megatron_lowprec.quantization.quantizer",

@@ -1,22 +1,30 @@
-"""Drop-in replacement of ``torch.nn.Linear`` whose three GEMMs follow a recipe. No Megatron, no collectives."""
+"""Drop-in replacement of ``torch.nn.Linear`` whose three GEMMs follow a recipe. No Megatron."""
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.compiled import is_pure, opaque_linear, operator_key, outside_graph
+from megatron_lowprec.linear.layer_histories import HistoryGroup, LayerHistories
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
-from megatron_lowprec.quantization.amax_history import AmaxHistory
-from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import HistorySpec, Recipe
+from megatron_lowprec.recipe.schema import Recipe
+
+
+def _without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Autocast would round the fp32 operands of emulated GEMMs."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -24,7 +32,8 @@ class _LinearFunction(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, x, weight, bias, linear_gemms: LinearGemms, rng_step: RngStep, update_amax: bool
     ):
-        y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
+        with _without_autocast(x):
+            y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
         ctx.save_for_backward(*saved.tensors())
         ctx.linear_gemms, ctx.rng_step, ctx.plain = linear_gemms, rng_step, saved[4:]
         return y
@@ -32,13 +41,151 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         saved, linear_gemms = SavedForBackward(*ctx.saved_tensors, *ctx.plain), ctx.linear_gemms
-        dy = linear_gemms.grad_output(dy, ctx.rng_step, bias=ctx.needs_input_grad[2])
-        dx = linear_gemms.dgrad(dy, saved.weight, ctx.rng_step, saved.weight_amax) if ctx.needs_input_grad[0] else None
-        dw = linear_gemms.wgrad(dy, saved.input(), ctx.rng_step) if ctx.needs_input_grad[1] else None
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        with _without_autocast(dy):
+            dy = linear_gemms.grad_output(dy, ctx.rng_step, bias=needs_b)
+            dx = linear_gemms.dgrad(dy, saved.weight, ctx.rng_step, saved.weight_amax) if needs_x else None
+            dw = linear_gemms.wgrad(dy, saved.input(), ctx.rng_step) if needs_w else None
         return dx, dw, dy.bias, None, None, None
 
 
-class LowPrecLinear(nn.Linear):
+class LowPrecLayer(nn.Module):
+    """Base of a linear layer whose three GEMMs follow a recipe.
+
+    A subclass has ``weight`` and ``bias`` and calls ``bind`` once.
+
+    Attributes:
+        recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
+        linear_gemms: the layer's GEMMs.
+        rng_step: the RNG step of the last forward pass, drawn from torch's generator.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def bind(
+        self,
+        recipe: Recipe,
+        linear_id: LinearId,
+        seed: int = 0,
+        *,
+        kept: bool = False,
+        group: HistoryGroup | None = None,
+        one_rank: bool = False,
+    ) -> None:
+        """Give the layer its GEMMs.
+
+        Args:
+            recipe: must divide the layer's sizes.
+            linear_id: identity of the random draws.
+            seed: of the random draws.
+            kept: leave the layer in the compute dtype.
+            group: the layers that share amax updates over data-parallel ranks.
+            one_rank: refuse random draws if the process belongs to several ranks, because they would be equal.
+        """
+        self.recipe = recipe
+        self._histories = LayerHistories(self.weight.device, group)
+        used = get_recipe("bf16") if kept else recipe
+        self.linear_gemms = LinearGemms(used, linear_id, seed, self._histories.of)
+        self.rng_step = RngStep(0, 0)
+        self._one_rank = one_rank and used.random
+        self._pure_key = operator_key(used) if is_pure(self.linear_gemms) else None
+
+    @property
+    def weight_OI(self) -> torch.Tensor:  # noqa: N802 - a shape suffix
+        """The weight [O, I], differentiable; a view of the parameter."""
+        return self.weight
+
+    @property
+    def amax(self) -> SimpleNamespace:
+        """State of each amax history, fp32 [length + 1]; ``torch.distributed.checkpoint`` looks its keys up here."""
+        return SimpleNamespace(
+            **{name: history.state(slot) for name, (history, slot) in self.linear_gemms.histories.items()}
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x @ weight_OI.T + bias``; x [..., I] in the dtype of the weight, or any under autocast.
+
+        Raises:
+            UserError: dtypes differ, or the layer was converted before ``init_process_group`` and draws.
+        """
+        kind, weight = x.device.type, self.weight_OI
+        bias: torch.Tensor | None = self.bias
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        if x.dtype != weight.dtype:
+            raise UserError(
+                f"a layer with a weight of {weight.dtype} got an input of {x.dtype}: convert one of them, "
+                f"or use torch.autocast"
+            )
+        flat = x.reshape(-1, x.shape[-1])
+        if not torch.compiler.is_compiling():
+            y = _run(self, flat, weight, bias)
+        elif self._pure_key is None:
+            y = _run_outside_graph(self, flat, weight, bias)
+        else:
+            y = opaque_linear(flat, weight, bias, self._pure_key)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def end_step(self) -> None:
+        """Update delayed scales after an optimizer step; of this layer and this rank alone."""
+        self._histories.end_step()
+
+    def extra_repr(self) -> str:
+        """Sizes, as the replaced layer's, and the recipe."""
+        return f"{super().extra_repr()}, recipe={self.linear_gemms.recipe.name}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._histories.follow_optimizer(collective=False)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for operand, (history, slot) in self.linear_gemms.histories.items():
+            destination[f"{prefix}amax.{operand}"] = history.state(slot)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.linear_gemms.load_histories(state_dict, prefix)
+        self._histories.loaded()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._histories.to(self.weight.device)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._pure_key is not None:  # the key of another process
+            self._pure_key = operator_key(self.linear_gemms.recipe)
+
+
+def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y_TO of x_TI and the weight [O, I], with draws and amax histories."""
+    training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+    histories, linear_gemms = layer._histories, layer.linear_gemms
+    histories.to(x.device)  # a wrapper may have moved the weight without a call of the layer
+    histories.begin_forward(training)
+    if linear_gemms.recipe.random:
+        if layer._one_rank:
+            _check_one_rank()
+        layer.rng_step = RngStep(*torch.randint(1 << 31, (2,), device="cpu").tolist())
+    # Triton launches on the current device; in the backward pass autograd sets it
+    with torch.cuda.device_of(x):
+        y: torch.Tensor = _LinearFunction.apply(x, weight, bias, linear_gemms, layer.rng_step, training)
+    return y
+
+
+_run_outside_graph = outside_graph(_run)
+
+
+def _check_one_rank() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UserError(
+            f"convert ran before init_process_group, so all {dist.get_world_size()} ranks would round alike: "
+            f"convert afterwards, or pass data_parallel_rank=..."
+        )
+
+
+class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch does not declare a missing bias
     """``torch.nn.Linear`` whose three GEMMs follow a recipe, for use outside Megatron.
 
     Random draws follow torch's CPU generator, as dropout does. ``torch.manual_seed`` repeats them, a saved generator
@@ -47,7 +194,8 @@ class LowPrecLinear(nn.Linear):
 
     Delayed scales are updated at the first forward pass after a step of any ``torch.optim.Optimizer`` in the process,
     or by ``end_step``. Call it if weights are updated otherwise. The ``state_dict`` is ``torch.nn.Linear``'s plus the
-    amax histories of delayed scaling.
+    amax histories of delayed scaling. A layer built here serves one process; ``megatron_lowprec.convert`` also serves
+    data-parallel ranks.
 
     Args:
         in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
@@ -56,9 +204,6 @@ class LowPrecLinear(nn.Linear):
         layer, name: number and name of the layer for ``keep_bf16`` (``layers.<layer>.<name>``), counted from 1. Both
             enter the key of its draws: give each layer of a model a different ``layer`` or ``name``.
         num_layers: number of the model's layers, required by ``keep_bf16.last_layers``.
-
-    Attributes:
-        rng_step: the RNG step of the last forward pass, drawn from torch's generator.
 
     Raises:
         UserError: unknown recipe, sizes that its blocks do not divide, or no ``num_layers`` for ``last_layers``.
@@ -79,80 +224,47 @@ class LowPrecLinear(nn.Linear):
         num_layers: int | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-        kept = self.recipe.quantized and _is_kept(self.recipe, layer, name, num_layers)
-        if self.recipe.quantized and not kept:
-            check_site(self.recipe, LinearSite(layer, name, in_features, out_features, "column"), 1)
-        self._histories: dict[HistorySpec, AmaxHistory] = {}
-        self.linear_gemms = LinearGemms(
-            get_recipe("bf16") if kept else self.recipe, LinearId(layer, name), seed, self._history
-        )
-        self.rng_step = RngStep(0, 0)
-        # optimizer steps before the last forward pass in training; None once its amaxes have entered the histories
-        self._observed_after: int | None = None
-        if self._histories:
-            _count_optimizer_steps()
+        recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+        kept = recipe.quantized and _is_kept(recipe, layer, name, num_layers)
+        if recipe.quantized and not kept:
+            check_site(recipe, LinearSite(layer, name, in_features, out_features, "column"), 1)
+        self.bind(recipe, LinearId(layer, name), seed, kept=kept)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T + bias``; x [..., in_features] in the dtype of the weight."""
-        training = torch.is_grad_enabled() and (self.weight.requires_grad or x.requires_grad)
-        # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
-        if not in_backward_pass():
-            self._follow_optimizer()
-            if training and self._observed_after is not None:
-                self._end_microbatch()
-        if training and self._histories:
-            self._observed_after = _optimizer_steps
-        if self.linear_gemms.recipe.random:
-            self.rng_step = RngStep(*torch.randint(1 << 31, (2,), device="cpu").tolist())
-        flat = x.reshape(-1, x.shape[-1])
-        # Triton launches on the current device; in the backward pass autograd sets it
-        with torch.cuda.device_of(flat):
-            y = _LinearFunction.apply(flat, self.weight, self.bias, self.linear_gemms, self.rng_step, training)
-        return y.view(*x.shape[:-1], self.out_features)
 
-    def end_step(self) -> None:
-        """Update delayed scales after an optimizer step."""
-        self._observed_after = None
-        with torch.cuda.device_of(self.weight):
-            for history in self._histories.values():
-                history.update()
+class LowPrecConv1D(LowPrecLayer):
+    """``transformers.pytorch_utils.Conv1D`` under a recipe: a linear layer that stores its weight as [I, O].
 
-    def _follow_optimizer(self) -> None:
-        """Call ``end_step`` if an optimizer has stepped since the last forward pass in training."""
-        if self._observed_after not in (None, _optimizer_steps):
-            self.end_step()
+    ``megatron_lowprec.convert`` makes it. ``nx`` and ``nf`` are the input and output features.
+    """
 
-    def _end_microbatch(self) -> None:
-        for remembered, history in self._histories.items():
-            if remembered.update == "microbatch":
-                history.update()
+    nx: int
+    nf: int
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self._follow_optimizer()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for operand, (history, slot) in self.linear_gemms.histories.items():
-            destination[f"{prefix}amax.{operand}"] = history.state(slot)
+    @property
+    def weight_OI(self) -> torch.Tensor:  # noqa: N802 - a shape suffix
+        """The transposed parameter, a view."""
+        return self.weight.t()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self.linear_gemms.load_histories(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "LowPrecLinear":
-        super()._apply(fn, recurse)
-        for history in self._histories.values():
-            history.to(self.weight.device)
-        return self
-
-    def _history(self, remembered: HistorySpec) -> AmaxHistory:
-        return self._histories.setdefault(remembered, AmaxHistory(remembered, self.weight.device))
+    def extra_repr(self) -> str:
+        """Sizes and recipe."""
+        return f"nf={self.nf}, nx={self.nx}, recipe={self.linear_gemms.recipe.name}"
 
 
 def end_step(model: nn.Module) -> None:
-    """Call ``end_step`` of every ``LowPrecLinear`` in ``model``; required without a ``torch.optim.Optimizer``."""
+    """Update the delayed scales of all layers in ``model``; required without a ``torch.optim.Optimizer``.
+
+    Collective for a converted model on several ranks.
+    """
+    groups: dict[int, HistoryGroup] = {}
     for module in model.modules():
-        if isinstance(module, LowPrecLinear):
-            module.end_step()
+        if isinstance(module, LowPrecLayer):
+            group = module._histories.group
+            if group is None:
+                module.end_step()
+            else:
+                groups[id(group)] = group
+    for group in groups.values():
+        group.end_step()
 
 
 def _is_kept(recipe: Recipe, layer: int, name: str, num_layers: int | None) -> bool:
@@ -169,16 +281,3 @@ def _is_kept(recipe: Recipe, layer: int, name: str, num_layers: int | None) -> b
     if num_layers is not None and layer > num_layers:
         raise UserError(f"LowPrecLinear has layer={layer} of num_layers={num_layers}; layers are numbered from 1")
     return kept_in_bf16(recipe, layer, name, layer if num_layers is None else num_layers)
-
-
-_optimizer_steps = 0  # of this process, since the first layer with amax histories was built
-
-
-def _note_optimizer_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-@cache
-def _count_optimizer_steps() -> None:
-    register_optimizer_step_post_hook(_note_optimizer_step)

@@ -159,6 +159,21 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
 
 def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
     """``check_sizes`` for one layer that the recipe quantizes."""
+    found = indivisible(recipe, site, tensor_parallel)
+    if found is not None:
+        gemm_name, why = found
+        raise UserError(
+            f"recipe {recipe.name}: {gemm_name} of {site.path} {why}: change that size, "
+            f"or keep the layer in bf16 with --recipe-override 'keep_bf16.names=[\"{site.path}\"]'"
+        )
+
+
+def indivisible(recipe: Recipe, site: LinearSite, tensor_parallel: int = 1) -> tuple[str, str] | None:
+    """The first GEMM whose blocks do not divide a layer's sizes, and the block and the size; None if all do.
+
+    Raises:
+        UserError: ``tensor_parallel`` does not divide the dimension that it shards.
+    """
     sizes = _local_sizes(site, tensor_parallel)
     for gemm_name, gemm in recipe.gemms.items():
         contracted = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}[gemm_name]
@@ -179,11 +194,10 @@ def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
         for (dimension, multiple), why in wants.items():
             if dimension != "tokens" and sizes[dimension] % multiple:
                 a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
-                raise UserError(
-                    f"recipe {recipe.name}: {gemm_name} of {site.path} has {why}, but {sizes[dimension]} "
-                    f"{dimension} features{a_rank} are no multiple of {multiple}: change that size, "
-                    f"or keep the layer in bf16 with --recipe-override 'keep_bf16.names=[\"{site.path}\"]'"
+                return gemm_name, (
+                    f"has {why}, but {sizes[dimension]} {dimension} features{a_rank} are no multiple of {multiple}"
                 )
+    return None
 
 
 def _other(gemm: str, operand: str) -> str:

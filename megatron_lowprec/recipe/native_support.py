@@ -17,6 +17,23 @@ _SINCE: dict[frozenset[str], int] = {
     frozenset({"1x128", "128x128"}): 90,
 }
 
+# Weights of up to this many entries, [2048, 2048] or [4096, 1024], take longer in FP8 than in bf16: forward and
+# backward with 8192 tokens, called from Python, on an H200 (docs/results/native-fp8.md#linear-layers). The next larger
+# one measured, [6144, 2048], is faster.
+_SLOWER_UP_TO = {"sm90": 2048 * 2048}
+
+
+def slower_than_bf16(recipe: Recipe, arch: str, in_features: int, out_features: int) -> bool:
+    """Whether a bf16 layer of these sizes was measured to be slower in FP8; False if a GEMM is emulated.
+
+    Args:
+        arch: "cpu", or a GPU's compute capability as "sm90".
+        in_features, out_features: of the layer on one rank.
+    """
+    quantized = {name for name, gemm in recipe.gemms.items() if gemm.quantized}
+    native = quantized and native_gemms(recipe, arch, in_features, out_features) == quantized
+    return bool(native) and in_features * out_features <= _SLOWER_UP_TO.get(arch, 0)
+
 
 def execution(
     name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out_features: int = 0

@@ -1,0 +1,369 @@
+"""Conversion of a plain PyTorch model: its linear layers follow a recipe, in place. No Megatron.
+
+The layers keep their identity: parameters, hooks, tied weights and references stay. Only the class of a module changes,
+and its GEMMs are added.
+"""
+
+import difflib
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.dispatch import arch_of
+from megatron_lowprec.linear.layer_histories import HistoryGroup, check_common_step
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
+from megatron_lowprec.recipe.coverage import LinearSite, indivisible, kept_in_bf16, site_path
+from megatron_lowprec.recipe.native_support import slower_than_bf16, why_emulated
+from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.schema import Recipe
+
+M = TypeVar("M", bound=nn.Module)
+Filter = Callable[[str, nn.Module], bool]
+
+_HEADS, _ROUTERS = ("lm_head", "embed_out"), ("gate", "router")
+# by name: importing the wrappers takes longer than the conversion
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel(model)",
+    "FullyShardedDataParallel": "FullyShardedDataParallel(model)",
+    "OptimizedModule": "torch.compile(model)",
+}
+
+logger = logging.getLogger("megatron_lowprec")
+
+
+class Exclusion(NamedTuple):
+    """Reason for leaving a layer as it is; ``requested`` by the caller, the recipe or a default of ``convert``."""
+
+    reason: str
+    requested: bool
+
+
+class _Layer(NamedTuple):
+    """A linear layer by its path, and its position in a stack of blocks: ``stack.<number - 1>.name``, or number 0."""
+
+    path: str
+    module: nn.Module
+    in_features: int
+    out_features: int
+    stack: str
+    number: int
+    num_layers: int
+    name: str
+
+    @property
+    def site(self) -> str:
+        """Path that a recipe's ``keep_bf16.names`` matches."""
+        return site_path(self.number, self.name) if self.number else self.name
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Linear layers that a conversion changes, and those that stay; ``str`` gives the lines of the log.
+
+    Attributes:
+        recipe: the recipe.
+        converted: paths of the layers that follow it.
+        excluded: path of each other linear layer -> the reason.
+        execution: lines that name native and emulated GEMMs.
+    """
+
+    recipe: Recipe
+    converted: tuple[str, ...]
+    excluded: Mapping[str, Exclusion]
+    execution: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"recipe {self.recipe.name}: {len(self.converted)} linear layers: {_brief(self.converted)}"]
+        return "\n".join([*lines, *self.execution, *self.lines_of_excluded(True), *self.lines_of_excluded(False)])
+
+    def lines_of_excluded(self, requested: bool) -> list[str]:
+        """A line for each reason, with its layers."""
+        found: dict[str, list[str]] = {}
+        for path, exclusion in self.excluded.items():
+            if exclusion.requested == requested:
+                found.setdefault(exclusion.reason, []).append(path)
+        return [f"not converted, {reason}: {_brief(paths)}" for reason, paths in found.items()]
+
+
+def convert(
+    model: M,
+    recipe: Recipe | str,
+    *,
+    filter: Filter | None = None,
+    keep_bf16: Sequence[str] = (),
+    skip_slower: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    data_parallel_rank: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> M:
+    """Let the linear layers of a model follow a recipe, in place, and return the model.
+
+    Converts each ``torch.nn.Linear`` and each ``Conv1D`` of transformers, but for the output head, routers, and layers
+    that the recipe or an argument keeps. Parameters remain the same objects. The summary is logged at level INFO by
+    the logger ``megatron_lowprec``; layers that stay for another reason than the caller's or the recipe's are also a
+    warning. Call it before torch.compile, DistributedDataParallel and fully_shard, and after ``init_process_group``.
+
+    Args:
+        model: any module; each rank converts its own copy.
+        recipe: a Recipe or the name of one. Its ``keep_bf16`` counts the blocks of the model's outermost list of
+            modules from 1 and matches ``layers.<number>.<path within the block>``.
+        filter: ``filter(path, module)``, whether to convert a linear layer; replaces the default, which leaves the
+            output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an embedding) and routers.
+        keep_bf16: globs of paths of further layers to leave in the compute dtype, such as ``model.layers.0.*``.
+        skip_slower: leave layers that were measured to be slower in FP8 than in bf16; only if all of their GEMMs are
+            native on ``device`` in ``dtype``.
+        device, dtype: where and in which dtype the GEMMs will run, if not those of the weights.
+        seed: seed of the random draws, in addition to torch's generator.
+        data_parallel_rank: enters the key of random draws; by default the rank in ``group``, 0 in one process.
+        group: data-parallel ranks, which hold the same layers, for the amaxes of delayed scaling; None for all ranks.
+
+    Raises:
+        UserError: a recipe that sets optimizer state or gradient reduction; a model without layers to convert,
+            converted before or wrapped; a glob without a match; ``first_layers`` or ``last_layers`` without exactly
+            one list of blocks; ``history_update=microbatch`` on several ranks.
+    """
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    options: dict[str, Any] = {"filter": filter, "keep_bf16": keep_bf16, "skip_slower": skip_slower}
+    conversion = plan(model, recipe, **options, device=device, dtype=dtype)
+    if not conversion.converted:
+        reasons = conversion.lines_of_excluded(False) + conversion.lines_of_excluded(True)
+        raise UserError(f"recipe {recipe.name} converts no layer: {'; '.join(reasons) or 'the model has no nn.Linear'}")
+    check_common_step(recipe.delayed_operands().values(), group)
+    in_group = dist.is_available() and dist.is_initialized()
+    one_rank = data_parallel_rank is None and not in_group
+    if data_parallel_rank is None:
+        data_parallel_rank = dist.get_rank(group) if in_group else 0
+    histories = HistoryGroup(group) if recipe.delayed_operands() else None
+    modules = {layer.path: layer for layer in _linears(model)}
+    for path in conversion.converted:
+        layer = modules[path]
+        module = layer.module
+        module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
+        assert isinstance(module, LowPrecLayer)
+        linear_id = LinearId(layer.number, path or "linear", data_parallel_rank=data_parallel_rank)
+        module.bind(recipe, linear_id, seed, group=histories, one_rank=one_rank)
+    logger.info("%s", conversion)
+    if not in_group or dist.get_rank() == 0:
+        for line in conversion.lines_of_excluded(requested=False):
+            warnings.warn(f"convert to {recipe.name}: {line}", stacklevel=2)
+    return model
+
+
+def plan(
+    model: nn.Module,
+    recipe: Recipe | str,
+    *,
+    filter: Filter | None = None,
+    keep_bf16: Sequence[str] = (),
+    skip_slower: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Conversion:
+    """The conversion that ``convert`` would make; changes nothing. Arguments and errors as in ``convert``."""
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    _check_recipe(recipe)
+    _check_model(model)
+    layers = list(_linears(model))
+    _check_keep(recipe, keep_bf16, layers)
+    heads = _output_heads(model)
+    converted, excluded = [], {}
+    gemms: dict[str, set[str]] = {}
+    for layer in layers:
+        weight = layer.module.weight
+        assert isinstance(weight, torch.Tensor)
+        arch = arch_of(weight.device if device is None else torch.device(device))
+        used = weight.dtype if dtype is None else dtype
+        why = _requested(recipe, layer, filter, keep_bf16, heads) or _unsupported(model, layer)
+        if why is None:
+            why = _unsuitable(recipe, layer, arch if skip_slower and used == torch.bfloat16 else "cpu")
+        if why is not None:
+            excluded[layer.path] = why
+            continue
+        converted.append(layer.path)
+        for name, gemm in recipe.gemms.items():
+            reason = why_emulated(name, gemm, arch, layer.in_features, layer.out_features)
+            if reason is None and gemm.quantized and used != torch.bfloat16:
+                reason = f"FP8 GEMMs are for bf16 weights, these are {str(used)[6:]}"
+            if gemm.quantized:
+                line = f"native on {arch}" if reason is None else f"emulated on {arch} ({reason})"
+                gemms.setdefault(line, set()).add(name)
+    execution = tuple(
+        f"{', '.join(name for name in recipe.gemms if name in names)} {line}"
+        + (": the format's numerics, not its speed" if line.startswith("emulated") else "")
+        for line, names in gemms.items()
+    )
+    return Conversion(recipe, tuple(converted), excluded, execution)
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` with the keys of the unconverted model: without amax histories."""
+    added = {
+        f"{path}.amax.{operand}" if path else f"amax.{operand}"
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, LowPrecLayer)
+        for operand in module.linear_gemms.histories
+    }
+    return {key: value for key, value in model.state_dict().items() if key not in added}
+
+
+# ---- checks
+def _check_recipe(recipe: Recipe) -> None:
+    parts = [name for name in ("optimizer", "gradients") if getattr(recipe, name).quantized]
+    if parts:
+        raise UserError(
+            f"recipe {recipe.name} also sets {' and '.join(parts)}, but convert changes linear layers alone: "
+            f"train it with pretrain_gpt.py, or pass dataclasses.replace(recipe, optimizer=OptimizerSpec(), "
+            f"gradients=GradientSpec())"
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        where = path or "the model"
+        if isinstance(module, LowPrecLayer):
+            raise UserError(f"{where} is a {type(module).__name__} already: convert a model once, or build it anew")
+        wrapper = next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise UserError(f"{where} is wrapped: convert first, then call {wrapper}")
+    for path, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise UserError(f"{path} is a DTensor: convert first, then call fully_shard(model)")
+
+
+def _check_keep(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Layer]) -> None:
+    if isinstance(keep_bf16, str):
+        raise UserError(f"keep_bf16 takes a list of globs, got the string {keep_bf16!r}: use [{keep_bf16!r}]")
+    keep = recipe.keep_bf16
+    for option, globs, paths in (
+        ("keep_bf16", keep_bf16, [layer.path for layer in layers]),
+        (f"keep_bf16.names of recipe {recipe.name}", keep.names, [layer.site for layer in layers]),
+    ):
+        for glob in globs:
+            if paths and not any(fnmatchcase(path, glob) for path in paths):
+                near = (difflib.get_close_matches(glob, paths, n=1) or paths)[0]
+                raise UserError(f"{option} has {glob!r}, which matches no linear layer; layers are named like {near}")
+    if not (keep.first_layers or keep.last_layers):
+        return
+    stacks = {layer.stack: layer.num_layers for layer in layers if layer.number}
+    if len(stacks) != 1:
+        found = f"lists of blocks {', '.join(stacks)}" if stacks else "no list of blocks"
+        raise UserError(
+            f"recipe {recipe.name} keeps the first {keep.first_layers} and the last {keep.last_layers} layers in bf16, "
+            f"but the model has {found}: set both to 0 and name the layers by keep_bf16=[...]"
+        )
+    for option in ("first_layers", "last_layers"):
+        if (count := getattr(keep, option)) > max(stacks.values()):
+            raise UserError(f"keep_bf16.{option} is {count}, but the model has {max(stacks.values())} layers; lower it")
+
+
+# ---- linear layers of a model
+def _linears(model: nn.Module) -> Iterator[_Layer]:
+    """Every ``nn.Linear``, subclasses included, and every ``Conv1D`` of transformers, shared ones once."""
+    sizes: tuple[int, int]
+    module: Any
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            sizes = module.in_features, module.out_features
+        elif _is_conv1d(module):
+            sizes = module.nx, module.nf
+        else:
+            continue
+        stack, number, num_layers, name = _position(model, path)
+        yield _Layer(path, module, *sizes, stack, number, num_layers, name)
+
+
+def _is_conv1d(module: Any) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _position(model: nn.Module, path: str) -> tuple[str, int, int, str]:
+    """Stack, layer number, number of layers and name within the layer, from the outermost list of modules."""
+    module, parts = model, path.split(".")
+    for depth, part in enumerate(parts):
+        if part.isdigit() and isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            # a pipeline stage's ModuleDict keeps the numbers of the whole model
+            last = max(int(name) for name, _ in module.named_children() if name.isdigit())
+            name = ".".join(parts[depth + 1 :]) or "linear"
+            return ".".join(parts[:depth]) or "the model", int(part) + 1, last + 1, name
+        module = getattr(module, part) if part else module
+    return "", 0, 0, path or "linear"
+
+
+def _output_heads(model: nn.Module) -> set[int]:
+    """``id`` of the modules that compute logits, as far as the model tells."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
+            heads.add(id(module))
+        get = getattr(module, "get_output_embeddings", None)
+        if callable(get):
+            try:
+                heads.add(id(get()))
+            except (AttributeError, NotImplementedError):  # a model of transformers without a head
+                continue
+    return heads
+
+
+# ---- reasons
+def _unsupported(model: nn.Module, layer: _Layer) -> Exclusion | None:
+    """Reason if the layer's own forward would not run, or is not that of a linear layer."""
+    kind, parent = type(layer.module), model.get_submodule(layer.path.rpartition(".")[0])
+    if isinstance(layer.module, nn.Linear) and kind is not nn.Linear:
+        return Exclusion(f"its class {kind.__module__}.{kind.__qualname__} is not torch.nn.Linear itself", False)
+    if "forward" in vars(layer.module):
+        return Exclusion("its forward is replaced on the module", False)
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        # torch's fused inference path reads the weights of linear1 and linear2
+        return Exclusion("nn.TransformerEncoderLayer evaluates without its layers' forward", False)
+    return None
+
+
+def _requested(
+    recipe: Recipe, layer: _Layer, filter: Filter | None, keep_bf16: Sequence[str], heads: set[int]
+) -> Exclusion | None:
+    if filter is not None:
+        if not filter(layer.path, layer.module):
+            return Exclusion("by filter", True)
+    elif id(layer.module) in heads or layer.path.split(".")[-1] in _HEADS:
+        return Exclusion("output head", True)
+    elif layer.path.split(".")[-1] in _ROUTERS:
+        return Exclusion("router", True)
+    if any(fnmatchcase(layer.path, glob) for glob in keep_bf16):
+        return Exclusion("by keep_bf16", True)
+    if layer.number:
+        is_kept = kept_in_bf16(recipe, layer.number, layer.name, layer.num_layers)
+    else:
+        is_kept = any(fnmatchcase(layer.site, glob) for glob in recipe.keep_bf16.names)
+    return Exclusion(f"by keep_bf16 of recipe {recipe.name}", True) if is_kept else None
+
+
+def _unsuitable(recipe: Recipe, layer: _Layer, arch: str) -> Exclusion | None:
+    """Reason if the recipe's blocks do not divide the sizes, or FP8 was measured to be slower."""
+    sizes = layer.in_features, layer.out_features
+    found = indivisible(recipe, LinearSite(layer.number, layer.name, *sizes, "column"))
+    if found is not None:
+        return Exclusion(" ".join(found), False)
+    if slower_than_bf16(recipe, arch, *sizes):
+        return Exclusion(f"slower in FP8 than in bf16 on {arch} with weights of its size", False)
+    return None
+
+
+def _brief(paths: Sequence[str]) -> str:
+    """Paths with layer numbers as ``*``, and how many each stands for."""
+    counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) or "the model" for path in paths)
+    return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in counts.items())

@@ -1,0 +1,226 @@
+"""Checks of converted models on two processes; ``test_convert_distributed.py`` starts it once, by torchrun.
+
+Each check is a function that asserts on both ranks. Rank 0 writes one JSON object: name -> "" or what went wrong on
+either rank.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_lowprec import UserError, convert, get_recipe
+from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
+from megatron_lowprec.recipe.parsing import load_recipe
+from tests.linear.tiny_models import Gpt2Block, LlamaBlock, TinyModel, build, tokens_of
+
+RECIPES = ("fp8_current", "mxfp8", "fp8_delayed", "mxfp4_rht_sr", "fp8_mxfp4_rht_sr")
+STEPS = 4
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[..., None], *arguments: Any) -> None:
+    CHECKS["-".join([function.__name__, *map(str, arguments)])] = lambda: function(*arguments)
+
+
+def alone() -> dist.ProcessGroup:
+    """The group of this rank."""
+    return [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+
+
+def reference(recipe: str, **options: Any) -> tuple[list[list[float]], dict[str, Any]]:
+    """Losses of each step's two microbatches and the final state, in one process."""
+    model = build(**options)
+    convert(model, recipe, data_parallel_rank=0, group=alone())
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        for rank in range(2):
+            torch.manual_seed(step)
+            loss = model(tokens_of(2 * step + rank))
+            loss.backward()
+            losses[-1].append(loss.item())
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        optimizer.step()
+    return losses, model.state_dict()
+
+
+def wrapped(kind: str, model: TinyModel) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def run(kind: str, recipe: str, **options: Any) -> tuple[nn.Module, list[float]]:
+    """A model trained on this rank's microbatches, and their losses; both ranks draw alike, as the reference."""
+    model = wrapped(kind, convert(build(**options), recipe, data_parallel_rank=0))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = model(tokens_of(2 * step + dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and kind == "ddp":
+            model.state_dict()  # a checkpoint written by one rank waits for no other
+        losses.append(loss.item())
+    return model, losses
+
+
+def full_state(model: nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def equals_one_process(kind: str, recipe: str, block: str = "llama", recompute: str = "") -> None:
+    """Losses, weights and amax histories are those of one process that accumulates both microbatches: equal bits.
+
+    Two addends commute and a division by two is exact, so no tolerance is needed.
+    """
+    options = {"block": {"llama": LlamaBlock, "gpt2": Gpt2Block}[block], "recompute": recompute}
+    want, state = reference(recipe, **options)
+    model, losses = run(kind, recipe, **options)
+    assert losses == [each[dist.get_rank()] for each in want]
+    found = full_state(model)
+    if dist.get_rank() == 0 or kind == "ddp":  # the full state is rank 0's
+        assert found.keys() == state.keys()
+        assert [name for name in state if not torch.equal(found[name], state[name])] == []
+    if get_recipe(recipe).delayed_operands():
+        assert any(name.endswith(".amax.input") for name in state)
+
+
+def sharded_state_round_trip(recipe: str, broadcast: bool) -> None:
+    """A full state dict of a sharded model loads into another one, with equal losses, amax histories included."""
+    model, _ = run("fsdp", recipe)
+    state = full_state(model)
+    other = wrapped("fsdp", convert(TinyModel(), recipe, data_parallel_rank=0))
+    given = state if dist.get_rank() == 0 or not broadcast else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    # a broadcast gives the other ranks parameters alone: their histories follow in the next forward pass
+    set_model_state_dict(other, dict(given), options=options)
+    losses = []
+    for each in (model, other):
+        torch.manual_seed(7)
+        losses.append(each(tokens_of(20 + dist.get_rank())).item())
+    assert losses[0] == losses[1]
+    again = full_state(other)
+    assert again.keys() == state.keys()
+    assert [name for name in state if not torch.equal(again[name], state[name])] == []
+
+
+def ranks_draw_differently() -> None:
+    """Equal data and generators: gradients differ by default, and agree with one ``data_parallel_rank``."""
+    for options, equal in (({}, False), ({"data_parallel_rank": 0}, True)):
+        model = convert(build(), "mxfp4_rht_sr", **options)
+        torch.manual_seed(3)
+        model(tokens_of(1)).backward()
+        gradient = model.layers[0].o_proj.weight.grad
+        both = [torch.empty_like(gradient) for _ in range(2)]
+        dist.all_gather(both, gradient)
+        assert torch.equal(*both) == equal
+
+
+def amaxes_need_the_group() -> None:
+    """Histories that move in each microbatch are refused; a group of one rank keeps its own amaxes."""
+    moving = load_recipe(
+        "fp8_delayed",
+        [f"{gemm}.{operand}.history_update=microbatch" for gemm, operand in OPERANDS],
+    )
+    with pytest.raises(UserError, match="history_update=microbatch is not reduced over data-parallel ranks"):
+        convert(refused := build(), moving)
+    assert not any(map(is_converted, refused.modules()))
+    for group, equal in ((None, True), (alone(), False)):
+        model = convert(build(), "fp8_delayed", group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model(tokens_of(dist.get_rank())).backward()
+        optimizer.step()
+        amax = model.layers[1].mlp["down_proj"].state_dict()["amax.input"][:1]
+        both = [torch.empty_like(amax) for _ in range(2)]
+        dist.all_gather(both, amax)
+        assert torch.equal(*both) == equal
+
+
+def optimizer_within_the_backward_pass() -> None:
+    """The step ends before the next forward pass, with equal amaxes."""
+    model = convert(build(), "fp8_delayed")
+    optimizers = {weight: torch.optim.SGD([weight], lr=1e-3) for weight in model.parameters()}
+    for weight, optimizer in optimizers.items():
+        weight.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    for step in range(3):
+        model(tokens_of(2 * step + dist.get_rank())).backward()
+    state = torch.cat([layer.state_dict()["amax.input"][:1] for layer in model.modules() if is_converted(layer)])
+    both = [torch.empty_like(state) for _ in range(2)]
+    dist.all_gather(both, state)
+    assert torch.equal(*both)
+    assert bool((state > 0).all())
+
+
+def wrapped_models_are_refused() -> None:
+    with pytest.raises(UserError, match=r"wrapped: convert first, then call DistributedDataParallel\(model\)"):
+        convert(DistributedDataParallel(build()), "fp8_current")
+    with pytest.raises(UserError, match=r"is a DTensor: convert first, then call fully_shard\(model\)"):
+        convert(wrapped("fsdp", build()), "fp8_current")
+
+
+def is_converted(module: nn.Module) -> bool:
+    return isinstance(module, LowPrecLayer)
+
+
+OPERANDS = [
+    *(("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad_output")),
+    *(("dgrad", "weight"), ("wgrad", "grad_output"), ("wgrad", "input")),
+]
+for kind in ("ddp", "fsdp"):
+    for recipe in RECIPES:
+        check(equals_one_process, kind, recipe)
+    check(equals_one_process, kind, "mxfp4_rht_sr", "llama", "not reentrant")
+    check(equals_one_process, kind, "fp8_delayed", "gpt2", "not reentrant")
+check(equals_one_process, "fsdp", "fp8_current", "gpt2")
+for broadcast in (False, True):
+    check(sharded_state_round_trip, "fp8_current", broadcast)
+    check(sharded_state_round_trip, "fp8_delayed", broadcast)
+check(ranks_draw_differently)
+check(amaxes_need_the_group)
+check(optimizer_within_the_backward_pass)
+check(wrapped_models_are_refused)
+
+
+def main(path: str) -> None:
+    # made before the process group exists: its ranks would draw alike
+    early = convert(build(), "mxfp4_rht_sr")
+    dist.init_process_group("gloo")
+    with pytest.raises(UserError, match="convert ran before init_process_group, so all 2 ranks would round alike"):
+        early(tokens_of(0))
+    faults: dict[str, str] = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            fault = ""
+        except Exception:  # noqa: BLE001 - reported with its traceback
+            fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, fault)
+        faults[name] = "\n".join(filter(None, both))
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(faults), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -78,6 +78,8 @@ class MegatronLM:
 
     def __init__(self, checkout: Path, logs: Path) -> None:
         paths = [str(checkout), str(ROOT), str(Path(__file__).with_name("stubs"))]
+        # Megatron-core sets NVTE_*_ATTN when a test of this process builds a model, and refuses a second choice
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
         environment = {
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONWARNINGS": "ignore",
@@ -91,7 +93,7 @@ class MegatronLM:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | environment,
+            env=inherited | environment,
             cwd=logs,
         )
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.clients.megatron_lm import MegatronLM, NotAvailableError, obtain
+from tests.docs.markdown import fences
 from tests.environment import ROOT, python_path
 from tests.waiting import PATIENCE
 
@@ -177,6 +178,17 @@ def test_a_missing_flag_is_named(megatron_lm: MegatronLM) -> None:
     done = megatron_lm.run(*model, *STOCK, "--mock-data", *spec("mxfp8"))
     assert done.codes != [0]
     assert "pass --no-gradient-accumulation-fusion" in done.output
+
+
+def test_the_documented_command_runs(megatron_lm: MegatronLM) -> None:
+    (command,) = [fence.body for fence in fences(ROOT / "docs/guide/megatron-lm.md") if fence.language == "sh"]
+    launcher, number, ranks, script, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert [launcher, number, ranks, script] == ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"]
+    # of the same flags the last counts: a model for two CPU processes
+    done = megatron_lm.run(*arguments, *MODEL, *STOCK, ranks=2)
+    assert done.codes == [0, 0], done.output[-4000:]
+    assert "recipe mxfp4_rht_sr: " in done.output
+    assert len(done.losses) == 8
 
 
 def test_a_file_and_overrides(megatron_lm: MegatronLM, tmp_path: Path) -> None:

@@ -265,8 +265,8 @@ CHECKS: dict[str, Callable[[], None]] = {}
 for _shape in ("gpt-sp", "llama"):
     for _recipe in ("fp8_delayed", "fp8_lm"):
         CHECKS[f"{_recipe}-{_shape}"] = partial(same_bits, _shape, _recipe)
-    CHECKS[f"recomputed-{_shape}"] = partial(same_bits, _shape, "fp8_delayed", **RECOMPUTED)
     CHECKS[f"bytes-{_shape}"] = partial(bytes_on_the_wire, _shape, recompute=False)
+CHECKS["recomputed"] = partial(same_bits, "gpt-sp", "fp8_delayed", **RECOMPUTED)
 CHECKS["recomputed-mlp"] = partial(same_bits, "gpt-sp", "fp8_delayed", **RECOMPUTED_MLP)
 CHECKS["recomputed-bytes"] = partial(bytes_on_the_wire, "gpt-sp", recompute=True)
 CHECKS["float32"] = partial(same_bits, "gpt-sp", "fp8_delayed", dtype=torch.float32)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 
@@ -20,6 +21,8 @@ def store_histories_as_tensors(model: torch.nn.Module, state: dict[str, Any]) ->
             continue
         extra, weight = state[f"{name}._extra_state"], state[f"{name}.weight"]
         extra.data = None
+        if isinstance(weight, ShardedTensorFactory):
+            weight = weight.build()[0]  # of the two halves of a gated layer
         # the axes of layers and experts, which the weight has in front of its own
         axes = range(weight.prepend_axis_num)
         offsets = [(axis, weight.global_offset[axis], weight.global_shape[axis]) for axis in axes]

@@ -213,6 +213,20 @@ def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
         assert_same(loop, expected(recipe))
 
 
+def test_two_models_may_accumulate_gradients_in_turn() -> None:
+    """Each at a step of its own: a microbatch of one does not take the other's step for its draws."""
+    found = []
+    for other in (None, Loop(tracked("mxfp8"))):
+        loop = Loop(tracked("mxfp4_rht_sr"))
+        loop.model.decoder.layers[0].tracker.steps = 5
+        for index in range(MICROBATCHES):
+            loop.backward(index)
+            if other is not None:
+                other.backward(index)
+        found.append(loop.state())
+    assert [name for name in found[0] if not torch.equal(found[1][name], found[0][name])] == []
+
+
 def test_a_spec_of_one_s_own_by_low_precision() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -10,6 +10,9 @@ RUN := runs/gpt_tiny-$(RECIPE)
 ARGS ?=
 TEST_WORKERS ?= 2
 TESTS ?= tests
+MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==//p' $(LOCK))
+RELEASE_VENV = $(VENV)-megatron-core-$(MEGATRON_CORE)
+RELEASE_TESTS ?= tests/mcore tests/training/test_run.py tests/training/checkpoint tests/clients
 LAYOUT_PARITY ?= $(MATRIX)
 FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/fault-injection.md)
 
@@ -22,7 +25,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test test-fast test-clients test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
+.PHONY: help setup train test test-fast test-clients test-megatron-core test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -60,6 +63,16 @@ test-fast: setup  ## unit tests alone: no process is started, no model is traine
 test-clients: setup  ## Megatron-LM under recipes; MEGATRON_LM is a folder or tarball of it, else it is cloned
 	@$(call threads,$(TEST_WORKERS)); export MEGATRON_LM=$${MEGATRON_LM:-clone}; \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal tests/clients
+
+# Installs the lock without numpy: releases before 0.16 need numpy below 2.
+test-megatron-core:  ## layers, runs, checkpoints and clients with MEGATRON_CORE=RELEASE, in a venv of its own
+	@test -x $(RELEASE_VENV)/bin/python || "$(PYTHON)" -m venv $(RELEASE_VENV)
+	@grep -v '^megatron-core==\|^numpy==' $(LOCK) > $(RELEASE_VENV)/lock.txt
+	@$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r $(RELEASE_VENV)/lock.txt megatron-core==$(MEGATRON_CORE)
+	@$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(call threads,$(TEST_WORKERS)); export MEGATRON_LM=$${MEGATRON_LM:-clone}; \
+	$(RELEASE_VENV)/bin/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu" $(RELEASE_TESTS)
 
 test-fault-injection: setup  ## kill, interrupt and damage small runs, half an hour; FAULT_INJECTION are flags of tools/fault_injection
 	@$(BIN)/python -m tools.fault_injection $(FAULT_INJECTION)

@@ -192,7 +192,9 @@ class RecipeRuntime:
         """Begin a microbatch, before its forward; ``index`` counts from 0 within the step, for each model chunk."""
         if index > 0:
             self._update_histories("microbatch")
-        self._enter(current_rng_step()._replace(microbatch=index))
+        # another model may have entered a step of its own since
+        step = current_rng_step().step if self._unfinished is None else self._unfinished
+        self._enter(RngStep(step, index))
 
     def _enter(self, rng_step: RngStep) -> None:
         set_rng_step(rng_step)

@@ -14,7 +14,6 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     update_num_microbatches,
 )
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import random_state
@@ -135,7 +134,7 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
         loss=result.loss,
-        learning_rate=get_canonical_lr_for_logging(run.trainer.optimizer.param_groups) or 0.0,
+        learning_rate=run.trainer.optimizer.param_groups[0]["lr"],
         batch_size=batch_size,
         seconds=seconds,
         tflops_per_gpu=flops / seconds / 1e12 / dist.get_world_size(),

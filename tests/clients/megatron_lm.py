@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.environment import ROOT
 from tests.waiting import PATIENCE
 
-TAG = "core_v0.16.1"
+RELEASE = "0.16.1"  # whose arguments and extras the tests and stubs have
+TAG = f"core_v{RELEASE}"
 ADDRESS = "https://github.com/NVIDIA/Megatron-LM"
 SERVER = Path(__file__).with_name("megatron_lm_server.py")
 
@@ -28,8 +30,10 @@ def obtain(folder: Path) -> Path:
     """A checkout of ``TAG`` in ``folder``, from the folder or tarball that ``MEGATRON_LM`` names; "clone" clones it.
 
     Raises:
-        NotAvailableError: it is not set, or a clone fails.
+        NotAvailableError: it is not set, a clone fails, or another release of megatron-core is installed.
     """
+    if version("megatron-core") != RELEASE:
+        raise NotAvailableError(f"megatron-core {version('megatron-core')} is installed; this is for {RELEASE}")
     given = os.environ.get("MEGATRON_LM")
     target = folder / "Megatron-LM"
     if given is None:

@@ -408,10 +408,10 @@ def nan_on_one_rank_is_seen_by_all() -> None:
 
 @check()
 def delayed_state_is_in_the_sharded_state_dict() -> None:
-    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+    from megatron.core import parallel_state
 
     config = config_of()
-    metadata = ensure_metadata_has_dp_cp_group(None)
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     block, runtime = block_of(get_recipe("fp8_delayed"), config)
     for step in range(2):
         runtime.begin_step(step)

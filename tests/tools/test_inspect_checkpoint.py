@@ -56,10 +56,10 @@ def test_a_run_s_folder_is_enough(out: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_damaged_one_is_told_as_such(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shard = out / "iter_0000004" / "__0_1.distcp"
+    shard = out / "iter_0000004" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert inspect_checkpoint.main([str(out)]) == 1
-    assert "__0_1.distcp is cut short" in lines(capsys)["damaged"][0]
+    assert "__0_0.distcp is cut short" in lines(capsys)["damaged"][0]
 
 
 @pytest.mark.parametrize(("iteration", "words"), [("3", "there are 4, 2"), (None, "no checkpoint there")])

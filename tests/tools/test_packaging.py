@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = REPOSITORY / "requirements" / "cpu.txt"
@@ -49,7 +51,6 @@ def test_the_pins_that_cpu_and_gpu_share() -> None:
     pins = {name: str(requirement.specifier) for name, requirement in locked().items()}
     assert pins["torch"] == "==2.13.0"
     assert pins["triton"] == "==3.7.1"  # what that torch's CUDA build asks for
-    assert pins["megatron-core"] == "==0.16.1"
 
 
 @pytest.mark.parametrize("group", ["", "dev"])
@@ -58,6 +59,23 @@ def test_the_lock_holds_what_the_project_requires(group: str) -> None:
     for requirement in declared()[group]:
         (pin,) = lock[canonicalize_name(requirement.name)].specifier
         assert requirement.specifier.contains(pin.version), f"{requirement} but {pin}"
+
+
+def test_the_range_of_megatron_core_is_the_tested_one() -> None:
+    """The workflow runs each minor release of the range; the table of results has these and those outside."""
+    (requirement,) = (each for each in declared()[""] if each.name == "megatron-core")
+    workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "megatron-core.yaml").read_text())
+    tested = {Version(row["release"]) for row in workflow["jobs"]["test"]["strategy"]["matrix"]["include"]}
+    page = (REPOSITORY / "docs" / "results" / "megatron-core.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|.*\| (yes|no) \|$", page, re.MULTILINE)
+    supported = {Version(release) for release, answer in rows if answer == "yes"}
+    others = {Version(release) for release, answer in rows if answer == "no"}
+    assert tested == supported
+    assert all(requirement.specifier.contains(release) for release in supported)
+    assert others
+    assert not any(requirement.specifier.contains(release) for release in others)
+    minors = {f"{release.major}.{release.minor}" for release in supported}
+    assert {bound.version for bound in requirement.specifier} == {min(minors), f"0.{max(supported).minor + 1}"}
 
 
 def test_runtime_and_extras_are_the_published_ones() -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as stock_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -26,6 +25,7 @@ from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 from megatron_lowprec.mcore.layers.self_attention import LowPrecSelfAttention
+from megatron_lowprec.mcore.releases import GROUPED_EXPERTS, qk_l2_norm
 
 _LINEARS = {ColumnParallelLinear: LowPrecColumnParallelLinear, RowParallelLinear: LowPrecRowParallelLinear}
 _OTHERS: dict[Any, Any] = {
@@ -48,6 +48,7 @@ _REFUSED = {
     "fp8": "FP8 layers of TransformerEngine",
     "fp4": "FP4 layers of TransformerEngine",
 }
+_NO_GROUPED_GEMM = "--moe-grouped-gemm has no low-precision path; leave it out, experts then run one after the other"
 
 
 def low_precision(spec: Any, *, attention_backend: str = "auto", no_lowprec_linears: bool = False) -> Any:
@@ -69,10 +70,8 @@ def low_precision(spec: Any, *, attention_backend: str = "auto", no_lowprec_line
 
 
 def _replaced(spec: Any, by: Mapping[Any, Any]) -> Any:
-    if spec is GroupedMLP:
-        raise UserError(
-            "--moe-grouped-gemm has no low-precision path; leave it out, experts then run one after the other"
-        )
+    if spec is not None and spec is GROUPED_EXPERTS:
+        raise UserError(_NO_GROUPED_GEMM)
     if isinstance(spec, ModuleSpec):
         module, submodules = _replaced(spec.module, by), _replaced(spec.submodules, by)
         return LowPrecMLP.of(submodules) if module is MLP else replace(spec, module=module, submodules=submodules)
@@ -102,6 +101,8 @@ def check_supported(config: TransformerConfig) -> None:
             raise UserError(
                 f"TransformerConfig.{field} is {value!r}, but {what} cannot run under a recipe: leave it at its default"
             )
+    if config.moe_grouped_gemm:
+        raise UserError(_NO_GROUPED_GEMM)
 
 
 def gpt_block_spec(
@@ -110,8 +111,16 @@ def gpt_block_spec(
     attention_backend: str = "auto",
     no_lowprec_linears: bool = False,
     vp_stage: int | None = None,
+    pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Layer specs of this pipeline stage for ``GPTModel``: Megatron-core's local ones after ``low_precision``.
+    """Layer specs of a pipeline stage for ``GPTModel``: Megatron-core's local ones after ``low_precision``.
+
+    Args:
+        config: the model's.
+        attention_backend: as ``low_precision``.
+        no_lowprec_linears: as ``low_precision``.
+        vp_stage: of an interleaved pipeline, which chunk of the rank.
+        pp_rank: None for this process's.
 
     Raises:
         UserError: as ``low_precision`` and ``check_supported``.
@@ -121,21 +130,9 @@ def gpt_block_spec(
         config,
         use_transformer_engine=False,
         normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
+        qk_l2_norm=qk_l2_norm(config),
         vp_stage=vp_stage,
+        pp_rank=pp_rank,
     )
     block = low_precision(block, attention_backend=attention_backend, no_lowprec_linears=no_lowprec_linears)
     return replace(block, layer_norm=Norm)  # apex's norm knows no RMSNorm
-
-
-def gpt_layer_submodules(config: TransformerConfig, layer_number: int, attention_backend: str) -> Any:
-    """Submodules of one layer of a GPT, dense or with experts; ``layer_number`` counts the whole model's from 1.
-
-    Raises:
-        UserError: as ``gpt_block_spec``.
-    """
-    check_supported(config)
-    specs = get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
-    )
-    return low_precision(specs[layer_number - 1].submodules, attention_backend=attention_backend)

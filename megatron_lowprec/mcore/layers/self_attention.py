@@ -40,17 +40,20 @@ class LowPrecSelfAttention(SelfAttention):
         self,
         hidden_states: torch.Tensor,
         key_value_states: torch.Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
+        **options: Any,  # split_qkv; output_gate from Megatron-core 0.16 on
     ) -> Any:
         """As Megatron-core's."""
         layer, channel = self.linear_qkv, None
+        three_parts = options.get("split_qkv", True) and not options.get("output_gate", False)
         # with fewer groups than ranks the output is gathered and its gradient split
-        whole = self.config.num_query_groups >= self.world_size
-        if isinstance(layer, LowPrecColumnParallelLinear) and whole and split_qkv and not output_gate:
+        if (
+            three_parts
+            and isinstance(layer, LowPrecColumnParallelLinear)
+            and self.config.num_query_groups >= layer.tp_group.size()
+        ):
             channel = layer.offer_grad_channel(hidden_states)
         if channel is None:
-            return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
         layer.channel = channel
         try:
             mixed, widths = super().get_query_key_value_tensors(hidden_states, key_value_states, split_qkv=False)

@@ -4,16 +4,16 @@ from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_lowprec.mcore.layers.gpt_spec import gpt_layer_submodules
+from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
 from megatron_lowprec.mcore.step_tracker import StepTracker
 
 
 class LowPrecTransformerLayer(TransformerLayer):
     """``TransformerLayer`` under a recipe, for ``GPTModel``.
 
-    Without ``submodules`` the layer derives those of Megatron-core's local spec from its config and global number, so
+    Without ``submodules`` the layer derives those of Megatron-core's local spec from its config and number, so
     one spec serves all layers, dense or with experts, on every pipeline stage. ``GPTModel`` calls ``finish_init`` at
     the end of its construction.
 
@@ -21,7 +21,7 @@ class LowPrecTransformerLayer(TransformerLayer):
         tracker: of the recipe; shared by all layers of the process. Set by ``mcore.layer_spec.layer_spec``.
 
     Raises:
-        UserError: as ``gpt_layer_submodules``.
+        UserError: as ``gpt_block_spec``.
     """
 
     tracker: StepTracker
@@ -32,10 +32,14 @@ class LowPrecTransformerLayer(TransformerLayer):
         self.tracker.check(config)
         if submodules is None:
             groups = options.get("pg_collection")
-            rank = None if groups is None else groups.pp.rank()
-            number = layer_number + get_transformer_layer_offset(config, options.get("vp_stage"), rank)
             unfused = config.attention_backend in (AttnBackend.local, AttnBackend.unfused)
-            submodules = gpt_layer_submodules(config, number, "local" if unfused else "auto")
+            block = gpt_block_spec(
+                config,
+                attention_backend="local" if unfused else "auto",
+                vp_stage=options.get("vp_stage"),
+                pp_rank=None if groups is None else groups.pp.rank(),
+            )
+            submodules = block.layer_specs[layer_number - 1].submodules
         super().__init__(config, submodules, layer_number, **options)
 
     def finish_init(self, quantization_config: object) -> None:

@@ -54,12 +54,12 @@ def register_fp8_weights() -> None:
         distributed_data_parallel.partition_buckets = _partition_by_buffer
 
 
-def _partition_by_buffer(buffers: Sequence[Any], force_single_bucket_group: bool = False) -> list[Any]:
+def _partition_by_buffer(buffers: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
     """Megatron-core's groups of buckets, restricted to one dtype a group; FP8 weights would otherwise share groups.
 
     Megatron-core gathers a group by one coalesced call, in which gloo concatenates tensors in the first one's dtype.
     """
-    return [group for buffer in buffers for group in _partition_buckets([buffer], force_single_bucket_group)]
+    return [group for buffer in buffers for group in _partition_buckets([buffer], *args, **options)]
 
 
 def _move_codes(weight: Fp8Weight, storage: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
@@ -22,9 +21,9 @@ def store_histories_as_tensors(model: torch.nn.Module, state: dict[str, Any]) ->
             continue
         extra, weight = state[f"{name}._extra_state"], state[f"{name}.weight"]
         extra.data = None
-        # the axes of layers and experts, which the weight has in front of its own; that of a gated MLP is in two parts
         if isinstance(weight, ShardedTensorFactory):
-            weight = next(nested_values(weight.build()))
+            weight = weight.build()[0]  # of the two halves of a gated layer
+        # the axes of layers and experts, which the weight has in front of its own
         axes = range(weight.prepend_axis_num)
         offsets = [(axis, weight.global_offset[axis], weight.global_shape[axis]) for axis in axes]
         for operand, (history, slot) in layer.linear_gemms.histories.items():

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from megatron_lowprec.errors import UserError
 
 _METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
-# Every class that torch 2.11 to 2.13 and Megatron-core 0.16 put into .metadata; calling any has no side effects.
+# Every class that torch 2.11 to 2.13 and Megatron-core 0.15 to 0.17 put into .metadata; none has side effects.
 _ALLOWED: dict[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
         (
@@ -43,6 +43,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
     "torch.distributed.checkpoint.planner": frozenset(("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
     "torch.serialization": frozenset(("_get_layout",)),
     "torch": frozenset(("Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)))),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset(("MCoreMetadata", "MCoreSavePlan")),  # in 0.15
     "pathlib": frozenset(("Path", "PosixPath", "PurePosixPath")),
     "collections": frozenset(("OrderedDict",)),
 }
@@ -140,6 +141,12 @@ class _Inert(metaclass=_Sealed):
         pass
 
 
+_STORAGES = {
+    ("torch.storage", "_load_from_bytes"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # Megatron-core 0.17 puts it in the place of torch's
+}
+
+
 class _InertStorage(_Inert):
     """Placeholder for a tensor's storage, which pickles as the bytes of another pickle."""
 
@@ -152,7 +159,7 @@ class _ExtraStateUnpickler(pickle.Unpickler):
     """Runs a pickle with inert objects; reads nested pickles with torch's restricted unpickler."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in _STORAGES:
             return _InertStorage
         if name not in _IN_EXTRA_STATES.get(module, ()):
             raise _ForeignName(f"{module}.{name}")
@@ -207,7 +214,9 @@ def read_metadata(folder: Path, trust: bool = False) -> Metadata:
 
 def _describes_checkpoint(metadata: Any) -> bool:
     """Whether all metadata are exactly of the expected classes: others, such as OrderedDict, can carry methods."""
-    if type(metadata) is not Metadata or {type(metadata.state_dict_metadata), type(metadata.storage_data)} != {dict}:
+    if type(metadata).__name__ not in ("Metadata", "MCoreMetadata"):
+        return False
+    if {type(metadata.state_dict_metadata), type(metadata.storage_data)} != {dict}:
         return False
     return all(
         [type(index), type(index.fqn), type(place)] == [MetadataIndex, str, _StorageInfo]

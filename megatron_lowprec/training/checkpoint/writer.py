@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.releases import ASYNC_SAVE
 from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.checkpoint import Progress, state_to_save
 from megatron_lowprec.training.checkpoint.resume import CONFIG
@@ -56,7 +57,7 @@ class CheckpointWriter:
         with self._failing_in_a_line(partial), subprocesses.helpers():
             _provide_results_queue()
             request = dist_checkpointing.save(
-                state_to_save(trainer), str(partial), validate_access_integrity=True, async_sharded_save=True
+                state_to_save(trainer), str(partial), validate_access_integrity=True, **ASYNC_SAVE
             )
             request.add_finalize_fn(lambda: self._publish(partial, folder, iteration, content))
             if not self._config.async_save:

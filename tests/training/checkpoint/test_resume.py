@@ -67,7 +67,7 @@ ACCIDENTS: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "empty latest": (lambda out: (out / storage.TRACKER).write_text(""), 4, "missing or damaged"),
     "no latest": (lambda out: (out / storage.TRACKER).unlink(), 4, "missing or damaged"),
     "latest of another": (lambda out: (out / storage.TRACKER).write_text("900\n"), 4, "iter_0000900 cannot be loaded"),
-    "truncated shard": (lambda out: truncate(newest(out) / "__0_1.distcp"), 2, "__0_1.distcp is cut short"),
+    "truncated shard": (lambda out: truncate(newest(out) / "__0_0.distcp"), 2, "__0_0.distcp is cut short"),
     "missing shard": (lambda out: (newest(out) / "__0_0.distcp").unlink(), 2, "__0_0.distcp is missing"),
     "truncated metadata": (lambda out: truncate(newest(out) / ".metadata"), 2, ".metadata cannot be read"),
     "truncated common": (lambda out: truncate(newest(out) / "common.pt"), 2, "common.pt cannot be read"),
@@ -100,8 +100,8 @@ def test_nothing_whole_is_no_reason_to_start_anew(drive: Drive, interrupted: Pat
 
 
 def test_another_run_s_damaged_checkpoint_is_refused(drive: Drive, interrupted: Path) -> None:
-    truncate(newest(interrupted) / "__0_1.distcp")
-    with pytest.raises(UserError, match=r"iter_0000004 cannot be loaded: __0_1\.distcp is cut short"):
+    truncate(newest(interrupted) / "__0_0.distcp")
+    with pytest.raises(UserError, match=r"iter_0000004 cannot be loaded: __0_0\.distcp is cut short"):
         drive(argv(**COMMON | {"save": "new", "load": "out"}))
 
 

@@ -1,0 +1,311 @@
+"""A GPTModel from ``layer_spec`` in a loop without calls trains as one with ``bind_recipe`` and all of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec import UserError, get_recipe, specs
+from tests.mcore.one_process import one_process
+from tests.mcore.recomputation import bounded_recomputation
+
+LAYERS, VOCABULARY, SEQUENCE = 2, 128, 32
+STEPS, MICROBATCHES = 3, 2
+# no recipe state, amax histories, random draws
+RECIPES = ("mxfp8", "fp8_delayed", "mxfp4_rht_sr")
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SEED = 7
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _world() -> Iterator[None]:
+    with one_process(), bounded_recomputation():
+        yield
+
+
+def config_of(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shared = {
+        "num_layers": LAYERS,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**{**shared, **options})
+
+
+def gpt(spec: Any, **options: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(5)
+    model_parallel_cuda_manual_seed(5)
+    return GPTModel(config_of(**options), spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
+
+
+def tracked(recipe: str, **options: Any) -> Any:
+    from megatron_lowprec.mcore.layer_spec import layer_spec
+
+    return gpt(layer_spec(get_recipe(recipe), seed=SEED), **options)
+
+
+class Loop:
+    """A training loop; with ``calls`` it reports steps and microbatches to a runtime."""
+
+    def __init__(self, model: Any, calls: Any = None) -> None:
+        self.model, self.calls, self.step = model, calls, 0
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.losses: list[float] = []
+
+    def run(self, *, update: bool = True, indexed: bool = True, evaluate: bool = False) -> None:
+        """One step; ``indexed`` as in Megatron-core's schedules, which set a microbatch's index."""
+        from megatron.core.pipeline_parallel.schedules import set_current_microbatch
+
+        self.optimizer.zero_grad()
+        if self.calls is not None:
+            self.calls.begin_step(self.step)
+        for index in range(MICROBATCHES):
+            if self.calls is not None:
+                self.calls.begin_microbatch(index)
+            elif indexed:
+                set_current_microbatch(self.model, index)
+            self.losses.append(float(self.backward(index)))
+            if evaluate and self.calls is None:  # in the middle of a step, which begin_microbatch cannot have
+                self.evaluate()
+        if update:
+            self.optimizer.step()
+        if self.calls is not None:
+            self.calls.end_step(updated=update)
+        self.step += 1
+
+    def backward(self, index: int) -> torch.Tensor:
+        loss = self.loss(index)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def loss(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCABULARY, (2, SEQUENCE), generator=generator)
+        positions = torch.arange(SEQUENCE).expand_as(tokens)
+        loss: torch.Tensor = self.model(tokens, positions, None, labels=tokens.roll(-1, dims=1)).mean()
+        return loss
+
+    def evaluate(self) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            loss = float(self.loss(MICROBATCHES))
+        self.model.train()
+        return loss
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weights, gradients and amax histories."""
+        found = {name: weight.detach() for name, weight in self.model.named_parameters()}
+        found |= {f"{name}.grad": weight.grad for name, weight in self.model.named_parameters()}
+        for name, layer in self.model.named_modules():
+            histories = layer.get_extra_state() if "linear" in name else None
+            found |= {f"{name}.{operand}": history for operand, history in (histories or {}).items()}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def explicit(recipe: str, **options: Any) -> Loop:
+    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
+    from megatron_lowprec.mcore.runtime import bind_recipe
+
+    model = gpt(gpt_block_spec(config_of(**options)), **options)
+    calls = bind_recipe([model], get_recipe(recipe), num_layers=LAYERS, seed=SEED, accumulate_wgrad=False)
+    return Loop(model, calls)
+
+
+@cache
+def expected(recipe: str, skipped: int | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final state of the loop with all calls; ``skipped`` is a step without an update."""
+    loop = explicit(recipe)
+    for step in range(STEPS):
+        loop.run(update=step != skipped)
+    return loop.losses, loop.state()
+
+
+def assert_same(loop: Loop, want: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    losses, state = want
+    assert loop.losses == losses
+    found = loop.state()
+    assert found.keys() == state.keys()
+    assert [name for name in state if not torch.equal(found[name], state[name])] == []
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["schedule's index", "counted"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_microbatches_and_steps_are_followed_without_calls(recipe: str, indexed: bool) -> None:
+    loop = Loop(tracked(recipe))
+    for _ in range(STEPS):
+        loop.run(indexed=indexed)
+    assert_same(loop, expected(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_evaluations_in_between_change_nothing(recipe: str) -> None:
+    loop = Loop(tracked(recipe))
+    loop.evaluate()
+    for _ in range(STEPS):
+        loop.run(evaluate=True)
+        assert loop.evaluate() == loop.evaluate()
+    assert_same(loop, expected(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputation_repeats_the_draws(recipe: str) -> None:
+    loop = Loop(tracked(recipe, **RECOMPUTE))
+    for _ in range(STEPS):
+        loop.run()
+    assert_same(loop, expected(recipe))
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_skipped_update_ends_its_step_and_leaves_no_history(recipe: str, skipped: int) -> None:
+    loop = Loop(tracked(recipe))
+    for step in range(STEPS):
+        loop.run(update=step != skipped)
+    assert_same(loop, expected(recipe, skipped))
+
+
+@pytest.mark.parametrize(("recipe", "draws"), [("mxfp8", False), ("mxfp4_rht_sr", True)])
+def test_the_step_after_a_skipped_update_has_draws_of_its_own(recipe: str, draws: bool) -> None:
+    """On the same weights and tokens only draws can differ."""
+    loop = Loop(tracked(recipe))
+    loop.run(update=False)
+    first = loop.state()
+    loop.run(update=False)
+    second = loop.state()
+    assert loop.losses[MICROBATCHES:] == loop.losses[:MICROBATCHES]
+    assert any(not torch.equal(second[name], first[name]) for name in first) == draws
+
+
+def test_steps_continue_where_a_loaded_checkpoint_says() -> None:
+    whole = Loop(tracked("mxfp4_rht_sr"))
+    whole.run()
+    resumed = Loop(tracked("mxfp4_rht_sr"))
+    resumed.model.load_state_dict(whole.model.state_dict())
+    resumed.model.decoder.layers[0].tracker.steps = 1
+    for loop in (whole, resumed):
+        loop.run()
+    assert_same(resumed, (whole.losses[MICROBATCHES:], whole.state()))
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
+    loops = {recipe: Loop(tracked(recipe)) for recipe in RECIPES}
+    for _ in range(STEPS):
+        for loop in loops.values():
+            loop.run()
+    for recipe, loop in loops.items():
+        assert_same(loop, expected(recipe))
+
+
+def test_two_models_may_accumulate_gradients_in_turn() -> None:
+    """Each at a step of its own: a microbatch of one does not take the other's step for its draws."""
+    found = []
+    for other in (None, Loop(tracked("mxfp8"))):
+        loop = Loop(tracked("mxfp4_rht_sr"))
+        loop.model.decoder.layers[0].tracker.steps = 5
+        for index in range(MICROBATCHES):
+            loop.backward(index)
+            if other is not None:
+                other.backward(index)
+        found.append(loop.state())
+    assert [name for name in found[0] if not torch.equal(found[1][name], found[0][name])] == []
+
+
+def test_a_spec_of_one_s_own_by_low_precision() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_lowprec.mcore.layer_spec import layer_spec
+    from megatron_lowprec.mcore.layers.gpt_spec import low_precision
+
+    stock = get_gpt_layer_local_spec()
+    layer = layer_spec(get_recipe("fp8_delayed"), seed=SEED).module
+    loop = Loop(gpt(ModuleSpec(module=layer, submodules=low_precision(stock).submodules)))
+    for _ in range(STEPS):
+        loop.run()
+    assert_same(loop, expected("fp8_delayed"))
+    unchanged = gpt(ModuleSpec(module=layer_spec(get_recipe("bf16")).module, submodules=stock.submodules))
+    assert not any("LowPrec" in type(linear).__name__ for linear in unchanged.decoder.layers[0].mlp.children())
+
+
+def test_a_linear_of_megatron_core_s_own_is_named() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_lowprec.mcore.layer_spec import layer_spec
+    from megatron_lowprec.mcore.layers.gpt_spec import low_precision
+
+    submodules = low_precision(get_gpt_layer_local_spec()).submodules
+    submodules.self_attention.submodules.linear_proj = RowParallelLinear
+    layer = layer_spec(get_recipe("mxfp8")).module
+    with pytest.raises(
+        RuntimeError, match=r"no recipe reaches self_attention\.linear_proj of layer 1: .*low_precision"
+    ):
+        gpt(ModuleSpec(module=layer, submodules=submodules))
+
+
+def test_recipes_and_configs_that_the_layers_cannot_run_are_refused() -> None:
+    from megatron_lowprec.mcore.layer_spec import layer_spec
+
+    with pytest.raises(UserError, match="fp8_lm also quantizes optimizer state or gradients"):
+        layer_spec(get_recipe("fp8_lm"))
+    with pytest.raises(UserError, match=r"TransformerConfig\.mtp_num_layers is 1"):
+        tracked("mxfp8", mtp_num_layers=1)
+    with pytest.raises(UserError, match="gradient_accumulation_fusion needs apex"):
+        tracked("mxfp8", gradient_accumulation_fusion=True)
+
+
+# ---- megatron_lowprec.specs
+def recipes_of_layers(name: str) -> list[str]:
+    """The recipe that each layer's linears run."""
+    model = gpt(getattr(specs, name))
+    return [layer.mlp.linear_fc1.bound_gemms.recipe.name for layer in model.decoder.layers]
+
+
+def test_a_spec_by_the_name_of_a_recipe() -> None:
+    assert recipes_of_layers("mxfp8") == ["mxfp8"] * LAYERS
+    assert vars(specs)["mxfp8"] is specs.mxfp8, "Megatron-LM reads the module's dictionary"
+
+
+def test_a_spec_by_a_recipe_with_overrides() -> None:
+    assert recipes_of_layers("mxfp8 keep_bf16.last_layers=1") == ["mxfp8+keep_bf16.last_layers=1", "bf16"]
+
+
+def test_a_spec_by_a_yaml_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nbase: mxfp8\nsummary: MXFP8 of mine\nkeep_bf16: {first_layers: 1}\n")
+    assert recipes_of_layers(str(file)) == ["bf16", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mxfp4_rht_s", "there is no recipe 'mxfp4_rht_s': did you mean mxfp4_rht_sr"),
+        ("mxfp8 keep_bf16.last_layer=1", "last_layer"),
+        ("nowhere/mine.yaml", "nowhere/mine.yaml"),
+    ],
+)
+def test_a_mistaken_name_says_what_was_found(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        getattr(specs, name)
+
+
+def test_python_s_own_names_are_no_recipes() -> None:
+    assert not hasattr(specs, "__wrapped__")

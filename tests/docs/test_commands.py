@@ -17,9 +17,9 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.sweep.cli import _parser as sweep_parser
+from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config import arguments
 from megatron_lowprec.training.config.resolve import resolve_model
-from megatron_lowprec.training.config.te_recipe import INSTALL
 from tests.docs.markdown import (
     ELLIPSES,
     PAGES,

@@ -72,16 +72,9 @@ def quantizer_factory(recipe: Recipe) -> QuantizerFactory:
         raise UserError(f"recipe {recipe.name} has no TransformerEngine quantizers: {reason}")
     if not recipe.quantized:
         raise UserError(f"recipe {recipe.name} quantizes nothing: leave out --fp8-format and its flags")
-    if "delayed" in kinds_of(recipe):
-        raise UserError(
-            f"recipe {recipe.name} has delayed scaling, whose amax windows would advance once a layer under "
-            f"--fp8-recipe custom, since Megatron-core enters an FP8 context for each layer; {_instead(recipe)}"
-        )
-    if recipe.keep_bf16.names or recipe.keep_bf16.first_layers or recipe.keep_bf16.last_layers:
-        raise UserError(
-            f"recipe {recipe.name} has keep_bf16, but a quantizer factory does not see the layer's number; "
-            f"{_instead(recipe)}"
-        )
+    reason = why_no_factory(recipe)
+    if reason is not None:
+        raise UserError(f"recipe {recipe.name} has {reason}; {_instead(recipe)}")
     override = import_te("common.recipe").CustomRecipe.backward_override
     if override is not None:
         raise UserError(
@@ -89,6 +82,23 @@ def quantizer_factory(recipe: Recipe) -> QuantizerFactory:
             f"{recipe.name}; unset it"
         )
     return QuantizerFactory(recipe)
+
+
+def why_no_factory(recipe: Recipe) -> str | None:
+    """What in the recipe does not run by ``--fp8-recipe custom``, and why; None if all of it does.
+
+    Args:
+        recipe: one that TransformerEngine has quantizers for.
+    """
+    keep = recipe.keep_bf16
+    if "delayed" in kinds_of(recipe):
+        return (
+            "delayed scaling, whose amax windows would advance once a layer: under --fp8-recipe custom, Megatron-core "
+            "enters an FP8 context for each layer"
+        )
+    if keep.names or keep.first_layers or keep.last_layers:
+        return "keep_bf16, but a quantizer factory does not see the layer's number"
+    return None
 
 
 def _instead(recipe: Recipe) -> str:

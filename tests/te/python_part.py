@@ -10,7 +10,6 @@ import enum
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -19,9 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_lowprec.te.translation import TESTED_VERSION
 from tests.clients.megatron_lm import NotAvailableError
-from tests.waiting import PATIENCE
 
 _PACKAGES = (
     "transformer_engine",
@@ -37,25 +34,16 @@ _DTYPES = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFlo
 def obtain(folder: Path) -> Path:
     """A folder that contains ``transformer_engine``, from the folder or wheel that ``TRANSFORMER_ENGINE`` names.
 
-    "download" fetches the wheel, 1.2 MB, with pip.
-
     Raises:
-        NotAvailableError: it is not set, or the download fails.
+        NotAvailableError: it names none.
     """
-    given = os.environ.get("TRANSFORMER_ENGINE")
-    if given is None:
+    given = Path(os.environ.get("TRANSFORMER_ENGINE") or "transformer_engine.whl")
+    if given.is_dir():
+        return given
+    if not given.is_file():
         raise NotAvailableError("TRANSFORMER_ENGINE names no wheel of transformer-engine; make test downloads it")
-    if Path(given).is_dir():
-        return Path(given)
-    if given == "download":
-        asked = ["--no-deps", "--dest", str(folder), f"transformer-engine=={TESTED_VERSION}"]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *asked]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-        if done.returncode:
-            raise NotAvailableError(f"transformer-engine cannot be downloaded: {done.stderr.strip()[-200:]}")
-        (given,) = map(str, folder.glob("*.whl"))
-    zipfile.ZipFile(given).extractall(folder / "unpacked")
-    return folder / "unpacked"
+    zipfile.ZipFile(given).extractall(folder)
+    return folder
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from typing import Any
 
 import pytest
-from megatron.core.fp8_utils import _resolve_callable_from_python_import_path as resolve
+from megatron.core import fp8_utils
 
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.errors import UserError
@@ -19,6 +20,8 @@ from tests.te.operands import all_operands, operands_of
 NO_FLOOR = {"power_2_scale": False, "amax_epsilon": 0.0}
 SPLIT = {"fp8_gemm_fprop": True, "fp8_gemm_dgrad": True, "fp8_gemm_wgrad": True}
 SCALES = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+
+resolve = fp8_utils._resolve_callable_from_python_import_path
 
 IN_BF16 = {gemm: [f"{gemm}.{operand}=null" for operand in operands] for gemm, operands in GEMM_OPERANDS.items()}
 
@@ -245,6 +248,17 @@ def test_other_tensors_stay_in_high_precision_and_unnamed_ones_are_refused(te: I
 
 
 # ---- Megatron-LM's --fp8-quantizer-factory
+def test_megatron_core_builds_a_custom_recipe_of_it(te: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+    te("common.recipe")
+    monkeypatch.setattr(fp8_utils, "transformer_engine", importlib.import_module("transformer_engine"), raising=False)
+    first, second = (fp8_utils._get_custom_recipe("megatron_lowprec.te.fp8_current") for _ in range(2))
+    assert first is not second
+    assert first == second, "TransformerEngine would build the quantizers anew in every forward pass"
+    assert first != fp8_utils._get_custom_recipe("megatron_lowprec.te.mxfp8")
+    assert first.backward_override is None
+    assert numerics(quantizers(te, first, "forward")[0])["class"] == "Float8CurrentScalingQuantizer"
+
+
 def test_megatron_core_finds_a_factory_by_the_recipe_s_name(te: Import) -> None:
     first, second = (resolve("megatron_lowprec.te.fp8_blockwise") for _ in range(2))
     assert first == QuantizerFactory(get_recipe("fp8_blockwise"))
@@ -315,6 +329,12 @@ def test_a_context_for_each_layer_shifts_delayed_windows(te: Import) -> None:
     manager.reset()
     assert sorted(one.tolist()) == sorted(layers.tolist()) == [0.0, 0.0, 0.0, 3.0]
     assert one.tolist().index(3.0) - layers.tolist().index(3.0) == 2
+
+
+def test_another_version_of_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_lowprec.te.imports.version", lambda name: "2.9.0+cu12")
+    with pytest.raises(UserError, match=r"TransformerEngine 2\.9\.0"):
+        te_recipe("mxfp8")
 
 
 def test_without_transformer_engine_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

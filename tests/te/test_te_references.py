@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.quantize.reference import e8m0_scale
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale, quantize
 from megatron_lowprec.recipe.registry import FP8_CURRENT, FP8_CURRENT_E5M2, FP8_DELAYED, FP8_DELAYED_E5M2, MXFP4
@@ -42,6 +44,20 @@ def test_current_scaling(te: Import, generator: torch.Generator, spec: QuantSpec
         theirs, ours = reference.quantize(x), quantize(x, spec)
         assert torch.equal(theirs.data.view(torch.uint8), ours.codes)
         assert torch.equal(theirs.scale.reshape(-1), ours.scale.reshape(-1))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_mxfp8_scales(name: str) -> None:
+    """Its kernels multiply the amax by an fp32 reciprocal and round up, for all amaxes of bf16 tensors the same byte.
+
+    Source: ``common/CuTeDSL/cast/mxfp8/quantize_mxfp8.py``.
+    """
+    fmt = FORMATS[name]
+    amax = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    product = amax * (1 / torch.tensor(fmt.max))
+    exponent, mantissa = product.view(torch.int32) >> 23, product.view(torch.int32) & 0x7FFFFF
+    rounds_up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
+    assert torch.equal(e8m0_scale(amax, fmt, "round_up").int().view(-1), exponent + rounds_up)
 
 
 def test_mxfp4(te: Import, generator: torch.Generator) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import check_fp8_gather
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.te_recipe import INSTALL
 from megatron_lowprec.training.data.blend import resolve_phase
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
 from megatron_lowprec.training.rampup import check_rampup, run_length

@@ -20,11 +20,12 @@
 #   medium     five recipes at 125M
 #   lm         fp8_lm and fp8_delayed: step, update and memory, 345M on one GPU and on all, and a short run
 #   clients    five steps of 345M in Megatron-LM with TransformerEngine, by quantizer factories and by its own flags
+#   megatron   a step of 345M in this driver, in Megatron-LM under --spec, and there with TransformerEngine
 #   interrupt  a run on two GPUs, stopped by SIGTERM and resumed, against an undisturbed one
 #
 # Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
 # (default: all), JOBS the jobs of a study that share one (default: 3), CLIENT a checkout of Megatron-LM core_v0.16.1 for
-# clients (default: Megatron-LM).
+# clients and megatron (default: Megatron-LM).
 # Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated.
 # --dry-run only prints the commands.
 set -uo pipefail
@@ -32,7 +33,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -182,6 +183,37 @@ clients() {
     return $failed
 }
 
+# The driver's --micro-batch-size, sequence and optimizer for all; milliseconds an iteration are in the log.
+megatron() {
+    local recipe name failed=0
+    local -A te=(
+        [bf16]=""
+        [fp8_delayed]="--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+        [fp8_blockwise]="--fp8-format e4m3 --fp8-recipe blockwise"
+    )
+    local size="--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 16 --train-iters 40 --log-interval 5"
+    local spread="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    local spec="--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+        --spec megatron_lowprec.specs"
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    for recipe in bf16 fp8_delayed fp8_blockwise mxfp4_rht_sr; do
+        train "megatron/$recipe" "$gpus" --config configs/models/gpt_345m.yaml --recipe "$recipe" --train-iters 40 \
+            --micro-batch-size 16 --global-batch-size $((16 * gpus)) --log-interval 5 || failed=1
+        # shellcheck disable=SC2086 # several words each
+        megatron_lm $size $spread $spec "$recipe" || failed=1
+    done
+    for recipe in bf16 fp8_delayed fp8_blockwise; do
+        # shellcheck disable=SC2086
+        megatron_lm $size $spread ${te[$recipe]} || failed=1
+        for name in --cuda-graph-impl\ transformer_engine --fp8-param-gather; do
+            [[ $recipe == bf16 && $name == --fp8* ]] && continue
+            # shellcheck disable=SC2086
+            megatron_lm $size $spread ${te[$recipe]} $name || failed=1
+        done
+    done
+    return $failed
+}
+
 interrupt() {
     local flags="--config configs/models/gpt_125m.yaml --recipe fp8_mxfp4_rht_sr --train-iters 60 --save-interval 1000
         --micro-batch-size 8 --global-batch-size 16 --hidden-dropout 0.1 --eval-iters 0 --log-interval 1
@@ -218,7 +250,7 @@ for part in "$@"; do
         part=layouts
     fi
     if ! declare -F "$part" >/dev/null || [[ $part =~ ^(run|train|study|megatron_lm)$ ]]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

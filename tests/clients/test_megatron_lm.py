@@ -177,9 +177,9 @@ def test_a_missing_flag_is_named(megatron_lm: MegatronLM) -> None:
 
 
 def test_the_documented_command_runs(megatron_lm: MegatronLM) -> None:
-    (command,) = [fence.body for fence in fences(ROOT / "docs/guide/megatron-lm.md") if fence.language == "sh"]
+    (command,) = [fence.body for fence in fences(ROOT / "docs/guide/megatron-lm.md") if "--spec" in fence.body]
     launcher, number, ranks, script, *arguments = shlex.split(command.replace("\\\n", " "))
-    assert [launcher, number, ranks, script] == ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"]
+    assert [launcher, number, ranks, script] == ["torchrun", "--nproc-per-node", "8", "Megatron-LM/pretrain_gpt.py"]
     # of the same flags the last counts: a model for two CPU processes
     done = megatron_lm.run(*arguments, *MODEL, *STOCK, ranks=2)
     assert done.codes == [0, 0], done.output[-4000:]

@@ -27,7 +27,7 @@ def name_of(page: Path) -> str:
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block: "" is a shell's, "sh" runs another project's program, "text" is output; others are as named."""
+    """A fenced block: "" is a shell's, "text" is output, "python" and "yaml" are what they say."""
 
     page: Path
     language: str

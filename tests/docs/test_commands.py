@@ -55,7 +55,10 @@ _SLURM = {
 _MEGATRON_LM = (
     *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--train-iters", "--lr", "--mock-data"),
     *("--tokenizer-type", "--vocab-size", "--transformer-impl", "--bf16", "--no-gradient-accumulation-fusion"),
-    *("--eval-iters", "--log-interval"),
+    *("--eval-iters", "--log-interval", "--global-batch-size", "--min-lr", "--lr-decay-style", "--lr-warmup-fraction"),
+    *("--weight-decay", "--clip-grad", "--use-distributed-optimizer", "--overlap-grad-reduce"),
+    *("--overlap-param-gather", "--fp8-param-gather", "--spec"),
+    *("--no-masked-softmax-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
 )
 
 
@@ -194,7 +197,11 @@ def check_megatron_lm(words: Sequence[str]) -> None:
     for field in dataclasses.fields(TransformerConfig):
         default = ["--" + field.name.replace("_", "-")]
         known |= set(field.metadata.get("argparse_meta", {}).get("arg_names", default))
-    assert [word for word in words if word.startswith("--") and word not in known] == []
+    assert [word for word in plain(words) if word.startswith("--") and word not in known] == []
+    if "--spec" in words:
+        package, name = words[words.index("--spec") + 1 :][:2]
+        assert package == "megatron_lowprec.specs"
+        load_recipe(name)
     if "--fp8-quantizer-factory" in words:
         package, _, name = words[words.index("--fp8-quantizer-factory") + 1].rpartition(".")
         assert package == "megatron_lowprec.te"

@@ -28,6 +28,7 @@ PARTS = (
     *("schedule", "recipes", "ladder", "rates", "variants", "medium"),
     "lm",
     "clients",
+    "megatron",
     "interrupt",
 )
 

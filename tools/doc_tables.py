@@ -213,7 +213,7 @@ def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
 
 
 def _transformer_engine(page: Path) -> Iterator[Row]:
-    yield "recipe", "`te_recipe`", "quantizer factory", "Megatron-LM's own flags", "what is missing"
+    yield "recipe", "`te_recipe`", "quantizer factory", "Megatron-LM's own flags", "why not"
     rows = {name: _in_transformer_engine(_recipe(name)) for name in named_recipes()}
     for row in dict.fromkeys(rows.values()):
         yield ", ".join(f"`{Path(name).stem}`" for name in rows if rows[name] == row), *row
@@ -227,12 +227,12 @@ def _in_transformer_engine(recipe: Recipe) -> tuple[str, str, str, str]:
         return "not needed", "not needed", "none needed", ""
     config, kind = find_te_config(recipe), builtin_kind(recipe)
     recipe_class = "CustomRecipe" if kind is None else KINDS[kind].recipe_class
-    missing = (why_no_factory(recipe) or "").partition(",")[0]
+    missing = why_no_factory(recipe)
     return (
-        "no" if missing == "keep_bf16" else f"`{recipe_class}`",
-        "no" if missing else "yes",
+        f"`{recipe_class}`" if recipe.keep_bf16 == KeepBf16() else "no",
+        "yes" if missing is None else "no",
         "no" if config is None else f"`{config.flags()}`",
-        f"{missing} in a factory" if missing == "delayed scaling" else missing,
+        missing or "",
     )
 
 

@@ -9,7 +9,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from megatron_lowprec.te.imports import import_te
 from megatron_lowprec.te.te_config import find_te_config
-from megatron_lowprec.te.translation import directions, kind_of, kinds_of, why_not
+from megatron_lowprec.te.translation import accumulation_fault, directions, kind_of, kinds_of, why_not
 
 _LINEARS = ("linear", "grouped_linear")
 
@@ -74,7 +74,7 @@ def quantizer_factory(recipe: Recipe) -> QuantizerFactory:
         raise UserError(f"recipe {recipe.name} quantizes nothing: leave out --fp8-format and its flags")
     reason = why_no_factory(recipe)
     if reason is not None:
-        raise UserError(f"recipe {recipe.name} has {reason}; {_instead(recipe)}")
+        raise UserError(f"recipe {recipe.name} does not run by --fp8-recipe custom: {reason}; {_instead(recipe)}")
     override = import_te("common.recipe").CustomRecipe.backward_override
     if override is not None:
         raise UserError(
@@ -85,26 +85,23 @@ def quantizer_factory(recipe: Recipe) -> QuantizerFactory:
 
 
 def why_no_factory(recipe: Recipe) -> str | None:
-    """What in the recipe does not run by ``--fp8-recipe custom``, and why; None if all of it does.
+    """Reason why the recipe does not run by Megatron-LM's ``--fp8-recipe custom``; None if it does.
 
     Args:
         recipe: one that TransformerEngine has quantizers for.
     """
     keep = recipe.keep_bf16
     if "delayed" in kinds_of(recipe):
-        return (
-            "delayed scaling, whose amax windows would advance once a layer: under --fp8-recipe custom, Megatron-core "
-            "enters an FP8 context for each layer"
-        )
+        return "amax windows would advance once a layer, since Megatron-core enters an FP8 context for each layer"
     if keep.names or keep.first_layers or keep.last_layers:
-        return "keep_bf16, but a quantizer factory does not see the layer's number"
-    return None
+        return "keep_bf16 needs the layer's number, which a quantizer factory does not see"
+    return accumulation_fault(recipe)
 
 
 def _instead(recipe: Recipe) -> str:
     found = find_te_config(recipe)
     if found is None:
-        return "choose a recipe without it"
+        return "choose a recipe without that"
     return f"run it by Megatron-LM's own flags: {found.flags()}"
 
 

@@ -100,7 +100,7 @@ def why_not(recipe: Recipe) -> str | None:
     reasons += [_delayed_fault(recipe)]
     found = next((reason for reason in reasons if reason is not None), None)
     if found is None and builtin_kind(recipe) != "tensorwise":
-        found = _accumulation_fault(recipe)
+        found = accumulation_fault(recipe)
     return found
 
 
@@ -198,8 +198,11 @@ def _delayed_fault(recipe: Recipe) -> str | None:
     return None
 
 
-def _accumulation_fault(recipe: Recipe) -> str | None:
-    """Only Float8CurrentScaling has a choice; elsewhere fprop of tensor scales is fast, and blocks never are."""
+def accumulation_fault(recipe: Recipe) -> str | None:
+    """Reason why the recipe accumulates in another way than all recipe classes but Float8CurrentScaling; None if not.
+
+    Without that class's choice, fprop of tensor scales is fast, and blocks never are.
+    """
     for name, gemm in recipe.gemms.items():
         quant: QuantSpec | None = getattr(gemm, GEMM_OPERANDS[name][0])
         # fast accumulation exists on Ada and Hopper, MXFP8 from Blackwell on

@@ -288,12 +288,17 @@ def test_what_megatron_core_cannot_run_by_a_factory_is_refused(name: str, words:
     assert [word for word in words if word not in str(error.value)] == []
 
 
+def test_a_factory_cannot_choose_the_accumulation() -> None:
+    with pytest.raises(UserError, match=r"fprop\.fast_accumulation is false.* choose a recipe without that"):
+        quantizer_factory(load_recipe("fp8_current", ["fprop.fast_accumulation=false"]))
+
+
 def test_environment_variables_are_in_the_flags() -> None:
     with pytest.raises(
         UserError, match=r"flags: NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 --fp8-format e4m3 --fp8-recipe bl"
     ):
         quantizer_factory(load_recipe("fp8_blockwise", ["keep_bf16.last_layers=1"]))
-    with pytest.raises(UserError, match="choose a recipe without it"):
+    with pytest.raises(UserError, match="choose a recipe without that"):
         quantizer_factory(load_recipe("mxfp8_e5m2_act", ["keep_bf16.last_layers=1"]))
 
 

@@ -21,6 +21,10 @@ SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_in
 PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 	"$$name" -c '$(SUPPORTED)' 2>/dev/null && echo "$$name" && break; done)
 
+# The Python part of TransformerEngine, 1.2 MB, for tests without a GPU: it cannot be installed without the rest.
+TE_VERSION := $(shell sed -n 's/.*transformer-engine\[pytorch\]==\([0-9.]*\)".*/\1/p' pyproject.toml)
+TE_WHEEL := $(VENV)/transformer_engine-$(TE_VERSION)-py3-none-any.whl
+
 # Threads for each of $(1) processes. torchrun would set 1, and print a banner about it.
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
@@ -45,19 +49,23 @@ $(BIN)/python:
 			"install one (python3-venv too, on Debian) or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
+$(TE_WHEEL): | $(BIN)/python
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV) \
+		transformer-engine==$(TE_VERSION) || echo "make: the tests of TransformerEngine's Python part are skipped" >&2
+
 train: setup  ## train gpt_tiny with RECIPE on every GPU, or as 2 processes on a CPU; more flags in ARGS
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
 	processes=$$((gpus > 0 ? gpus : 2)); $(call threads,processes); \
 	$(BIN)/torchrun --standalone --nproc-per-node "$$processes" pretrain_gpt.py --recipe $(RECIPE) $(ARGS)
 	@$(BIN)/python tools/plot_loss.py $(RUN)
 
-test: setup lint types  ## lint, types and all tests; those marked gpu where there is one
+test: setup lint types $(TE_WHEEL)  ## lint, types and all tests; those marked gpu where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")'); \
-	$(call threads,$(TEST_WORKERS)); \
+	$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "$$gpu" $(TESTS)
 
-test-fast: setup  ## unit tests alone: no process is started, no model is trained; under two minutes on two cores
-	@$(call threads,$(TEST_WORKERS)); \
+test-fast: setup $(TE_WHEEL)  ## unit tests alone: no process is started, no model is trained; under two minutes on two cores
+	@$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" $(TESTS)
 
 test-clients: setup  ## Megatron-LM under recipes; MEGATRON_LM is a folder or tarball of it, else it is cloned

@@ -19,10 +19,12 @@
 #   variants   Hadamard blocks, MXFP8's rounding and the FP8 forward pass at 8M
 #   medium     five recipes at 125M
 #   lm         fp8_lm and fp8_delayed: step, update and memory, 345M on one GPU and on all, and a short run
+#   clients    five steps of 345M in Megatron-LM with TransformerEngine, by quantizer factories and by its own flags
 #   interrupt  a run on two GPUs, stopped by SIGTERM and resumed, against an undisturbed one
 #
 # Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
-# (default: all), JOBS the jobs of a study that share one (default: 3).
+# (default: all), JOBS the jobs of a study that share one (default: 3), CLIENT a checkout of Megatron-LM core_v0.16.1 for
+# clients (default: Megatron-LM).
 # Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated.
 # --dry-run only prints the commands.
 set -uo pipefail
@@ -30,7 +32,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -155,6 +157,31 @@ lm() {
             --micro-batch-size 16 --global-batch-size $((16 * gpus))
 }
 
+# megatron_lm FLAGS...: five steps in the checkout CLIENT.
+megatron_lm() {
+    run torchrun --standalone --nproc-per-node "$gpus" "${CLIENT:-Megatron-LM}/pretrain_gpt.py" --num-layers 24 \
+        --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 \
+        --micro-batch-size 8 --train-iters 5 --lr 3e-4 --bf16 --mock-data --tokenizer-type NullTokenizer \
+        --vocab-size 50304 --transformer-impl transformer_engine --no-gradient-accumulation-fusion --eval-iters 1 \
+        --log-interval 1 "$@"
+}
+
+# A factory's losses belong beside those of the flags below it, which select the same numerics.
+clients() {
+    local failed=0 custom="--fp8-format hybrid --fp8-recipe custom --fp8-quantizer-factory megatron_lowprec.te"
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    megatron_lm || failed=1
+    # shellcheck disable=SC2086 # several words
+    megatron_lm $custom.fp8_current || failed=1
+    megatron_lm --fp8-format hybrid --fp8-recipe tensorwise || failed=1
+    # shellcheck disable=SC2086
+    megatron_lm $custom.fp8_blockwise || failed=1
+    (export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 && megatron_lm --fp8-format e4m3 --fp8-recipe blockwise) || failed=1
+    megatron_lm --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max ||
+        failed=1
+    return $failed
+}
+
 interrupt() {
     local flags="--config configs/models/gpt_125m.yaml --recipe fp8_mxfp4_rht_sr --train-iters 60 --save-interval 1000
         --micro-batch-size 8 --global-batch-size 16 --hidden-dropout 0.1 --eval-iters 0 --log-interval 1
@@ -190,8 +217,8 @@ for part in "$@"; do
         echo "scripts/measure.sh: warning: matrix is now layouts; the next release drops the old name" >&2
         part=layouts
     fi
-    if ! declare -F "$part" >/dev/null || [[ $part =~ ^(run|train|study)$ ]]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm interrupt" >&2
+    if ! declare -F "$part" >/dev/null || [[ $part =~ ^(run|train|study|megatron_lm)$ ]]; then
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

@@ -1,4 +1,4 @@
-"""Serves golden cases (outputs of peers' own code) from the package's own functions, with no numerics of its own.
+"""Serves golden cases (outputs of peers' own code) from the project's own functions, with no numerics of its own.
 
 ``adapt(case, name, x, inputs, meta)`` answers a case by the pattern of its name with a dict of results keyed like the
 case's, or with None where the project has no such quantizer. The cases lie in ``tests/golden/``;
@@ -33,6 +33,7 @@ from megatron_lowprec.quantization.quantizer import (
 )
 from megatron_lowprec.recipe.registry import FP8_1X128, FP8_128X128, MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec
+from tools.shard_balance import greedy_partition
 
 Inputs = Mapping[str, torch.Tensor]
 Results = dict[str, torch.Tensor]
@@ -192,6 +193,11 @@ def _scale_msamp(case: str, name: str, x: torch.Tensor | None, inputs: Inputs) -
     return found
 
 
+def _greedy_partition(case: str, name: str, x: torch.Tensor | None, inputs: Inputs) -> Results:
+    """The groups are n2, n4 and n8, for as many ranks."""
+    return {"rank": torch.tensor(greedy_partition(inputs["sizes"].tolist(), int(name[1:])))}
+
+
 _KINDS: dict[str, Callable[..., Results]] = {
     r"mx_torchao_(floor|rceil|ceil|even)_fp\d_e\dm\d": _mx,
     r"mx_microxcaling_(even|nearest)_fp\d_e\dm\d": _mx,
@@ -206,6 +212,7 @@ _KINDS: dict[str, Callable[..., Results]] = {
     r"fp8_te_delayed": _fp8_te_delayed,
     r"mxfp8_te_2d": _mxfp8_te_2d,
     r"scale_msamp": _scale_msamp,
+    r"greedy_partition_msamp": _greedy_partition,
     r"element_formats": _element_formats,
 }
 

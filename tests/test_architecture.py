@@ -34,14 +34,15 @@ MAY_IMPORT = {
     "comm": {"formats", "kernels", "recipe"},
     "linear": {"errors", "formats", "kernels", "recipe", "quantization", "scaling", "comm"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
-    "training": {"errors", "files", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore"},
+    "training": {"errors", "files", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore", "te"},
     "specs": {"mcore", "recipe"},
+    "te": {"errors", "recipe"},
     # reads only torch-free modules of training
     "sweep": {"errors", "files", "recipe", "text_tables", "training"},
 }
 SEES_MEGATRON = {"mcore", "training"}
 # Without torch, so that --list-recipes is instant.
-PURE = {"", "errors", "files", "formats", "recipe", "report", "scaling", "specs", "sweep", "text_tables"}
+PURE = {"", "errors", "files", "formats", "recipe", "report", "scaling", "specs", "sweep", "te", "text_tables"}
 
 
 def part_of(path: Path) -> str:

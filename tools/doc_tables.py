@@ -9,6 +9,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     operands RECIPE                number format, scale and rounding of each operand of each GEMM
     differences BASE RECIPE ...    the fields in which recipes differ from BASE
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
+    transformer_engine             how each recipe runs in TransformerEngine, or why not
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
@@ -28,6 +29,9 @@ from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
 from megatron_lowprec.report.amounts import amount, signed
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
+from megatron_lowprec.te.factory import why_no_factory
+from megatron_lowprec.te.te_config import find_te_config
+from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
 from megatron_lowprec.text_tables import markdown_table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -208,6 +212,30 @@ def _runs(name: str, gemm: GemmSpec, arch: str) -> tuple[str, str]:
     return ("native", "") if reason is None else ("emulated", reason.removesuffix(f" on {arch}"))
 
 
+def _transformer_engine(page: Path) -> Iterator[Row]:
+    yield "recipe", "`te_recipe`", "quantizer factory", "Megatron-LM's own flags", "what is missing"
+    rows = {name: _in_transformer_engine(_recipe(name)) for name in named_recipes()}
+    for row in dict.fromkeys(rows.values()):
+        yield ", ".join(f"`{Path(name).stem}`" for name in rows if rows[name] == row), *row
+
+
+def _in_transformer_engine(recipe: Recipe) -> tuple[str, str, str, str]:
+    reason = why_not(recipe)
+    if reason is not None:
+        return "no", "no", "no", reason
+    if not recipe.quantized:
+        return "not needed", "not needed", "none needed", ""
+    config, kind = find_te_config(recipe), builtin_kind(recipe)
+    recipe_class = "CustomRecipe" if kind is None else KINDS[kind].recipe_class
+    missing = (why_no_factory(recipe) or "").partition(",")[0]
+    return (
+        "no" if missing == "keep_bf16" else f"`{recipe_class}`",
+        "no" if missing else "yes",
+        "no" if config is None else f"`{config.flags()}`",
+        f"{missing} in a factory" if missing == "delayed scaling" else missing,
+    )
+
+
 def _rounding(page: Path, name: str, group: str) -> Iterator[Row]:
     yield "parameters", "tokens a parameter", "nearest, nats", "stochastic, nats", "nearest less stochastic, nats"
     runs = read_ladder(page.parent / name)
@@ -226,6 +254,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "state": _state,
     "differences": _differences,
     "execution": _execution,
+    "transformer_engine": _transformer_engine,
     "rounding": _rounding,
 }
 

@@ -24,6 +24,7 @@ class GemmBackend(Protocol):
         amax: torch.Tensor | None = None,
         local_amax: torch.Tensor | None = None,
         sums: bool = False,
+        codes: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """Quantize x [T, I], w [O, I] or dy [T, O]; returns the quantized tensor and the sums or None.
 
@@ -35,6 +36,15 @@ class GemmBackend(Protocol):
             amax, local_amax: fp32 [1] for a current scale, over all ranks that share it or over this rank's part; None
                 if unknown.
             sums: also sum over rows, [columns], if the same read gives it.
+            codes: return FP8 codes, rowwise only, for ``from_codes`` of either backend; granularity "tensor" only.
+        """
+
+    def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Data and scale of this backend's operand, with the bits of ``quantize``.
+
+        Args:
+            quantized: rowwise FP8 codes [T, K] of granularity "tensor".
+            columnwise: of the transpose, for the GEMM that contracts tokens.
         """
 
     def gemm(

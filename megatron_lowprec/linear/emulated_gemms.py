@@ -11,6 +11,7 @@ import torch
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, load
 from megatron_lowprec.kernels.gemm.reference import gemm
+from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax
 from megatron_lowprec.kernels.quantize.rule import Direction
@@ -67,6 +68,7 @@ class EmulatedGemms:
         amax: torch.Tensor | None = None,
         local_amax: torch.Tensor | None = None,
         sums: bool = False,
+        codes: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """As ``GemmBackend``; takes the amax from the matrix, leaves sums to the caller.
 
@@ -107,11 +109,22 @@ class EmulatedGemms:
             operand,
             spec,
             transform=transform,
-            dequantize=spec.power_of_two_scale,
+            dequantize=spec.power_of_two_scale and not codes,
             **self._arguments(name, tensor, spec, rng_step),
         )
+        if codes:
+            return _quantized(matrix, spec, rowwise, data.to(DTYPES[spec.format]), scale), None
         kept = None if spec.power_of_two_scale else scale  # else in the data
         return _quantized(matrix, spec, rowwise, data.to(matrix.dtype), kept), None
+
+    def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``GemmBackend``: values of the format's grid, power-of-two scales multiplied in."""
+        (codes, scale), spec = quantized.rowwise(), quantized.spec
+        assert spec is not None
+        assert scale is not None
+        values = (codes.to(torch.float32) * scale if spec.power_of_two_scale else codes).to(quantized.dtype)
+        # contiguous, as ``quantize`` writes it: a CPU's GEMM may sum strided operands in another order
+        return values.t().contiguous() if columnwise else values, None if spec.power_of_two_scale else scale
 
     def fuses_both_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """Whether one kernel reads a matrix once for both GEMMs that contract it; these share its spec."""

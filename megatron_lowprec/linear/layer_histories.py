@@ -67,9 +67,7 @@ class LayerHistories:
         """Before a forward pass: end the step or the microbatch of the last pass in training."""
         # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
         if not in_backward_pass():
-            self.follow_optimizer()
-            if training and self.group is not None:
-                self.group.synchronize()
+            self.prepare(training)
             if training and self._observed_after is not None:
                 for spec, history in self._by_spec.items():
                     if spec.update == "microbatch":
@@ -78,6 +76,12 @@ class LayerHistories:
             self._observed_after = _optimizer_steps
             if self.group is not None:
                 self.group.enqueue()
+
+    def prepare(self, training: bool) -> None:
+        """End the step of the last pass in training, and make loaded histories equal on all ranks."""
+        self.follow_optimizer()
+        if training and self.group is not None:
+            self.group.synchronize()
 
     def follow_optimizer(self, collective: bool = True) -> None:
         """End the step if an optimizer has stepped since the last forward pass in training.

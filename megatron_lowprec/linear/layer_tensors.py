@@ -20,12 +20,13 @@ class SavedForBackward(NamedTuple):
 
     Attributes:
         weight: [O, I].
-        x: the layer's input [..., I], or columnwise data of the quantized x, [I, T padded]; None if the backward pass
-            recomputes x.
-        x_scale: decode scale of the columnwise data; None if x is unquantized.
+        x: the layer's input [..., I], columnwise data of the quantized x, [I, T padded], or rowwise FP8 codes of this
+            rank's tokens; None if the backward pass recomputes x.
+        x_scale: decode scale of the data; None if x is unquantized.
         weight_amax: fp32 [1], for ``LinearGemms.dgrad``.
         x_spec: spec of the quantized x; None if x is unquantized.
         x_shape: shape of the layer's input.
+        x_rowwise: x holds rowwise codes, which ranks gather in the backward pass.
     """
 
     weight: torch.Tensor
@@ -34,6 +35,7 @@ class SavedForBackward(NamedTuple):
     weight_amax: torch.Tensor | None
     x_spec: QuantSpec | None
     x_shape: torch.Size
+    x_rowwise: bool = False
 
     @staticmethod
     def of(
@@ -49,6 +51,10 @@ class SavedForBackward(NamedTuple):
         in_memory = x if isinstance(x, torch.Tensor) else None
         return SavedForBackward(weight, in_memory, None, weight_amax, None, x.shape)
 
+    def with_codes(self, codes: QuantizedTensor) -> SavedForBackward:
+        """Saves the rowwise codes of this rank's tokens in place of x."""
+        return self._replace(x=codes.rowwise_data, x_scale=codes.rowwise_scale, x_spec=codes.spec, x_rowwise=True)
+
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """The first four fields."""
         return self[:4]
@@ -58,6 +64,8 @@ class SavedForBackward(NamedTuple):
         assert self.x is not None
         if self.x_spec is None:
             return self.x.reshape(-1, self.x.shape[-1])
+        if self.x_rowwise:
+            return QuantizedTensor(self.x.shape, self.weight.dtype, self.x_spec, self.x, self.x_scale)
         shape = torch.Size((self.x_shape[:-1].numel(), self.x_shape[-1]))
         return QuantizedTensor(
             shape, self.weight.dtype, self.x_spec, columnwise_data=self.x, columnwise_scale=self.x_scale

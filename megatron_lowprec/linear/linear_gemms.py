@@ -23,6 +23,9 @@ from megatron_lowprec.recipe.coverage import weight_serves_microbatches
 from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 
+Gather = Callable[[QuantizedTensor], QuantizedTensor]
+"""Rowwise FP8 codes of each rank's tokens -> of all tokens, in the order of the ranks."""
+
 
 class LinearGemms:
     """fprop, dgrad and wgrad of one linear layer under a recipe.
@@ -42,6 +45,8 @@ class LinearGemms:
         stores_histories_of: for a layer left in bf16, the recipe of the other layers. The layer gets its histories,
             empty: a checkpoint stacks the layers of a model, so all must store the same tensors.
         emulate: multiply in the compute dtype even if the device has FP8 GEMMs.
+        gathers: the tensor, "input" or "grad_output", that ranks with parts of its tokens gather as FP8 codes;
+            ``why_not_gathered`` must have no reason. None if each rank is given all tokens.
 
     Attributes:
         main_grad_is_zero: lets the next ``wgrad`` overwrite ``accumulate_into``; ``wgrad`` resets it.
@@ -59,8 +64,9 @@ class LinearGemms:
         cache_weights: bool = False,
         stores_histories_of: Recipe | None = None,
         emulate: bool = False,
+        gathers: str | None = None,
     ) -> None:
-        self.recipe, self.linear_id = recipe, linear_id
+        self.recipe, self.linear_id, self.gathers = recipe, linear_id, gathers
         self.main_grad_is_zero = False
         self._emulate = emulate
         cached = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
@@ -115,6 +121,7 @@ class LinearGemms:
         save_input: bool = False,
         amax: torch.Tensor | None = None,
         layer_input: torch.Tensor | None = None,
+        gather: Gather | None = None,
     ) -> tuple[torch.Tensor, SavedForBackward]:
         """``fprop`` plus a bias, and the tensors saved for backward.
 
@@ -125,6 +132,7 @@ class LinearGemms:
             save_input: quantize x for wgrad from the same read, if both GEMMs are native.
             amax: fp32 [1] of this rank's part of x, if known.
             layer_input: [..., I], saved in place of x: before flattening or gathering.
+            gather: if ``gathers`` is "input": x_TI has this rank's tokens; their codes are gathered and saved.
         """
         self.choose_products(w_OI)
         native = self._native_for(x_TI)
@@ -134,8 +142,18 @@ class LinearGemms:
         else:
             both = save_input and native.issuperset(SIDES["input"]) and self._one_spec["input"]
             x, _ = backend.quantize(
-                "input", x_TI, rng_step, rowwise=True, columnwise=both, update_amax=update_amax, local_amax=amax
+                "input",
+                x_TI,
+                rng_step,
+                rowwise=True,
+                columnwise=both,
+                update_amax=update_amax,
+                local_amax=amax,
+                codes=gather is not None,
             )
+        codes = None
+        if gather is not None:
+            codes, x = x, self._from_codes("input", gather(x), columnwise=False)
         weight_amax = None
         if save_input and "fprop" in native and not self.weight_cache.holds("fprop"):
             weight_amax = None if isinstance(w_OI, Fp8Weight) else self.native.weight_amax(w_OI)
@@ -147,11 +165,13 @@ class LinearGemms:
             )
             self._store_weight("fprop", w, native, update_amax)
         y = backend.gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
-        return y, SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
+        saved = SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
+        return y, saved if codes is None else saved.with_codes(codes)
 
     def quantize_input(self, x_TI: CastPrologue, rng_step: RngStep) -> QuantizedTensor:
-        """x for ``forward``, quantized in both directions; only if ``supported_fusion`` is "source"."""
-        return self.native.quantize("input", x_TI, rng_step, rowwise=True, columnwise=True)[0]
+        """x for ``forward``, in both directions unless it is gathered; only if ``supported_fusion`` is "source"."""
+        columnwise = self.gathers != "input"
+        return self.native.quantize("input", x_TI, rng_step, rowwise=True, columnwise=columnwise)[0]
 
     def grad_output(
         self,
@@ -159,6 +179,7 @@ class LinearGemms:
         rng_step: RngStep,
         bias: bool = False,
         amax: torch.Tensor | None = None,
+        shard: bool = False,
     ) -> GradOutput:
         """dy for ``dgrad`` and ``wgrad``, quantized for both from one read if specs and kernel permit.
 
@@ -166,8 +187,15 @@ class LinearGemms:
             dy_TO: a computed prologue only if ``supported_fusion`` is "source", a split one if ``accepts_split_input``.
             bias: also return the gradient of a bias, the sum over tokens.
             amax: fp32 [1] of this rank's part of dy, if known.
+            shard: if ``gathers`` is "grad_output": dy_TO has this rank's tokens; return their codes, for
+                ``gathered_grad_output``.
         """
         native, one_spec = self._native_for(dy_TO), self._one_spec["grad_output"]
+        if shard:
+            codes, db = self._backend("dgrad", native).quantize(
+                "grad_output", dy_TO, rng_step, rowwise=True, columnwise=False, sums=bias, codes=True
+            )
+            return GradOutput(dy_TO if isinstance(dy_TO, torch.Tensor) else dy_TO.like, codes, db)
         quantized = db = None
         if "dgrad" in native or "wgrad" in native:
             rowwise, wgrad = "dgrad" in native, "wgrad" in native
@@ -191,6 +219,14 @@ class LinearGemms:
         if bias and db is None:
             db = matrix.sum(dim=0)
         return GradOutput(matrix, quantized, db)
+
+    def gathered_grad_output(self, dy: GradOutput, gather: Gather) -> GradOutput:
+        """dy of all tokens for ``dgrad`` and ``wgrad`` from this rank's codes; its matrix is a NaN placeholder."""
+        assert dy.quantized is not None
+        codes = gather(dy.quantized)
+        operands = self._from_codes("grad_output", codes, columnwise=False)
+        self._from_codes("grad_output", codes, columnwise=True, into=operands)
+        return GradOutput(dy.matrix.new_full((), torch.nan).expand(codes.shape), operands)
 
     def dgrad(
         self,
@@ -230,7 +266,9 @@ class LinearGemms:
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
         native, quantized = self._native_for(dy.matrix), dy.quantized
         backend = self._backend("wgrad", native)
-        if not isinstance(x, QuantizedTensor):
+        if isinstance(x, QuantizedTensor):
+            x = x if x.columnwise_data is not None else self._from_codes("input", x, columnwise=True)
+        else:
             # a native fprop by the same spec has recorded the amax
             update_amax = "wgrad" not in native or not self._one_spec["input"]
             x, _ = backend.quantize(
@@ -270,6 +308,18 @@ class LinearGemms:
 
     def _backend(self, gemm: str, native: frozenset[str]) -> GemmBackend:
         return self.native if gemm in native else self.emulated
+
+    def _from_codes(
+        self, tensor: str, codes: QuantizedTensor, *, columnwise: bool, into: QuantizedTensor | None = None
+    ) -> QuantizedTensor:
+        """Rowwise FP8 codes [T, K] as the operand of one GEMM of a tensor; added to ``into`` if given."""
+        into = QuantizedTensor(codes.shape, codes.dtype, codes.spec) if into is None else into
+        made = self.backend(SIDES[tensor][columnwise]).from_codes(codes, columnwise=columnwise)
+        if columnwise:
+            into.columnwise_data, into.columnwise_scale = made
+        else:
+            into.rowwise_data, into.rowwise_scale = made
+        return into
 
     def _stored_weight(
         self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], update_amax: bool = True

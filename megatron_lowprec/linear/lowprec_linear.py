@@ -15,6 +15,7 @@ from megatron_lowprec.linear.layer_histories import HistoryGroup, LayerHistories
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
 from megatron_lowprec.recipe.registry import get_recipe
@@ -58,7 +59,10 @@ class LowPrecLayer(nn.Module):
         recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
         linear_gemms: the layer's GEMMs.
         rng_step: the RNG step of the last forward pass, drawn from torch's generator.
+        gathers_fp8: set by ``enable_fp8_all_gather``.
     """
+
+    gathers_fp8 = False
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -107,9 +111,12 @@ class LowPrecLayer(nn.Module):
         """``x @ weight_OI.T + bias``; x [..., I] in the dtype of the weight, or any under autocast.
 
         Raises:
-            UserError: dtypes differ, or the layer was converted before ``init_process_group`` and draws.
+            UserError: dtypes differ, the layer was converted before ``init_process_group`` and draws, or its weight
+                was not gathered as ``enable_fp8_all_gather`` asks.
         """
         kind, weight = x.device.type, self.weight_OI
+        if self.gathers_fp8:
+            self._check_gathered(weight, kind)
         bias: torch.Tensor | None = self.bias
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -122,11 +129,28 @@ class LowPrecLayer(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         if not torch.compiler.is_compiling():
             y = _run(self, flat, weight, bias)
-        elif self._pure_key is None:
+        elif self._pure_key is None or self.gathers_fp8:
             y = _run_outside_graph(self, flat, weight, bias)
         else:
             y = opaque_linear(flat, weight, bias, self._pure_key)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _check_gathered(self, weight: torch.Tensor, kind: str) -> None:
+        name = self.linear_gemms.linear_id.name
+        if not isinstance(weight, Fp8Weight):
+            raise UserError(
+                f"the weight of {name} was not gathered as FP8 codes: the model was moved or its parameters replaced "
+                f"after enable_fp8_all_gather; call that last"
+            )
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != weight.dtype:
+            raise UserError(
+                f"autocast would convert the FP8 weight of {name} to {torch.get_autocast_dtype(kind)} and quantize it "
+                f"again: set MixedPrecisionPolicy(param_dtype=...) in place of torch.autocast"
+            )
+
+    def prepare_histories(self, training: bool) -> None:
+        """Bring delayed scales up to date before a forward pass; each forward pass of the layer does it too."""
+        self._histories.prepare(training)
 
     def end_step(self) -> None:
         """Update delayed scales after an optimizer step; of this layer and this rank alone."""

@@ -10,7 +10,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.dispatch import load
-from megatron_lowprec.kernels.gemm.native import scaled_gemm
+from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, scaled_gemm
 from megatron_lowprec.linear.backend import gemm_operands
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
 from megatron_lowprec.quantization.quantizer import Reduce
@@ -47,6 +47,7 @@ class NativeGemms:
         amax: torch.Tensor | None = None,
         local_amax: torch.Tensor | None = None,
         sums: bool = False,
+        codes: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """As ``GemmBackend``, for bf16 on a GPU; without stochastic rounding.
 
@@ -82,6 +83,17 @@ class NativeGemms:
             sums=sums,
         )
         return QuantizedTensor(matrix.shape, matrix.dtype, spec, *cast[:4]), cast.sums
+
+    def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``GemmBackend``: the codes, or their transpose with tokens zero-padded to the GEMM's multiple."""
+        codes, scale = quantized.rowwise()
+        if not columnwise:
+            return codes, scale
+        tokens, features = codes.shape
+        transposed = codes.new_empty((features, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE), dtype=torch.uint8)
+        transposed[:, :tokens].copy_(codes.view(torch.uint8).t())
+        transposed[:, tokens:].zero_()
+        return transposed.view(codes.dtype), scale
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+
 # torch 2.13 renamed both and deprecates the old names; torch 2.11 has only the old ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -13,7 +15,17 @@ Work = dist.Work | None
 def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> tuple[torch.Tensor, Work]:
     """[s / ranks, ...] of each rank -> [s, ...] and, if ``async_op``, the handle to wait for."""
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    return out, _all_gather(out, x.contiguous(), group=group, async_op=async_op)
+    wire, into = x.contiguous(), out
+    if x.element_size() == 1:  # gloo knows no FP8 dtype
+        wire, into = wire.view(torch.uint8), out.view(torch.uint8)
+    return out, _all_gather(into, wire, group=group, async_op=async_op)
+
+
+def gather_codes(codes: QuantizedTensor, group: dist.ProcessGroup) -> QuantizedTensor:
+    """Rowwise FP8 codes [T / ranks, K] of each rank -> [T, K], a byte an entry; ranks hold the same scale [1, 1]."""
+    data, scale = codes.rowwise()
+    whole, _ = gather_sequence(data, group)
+    return QuantizedTensor(whole.shape, codes.dtype, codes.spec, whole, scale)
 
 
 def scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Work]:

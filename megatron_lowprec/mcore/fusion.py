@@ -114,11 +114,12 @@ class GradOutputChannel:
 
     Attributes:
         linear_gemms, rng_step: of the layer's call.
-        fusion: fusion that the casts of dy support, "source" or "amax".
+        fusion: fusion that the casts of dy support, "source" or "amax"; None if only the layer itself puts operands.
+        shard: the consumer puts the codes of this rank's tokens, which the layer gathers.
     """
 
-    def __init__(self, linear_gemms: LinearGemms, rng_step: RngStep, fusion: CastFusion) -> None:
-        self.linear_gemms, self.rng_step, self.fusion = linear_gemms, rng_step, fusion
+    def __init__(self, linear_gemms: LinearGemms, rng_step: RngStep, fusion: CastFusion, shard: bool = False) -> None:
+        self.linear_gemms, self.rng_step, self.fusion, self.shard = linear_gemms, rng_step, fusion, shard
         self._pending: tuple[GradOutput, torch.Tensor] | None = None
 
     def attach(self, y: torch.Tensor) -> None:

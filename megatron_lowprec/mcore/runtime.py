@@ -17,13 +17,20 @@ from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_trito
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Consumer, LayerNorm, RMSNorm
-from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
 from megatron_lowprec.mcore.placement import linear_id_of, linears, site_of
 from megatron_lowprec.mcore.rng_step import current_rng_step, set_rng_step
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
-from megatron_lowprec.recipe.coverage import check_site, gemms_in_bf16, kept_in_bf16, without_gemms
+from megatron_lowprec.recipe.coverage import (
+    check_fp8_gather,
+    check_site,
+    gemms_in_bf16,
+    kept_in_bf16,
+    why_not_gathered,
+    without_gemms,
+)
 from megatron_lowprec.recipe.native_support import why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
@@ -48,6 +55,11 @@ class RecipeRuntime:
         cache_weights: reuse quantized weights across the microbatches of a step.
         emulate: multiply in the compute dtype even where the device has FP8 GEMMs.
         rerun_in_bf16: globs of single GEMMs to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
+        fp8_gather: under sequence parallelism, gather FP8 codes of inputs and output gradients where both GEMMs of a
+            layer take them; other layers gather in the compute dtype.
+
+    Raises:
+        UserError: ``fp8_gather`` under a recipe whose codes cannot be gathered.
 
     Attributes:
         layers: GEMMs of the layers bound so far.
@@ -68,11 +80,15 @@ class RecipeRuntime:
         cache_weights: bool = False,
         emulate: bool = False,
         rerun_in_bf16: Sequence[str] = (),
+        fp8_gather: bool = False,
     ) -> None:
         self.recipe, self.device = recipe, device
         self._num_layers, self._seed, self._accumulate_wgrad = num_layers, seed, accumulate_wgrad
         self._share_rng_across_dp, self._reduce_amax = share_rng_across_dp, reduce_amax
         self._cache_weights, self._emulate, self._bf16_globs = cache_weights, emulate, rerun_in_bf16
+        self._fp8_gather = fp8_gather
+        if fp8_gather:
+            check_fp8_gather(recipe, parallel_state.get_pipeline_model_parallel_world_size())
         self.kept: list[str] = []
         self.emulated: dict[str, list[str]] = {}
         self.rerun_in_bf16: list[str] = []
@@ -113,8 +129,9 @@ class RecipeRuntime:
         self.rerun_in_bf16 += [f"layers.{layer_number}.{name}.{gemm}" for gemm in sorted(plain_gemms)]
         history_of: Callable[[HistorySpec], AmaxHistory] = partial(self.history, expert=expert >= 0)
         tp_group = module.tp_group
+        layer_recipe = get_recipe("bf16") if kept else without_gemms(recipe, plain_gemms)
         module.linear_gemms = LinearGemms(
-            get_recipe("bf16") if kept else without_gemms(recipe, plain_gemms),
+            layer_recipe,
             linear_id_of(module, layer_number, name, expert, self._share_rng_across_dp),
             self._seed,
             history_of,
@@ -122,12 +139,20 @@ class RecipeRuntime:
             cache_weights=self._cache_weights,
             stores_histories_of=recipe,
             emulate=self._emulate,
+            gathers=self._gathered_in_fp8(module, layer_recipe, expert),
         )
         if not kept:
             check_site(module.linear_gemms.recipe, site_of(module, layer_number, name), tp_group.size())
             self._note_emulated(module, name, layer_number)
         self.layers.append(module.linear_gemms)
         module.accumulates_in_fp32 = self._accumulate_wgrad
+
+    def _gathered_in_fp8(self, module: LowPrecLinearMixin, recipe: Recipe, expert: int) -> str | None:
+        """The tensor of a layer that ranks gather as FP8 codes, or None; experts take no sharded sequence."""
+        if not self._fp8_gather or expert >= 0 or not module.sequence_parallel:
+            return None
+        tensor = "input" if isinstance(module, LowPrecColumnParallelLinear) else "grad_output"
+        return tensor if why_not_gathered(recipe, tensor) is None else None
 
     def _note_emulated(self, module: LowPrecLinearMixin, name: str, layer_number: int) -> None:
         """Record which of a layer's GEMMs are emulated, and why: one header line for each reason."""
@@ -270,6 +295,11 @@ class RecipeRuntime:
         if self.recomputes_gelu is not None:
             where = "of every dense MLP" if self.recomputes_gelu else "of no layer here: it is not fused with its bias"
             lines.append(f"--recompute-gelu: GELU computed again in the backward pass {where}")
+        if self._fp8_gather:
+            count = sum(layer.gathers is not None for layer in self.layers)
+            lines.append(
+                f"--fp8-sequence-parallel-gather: codes in {count} of {len(self.layers)} linear layers on this stage"
+            )
         if self.rerun_in_bf16:
             lines.append(f"--rerun-in-bf16, on this stage: {', '.join(self.rerun_in_bf16)}")
         return lines + self.notes
@@ -330,8 +360,9 @@ def link_norms(layer: TransformerLayer) -> None:
     for norm, part, name, run_again in behind:
         linear = getattr(part, name, None)
         if isinstance(linear, LowPrecLinearMixin) and isinstance(norm, LayerNorm | RMSNorm):
-            # sequence parallelism gathers first, and the amax of one rank's shard is no amax of the whole
-            alone = not run_again and not linear.config.sequence_parallel
+            # sequence parallelism gathers first, unless it gathers codes; the amax of a shard is no amax of the whole
+            whole = not linear.config.sequence_parallel or linear.bound_gemms.gathers == "input"
+            alone = not run_again and whole
             norm.consumer = Consumer(linear) if alone else None
 
 

@@ -137,7 +137,8 @@ class Fp8Weight(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, Fp8Weight):
             if func in (_ATEN.detach.default, _ATEN.alias.default) or (
-                func is _ATEN.expand.default and tuple(args[1]) == tuple(first.shape)
+                # autograd expands a gradient's like, FSDP2 a gathered weight
+                func in (_ATEN.expand.default, _ATEN.as_strided.default) and tuple(args[1]) == tuple(first.shape)
             ):
                 return cls(first.codes, first.decode_scale, first.main_amax, first.spec, first.dtype, first.source)
             if func is _ATEN.copy_.default:

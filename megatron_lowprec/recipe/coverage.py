@@ -100,6 +100,52 @@ def check_primary_weights(recipe: Recipe) -> None:
         )
 
 
+def why_not_gathered(recipe: Recipe, tensor: str) -> str | None:
+    """Reason why ranks cannot gather "input" or "grad_output" as FP8 codes for both of its GEMMs; None if they can.
+
+    A rank must be able to quantize its tokens alone, and the codes of one direction, transposed, must be those of the
+    other.
+    """
+    by_row, by_column = (name for name, operands in GEMM_OPERANDS.items() if tensor in operands)
+    spec, other = (getattr(recipe.gemms[name], tensor) for name in (by_row, by_column))
+    for name, found in ((by_row, spec), (by_column, other)):
+        if found is None or recipe.gemms[name].hadamard is not None:
+            how = "in the compute dtype" if found is None else "after a Hadamard transform"
+            return f"{name} takes {tensor} {how}"
+    if "row" in (spec.granularity, other.granularity):
+        return f"{tensor} has a scale per row, which in {by_column} spans the tokens of all ranks"
+    if spec.block or other.block:
+        blocks = (other if other.block else spec).granularity
+        return f"{tensor} has blocks of {blocks}: {by_column} takes other codes than {by_row}, in blocks of tokens"
+    if spec != other:
+        return f"{by_row} and {by_column} quantize {tensor} differently"
+    if spec.scaling != "delayed":
+        return f"the current scale of {tensor} needs the amax over all ranks before the cast"
+    if spec.rounding == "stochastic":
+        return f"{tensor} is rounded stochastically, by draws for the positions of all tokens"
+    return None if spec.format in ("e4m3", "e5m2") else f"{tensor} is {spec.format}, not FP8"
+
+
+def check_fp8_gather(recipe: Recipe, pipeline_parallel: int = 1) -> None:
+    """Reject --fp8-sequence-parallel-gather for a recipe whose codes cannot be gathered.
+
+    Raises:
+        UserError: with the reason.
+    """
+    for tensor in ("input", "grad_output"):
+        reason = why_not_gathered(recipe, tensor)
+        if reason is not None:
+            raise UserError(
+                "--fp8-sequence-parallel-gather moves the codes that GEMMs take, quantized by delayed scales before "
+                f"the gather; in recipe {recipe.name} {reason}: use fp8_delayed or fp8_lm, or leave the flag out"
+            )
+    if pipeline_parallel > 1 and any(spec.update == "microbatch" for spec in recipe.delayed_operands().values()):
+        raise UserError(
+            f"--fp8-sequence-parallel-gather saves codes for wgrad, and recipe {recipe.name} has history_update "
+            "microbatch: in a pipeline the scale has changed by then; set history_update=step, or leave the flag out"
+        )
+
+
 def gemms_in_bf16(globs: Iterable[str], layer_number: int, name: str) -> frozenset[str]:
     """The GEMMs of that linear layer that match ``globs`` such as ``layers.3.mlp.linear_fc1.dgrad``."""
     return frozenset(

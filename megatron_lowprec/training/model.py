@@ -28,10 +28,10 @@ from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
 from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, check_support
 from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import virtual_stages
-from megatron_lowprec.training.config.te_recipe import TERecipe, te_recipe
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.schedule import Schedule
 
@@ -83,7 +83,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
 
 def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model:
     """The model and its recipe, without gradients or optimizer; a collective call."""
-    te = te_recipe(recipe) if config.transformer_impl == "transformer_engine" else None
+    te = te_config(recipe) if config.transformer_impl == "transformer_engine" else None
     if te is not None and te.kind is not None:
         check_support(te.kind)
     transformer = transformer_config(config, te)
@@ -108,6 +108,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         cache_weights=_several_microbatches(config),
         emulate=config.emulate,
         rerun_in_bf16=config.rerun_in_bf16,
+        fp8_gather=config.fp8_sequence_parallel_gather,
         recompute_gelu=config.recompute_gelu,
     )
 
@@ -117,7 +118,7 @@ def _several_microbatches(config: Config) -> bool:
     return require(config.global_batch_size) > require(config.micro_batch_size) * mpu.get_data_parallel_world_size()
 
 
-def transformer_config(config: Config, te: TERecipe | None = None) -> TransformerConfig:
+def transformer_config(config: Config, te: TEConfig | None = None) -> TransformerConfig:
     """Megatron-core's config of the model: sizes, numerics and parallelism.
 
     ``te`` is the recipe of TransformerEngine's layers, None for this project's layers.

@@ -14,7 +14,7 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
-from megatron_lowprec.training.config import te_recipe
+from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import find, parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -95,7 +95,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
     from megatron_lowprec.recipe.explain import explain
 
     if config.transformer_impl == "transformer_engine":
-        means = te_recipe.check(config, recipe)
+        means = te_checks.check(config, recipe)
         return f"recipe {recipe.name}: {recipe.summary}\nby TransformerEngine, in every linear layer: {means}"
     return explain(recipe, linear_sites(config), require(config.num_layers), _arch(), config.rerun_in_bf16)
 
@@ -106,7 +106,7 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
     from megatron_lowprec.training.checkpoint.resume import source
 
     config = resolve_run(config, ranks.world_size, gpus=torch.cuda.is_available())
-    te_recipe.prepare(config, recipe)
+    te_checks.prepare(config, recipe)
     if not config.no_save:
         config, more = source(config)
         notes = notes + more

@@ -81,7 +81,9 @@ class MegatronLM:
     """Runs pretrain_gpt.py of a checkout, one run at a time."""
 
     def __init__(self, checkout: Path, logs: Path) -> None:
-        paths = [str(checkout), str(ROOT), str(Path(__file__).with_name("stubs"))]
+        paths = [str(checkout), str(ROOT)]
+        # Megatron-core sets NVTE_*_ATTN when a test of this process builds a model, and refuses a second choice
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
         environment = {
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONWARNINGS": "ignore",
@@ -95,7 +97,7 @@ class MegatronLM:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | environment,
+            env=inherited | environment,
             cwd=logs,
         )
 

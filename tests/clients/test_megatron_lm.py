@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.clients.megatron_lm import MegatronLM, NotAvailableError, obtain
+from tests.docs.markdown import fences
 from tests.environment import ROOT, python_path
 from tests.waiting import PATIENCE
 
@@ -98,16 +99,14 @@ def test_bf16_is_megatron_lm_bit_for_bit(megatron_lm: MegatronLM, arguments: lis
     assert ours.parameters == stock.parameters
 
 
-@pytest.mark.parametrize(
-    ("recipe", "exact"),
-    # The fourth loss of mxfp4_rht_sr was seen to differ by 2e-6; gradients of the first steps have the same bits.
-    [("bf16", 4), ("fp8_delayed", 4), ("mxfp4_rht_sr", 3)],
-)
-def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: str, exact: int, tmp_path: Path) -> None:
-    found = losses(megatron_lm, *data, *spec(recipe))
-    command = [sys.executable, "pretrain_gpt.py", *MODEL, *data, "--recipe", recipe, "--no-save", "--save", "run"]
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "mxfp8", "mxfp4_rht_sr"])
+def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: str, tmp_path: Path) -> None:
+    # unclipped: the driver adds the squares of a gradient norm in another order
+    flags = [*data, "--train-iters", "6", "--clip-grad", "0"]
+    found = losses(megatron_lm, *flags, *spec(recipe))
+    command = ["pretrain_gpt.py", *MODEL, *flags, "--recipe", recipe, "--no-save", "--save", "run"]
     done = subprocess.run(
-        [command[0], str(ROOT / command[1]), *command[2:]],
+        [sys.executable, str(ROOT / command[0]), *command[1:]],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", **python_path()},
         capture_output=True,
@@ -116,10 +115,8 @@ def test_the_driver_s_losses(megatron_lm: MegatronLM, data: list[str], recipe: s
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    expected = [row["lm loss"] for row in rows if "lm loss" in row]
-    assert len(found) == len(expected) == 4
-    assert found[:exact] == expected[:exact]
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert found == [row["lm loss"] for row in rows if "lm loss" in row]
+    assert len(found) == 6
 
 
 def test_layouts_give_one_process_losses(megatron_lm: MegatronLM, data: list[str]) -> None:
@@ -177,6 +174,17 @@ def test_a_missing_flag_is_named(megatron_lm: MegatronLM) -> None:
     done = megatron_lm.run(*model, *STOCK, "--mock-data", *spec("mxfp8"))
     assert done.codes != [0]
     assert "pass --no-gradient-accumulation-fusion" in done.output
+
+
+def test_the_documented_command_runs(megatron_lm: MegatronLM) -> None:
+    (command,) = [fence.body for fence in fences(ROOT / "docs/guide/megatron-lm.md") if fence.language == "sh"]
+    launcher, number, ranks, script, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert [launcher, number, ranks, script] == ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"]
+    # of the same flags the last counts: a model for two CPU processes
+    done = megatron_lm.run(*arguments, *MODEL, *STOCK, ranks=2)
+    assert done.codes == [0, 0], done.output[-4000:]
+    assert "recipe mxfp4_rht_sr: " in done.output
+    assert len(done.losses) == 8
 
 
 def test_a_file_and_overrides(megatron_lm: MegatronLM, tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def cases() -> dict[str, dict[str, Any]]:
         found[f"{name} resumed"] = common | {"exit_interval": 2}
         # Continues by itself, from its own folder.
         found[f"{name} resumed again"] = common | {"save": f"{name} resumed"}
+    sharded = {"bf16": True, "train_iters": 4, "lr_decay_iters": 10, "fp8_sequence_parallel_gather": True}
+    found["sequence parallel, FP8 codes"] = RESUMED["sequence parallel"] | sharded | {"no_save": True}
     for precision, options in PRECISIONS.items():
         common = options | {"train_iters": 3, "no_gradient_accumulation_fusion": True, "no_save": True}
         found[f"ours {precision}"] = common
@@ -199,6 +201,13 @@ def test_a_checkpoint_goes_on_under_another_layout(launch: Launch, before: str, 
 def test_resume_is_bit_equal(launch: Launch, name: str) -> None:
     assert launch.losses(f"{name} resumed") == launch.losses(f"{name} whole")
     assert len(launch.losses(f"{name} whole")) == 4
+
+
+@pytest.mark.slow
+def test_gathered_codes_change_no_bit(launch: Launch) -> None:
+    assert launch.losses("sequence parallel, FP8 codes") == launch.losses("sequence parallel whole")
+    log = [row["grad-norm"] for row in launch.rows("sequence parallel, FP8 codes")]
+    assert log == [row["grad-norm"] for row in launch.rows("sequence parallel whole")]
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def name_of(page: Path) -> str:
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block: "" is a shell's, "text" is output, "python" and "yaml" are what they say."""
+    """A fenced block: "" is a shell's, "sh" runs another project's program, "text" is output; others are as named."""
 
     page: Path
     language: str
@@ -80,7 +80,7 @@ def lines_of(text: str) -> list[str]:
 
 def commands_of(fence: Fence) -> list[Command]:
     """Commands of a shell's block; of a line with several, each."""
-    if fence.language not in ("", "bash", "sh"):
+    if fence.language:
         return []
     return [Command(fence.page, words, True) for line in lines_of(fence.body) for words in _commands_in(line)]
 

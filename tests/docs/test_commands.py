@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -17,9 +18,10 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.sweep.cli import _parser as sweep_parser
+from megatron_lowprec.te.factory import why_no_factory
+from megatron_lowprec.te.translation import INSTALL, why_not
 from megatron_lowprec.training.config import arguments
 from megatron_lowprec.training.config.resolve import resolve_model
-from megatron_lowprec.training.config.te_recipe import INSTALL
 from tests.docs.markdown import (
     ELLIPSES,
     PAGES,
@@ -47,6 +49,14 @@ _SLURM = {
     *("--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--job-name", "--signal", "--output", "--batch"),
     *("--partition", "--account", "--qos", "--requeue", "--kill-on-bad-exit", "--nodelist", "--wrap"),
 }
+
+
+# Those of Megatron-LM's script that its arguments.py adds.
+_MEGATRON_LM = (
+    *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--train-iters", "--lr", "--mock-data"),
+    *("--tokenizer-type", "--vocab-size", "--transformer-impl", "--bf16", "--no-gradient-accumulation-fusion"),
+    *("--eval-iters", "--log-interval"),
+)
 
 
 def plain(words: Sequence[str]) -> list[str]:
@@ -168,10 +178,28 @@ def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script, rest = words[0], words[1:]
     if script == "pretrain_gpt.py":
         return check_driver(rest)
+    if script == "Megatron-LM/pretrain_gpt.py":
+        return check_megatron_lm(rest)
     assert (ROOT / script).is_file(), f"{script} is not there"
     assert script.startswith(("tools/", "scripts/")), f"python {script}: no test knows it"
     parse_of_tool(script.removesuffix(".py").replace("/", "."), rest, monkeypatch)
     return None
+
+
+def check_megatron_lm(words: Sequence[str]) -> None:
+    """Flags of Megatron-LM's own script, most of them made from TransformerConfig, and the recipe of a factory."""
+    from megatron.core.transformer import TransformerConfig
+
+    known = set(_MEGATRON_LM)
+    for field in dataclasses.fields(TransformerConfig):
+        default = ["--" + field.name.replace("_", "-")]
+        known |= set(field.metadata.get("argparse_meta", {}).get("arg_names", default))
+    assert [word for word in words if word.startswith("--") and word not in known] == []
+    if "--fp8-quantizer-factory" in words:
+        package, _, name = words[words.index("--fp8-quantizer-factory") + 1].rpartition(".")
+        assert package == "megatron_lowprec.te"
+        assert why_not(load_recipe(name)) is None
+        assert why_no_factory(load_recipe(name)) is None
 
 
 def check_torchrun(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +267,13 @@ _FOREIGN = {
         "--nodes",
         "--gpus-per-node",
     ),
+    *("--fp8-format", "--fp8-recipe", "--fp8-quantizer-factory", "--fp8-margin", "--fp8-amax-history-len"),
+    *("--fp8-amax-compute-algo", "--first-last-layers-bf16", "--num-layers-at-start-in-bf16"),
+    *("--num-layers-at-end-in-bf16",),
     *("--no-deps", "--no-bias-gelu-fusion", "--apply-layernorm-1p"),
+    # Megatron-LM's, which tests/clients runs
+    *("--spec", "--qk-layernorm", "--fp4-format", "--te-precision-config-file", "--attention-backend"),
+    *("--moe-grouped-gemm", "--moe-layer-freq", "--ckpt-format", "--dist-ckpt-strictness", "--fp8-format"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,
 }
@@ -271,6 +305,9 @@ def test_flags_in_the_text_exist(page: Path) -> None:
         "python pretrain_gpt.py --recipe mxfp8 --recipe-override dgrad.hadamard.blok=128",
         "python pretrain_gpt.py --config configs/models/gpt_none.yaml",
         "python pretrain_gpt.py --train-iters many",
+        "torchrun Megatron-LM/pretrain_gpt.py --fp8-quantizer-factory megatron_lowprec.te.mxfp9",
+        "torchrun Megatron-LM/pretrain_gpt.py --fp8-quantizer-factory megatron_lowprec.te.fp8_delayed",
+        "torchrun Megatron-LM/pretrain_gpt.py --no-such-flag --fp8-quantizer-factory megatron_lowprec.te.mxfp8",
         "python tools/none.py",
         "python tools/evaluate.py --load runs/x --part all",
         "python -m tools.bench nothing",

@@ -133,4 +133,6 @@ def test_fences_are_closed_and_of_known_kinds() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert len(re.findall(r"^```", text, re.M)) == 2 * len(fences(page)), name_of(page)
-        assert {fence.language for fence in fences(page)} <= {"", "text", "python", "yaml", "mermaid"}, name_of(page)
+        assert {fence.language for fence in fences(page)} <= {"", "sh", "text", "python", "yaml", "mermaid"}, name_of(
+            page
+        )

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_lowprec import UserError, convert, get_recipe
+from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
 from megatron_lowprec.recipe.parsing import load_recipe
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, TinyModel, build, tokens_of
@@ -65,7 +67,10 @@ def wrapped(kind: str, model: TinyModel) -> nn.Module:
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    sharded = fully_shard(model, mesh=mesh)
+    if kind == "fsdp, FP8 all-gather":
+        enable_fp8_all_gather(sharded)
+    return sharded
 
 
 def run(kind: str, recipe: str, **options: Any) -> tuple[nn.Module, list[float]]:
@@ -171,6 +176,81 @@ def optimizer_within_the_backward_pass() -> None:
     assert bool((state > 0).all())
 
 
+def gathered_bytes(recipe: str, fp8: bool) -> tuple[list[float], list[int]]:
+    """Losses of bf16 FSDP2 with weights that two ranks cannot halve, and bytes that each forward pass gathers."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 33, bias=False), nn.Linear(33, 64, bias=False))
+    fully_shard(convert(model, recipe, data_parallel_rank=0), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    if fp8:
+        enable_fp8_all_gather(model, torch.bfloat16)
+    optimizer, losses, sent = torch.optim.AdamW(model.parameters(), lr=1e-2), [], []
+    gather = DefaultAllGather.__call__
+
+    def counting(self: Any, output_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(output_tensor.nbytes)
+        return gather(self, output_tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultAllGather, "__call__", counting)
+        for step in range(STEPS):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+            loss = (model(x).float() - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, sent
+
+
+def a_gather_of_codes_is_half_of_bf16(recipe: str) -> None:
+    plain, bytes_of_bf16 = gathered_bytes(recipe, fp8=False)
+    losses, sent = gathered_bytes(recipe, fp8=True)
+    assert losses == plain
+    assert len(sent) == len(bytes_of_bf16) > 0
+    assert set(sent) == {2 * 17 * 64 + 64 * 33}  # FSDP2 pads 33 rows to 34
+    assert bytes_of_bf16 == [2 * each for each in sent]
+
+
+def compiled_layers_gather_codes() -> None:
+    """Compiled blocks, with graph breaks at the layers, have the losses of eager ones."""
+    losses: list[list[float]] = []
+    for compiles in (False, True):
+        model = convert(build(), "fp8_current", data_parallel_rank=0)
+        for layer in model.layers if compiles else ():
+            layer.compile(backend="eager")
+        sharded = wrapped("fsdp, FP8 all-gather", model)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(3):
+            loss = sharded(tokens_of(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def an_fp8_all_gather_is_refused() -> None:
+    with pytest.raises(UserError, match="no converted layer"):
+        enable_fp8_all_gather(wrapped("fsdp", build()))
+    with pytest.raises(UserError, match=r"weight is not sharded: call fully_shard\(model\)"):
+        enable_fp8_all_gather(convert(build(), "fp8_current"))
+    for recipe, block in (("mxfp8", LlamaBlock), ("fp8_rowwise", LlamaBlock), ("fp8_current", Gpt2Block)):
+        with pytest.raises(UserError, match=r"one scale per tensor") as refused:
+            enable_fp8_all_gather(wrapped("fsdp", convert(build(block), recipe)))
+        assert f"recipe {recipe} has none here" in str(refused.value)
+    model = wrapped("fsdp", convert(build(), "fp8_current"))
+    enable_fp8_all_gather(model, torch.bfloat16)
+    with pytest.raises(UserError, match=r"has param_dtype torch\.bfloat16, but the MixedPrecisionPolicy of"):
+        model(tokens_of(0))
+    model = wrapped("fsdp, FP8 all-gather", convert(build(), "fp8_current"))
+    model(tokens_of(0)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(UserError, match="outside of a forward pass of the whole model"):
+        model.layers[0](torch.zeros(1, 2, 128))
+
+
 def wrapped_models_are_refused() -> None:
     with pytest.raises(UserError, match=r"wrapped: convert first, then call DistributedDataParallel\(model\)"):
         convert(DistributedDataParallel(build()), "fp8_current")
@@ -192,9 +272,15 @@ for kind in ("ddp", "fsdp"):
     check(equals_one_process, kind, "mxfp4_rht_sr", "llama", "not reentrant")
     check(equals_one_process, kind, "fp8_delayed", "gpt2", "not reentrant")
 check(equals_one_process, "fsdp", "fp8_current", "gpt2")
+for recipe in ("fp8_current", "fp8_delayed"):
+    check(equals_one_process, "fsdp, FP8 all-gather", recipe)
+    check(equals_one_process, "fsdp, FP8 all-gather", recipe, "llama", "not reentrant")
+    check(a_gather_of_codes_is_half_of_bf16, recipe)
 for broadcast in (False, True):
     check(sharded_state_round_trip, "fp8_current", broadcast)
     check(sharded_state_round_trip, "fp8_delayed", broadcast)
+check(compiled_layers_gather_codes)
+check(an_fp8_all_gather_is_refused)
 check(ranks_draw_differently)
 check(amaxes_need_the_group)
 check(optimizer_within_the_backward_pass)
@@ -212,7 +298,7 @@ def main(path: str) -> None:
         try:
             function()
             fault = ""
-        except Exception:  # noqa: BLE001 - reported with its traceback
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - reported with its traceback
             fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
         both: list[Any] = [None, None]
         dist.all_gather_object(both, fault)

@@ -1,7 +1,4 @@
-"""Models of Hugging Face transformers, with random weights, under recipes.
-
-Skipped without transformers, which the extra ``lm-eval`` installs.
-"""
+"""Models of Hugging Face transformers, with random weights, under recipes."""
 
 from typing import Any
 
@@ -13,7 +10,7 @@ from megatron_lowprec import convert
 from megatron_lowprec.linear.convert import plain_state_dict
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")  # the extra dev has it
 
 VOCABULARY, HIDDEN, LAYERS = 64, 128, 2
 

@@ -50,8 +50,10 @@ def build(
     recipe: str = "bf16",
     dtype: torch.dtype = torch.float32,
     recompute_gelu: bool = False,
+    binding: dict[str, Any] | None = None,
     **more: Any,
 ) -> Any:
+    """A GPT bound to a recipe: ``binding`` of ``bind_recipe``, ``more`` of its config."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -91,7 +93,9 @@ def build(
             noise = torch.Generator().manual_seed(7) if shared else generator
             weight.data += 0.3 * torch.randn(weight.shape, generator=noise).to(weight)
     model.to(DEVICE, dtype)
-    model.runtime = bind_recipe([model], get_recipe(recipe), num_layers=2, seed=1, recompute_gelu=recompute_gelu)
+    model.runtime = bind_recipe(
+        [model], get_recipe(recipe), num_layers=2, seed=1, recompute_gelu=recompute_gelu, **binding or {}
+    )
     return model
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megatron_lowprec import recipes
-from megatron_lowprec.training.config.te_recipe import INSTALL
+from megatron_lowprec.te.translation import INSTALL
 from tools.bench import layer, shapes, step
 from tools.bench.__main__ import main
 from tools.bench.peers import layers
@@ -90,10 +91,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
 
 def install_emulated(monkeypatch: pytest.MonkeyPatch, te: Emulated) -> Emulated:
     named = SimpleNamespace(
-        Format=SimpleNamespace(HYBRID="hybrid", E4M3="e4m3"),
-        DelayedScaling=lambda **arguments: ("delayed", arguments),
-        Float8CurrentScaling=lambda **arguments: ("current", arguments),
-        Float8BlockScaling=lambda **arguments: ("blockwise", arguments),
+        Format={"HYBRID": "hybrid", "E4M3": "e4m3"},
+        MMParams=SimpleNamespace,
+        QParams=SimpleNamespace,
+        DelayedScaling=partial(SimpleNamespace, kind="delayed"),
+        Float8CurrentScaling=partial(SimpleNamespace, kind="current"),
+        Float8BlockScaling=partial(SimpleNamespace, kind="blockwise"),
     )
     common = SimpleNamespace(recipe=named)
     package = SimpleNamespace(pytorch=te, common=common)
@@ -121,10 +124,13 @@ def test_transformer_engine_s_rows(emulated: Emulated, generator: torch.Generato
         added = 3 if cached else 1  # each call adds to main_grad; a step's first microbatch takes its place
         assert (t.main_grad - added * one).norm() < 0.1 * t.main_grad.norm()
     assert asked["TE bf16"] is None
-    history = {"margin": 0, "fp8_format": "hybrid", "amax_history_len": 1024, "amax_compute_algo": "max"}
-    assert asked["TE fp8_delayed"] == ("delayed", history)
-    assert asked["TE fp8_current, cached"] == ("current", {"fp8_format": "hybrid"})
-    assert asked["TE fp8_blockwise"] == ("blockwise", {"fp8_format": "e4m3"})
+    assert asked["TE fp8_delayed"].amax_history_len == 1024
+    kinds = {row: (recipe.kind, recipe.fp8_format) for row, recipe in asked.items() if recipe is not None}
+    for end in ("", ", cached"):
+        assert kinds[f"TE fp8_delayed{end}"] == ("delayed", "hybrid")
+        assert kinds[f"TE fp8_current{end}"] == ("current", "hybrid")
+        assert kinds[f"TE fp8_blockwise{end}"] == ("blockwise", "e4m3")
+    assert asked["TE fp8_blockwise"].use_f32_scales, "as in our recipe"
 
 
 def test_the_gate_lets_fp8_through_and_nothing_else(

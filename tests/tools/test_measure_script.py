@@ -27,6 +27,7 @@ PARTS = (
     "layouts",
     *("schedule", "recipes", "ladder", "rates", "variants", "medium"),
     "lm",
+    "clients",
     "interrupt",
 )
 

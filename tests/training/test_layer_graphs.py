@@ -182,6 +182,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data parallel, primary weights": {**OVERLAPPED, "fp8_param_gather": True},
     "tensor parallel": {"tensor_model_parallel_size": 2},
     "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "FP8 codes gathered": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "fp8_sequence_parallel_gather": True,
+        "recipe": "fp8_delayed",
+    },
 }
 
 
@@ -382,5 +388,6 @@ def test_a_bad_number_of_a_replay_is_found_in_layers_run_as_they_are(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replays_on_two_gpus_have_the_bits_of_plain_runs(tmp_path: Path, layout: str) -> None:
     recipes = ["fp8_delayed", "fp8_current"] if "fp8_param_gather" in LAYOUTS[layout] else RECIPES
+    recipes = [LAYOUTS[layout]["recipe"]] if "recipe" in LAYOUTS[layout] else recipes
     cases = {recipe: ON_GPU | LAYOUTS[layout] | {"recipe": recipe} for recipe in recipes}
     check_replays(tmp_path, "tests/training/bucket_runs.py", cases)

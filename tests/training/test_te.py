@@ -274,7 +274,7 @@ def test_a_broken_installation_is_one_line(tmp_path: Path) -> None:
     code = """
 from megatron_lowprec import get_recipe
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.te_recipe import prepare
+from megatron_lowprec.training.config.te_checks import prepare
 prepare(Config(transformer_impl="transformer_engine", micro_batch_size=1, seq_length=32), get_recipe("bf16"))
 """
     done = subprocess.run(

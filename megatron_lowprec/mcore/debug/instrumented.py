@@ -13,7 +13,13 @@ from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 
 
 class InstrumentedGemms:
-    """A layer's GEMMs, for a subclass that inspects tensors; delegates everything else to the layer's own."""
+    """A layer's GEMMs, for a subclass that inspects tensors; delegates everything else to the layer's own.
+
+    Attributes:
+        gathers: None: an inspected tensor is gathered in the compute dtype, with the same bits.
+    """
+
+    gathers: str | None = None
 
     def __init__(self, inner: LinearGemms) -> None:
         self._inner = inner

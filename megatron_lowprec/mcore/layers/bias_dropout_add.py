@@ -52,7 +52,7 @@ def _grad_output(
     linear_gemms, rng_step = channel.linear_gemms, channel.rng_step
     if channel.fusion == "source":
         computed = Matrix(dout) if key is None else DropoutGrad(dout, key, p)
-        return linear_gemms.grad_output(computed, rng_step, bias=bias_dtype is not None)
+        return linear_gemms.grad_output(computed, rng_step, bias=bias_dtype is not None, shard=channel.shard)
     amax = torch.zeros(1, dtype=torch.float32, device=dout.device)
     dx, dbias = dispatch.bias_dropout_add_backward(dout, p, key, bias_dtype, amax)
     return replace(linear_gemms.grad_output(dx, rng_step, amax=amax), bias=dbias)

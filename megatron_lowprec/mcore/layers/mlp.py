@@ -8,10 +8,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -66,14 +62,16 @@ class _MlpFunction(torch.autograd.Function):
         tp = _tp_config(fc1)
         amax = None if tp.sequence_parallel else cached_amax(x)
         await_weights(fc1)
+        x_TI, gather = layer_input(x, fc1.bound_gemms, tp)
         y, first = fc1.bound_gemms.forward(
-            layer_input(x, fc1.bound_gemms, tp),
+            x_TI,
             w1,
             ctx.rng_step,
             update_amax,
             save_input=update_amax and not tp.sequence_parallel,
             amax=amax,
             layer_input=x,
+            gather=gather,
         )
         active, amax = _active(y, bias, fusion[0])
         saves = not mlp.recompute_gelu
@@ -199,12 +197,7 @@ class LowPrecMLP(MLP):
         channel = fc2.offer_grad_channel(hidden_states)
         y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, fusion, channel)
         y = y.view(-1, *hidden_states.shape[1:-1], y.shape[-1])
-        if fc2.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(y, group=fc2.tp_group), fc2.bias
-        y = reduce_from_tensor_model_parallel_region(y, group=fc2.tp_group)
-        if channel is not None:
-            channel.attach(y)
-        return y, fc2.bias
+        return fc2.reduce_output(y, channel), fc2.bias
 
     def has_bias_and_gelu(self) -> bool:
         """Whether the activation between both linear layers is a bias and GELU that may be fused."""

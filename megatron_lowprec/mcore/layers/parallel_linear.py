@@ -6,17 +6,22 @@ all-reduce or reduce-scatter of the input gradient overlapped with the weight gr
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
-from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.mcore.collectives import gather_sequence, scatter_sequence
+from megatron_lowprec.linear.linear_gemms import Gather, LinearGemms
+from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_input, cached_amax
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -31,13 +36,19 @@ class TensorParallelConfig(NamedTuple):
     tp_group: dist.ProcessGroup
 
 
-def layer_input(x: torch.Tensor, linear_gemms: LinearGemms, tp: TensorParallelConfig) -> torch.Tensor | QuantizedTensor:
-    """Input of ``LinearGemms.forward`` for x [..., I]: attached operands, or [tokens, I], gathered if sharded."""
+def layer_input(
+    x: torch.Tensor, linear_gemms: LinearGemms, tp: TensorParallelConfig
+) -> tuple[torch.Tensor | QuantizedTensor, Gather | None]:
+    """Input of ``LinearGemms.forward`` for x [..., I]: attached operands, or [tokens, I]; and its ``gather``.
+
+    A sharded input is gathered here, unless the layer gathers its codes.
+    """
+    gather = partial(gather_codes, group=tp.tp_group) if linear_gemms.gathers == "input" else None
     attached = attached_input(x, linear_gemms)
     if attached is not None:
-        return attached
-    whole = gather_sequence(x, tp.tp_group)[0] if tp.sequence_parallel else x
-    return whole.reshape(-1, whole.shape[-1])
+        return attached, gather
+    whole = gather_sequence(x, tp.tp_group)[0] if tp.sequence_parallel and gather is None else x
+    return whole.reshape(-1, whole.shape[-1]), gather
 
 
 def gradients(
@@ -101,9 +112,10 @@ class _ParallelLinearFunction(torch.autograd.Function):
         ctx.layer, ctx.rng_step, ctx.use_bias, ctx.tp = layer, current_rng_step(), bias is not None, tp
         ctx.channel = channel
         linear_gemms = layer.bound_gemms
+        x_TI, gather = layer_input(x, linear_gemms, tp)
         # under sequence parallelism a rank saves only its shard of x and gathers it again in the backward pass
         y, saved = linear_gemms.forward(
-            layer_input(x, linear_gemms, tp),
+            x_TI,
             weight,
             ctx.rng_step,
             update_amax,
@@ -111,14 +123,15 @@ class _ParallelLinearFunction(torch.autograd.Function):
             save_input=update_amax and not tp.sequence_parallel,
             amax=amax,
             layer_input=x,
+            gather=gather,
         )
         ctx.save_for_backward(*saved.tensors())
-        ctx.x_spec, ctx.x_shape = saved.x_spec, saved.x_shape
+        ctx.plain = saved[4:]
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        saved = SavedForBackward(*ctx.saved_tensors, ctx.x_spec, ctx.x_shape)
+        saved = SavedForBackward(*ctx.saved_tensors, *ctx.plain)
         linear_gemms: LinearGemms = ctx.layer.bound_gemms
 
         def dy() -> GradOutput:
@@ -128,12 +141,36 @@ class _ParallelLinearFunction(torch.autograd.Function):
         return *gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp), None, None, None, None, None
 
 
+class _ReduceScatter(torch.autograd.Function):
+    """Sums a row-parallel layer's output over the ranks, each of which keeps its tokens; gathers dy as FP8 codes."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, y: torch.Tensor, channel: GradOutputChannel, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.channel, ctx.group, ctx.y_shape = channel, group, y.shape
+        shard, reducing = scatter_sequence(y, group)
+        if reducing is not None:
+            reducing.wait()
+        return shard
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        channel, linear_gemms = ctx.channel, ctx.channel.linear_gemms
+        shard = channel.get(dy)
+        if shard is None:
+            shard = linear_gemms.grad_output(dy.reshape(-1, dy.shape[-1]), channel.rng_step, shard=True)
+        grad = linear_gemms.gathered_grad_output(shard, partial(gather_codes, group=ctx.group))
+        return channel.put(grad).view(ctx.y_shape), None, None
+
+
 class LowPrecLinearMixin:
     """Common part of both parallel layers; ``bind_recipe`` binds the GEMMs of each."""
 
     weight: torch.nn.Parameter
     tp_group: dist.ProcessGroup
     config: TransformerConfig
+    sequence_parallel: bool
     linear_gemms: LinearGemms | None = None
     accumulates_in_fp32 = True
     channel: GradOutputChannel | None = None  # of the call in progress
@@ -226,21 +263,45 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Megatron-core's; an expert's output is not a view, since its bias is added in place."""
-        self.channel = self.offer_grad_channel(input_)
-        output, bias = super().forward(input_)
-        if self.channel is not None:
-            self.channel.attach(output)
-            self.channel = None
+        channel = self.channel = self.offer_grad_channel(input_)
+        if channel is not None and channel.shard:
+            y = self._forward_impl(
+                input_, self.weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=self.tp_group
+            )
+            output, bias = self.reduce_output(y, channel), self.bias
+            if bias is not None and not self.skip_bias_add:
+                output, bias = output + bias, None
+        else:
+            output, bias = super().forward(input_)
+            if channel is not None:
+                channel.attach(output)
+        self.channel = None
         return (output.clone() if self.is_expert and bias is not None else output), bias
 
-    def offer_grad_channel(self, x: torch.Tensor) -> GradOutputChannel | None:
-        """Channel for dy as operands, for a call on x [..., I], if dy is the gradient of the layer's output; else None.
+    def reduce_output(self, y: torch.Tensor, channel: GradOutputChannel | None) -> torch.Tensor:
+        """Sum of y [s, b, O] over the ranks, of this rank's tokens under sequence parallelism, with its channel."""
+        if channel is not None and channel.shard:
+            output: torch.Tensor = _ReduceScatter.apply(y, channel, self.tp_group)
+        elif self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
+        else:
+            output = reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
+        if channel is not None and channel.fusion is not None:
+            channel.attach(output)
+        return output
 
-        It is not if ranks reduce-scatter the output, nor if the layer adds a bias to it.
+    def offer_grad_channel(self, x: torch.Tensor) -> GradOutputChannel | None:
+        """Channel for dy as operands, for a call on x [..., I]; else None.
+
+        A consumer may put operands if dy is the gradient of the layer's output. It is not if ranks reduce-scatter the
+        output and gather dy in the compute dtype, nor if the layer adds a bias to it. If ranks gather codes of dy, the
+        layer's reduce-scatter puts them; the consumer may put codes where there is no bias, whose gradient a fused cast
+        would sum in another order than without the gather.
         """
-        untouched = not self.sequence_parallel and not self.is_expert and self.skip_bias_add
-        if not untouched or not self.can_use_channel():
+        if self.is_expert or not self.can_use_channel():
             return None
         linear_gemms = self.bound_gemms
-        fusion = linear_gemms.supported_fusion("grad_output", x)
-        return None if fusion is None else GradOutputChannel(linear_gemms, current_rng_step(), fusion)
+        shard = linear_gemms.gathers == "grad_output"
+        untouched = self.bias is None if shard else not self.sequence_parallel and self.skip_bias_add
+        fusion = linear_gemms.supported_fusion("grad_output", x) if untouched else None
+        return GradOutputChannel(linear_gemms, current_rng_step(), fusion, shard) if fusion or shard else None

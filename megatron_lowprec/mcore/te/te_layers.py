@@ -30,8 +30,8 @@ def check_support(fp8_recipe: str) -> None:
     """
     import transformer_engine.pytorch as te
 
-    ask = te.is_fp8_block_scaling_available if fp8_recipe == "blockwise" else te.is_fp8_available
-    available, reason = ask(return_reason=True)
+    own = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
+    available, reason = getattr(te, own.get(fp8_recipe, "is_fp8_available"))(return_reason=True)
     if not available:
         raise UserError(
             f"this recipe is TransformerEngine's {fp8_recipe} scaling, which it does not run on this machine: {reason} "

@@ -29,6 +29,7 @@ _PLAIN: Mapping[str, Any] = {
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
     "fp8_param_gather": False,
+    "fp8_sequence_parallel_gather": False,
     "recompute_granularity": None,
     "rampup_batch_size": None,
     "micro_batch_size": 1,

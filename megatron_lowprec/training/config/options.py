@@ -32,6 +32,11 @@ class RecipeOptions:
         "keep linear layers' weights as FP8 codes, without a bf16 copy, and gather them so; needs "
         "--use-distributed-optimizer, and a recipe with one FP8 weight for fprop and dgrad",
     )
+    fp8_sequence_parallel_gather: bool = arg(
+        False,
+        "gather inputs and output gradients of linear layers as FP8 codes under --sequence-parallel: the same codes, "
+        "half the bytes; needs a recipe of delayed scales (fp8_delayed, fp8_lm)",
+    )
     no_amax_reduce: bool = arg(
         False,
         "let each tensor-parallel rank take a current scale from its own part: no collective for it, but codes then "

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.coverage import check_fp8_gather
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.te_recipe import INSTALL
 from megatron_lowprec.training.data.blend import resolve_phase
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
 from megatron_lowprec.training.rampup import check_rampup, run_length
@@ -50,7 +51,13 @@ def resolve_model(config: Config) -> Config:
 
 
 def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
-    """Options required by the recipe's optimizer and gradient reduction, with notes about those switched on."""
+    """Options required by the recipe's optimizer and gradient reduction, with notes about those switched on.
+
+    Raises:
+        UserError: options that the recipe cannot serve.
+    """
+    if config.fp8_sequence_parallel_gather:
+        check_fp8_gather(recipe, config.pipeline_model_parallel_size)
     if not recipe.changes_training:
         return config, []
     if config.fp8_param_gather and recipe.optimizer.quantized:
@@ -186,6 +193,7 @@ def _in_bounds(config: Config) -> None:
 # Flags that have an effect only with another one.
 _PART_OF = {
     "memory_plan": ("memory_plan_gpus",),
+    "sequence_parallel": ("fp8_sequence_parallel_gather",),
     **{name: parts for architecture in ARCHITECTURES for name, parts in architecture.dependent_options.items()},
 }
 
@@ -249,8 +257,15 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         raise UserError("--fp8-param-gather needs --use-distributed-optimizer and --bf16")
     if config.transformer_impl == "local":
         return
-    ours: dict[str, Any] = {"no_lowprec_linears": False, "attention_backend": "auto", "rerun_in_bf16": []}
-    for name, wanted in (ours | {"no_amax_reduce": False, "share_rng_across_dp": False}).items():
+    ours: dict[str, Any] = {
+        "no_lowprec_linears": False,
+        "attention_backend": "auto",
+        "rerun_in_bf16": [],
+        "no_amax_reduce": False,
+        "share_rng_across_dp": False,
+        "fp8_sequence_parallel_gather": False,
+    }
+    for name, wanted in ours.items():
         if getattr(config, name) != wanted:
             raise UserError(f"{flag(name)} is for --transformer-impl local; leave one of the two out")
     if importlib.util.find_spec("transformer_engine") is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec
+from megatron_lowprec.recipe.coverage import LinearSite, primary_weight_spec, why_not_gathered
 from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.fields import require
@@ -30,7 +30,7 @@ class Runs:
         """Whether a linear layer saves FP8 codes of its input for wgrad, instead of the input."""
         site = next(site for site in linear_sites(config) if site.name == name)
         if config.sequence_parallel and site.split == "column":  # gathered again in the backward pass
-            return False
+            return config.fp8_sequence_parallel_gather and why_not_gathered(self.recipe, "input") is None
         native = self.native_gemms(config, site)
         return {"fprop", "wgrad"} <= native and self.recipe.fprop.input == self.recipe.wgrad.input
 

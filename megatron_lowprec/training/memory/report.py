@@ -12,6 +12,7 @@ from megatron_lowprec.training.config.resolve import resolve_run
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.memory.activations import layer_activations
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
+from megatron_lowprec.training.memory.transfers import planned_transfers
 
 _NEARLY = 0.9  # of a GPU: the allocator reserves a few percent more than it allocates
 
@@ -65,6 +66,9 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     lines += [_row("peak", found.peak), "(*) not at the same time: the larger counts; formulas: docs/guide/memory.md"]
     lines.append("a layer keeps of a microbatch:")
     lines += [_row(name, size) for name, size in layer_activations(config, found.runs).items()]
+    if config.sequence_parallel and config.transformer_impl == "local":
+        lines.append("linear layers of the model: a rank receives for a microbatch, by sequence parallelism:")
+        lines += [_row(name, size) for name, size in planned_transfers(config, recipe).items()]
     if device is not None:
         lines.append(f"{device.name}: {device.size / GIB:.1f} GiB, so the plan takes {found.peak / device.size:.0%}")
     return lines

@@ -48,6 +48,7 @@ def test_virtual_stages_by_either_flag() -> None:
 
 
 TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 TP4: dict[str, Any] = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
 INTERLEAVED: dict[str, Any] = {
     "num_layers": 4,
@@ -96,6 +97,8 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {**TE, "no_lowprec_linears": True}, ["--no-lowprec-linears", "--transformer-impl local"]),
     (1, {**TE, "attention_backend": "local"}, ["--attention-backend", "--transformer-impl local"]),
     (1, {"sequence_parallel": True}, ["--sequence-parallel"]),
+    (1, {"fp8_sequence_parallel_gather": True}, ["--fp8-sequence-parallel-gather", "--sequence-parallel"]),
+    (2, {**TE, **TP2, "fp8_sequence_parallel_gather": True}, ["--fp8-sequence-parallel-gather", "local"]),
     (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33}, ["--seq-length 33"]),
     (1, {"expert_model_parallel_size": 2}, ["--num-experts"]),
     (2, {"num_experts": 3, "expert_model_parallel_size": 2}, ["--num-experts 3"]),

@@ -123,6 +123,12 @@ def test_the_plan_is_what_a_model_holds(name: str, ranks: startup.Ranks) -> None
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_model_parallel_size": 2},
     "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "sequence, FP8 codes": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "recipe": "fp8_delayed",
+        "fp8_sequence_parallel_gather": True,
+    },
     "pipeline": {"pipeline_model_parallel_size": 2},
     "experts": {
         "expert_model_parallel_size": 2,
@@ -244,6 +250,26 @@ def test_a_layout_is_planned_without_its_gpus_or_data(drive: Drive, capsys: pyte
     assert "one of 16 GPUs" in capsys.readouterr().out
     with pytest.raises(UserError, match="10 processes are not divisible"):
         drive(["--config", str(REPOSITORY / "configs/models/gpt_6.7b.yaml"), *flags, "--memory-plan-gpus", "10"])
+
+
+def test_gathers_are_planned_with_the_memory(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(REPOSITORY / "configs/models/gpt_6.7b.yaml")
+    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--recipe", "fp8_delayed"]
+    found = []
+    for flags in ([], ["--fp8-sequence-parallel-gather"]):
+        drive(["--config", config, *layout, *flags, "--memory-plan", "--memory-plan-gpus", "2"])
+        lines = capsys.readouterr().out.splitlines()
+        found.append({line[2:58].rstrip(): float(line.split()[-2]) for line in lines if line.endswith(" GiB")})
+    plain, codes = found
+    for name in plain:
+        if "gathered" in name:
+            assert codes[name] == pytest.approx(plain[name] / 2, abs=1e-3), name
+        if "reduce-scattered" in name:
+            assert codes[name] == plain[name], name
+    # a layer saves its input as codes
+    for name in ("input of linear_qkv", "input of the MLP"):
+        assert codes[name] == pytest.approx(plain[name] / 2, abs=1e-3), name
+    assert sum("gathered" in name for name in plain) == 3
 
 
 def test_what_does_not_fit_is_refused() -> None:

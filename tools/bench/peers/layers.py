@@ -7,15 +7,14 @@ with cached weights add it, as ours do. A layer keeps the weight it was built wi
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.training.config.te_recipe import TERecipe, te_recipe
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.te import te_recipe
 from tools.bench.layer import Tensors, tensors
 from tools.bench.measure import distance, errors_as_faults, one_line
 from tools.bench.shapes import LinearShape
@@ -52,8 +51,6 @@ def absent(name: str, device: torch.device) -> str | None:
         return "not installed; tools/bench/README.md says how to install it"
     if name == "te" and device.type != "cuda":
         return "it needs a GPU"
-    # Read when TransformerEngine is imported: fp32 block scales, as in our recipe.
-    os.environ.update(te_recipe(get_recipe("fp8_blockwise")).environment())
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
@@ -65,18 +62,18 @@ def absent(name: str, device: torch.device) -> str | None:
 def _te_layers() -> dict[str, Make]:
     rows: dict[str, Make] = {}
     for name in TE_RECIPES:
-        recipe = te_recipe(get_recipe(name))
+        recipe = get_recipe(name)
         rows[f"TE {name}"] = _te_make(recipe, cached=False)
-        if recipe.kind is not None:
+        if recipe.quantized:
             rows[f"TE {name}, cached"] = _te_make(recipe, cached=True)
     return rows
 
 
-def _te_make(found: TERecipe, cached: bool) -> Make:
+def _te_make(asked: Recipe, cached: bool) -> Make:
     def make(t: Tensors) -> Layer:
         import transformer_engine.pytorch as te
 
-        recipe = _te_object(found)
+        recipe = te_recipe(asked) if asked.quantized else None
         out_features, in_features = t.weight.shape
         options = {"params_dtype": t.weight.dtype, "device": t.weight.device, "fuse_wgrad_accumulation": True}
         linear = te.Linear(in_features, out_features, bias=False, **options)
@@ -97,19 +94,6 @@ def _te_make(found: TERecipe, cached: bool) -> Make:
         return call
 
     return make
-
-
-def _te_object(found: TERecipe) -> Any:
-    from transformer_engine.common import recipe as te_recipes
-
-    if found.kind is None:
-        return None
-    fp8_format = te_recipes.Format.HYBRID if found.format == "hybrid" else te_recipes.Format.E4M3
-    if found.kind == "delayed":
-        history = {"amax_history_len": found.history, "amax_compute_algo": found.history_rule}
-        return te_recipes.DelayedScaling(margin=found.margin, fp8_format=fp8_format, **history)
-    kinds = {"tensorwise": te_recipes.Float8CurrentScaling, "blockwise": te_recipes.Float8BlockScaling}
-    return kinds[found.kind](fp8_format=fp8_format)
 
 
 # ---- torchao

@@ -1,1 +1,0 @@
-"""Stands in for six, which Megatron-LM imports for BERT's tokenizer."""

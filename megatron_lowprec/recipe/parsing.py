@@ -36,7 +36,7 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: unknown recipe, file or field, each with the nearest names; a value of the wrong type or not among
             its choices.
     """
-    recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else get_recipe(name_or_file)
+    recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else _named_recipe(name_or_file)
     if not overrides:
         return recipe
     data = recipe_to_dict(recipe)
@@ -63,6 +63,33 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     """The recipe of such a dict; UserError for unknown fields and wrong types."""
     return build(Recipe, data)
+
+
+def _named_recipe(text: str) -> Recipe:
+    """The recipe of a name, or of ``GEMMS+STATE``: GEMMs of one recipe with the training state of another.
+
+    Raises:
+        UserError: an unknown name, or a second recipe without optimizer state, gradients or weights of its own.
+    """
+    name, plus, of_state = text.partition("+")
+    recipe = get_recipe(name)
+    if not plus:
+        return recipe
+    state = get_recipe(of_state)
+    if not state.changes_training:
+        raise UserError(
+            f"--recipe {text} takes optimizer state, gradients and weights from {of_state}, which has Megatron-core's; "
+            "give a recipe such as fp8_lm_o2 after the +"
+        )
+    return dataclasses.replace(
+        recipe,
+        name=text,
+        summary=f"GEMMs of {name}; optimizer state, gradients and storage of weights of {of_state}",
+        source="; ".join(source for source in (recipe.source, state.source) if source),
+        optimizer=state.optimizer,
+        gradients=state.gradients,
+        fp8_weights=state.fp8_weights,
+    )
 
 
 def _is_file(name: str) -> bool:

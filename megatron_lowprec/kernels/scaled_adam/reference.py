@@ -90,14 +90,14 @@ class Slot(NamedTuple):
 
     Attributes:
         grad: fp32 or bf16.
-        weight: the model's weight, any dtype; receives the rounded new main weight.
+        weight: the model's weight, any dtype; receives the rounded new main weight. None if there is none to write.
         exp_avg, exp_avg_sq, master: fp32, fp16 or FP8 codes.
         decode_scale: fp32 [3], multiplies these three when decoded; overwritten with the codes.
         stream: draws of stochastic rounding; None rounds to nearest even.
     """
 
     grad: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor | None
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     master: torch.Tensor
@@ -144,7 +144,8 @@ def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.T
                 scaled = torch.where(scaled > 0, scaled.clamp(min=FORMAT_OF[codes.dtype].smallest), scaled)
             codes.copy_(_rounded(scaled, codes.dtype, slot.stream, step.step, part))
         slot.decode_scale.copy_(1 / scales)
-        slot.weight.copy_(slot.master.float() * slot.decode_scale[2])
+        if slot.weight is not None:
+            slot.weight.copy_(slot.master.float() * slot.decode_scale[2])
 
 
 def random_bits(fmt: Format) -> int:

@@ -30,13 +30,14 @@ _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
 _COLUMNS = tl.constexpr(16)
 _STREAM = tl.constexpr(7)
 # named values of KIND
-_FP32, _BF16, _FP16, _E4M3, _E5M2 = (tl.constexpr(number) for number in range(5))
+_FP32, _BF16, _FP16, _E4M3, _E5M2, _NONE = (tl.constexpr(number) for number in range(6))
 _KINDS = {
     torch.float32: _FP32.value,
     torch.bfloat16: _BF16.value,
     torch.float16: _FP16.value,
     torch.float8_e4m3fn: _E4M3.value,
     torch.float8_e5m2: _E5M2.value,
+    None: _NONE.value,
 }
 
 
@@ -268,8 +269,9 @@ def _update_kernel(
         tl.store(_pointer(tl.load(row + 2), SLOT.FIRST, SLOT.ALIGNED) + at, mean, mask=inside)
         tl.store(_pointer(tl.load(row + 3), SLOT.SECOND, SLOT.ALIGNED) + at, square, mask=inside)
         tl.store(_pointer(tl.load(row + 4), SLOT.MAIN, SLOT.ALIGNED) + at, kept, mask=inside)
-        weight = _encode(_decode(kept, SLOT.MAIN) * tl.div_rn(1.0, main), SLOT.WEIGHT, STATE)
-        tl.store(_pointer(tl.load(row + 1), SLOT.WEIGHT, SLOT.ALIGNED) + at, weight, mask=inside)
+        if SLOT.WEIGHT != _NONE:
+            weight = _encode(_decode(kept, SLOT.MAIN) * tl.div_rn(1.0, main), SLOT.WEIGHT, STATE)
+            tl.store(_pointer(tl.load(row + 1), SLOT.WEIGHT, SLOT.ALIGNED) + at, weight, mask=inside)
 
 
 @lru_cache(maxsize=64)
@@ -281,10 +283,10 @@ def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
     rows = []
     for slot in slots:  # the kernel gets only addresses
         tensors = (slot.grad, slot.weight, *slot.state)
-        assert all(tensor.is_contiguous() and tensor.numel() == slot.grad.numel() for tensor in tensors)
+        assert all(t is None or (t.is_contiguous() and t.numel() == slot.grad.numel()) for t in tensors)
         assert slot.decode_scale.is_contiguous()
         assert slot.decode_scale.dtype == torch.float32
-        addresses = (tensor.data_ptr() for tensor in (*tensors, slot.decode_scale))
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, slot.decode_scale))
         rows.append((*addresses, slot.grad.numel(), *_stream_numbers(slot)))
     return tuple(rows)
 
@@ -298,7 +300,9 @@ def _stream_numbers(slot: Slot) -> tuple[int, ...]:
 
 
 def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...]) -> SlotConstants:
-    (kinds,) = {tuple(_KINDS[tensor.dtype] for tensor in (slot.grad, slot.weight, *slot.state)) for slot in slots}
+    (kinds,) = {
+        tuple(_KINDS[None if t is None else t.dtype] for t in (slot.grad, slot.weight, *slot.state)) for slot in slots
+    }
     (stochastic,) = {slot.stream is not None for slot in slots}
     shifted = any(slot.stream.first % VALUES_PER_CALL for slot in slots if slot.stream is not None)
     grad, weight, first, second, main = kinds

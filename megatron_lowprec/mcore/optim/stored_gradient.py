@@ -50,10 +50,10 @@ class StoredGradient:
         """Prepare and cast ``main_grad`` around Megatron-core's hook, which adds the gradient of autograd to it."""
         self.weight.stored_gradient = self  # type: ignore[attr-defined]
         self.weight.register_hook(self.begin_write)
-        # Megatron-core has the same node, whose hooks run in the order of their registration.
+        # Megatron-core keeps the node, whose hooks run in the order of their registration. Kept here as well, it would
+        # never be freed: it has the weight, in a way that Python's garbage collector cannot see.
         view: Any = self.weight.expand_as(self.weight)
-        self._node = view.grad_fn.next_functions[0][0]
-        self._node.register_hook(self.end_write)
+        view.grad_fn.next_functions[0][0].register_hook(self.end_write)
 
     def begin_write(self, *_: Any) -> None:
         """Make ``main_grad`` fp32, of the weight's shape, with the sum of the microbatches so far.

@@ -13,6 +13,7 @@ from megatron_lowprec.recipe.schema import OptimizerSpec
 
 DTYPES = {
     "fp32": torch.float32,
+    "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,

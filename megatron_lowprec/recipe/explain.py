@@ -53,9 +53,10 @@ def describe_training_state(recipe: Recipe) -> list[str]:
     if recipe.optimizer.quantized:
         kept = ", ".join(f"{name} {form.upper()}" for name, form in recipe.optimizer.formats.items())
         rounding = recipe.optimizer.rounding.replace("_", " ")
+        has_scale = set(recipe.optimizer.formats.values()) - {"fp32", "bf16"}
+        scaled = "one power-of-two scale a tensor, " if has_scale else ""
         lines.append(
-            f"optimizer: {kept}, one power-of-two scale a tensor, {rounding} rounding, updates in fp32; "
-            "norm gains and biases keep an fp32 state"
+            f"optimizer: {kept}, {scaled}{rounding} rounding, updates in fp32; norm gains and biases keep an fp32 state"
         )
     if recipe.gradients.quantized:
         spec, form = recipe.gradients, recipe.gradients.format.upper()

@@ -26,7 +26,7 @@ Scaling = Literal["current", "delayed"]
 HistoryRule = Literal["max", "most_recent"]
 HistoryUpdate = Literal["step", "microbatch"]
 Signs = Literal["random", "none"]
-StateFormat = Literal["fp32", "fp16", "e4m3", "e5m2"]
+StateFormat = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
 StateRounding = Literal["stochastic", "nearest_even"]
 GradientFormat = Literal["none", "e4m3", "e5m2"]
 GradientSum = Literal["format", "fp32"]
@@ -225,8 +225,10 @@ class OptimizerSpec:
 
     They apply to weights of two or more dimensions. One-dimensional ones (norm gains, biases) keep an fp32 state.
 
-    Formats other than ``"fp32"`` have one scale per tensor, 2^floor(log2(M / A)) with the format's maximum M and the
-    largest magnitude A of all of the tensor's shards on all ranks. An update is computed in fp32 from decoded values.
+    ``"fp16"``, ``"e4m3"`` and ``"e5m2"`` have one scale per tensor, 2^floor(log2(M / A)) with the format's maximum M
+    and the largest magnitude A of all of the tensor's shards on all ranks. ``"bf16"`` has no scale; DeepSeek-V3 (arXiv
+    2412.19437, section 3.3.3) has both moments in it, with an fp32 master. An update is computed in fp32 from decoded
+    values.
 
     Attributes:
         exp_avg: first moment.

@@ -102,8 +102,9 @@ def cases() -> dict[str, list[str]]:
     found["o3 from weights"] = argv(
         **LM | {"recipe": "fp8_lm_o3"}, load="half of fp8_delayed", no_save=True, finetune=True
     )
+    found["half of o3"] = argv(**LM | {"recipe": "fp8_lm_o3"}, exit_interval=2)
     found["o3 to fp8_delayed"] = argv(
-        **LM | {"recipe": "fp8_delayed"}, load="o3, data resumed", no_save=True, use_distributed_optimizer=True
+        **LM | {"recipe": "fp8_delayed"}, load="half of o3", no_save=True, use_distributed_optimizer=True
     )
     found["from weights"] = argv(**LM, load="half of fp8_delayed", no_save=True, finetune=True)
     found["from weights, fp8_delayed"] = argv(
@@ -210,7 +211,8 @@ def test_its_checkpoint_is_any_layout_s_and_any_recipe_s(launch: Path) -> None:
     # Dropout draws otherwise on another layout.
     for layout in ("tensor", "pipeline"):
         assert values(rows(launch / f"to {layout}"), "lm loss") == pytest.approx(whole, rel=5e-3)
-    assert values(rows(launch / "to fp8_delayed"), "lm loss") == pytest.approx(whole, rel=5e-3)
+    for name in ("to fp8_delayed", "o3 to fp8_delayed"):
+        assert values(rows(launch / name), "lm loss") == pytest.approx(whole, rel=5e-3)
     delayed = values(rows(launch / "fp8_delayed"), "lm loss")[2:]
     for name in ("from fp8_delayed", "o3 from fp8_delayed"):
         assert values(rows(launch / name), "lm loss") == pytest.approx(delayed, rel=5e-3)

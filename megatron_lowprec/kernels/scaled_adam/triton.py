@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast_fp8.rule import CodeConstants, code_constants
 from megatron_lowprec.kernels.cast_fp8.triton_ops import round_to_bf16, to_fp8
@@ -31,6 +31,7 @@ _COLUMNS = tl.constexpr(16)
 _STREAM = tl.constexpr(7)
 # named values of KIND
 _FP32, _BF16, _FP16, _E4M3, _E5M2, _NONE = (tl.constexpr(number) for number in range(6))
+_BF16_FORMAT = Format("bf16", 8, 7, bias=127, max=torch.finfo(torch.bfloat16).max, specials="ieee", source="")
 _KINDS = {
     torch.float32: _FP32.value,
     torch.bfloat16: _BF16.value,
@@ -92,6 +93,7 @@ class StateConstants(NamedTuple):
     E4M3: CodeConstants
     E5M2: CodeConstants
     FP16: CodeConstants
+    BF16: CodeConstants
 
 
 @triton.jit
@@ -146,8 +148,8 @@ def _encode(value, KIND: tl.constexpr, STATE: tl.constexpr):
 
 @triton.jit
 def _not_zero(value, KIND: tl.constexpr, STATE: tl.constexpr):
-    """Positive entries raised to at least the smallest number of their stored format."""
-    if KIND != _FP32:
+    """Positive entries raised to at least the smallest number of their stored format, if it has a scale."""
+    if KIND != _FP32 and KIND != _BF16:  # noqa: SIM109 - Triton has no `in`
         CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
         value = tl.where(value > 0.0, tl.maximum(value, 2.0 ** (CODES.MIN_EXPONENT - CODES.MANTISSA)), value)
     return value
@@ -161,7 +163,8 @@ def _on_grid(value, row, group, step, PART: tl.constexpr, KIND: tl.constexpr, ST
         row, group, step, PART: arguments of ``_draw``.
     """
     if KIND != _FP32:
-        CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
+        WIDE: tl.constexpr = STATE.FP16 if KIND == _FP16 else STATE.BF16
+        CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else WIDE
         SHIFT: tl.constexpr = 23 - CODES.MANTISSA
         BITS: tl.constexpr = 16 if SHIFT > 16 else SHIFT
         draws = _draw(row, group, step, PART, value.shape[0])
@@ -327,7 +330,7 @@ def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.T
     """As ``reference.update_``, bit for bit; all slots have the same dtypes and rounding."""
     device = slots[0].grad.device
     rows = _rows(slots)
-    formats = (FORMATS["e4m3"], FORMATS["e5m2"], FORMAT_OF[torch.float16])
+    formats = (FORMATS["e4m3"], FORMATS["e5m2"], FORMAT_OF[torch.float16], _BF16_FORMAT)
     state = StateConstants(*(code_constants(fmt, device) for fmt in formats))
     table, scales = _table(rows, device), encode_scales.contiguous()
     numbers, constants = Numbers.of(step), {"SLOT": _constants(slots, rows), "STATE": state}

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lowprec.kernels.dispatch import adam_update_, adam_update_amax
-from megatron_lowprec.kernels.scaled_adam.reference import STATE, Hyperparameters, Slot, Stream, encode_scale
+from megatron_lowprec.kernels.scaled_adam.reference import (
+    FORMAT_OF,
+    STATE,
+    Hyperparameters,
+    Slot,
+    Stream,
+    encode_scale,
+)
 from megatron_lowprec.recipe.schema import OptimizerSpec
 
 DTYPES = {
@@ -122,6 +129,15 @@ class ScaledAdamW(torch.optim.Optimizer):
             parts = zip(amax[batch.rows].unbind(1), batch.dtypes, strict=True)
             scales = [encode_scale(part, dtype) for part, dtype in parts]
             adam_update_(batch.slots, batch.step, torch.stack(scales, 1))
+
+    def decode_scales(self, name: str) -> torch.Tensor:
+        """Decode scales of one part of the state ("exp_avg", "exp_avg_sq" or "master"), of tensors that have one: fp32
+        [tensors].
+        """
+        part = STATE.index(name)
+        states = [self.state[weight] for weight in self._weights() if weight.numel()]
+        scales = [state["decode_scale"][part] for state in states if state[_NAMES[part]].dtype in FORMAT_OF]
+        return torch.stack(scales) if scales else torch.empty(0, device=self._amax.device)
 
     def _batches(self, group: dict[str, Any]) -> Iterator[_Batch]:
         """Batches of the tensors of a group that have a gradient, by the dtypes of their state and weights."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "pipeline": LAYOUTS["pipeline"],
     "interleaved": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
     "experts": {"num_experts": 4, "expert_model_parallel_size": 2, "disable_bias_linear": True},
+    "bf16 moment": {"recipe": "bf16", "recipe_override": "optimizer.exp_avg=bf16"},
     "o1, data": OVERLAP | {"recipe": "fp8_lm_o1"},
     "o2, sequence": LAYOUTS["sequence"] | {"recipe": "fp8_lm_o2"},
     "o2, interleaved": {
@@ -70,7 +72,7 @@ def cases() -> dict[str, list[str]]:
     found["exchange overlapped"] = argv(**LM | OVERLAP, no_save=True, use_distributed_optimizer=True)
     found["exchange, rounded sums"] = [*argv(**LM, no_save=True), "--recipe-override", "gradients.sum=format"]
     for level in LEVELS:
-        found[level] = argv(**LM | {"recipe": level}, no_save=True)
+        found[level] = argv(**LM | {"recipe": level}, no_save=True, log_quantization_interval=4)
     several = LM | {"global_batch_size": 8, "no_save": True}
     found["microbatches"] = argv(**several)
     found["microbatches, fp32"] = argv(**several | {"recipe": "fp8_lm_o2"})
@@ -196,6 +198,25 @@ def test_stored_gradients_are_those_of_a_buffer(launch: Path) -> None:
         assert values(found, "lm loss") == pytest.approx(values(buffer, "lm loss"), rel=1e-3)
     assert losses(launch / "microbatches, format") != losses(launch / "microbatches, fp32")
     assert losses(launch / "microbatches, fp32, overlapped") == losses(launch / "microbatches, fp32")
+
+
+@pytest.mark.slow
+def test_metrics_have_saturation_mu_and_scales(launch: Path) -> None:
+    for level in LEVELS:
+        found = rows(launch / level)
+        assert not any("scale" in key or key.startswith("gradient ") for row in found[:3] for key in row)
+        last = next(row for row in found if row.get("iteration") == 4 and "lm loss" in row)
+        assert last["gradient mu"] == 1.0
+        assert 0.0 <= last["gradient saturation"] < 1e-2
+        parts = {"exp_avg": 448.0, "exp_avg_sq": 65504.0, "master": 65504.0} if level != "fp8_lm_o1" else {}
+        assert {key for key in last if "scale" in key} == {f"{p} scale {end}" for p in parts for end in ("min", "max")}
+        for part in parts:
+            least, largest = (math.log2(last[f"{part} scale {end}"]) for end in ("min", "max"))
+            assert least.is_integer()
+            assert largest.is_integer()
+            assert least <= largest
+        if parts:  # the largest weight, an embedding's of deviation 0.02, lies in the upper half of FP16's range
+            assert 0.02 < 65504.0 * last["master scale max"] < 1.0
 
 
 @pytest.mark.slow

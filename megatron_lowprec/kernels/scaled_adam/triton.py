@@ -149,7 +149,7 @@ def _encode(value, KIND: tl.constexpr, STATE: tl.constexpr):
 @triton.jit
 def _not_zero(value, KIND: tl.constexpr, STATE: tl.constexpr):
     """Positive entries raised to at least the smallest number of their stored format, if it has a scale."""
-    if KIND != _FP32 and KIND != _BF16:  # noqa: SIM109 - Triton has no `in`
+    if KIND != _FP32 and KIND != _BF16:
         CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
         value = tl.where(value > 0.0, tl.maximum(value, 2.0 ** (CODES.MIN_EXPONENT - CODES.MANTISSA)), value)
     return value

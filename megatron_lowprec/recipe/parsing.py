@@ -29,6 +29,7 @@ T = TypeVar("T")
 def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or YAML file, with overrides such as ``dgrad.hadamard.block=128`` applied in order.
 
+    ``GEMMS+STATE`` names two recipes: the GEMMs of one, with optimizer state, gradients and weights of the other.
     A value is parsed as YAML (``null`` removes an operand or a transform). Overrides are appended to the recipe's name,
     so that no log shows a published name for a changed recipe.
 

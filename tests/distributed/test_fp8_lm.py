@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
+from megatron_lowprec.mcore.optim.fp8_param_gather import sharded_weights
+from megatron_lowprec.quantization.primary_weight import weight_encode_scale
+from megatron_lowprec.training import loop
 from tests.training.conftest import driving
 from tests.training.helpers import argv, losses, many_runs, rows
 
@@ -264,6 +270,30 @@ def test_what_it_needs_is_switched_on_and_said(tmp_path: Path, capfd: pytest.Cap
     assert "optimizer ScaledAdamW of megatron_lowprec" in said
     assert "optimizer: exp_avg E4M3, exp_avg_sq FP16, master FP16" in said
     assert "gradients: exchanged by data-parallel ranks in E4M3" in said
+
+
+def test_fp8_weights_are_cast_from_the_narrow_main_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, inner = [], loop.train_step
+
+    def step(trainer: Any, *rest: Any) -> Any:
+        result = inner(trainer, *rest)
+        (part,) = trainer.optimizer.chained_optimizers
+        for weight, main, start in sharded_weights(part):
+            assert main is not None
+            assert (main.stored.dtype, start, weight.source) == (torch.float16, 0, None)
+            values = main.values()
+            scale = weight_encode_scale(values.abs().amax().view(1), weight.spec)
+            codes = fp8_codes(values, scale, FORMATS["e4m3"])
+            assert torch.equal(weight.codes.view(-1), codes)
+            seen.append(codes)
+        return result
+
+    monkeypatch.setattr(loop, "train_step", step)
+    with driving(tmp_path) as call:
+        call(argv(**LM | {"recipe": "fp8_current+fp8_lm_o3", "train_iters": 2}, save="out", no_save=True))
+    first, second = seen[:8], seen[8:]
+    assert len(second) == 8
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize(

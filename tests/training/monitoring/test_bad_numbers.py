@@ -63,7 +63,12 @@ def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, m
         return row
 
     monkeypatch.setattr(loop, "_train_iteration", recorded)
-    changes = {"recipe": "fp8_lm", "recipe_override": "gradients.mu=automatic", "train_iters": 3, "calibrate_amax": True}
+    changes = {
+        "recipe": "fp8_lm",
+        "recipe_override": "gradients.mu=automatic",
+        "train_iters": 3,
+        "calibrate_amax": True,
+    }
     drive(argv(**COMMON | changes))
     (first, after), (second, skipped), (third, last) = zip(factors[::2], factors[1::2], strict=True)
     assert first == 1.0  # passes that fill histories are no steps

@@ -117,7 +117,7 @@ def _from_file(path: Path) -> Recipe:
     try:
         if base is None:
             return recipe_from_dict({"name": path.stem, "summary": f"from {path.name}", **data})
-        merged = recipe_to_dict(get_recipe(base))
+        merged = recipe_to_dict(_named_recipe(base))
         _merge(Recipe, merged, {"name": path.stem, **data}, "")
         return recipe_from_dict(merged)
     except UserError as error:

@@ -278,6 +278,7 @@ def test_fp8_weights_are_cast_from_the_narrow_main_weight(tmp_path: Path, monkey
     def step(trainer: Any, *rest: Any) -> Any:
         result = inner(trainer, *rest)
         (part,) = trainer.optimizer.chained_optimizers
+        assert all(shard.decoupled_grad is None for shard in part.get_parameters())  # fp32, freed by the update
         for weight, main, start in sharded_weights(part):
             assert main is not None
             assert (main.stored.dtype, start, weight.source) == (torch.float16, 0, None)

@@ -6,8 +6,8 @@ its buffer: one byte a weight before and after the reduction. At other times ``m
 rejects writes.
 
 ``store_gradients_in`` replaces methods of these objects only: of buffers (``reset``, ``scale_gradients``), of bucket
-groups (``start_grad_sync``) and of the wrapped chunk (``finish_grad_sync``). ``decode_gradients_in`` replaces the
-method by which the distributed optimizer reads gradients.
+groups (``start_grad_sync``) and of the wrapped chunk (``finish_grad_sync``). ``decode_gradients_in`` replaces those
+by which the distributed optimizer reads gradients and updates.
 """
 
 from __future__ import annotations
@@ -157,6 +157,15 @@ def decode_gradients_in(part: Any) -> None:
     """Make a ``DistributedOptimizer`` read the gradients that ``store_gradients_in`` stores."""
     if not part.is_stub_optimizer:
         part._copy_model_grads_to_main_grads = partial(_decode, part)
+        part.step_with_ready_grads = partial(_update_and_free, part, part.step_with_ready_grads)
+
+
+def _update_and_free(part: Any, update: Callable[[], bool]) -> bool:
+    """Replacement of ``DistributedOptimizer.step_with_ready_grads``: frees the decoded gradients after the update."""
+    updated = update()
+    for shard in part.get_parameters():
+        shard.grad = shard.decoupled_grad = None
+    return updated
 
 
 def _decode(part: Any) -> None:

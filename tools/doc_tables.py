@@ -156,6 +156,8 @@ def _state(page: Path, name: str) -> Iterator[Row]:
     yield "rounding of the state", "`optimizer.rounding`", recipe.optimizer.rounding
     yield "gradients between data-parallel ranks", "`gradients.format`", recipe.gradients.format.upper()
     yield "their partial sums", "`gradients.sum`", recipe.gradients.sum
+    yield "their factor mu", "`gradients.mu`", recipe.gradients.mu
+    yield "gradients between microbatches", "`gradients.accumulation`", recipe.gradients.accumulation
 
 
 def _differences(page: Path, base: str, *others: str) -> Iterator[Row]:
@@ -187,6 +189,7 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
     for part in ("optimizer", "gradients"):
         there_is, here_is = (asdict(getattr(recipe, part)) for recipe in (base, other))
         pairs |= {f"{part}.{name}": (there_is[name], here_is[name]) for name in there_is}
+    pairs["fp8_weights"] = str(base.fp8_weights).lower(), str(other.fp8_weights).lower()
     return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
 
 

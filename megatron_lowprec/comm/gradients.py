@@ -3,11 +3,11 @@
 Each rank sends every other rank its shard of each tensor as FP8 codes, 1 byte an entry instead of 4 in fp32. It adds
 the received codes in rank order, so the result does not depend on the network. Each tensor has one power-of-two scale,
 from the amax over all ranks. The sum is fp32, or each partial sum is rounded to FP8, as an in-network reduction would.
-Rounded sums lose addends below half a step of the partial sum, and can saturate even if no rank's values do. Gradients
-are therefore multiplied by a factor mu before the cast, which adapts to the number of saturated sums.
+Rounded sums lose addends below half a step of the partial sum, and can saturate even if no rank's values do.
 
-The source does not specify where saturation is counted and how mu grows. Here it is counted in the sums, over all
-tensors and ranks of a step; mu grows by a constant ratio each step, from 1/2 to 2 in 1000 steps.
+Gradients may be multiplied by a factor mu before the cast, which adapts to the number of saturated codes. As in the
+source, they are counted in the codes that each rank casts, before the sum, over all tensors and ranks of a step. The
+source does not specify how mu grows: here by a constant ratio each step, from 1/2 to 2 in 1000 steps.
 """
 
 from __future__ import annotations
@@ -45,19 +45,26 @@ def rounded_sum_warnings(spec: GradientSpec, ranks: int) -> list[str]:
     ]
 
 
-class AutomaticFactor:
-    """Factor mu of gradients before the cast; on the device, read by the host only for checkpoints.
+class GradientFactor:
+    """Factor mu of gradients before the cast, and the share of saturated codes; on the device.
+
+    Args:
+        device: of the gradients.
+        automatic: adapt mu after each step; else it stays 1.
 
     Attributes:
         mu: fp32 [1].
+        saturated: share of the codes of the last finished step that lay at the format's maximum: float64 [].
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, automatic: bool) -> None:
+        self.automatic = automatic
         self.mu = torch.ones(1, device=device)
+        self.saturated = torch.zeros((), dtype=torch.float64, device=device)
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)  # saturated, all
 
     def count(self, saturated: torch.Tensor, entries: int) -> None:
-        """Add a buffer to the counts of this step: ``saturated`` (int64 scalar) of ``entries`` sums."""
+        """Add a buffer to the counts of this step: ``saturated`` (int64 scalar) of ``entries`` codes."""
         self._counts[0] += saturated
         self._counts[1] += entries
 
@@ -68,22 +75,29 @@ class AutomaticFactor:
     def end_step(self) -> None:
         """Set mu for the next step, after a weight update; collective over all ranks."""
         dist.all_reduce(self._counts)
-        too_many = self._counts[0] > _MOST_SATURATED * self._counts[1]
-        self.mu = torch.where(too_many, _LOWEST, (self.mu * _RISE).clamp(max=_HIGHEST))
+        self.saturated = self._counts[0] / self._counts[1].clamp(min=1)
+        if self.automatic:
+            too_many = self.saturated > _MOST_SATURATED
+            self.mu = torch.where(too_many, _LOWEST, (self.mu * _RISE).clamp(max=_HIGHEST))
         self.forget()
 
 
 class GradientSum:
-    """``reduce_scatter`` of flat gradient buffers, in FP8.
+    """Reduction of gradients over data-parallel ranks in FP8.
 
     Args:
-        spec: format and rounding of the sum.
-        factor: required if ``spec.sum`` is "format", else None.
+        spec: formats of the codes and of their sum.
+        factor: mu, and the counts of saturated codes.
+
+    Attributes:
+        rounds_sums: whether each partial sum is rounded to the format.
     """
 
-    def __init__(self, spec: GradientSpec, factor: AutomaticFactor | None) -> None:
-        assert (factor is not None) == (spec.sum == "format")
+    def __init__(self, spec: GradientSpec, factor: GradientFactor) -> None:
         self._format, self._dtype, self._factor = FORMATS[spec.format], DTYPES[spec.format], factor
+        self.rounds_sums = spec.sum == "format"
+        largest = torch.tensor(self._format.max).to(self._dtype)
+        self._largest_code = int(largest.view(torch.uint8))
 
     @torch.no_grad()
     def reduce_scatter_(
@@ -104,28 +118,24 @@ class GradientSum:
             times: factor of the sum; 1 / ranks for a mean.
             sharers: further groups of ranks that hold other shards of these tensors and share their scales.
         """
-        scale = self.encode_scale(flat, tensors, [group, *sharers])
+        amax = torch.stack(torch._foreach_norm([flat[start:end] for start, end in tensors], torch.inf)).float()
+        scale = self.encode_scale(max_over(amax, group, *sharers))
         codes = self.codes(flat, tensors, scale)
-        ranks, part = group.size(), flat.numel() // group.size()
-        received = torch.empty_like(codes)
-        dist.all_to_all_single(received, codes, group=group)
-        total = self.sum_codes(received.view(self._dtype).view(ranks, part))
-        own = flat[group.rank() * part :][:part]
-        own.zero_()
+        self.count(codes, tensors)
+        total = self.sum_codes(self.exchange(codes, group))
+        part = total.numel()
         first = group.rank() * part
-        decode = times / scale
-        for (start, end), factor in zip(tensors, decode, strict=True):
+        own = flat[first:][:part]
+        own.zero_()
+        for (start, end), factor in zip(tensors, times / scale, strict=True):
             start, end = max(start - first, 0), min(end - first, part)
             if start < end:
                 own[start:end] = total[start:end] * factor
 
-    def encode_scale(
-        self, flat: torch.Tensor, tensors: Sequence[Bounds], groups: Sequence[dist.ProcessGroup]
-    ) -> torch.Tensor:
-        """Encode scales, fp32 [len(tensors)], mu included; NaN for a tensor that is not finite."""
-        amax = torch.stack(torch._foreach_norm([flat[start:end] for start, end in tensors], torch.inf)).float()
-        scale = fp32_encode_scale(max_over(amax, *groups), self._format, "amax_pow2")
-        return scale if self._factor is None else scale * self._factor.mu
+    def encode_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        """Encode scales, mu included, of the shape of ``amax``; NaN where that is not finite."""
+        scale = fp32_encode_scale(amax, self._format, "amax_pow2") * self._factor.mu
+        return scale.clamp(max=torch.finfo(torch.float32).max)
 
     def codes(self, flat: torch.Tensor, tensors: Sequence[Bounds], scale: torch.Tensor) -> torch.Tensor:
         """FP8 codes, uint8, of the shape of ``flat``; zeros between tensors."""
@@ -136,16 +146,45 @@ class GradientSum:
             multi_tensor_cast_(values, scale, self._format, places)
         else:  # one tensor at a time: fp32 copies of all might not fit in memory
             for (value, place), one in zip(parts, scale.split(1), strict=True):
-                multi_tensor_cast_([value.float()], one, self._format, [place])
+                self.cast_(value.float(), one, place)
         return codes
 
+    def count(self, codes: torch.Tensor, tensors: Sequence[Bounds]) -> None:
+        """Count the saturated codes of a buffer, before they are summed."""
+        saturated = ((codes & 0x7F) == self._largest_code).sum()
+        self._factor.count(saturated, sum(end - start for start, end in tensors))
+
+    def rescale_(self, codes: torch.Tensor, tensors: Sequence[Bounds], ratio: torch.Tensor) -> None:
+        """Multiply the values of each tensor's codes by its entry of ``ratio``, powers of two up to 1, and round.
+
+        Exact but for the format's subnormals.
+        """
+        for (start, end), factor in zip(tensors, ratio, strict=True):
+            place = codes[start:end].view(self._dtype)
+            place.copy_((place.float() * factor).clamp_(-self._format.max, self._format.max))
+
+    @staticmethod
+    def exchange(codes: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """All ranks' codes of this rank's shard: uint8 [ranks, n] of codes [ranks * n]."""
+        if group.size() == 1:
+            return codes.view(1, -1)
+        received = torch.empty_like(codes)
+        dist.all_to_all_single(received, codes, group=group)
+        return received.view(group.size(), -1)
+
+    def cast_(self, values: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor) -> None:
+        """Write the codes, uint8, of fp32 ``values`` of the same size, by one encode scale, fp32 [1]."""
+        multi_tensor_cast_([values], scale, self._format, [codes])
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Codes, uint8, of fp32 values that are on the format's grid."""
+        return values.to(self._dtype).view(torch.uint8)
+
     def sum_codes(self, received: torch.Tensor) -> torch.Tensor:
-        """Sum of codes [ranks, n] in rank order: fp32 [n]."""
-        total = received[0].float()
+        """Sum of codes, uint8 [ranks, n], in rank order: fp32 [n]."""
+        total = received[0].view(self._dtype).float()
         for codes in received[1:]:
-            total += codes.float()
-            if self._factor is not None:
+            total += codes.view(self._dtype).float()
+            if self.rounds_sums:
                 total = total.clamp_(-self._format.max, self._format.max).to(self._dtype).float()
-        if self._factor is not None:
-            self._factor.count((total.abs() == self._format.max).sum(), total.numel())
         return total

@@ -39,10 +39,10 @@ class StepTracker:
     """
 
     def __init__(self, recipe: Recipe, seed: int | None = None) -> None:
-        if recipe.optimizer.quantized or recipe.gradients.quantized:
+        if recipe.changes_training:
             raise UserError(
-                f"recipe {recipe.name} also quantizes optimizer state or gradients, which belong to the training loop; "
-                "use this project's pretrain_gpt.py, or a recipe of GEMMs alone such as fp8_delayed"
+                f"recipe {recipe.name} also quantizes optimizer state, gradients or weights, which belong to the "
+                "training loop; use this project's pretrain_gpt.py, or a recipe of GEMMs alone such as fp8_delayed"
             )
         self._recipe, self._seed = recipe, seed
         self._runtime: RecipeRuntime | None = None

@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lowprec.kernels.dispatch import adam_update_, adam_update_amax
-from megatron_lowprec.kernels.scaled_adam.reference import STATE, Hyperparameters, Slot, Stream, encode_scale
+from megatron_lowprec.kernels.scaled_adam.reference import (
+    FORMAT_OF,
+    STATE,
+    Hyperparameters,
+    Slot,
+    Stream,
+    encode_scale,
+)
 from megatron_lowprec.recipe.schema import OptimizerSpec
 
 DTYPES = {
     "fp32": torch.float32,
+    "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
@@ -28,11 +36,14 @@ class Place(NamedTuple):
         row: row of the tensor in ``amax``.
         keeps_fp32: whether its state is fp32 regardless of the spec.
         stream: draws of stochastic rounding; None rounds to nearest even.
+        values: of a weight whose tensor holds codes: returns its values, any float dtype. The update leaves the codes
+            unchanged. None for other weights.
     """
 
     row: int
     keeps_fp32: bool = False
     stream: Stream | None = None
+    values: Callable[[], torch.Tensor] | None = None
 
 
 class _Batch(NamedTuple):
@@ -97,7 +108,13 @@ class ScaledAdamW(torch.optim.Optimizer):
     def read_weights(self) -> None:
         """Set the main weights from the model's weights."""
         for weight in self._weights():
-            self.set_scaled_state(weight, _MASTER, weight)
+            values = self._places[weight].values
+            self.set_scaled_state(weight, _MASTER, weight if values is None else values())
+
+    def main_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(codes of a main weight, their decode scale, fp32 [1]), or (the fp32 main weight, None)."""
+        stored: torch.Tensor = self.state[weight][_MASTER]
+        return stored, None if stored.dtype == torch.float32 else self.state[weight]["decode_scale"][2:]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -113,10 +130,19 @@ class ScaledAdamW(torch.optim.Optimizer):
             scales = [encode_scale(part, dtype) for part, dtype in parts]
             adam_update_(batch.slots, batch.step, torch.stack(scales, 1))
 
+    def decode_scales(self, name: str) -> torch.Tensor:
+        """Decode scales of one part of the state ("exp_avg", "exp_avg_sq" or "master"), of tensors that have one: fp32
+        [tensors].
+        """
+        part = STATE.index(name)
+        states = [self.state[weight] for weight in self._weights() if weight.numel()]
+        scales = [state["decode_scale"][part] for state in states if state[_NAMES[part]].dtype in FORMAT_OF]
+        return torch.stack(scales) if scales else torch.empty(0, device=self._amax.device)
+
     def _batches(self, group: dict[str, Any]) -> Iterator[_Batch]:
-        """Batches of the tensors of a group that have a gradient, by the dtypes of their state."""
+        """Batches of the tensors of a group that have a gradient, by the dtypes of their state and weights."""
         group["step"] = int(group.get("step", 0)) + 1
-        by_kind: dict[bool, tuple[list[int], list[Slot]]] = {}
+        by_kind: dict[tuple[bool, bool], tuple[list[int], list[Slot]]] = {}
         for weight in group["params"]:
             grad = getattr(weight, "decoupled_grad", None)
             if grad is None:
@@ -125,13 +151,14 @@ class ScaledAdamW(torch.optim.Optimizer):
             state["step"].fill_(group["step"])
             exp_avg, exp_avg_sq, master = (state[name] for name in _NAMES)
             stream = None if place.keeps_fp32 else place.stream
-            slot = Slot(grad, weight.detach(), exp_avg, exp_avg_sq, master, state["decode_scale"], stream)
-            rows, slots = by_kind.setdefault(place.keeps_fp32, ([], []))
+            model_weight = None if place.values is not None else weight.detach()
+            slot = Slot(grad, model_weight, exp_avg, exp_avg_sq, master, state["decode_scale"], stream)
+            rows, slots = by_kind.setdefault((place.keeps_fp32, model_weight is None), ([], []))
             rows.append(place.row)
             slots.append(slot)
         beta1, beta2 = group["betas"]
         numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["step"])
-        for keeps_fp32, (rows, slots) in by_kind.items():
+        for (keeps_fp32, _), (rows, slots) in by_kind.items():
             key = tuple(rows)
             if key not in self._indices:  # cached, since the copy to the device blocks the host
                 self._indices[key] = torch.tensor(rows, dtype=torch.int64, device=self._amax.device)

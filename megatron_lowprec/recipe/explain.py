@@ -53,15 +53,21 @@ def describe_training_state(recipe: Recipe) -> list[str]:
     if recipe.optimizer.quantized:
         kept = ", ".join(f"{name} {form.upper()}" for name, form in recipe.optimizer.formats.items())
         rounding = recipe.optimizer.rounding.replace("_", " ")
+        has_scale = set(recipe.optimizer.formats.values()) - {"fp32", "bf16"}
+        scaled = "one power-of-two scale a tensor, " if has_scale else ""
         lines.append(
-            f"optimizer: {kept}, one power-of-two scale a tensor, {rounding} rounding, updates in fp32; "
-            "norm gains and biases keep an fp32 state"
+            f"optimizer: {kept}, {scaled}{rounding} rounding, updates in fp32; norm gains and biases keep an fp32 state"
         )
     if recipe.gradients.quantized:
-        sums = "partial sums in fp32"
-        if recipe.gradients.sum == "format":
-            sums = f"partial sums rounded to {recipe.gradients.format.upper()}, an automatic factor before"
-        lines.append(f"gradients: exchanged by data-parallel ranks in {recipe.gradients.format.upper()}, {sums}")
+        spec, form = recipe.gradients, recipe.gradients.format.upper()
+        sums = "partial sums in fp32" if spec.sum == "fp32" else f"partial sums rounded to {form}"
+        mu = ", an automatic factor before" if spec.mu == "automatic" else ""
+        lines.append(f"gradients: exchanged by data-parallel ranks in {form}, {sums}{mu}")
+        if spec.stored:
+            added = "fp32 until the last microbatch" if spec.accumulation == "fp32" else f"{form} after each microbatch"
+            lines.append(f"gradients: stored in {form}, one power-of-two scale a tensor; {added}")
+    if recipe.fp8_weights:
+        lines.append("weights of quantized layers: FP8 codes, no copy in the compute dtype")
     return lines
 
 

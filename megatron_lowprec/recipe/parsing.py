@@ -29,6 +29,7 @@ T = TypeVar("T")
 def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of that name or YAML file, with overrides such as ``dgrad.hadamard.block=128`` applied in order.
 
+    ``GEMMS+STATE`` names two recipes: the GEMMs of one, with optimizer state, gradients and weights of the other.
     A value is parsed as YAML (``null`` removes an operand or a transform). Overrides are appended to the recipe's name,
     so that no log shows a published name for a changed recipe.
 
@@ -36,7 +37,7 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: unknown recipe, file or field, each with the nearest names; a value of the wrong type or not among
             its choices.
     """
-    recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else get_recipe(name_or_file)
+    recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else _named_recipe(name_or_file)
     if not overrides:
         return recipe
     data = recipe_to_dict(recipe)
@@ -65,6 +66,33 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     return build(Recipe, data)
 
 
+def _named_recipe(text: str) -> Recipe:
+    """The recipe of a name, or of ``GEMMS+STATE``: GEMMs of one recipe with the training state of another.
+
+    Raises:
+        UserError: an unknown name, or a second recipe without optimizer state, gradients or weights of its own.
+    """
+    name, plus, of_state = text.partition("+")
+    recipe = get_recipe(name)
+    if not plus:
+        return recipe
+    state = get_recipe(of_state)
+    if not state.changes_training:
+        raise UserError(
+            f"--recipe {text} takes optimizer state, gradients and weights from {of_state}, which has Megatron-core's; "
+            "give a recipe such as fp8_lm_o2 after the +"
+        )
+    return dataclasses.replace(
+        recipe,
+        name=text,
+        summary=f"GEMMs of {name}; optimizer state, gradients and storage of weights of {of_state}",
+        source="; ".join(source for source in (recipe.source, state.source) if source),
+        optimizer=state.optimizer,
+        gradients=state.gradients,
+        fp8_weights=state.fp8_weights,
+    )
+
+
 def _is_file(name: str) -> bool:
     """Whether a recipe's name is a path: recipe names have no slash."""
     return name.endswith((".yaml", ".yml")) or "/" in name
@@ -89,7 +117,7 @@ def _from_file(path: Path) -> Recipe:
     try:
         if base is None:
             return recipe_from_dict({"name": path.stem, "summary": f"from {path.name}", **data})
-        merged = recipe_to_dict(get_recipe(base))
+        merged = recipe_to_dict(_named_recipe(base))
         _merge(Recipe, merged, {"name": path.stem, **data}, "")
         return recipe_from_dict(merged)
     except UserError as error:

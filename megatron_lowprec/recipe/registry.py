@@ -126,6 +126,9 @@ def _gemms(x: QuantSpec, w: QuantSpec, dy: QuantSpec, fast_fprop: bool = False) 
     }
 
 
+_DELAYED_GEMMS = _gemms(FP8_DELAYED, FP8_DELAYED, FP8_DELAYED_E5M2, fast_fprop=True)
+_FP8_LM_STATE = OptimizerSpec(exp_avg="e4m3", exp_avg_sq="fp16", master="fp16")
+_FP8_LM_GRADIENTS = GradientSpec("e4m3", accumulation="fp32")
 _FP8_DELAYED_FPROP = GemmSpec(input=FP8_DELAYED, weight=FP8_DELAYED, fast_accumulation=True)
 _CURRENT_GEMMS = _gemms(FP8_CURRENT, FP8_CURRENT, FP8_CURRENT_E5M2, fast_fprop=True)
 
@@ -135,7 +138,7 @@ for _recipe in (
         "fp8_delayed",
         "FP8 E4M3, gradients E5M2; one fp32 scale a tensor from the amax of earlier steps",
         _TE,
-        **_gemms(FP8_DELAYED, FP8_DELAYED, FP8_DELAYED_E5M2, fast_fprop=True),
+        **_DELAYED_GEMMS,
     ),
     Recipe("fp8_current", "FP8 E4M3, gradients E5M2; one fp32 scale a tensor, from itself", _TE, **_CURRENT_GEMMS),
     Recipe(
@@ -189,9 +192,33 @@ for _recipe in (
         "fp8_lm",
         "fp8_delayed with gradients exchanged in E4M3, moments in E4M3 and FP16, main weights in FP16",
         _FP8_LM,
-        **_gemms(FP8_DELAYED, FP8_DELAYED, FP8_DELAYED_E5M2, fast_fprop=True),
-        optimizer=OptimizerSpec(exp_avg="e4m3", exp_avg_sq="fp16", master="fp16"),
+        **_DELAYED_GEMMS,
+        optimizer=_FP8_LM_STATE,
         gradients=GradientSpec("e4m3"),
+    ),
+    Recipe(
+        "fp8_lm_o1",
+        "fp8_delayed with gradients stored and exchanged in E4M3",
+        _FP8_LM,
+        **_DELAYED_GEMMS,
+        gradients=_FP8_LM_GRADIENTS,
+    ),
+    Recipe(
+        "fp8_lm_o2",
+        "fp8_lm_o1 with moments in E4M3 and FP16, main weights in FP16",
+        _FP8_LM,
+        **_DELAYED_GEMMS,
+        optimizer=_FP8_LM_STATE,
+        gradients=_FP8_LM_GRADIENTS,
+    ),
+    Recipe(
+        "fp8_lm_o3",
+        "fp8_lm_o2 with FP8 weights: no copy in the compute dtype, codes gathered",
+        _FP8_LM,
+        **_DELAYED_GEMMS,
+        optimizer=_FP8_LM_STATE,
+        gradients=_FP8_LM_GRADIENTS,
+        fp8_weights=True,
     ),
 ):
     register_recipe(_recipe)

@@ -26,10 +26,12 @@ Scaling = Literal["current", "delayed"]
 HistoryRule = Literal["max", "most_recent"]
 HistoryUpdate = Literal["step", "microbatch"]
 Signs = Literal["random", "none"]
-StateFormat = Literal["fp32", "fp16", "e4m3", "e5m2"]
+StateFormat = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
 StateRounding = Literal["stochastic", "nearest_even"]
 GradientFormat = Literal["none", "e4m3", "e5m2"]
 GradientSum = Literal["format", "fp32"]
+GradientAccumulation = Literal["buffer", "fp32", "format"]
+GradientFactorRule = Literal["fixed", "automatic"]
 
 HADAMARD_BLOCKS = (32, 64, 128, 256)
 GEMM_OPERANDS: dict[str, tuple[str, str]] = {
@@ -223,8 +225,10 @@ class OptimizerSpec:
 
     They apply to weights of two or more dimensions. One-dimensional ones (norm gains, biases) keep an fp32 state.
 
-    Formats other than ``"fp32"`` have one scale per tensor, 2^floor(log2(M / A)) with the format's maximum M and the
-    largest magnitude A of all of the tensor's shards on all ranks. An update is computed in fp32 from decoded values.
+    ``"fp16"``, ``"e4m3"`` and ``"e5m2"`` have one scale per tensor, 2^floor(log2(M / A)) with the format's maximum M
+    and the largest magnitude A of all of the tensor's shards on all ranks. ``"bf16"`` has no scale; DeepSeek-V3 (arXiv
+    2412.19437, section 3.3.3) has both moments in it, with an fp32 master. An update is computed in fp32 from decoded
+    values.
 
     Attributes:
         exp_avg: first moment.
@@ -256,7 +260,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """Reduction of gradients over data-parallel ranks (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
+    """Storage and reduction of gradients (FP8-LM, arXiv 2310.18313, "FP8 gradient and all-reduce").
 
     Each rank casts each tensor with one power-of-two scale, from the largest magnitude on any rank, and sends the codes
     of each shard to the rank that updates it.
@@ -264,22 +268,41 @@ class GradientSpec:
     Attributes:
         format: format on the wire; ``"none"`` uses Megatron-core's reduction in the gradients' own dtype.
         sum: ``"fp32"`` adds codes in fp32. ``"format"`` rounds each partial sum to the format, in the order of the
-            ranks, saturating, as a reduction in the network does: from 8 ranks on it loses small addends. Gradients
-            are then multiplied before the cast by a factor that falls to 1/2 if more than 0.001% of the sums
-            saturate and rises to 2 otherwise. Both send the same number of bytes.
+            ranks, saturating, as a reduction in the network does: from 8 ranks on it loses small addends. Both send
+            the same number of bytes.
+        mu: factor of gradients before the cast. ``"fixed"`` is 1. ``"automatic"`` falls to 1/2 if more than 0.001% of
+            the codes saturate, and rises to 2 otherwise.
+        accumulation: where the gradients of a step's microbatches are added. ``"buffer"``: in Megatron-core's gradient
+            buffer, fp32 or bf16 for all weights, until the update. The others store FP8 codes with a scale a tensor,
+            one byte a weight, from the end of the backward pass to the update. ``"fp32"``: in fp32 until the step's
+            last microbatch. ``"format"``: a tensor is fp32 within one microbatch and is cast again after each.
     """
 
     format: GradientFormat = "none"
     sum: GradientSum = "fp32"
+    mu: GradientFactorRule = "fixed"
+    accumulation: GradientAccumulation = "buffer"
 
     def __post_init__(self) -> None:
         _choice("GradientSpec", "format", self.format, get_args(GradientFormat))
         _choice("GradientSpec", "sum", self.sum, get_args(GradientSum))
+        _choice("GradientSpec", "mu", self.mu, get_args(GradientFactorRule))
+        _choice("GradientSpec", "accumulation", self.accumulation, get_args(GradientAccumulation))
+        if self.stored and not self.quantized:
+            raise UserError(
+                f"GradientSpec.accumulation {self.accumulation} was asked with format none; it stores gradients in the "
+                "format: set gradients.format=e4m3, or gradients.accumulation=buffer"
+            )
 
     @property
     def quantized(self) -> bool:
         """Whether gradients are sent in another format than their own."""
         return self.format != "none"
+
+    @property
+    def stored(self) -> bool:
+        """Whether gradients are stored in the format, instead of Megatron-core's gradient buffer."""
+        return self.accumulation != "buffer"
 
 
 @dataclass(frozen=True)
@@ -287,6 +310,9 @@ class Recipe:
     """Named numerics for every linear layer of a transformer, for the optimizer and for data parallelism.
 
     Embeddings, output layer, router, norms, softmax and attention's GEMMs are never quantized.
+
+    ``fp8_weights`` stores the weights of quantized linear layers only as the FP8 codes that fprop and dgrad multiply,
+    without a copy in the compute dtype; the option ``--fp8-param-gather`` sets the same for one run.
     """
 
     name: str
@@ -298,6 +324,7 @@ class Recipe:
     keep_bf16: KeepBf16 = field(default_factory=KeepBf16)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     gradients: GradientSpec = field(default_factory=GradientSpec)
+    fp8_weights: bool = False
 
     def __post_init__(self) -> None:
         for gemm, operands in GEMM_OPERANDS.items():
@@ -331,8 +358,8 @@ class Recipe:
 
     @property
     def changes_training(self) -> bool:
-        """Whether optimizer state or gradient reduction differ from Megatron-core's."""
-        return self.optimizer.quantized or self.gradients.quantized
+        """Whether optimizer state, gradients or the storage of weights differ from Megatron-core's."""
+        return self.optimizer.quantized or self.gradients.quantized or self.fp8_weights
 
     def delayed_operands(self) -> dict[str, HistorySpec]:
         """operand -> history key of tensors under delayed scaling; each tensor has one history."""

@@ -143,6 +143,7 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
         params_norm=result.params_norm,
         skipped_iterations=progress.skipped_iterations,
         nan_iterations=progress.nan_iterations,
+        state=result.state,
     )
 
 

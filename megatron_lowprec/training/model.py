@@ -9,21 +9,19 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.utils import get_te_version
 
-from megatron_lowprec.comm.gradients import AutomaticFactor, rounded_sum_warnings
+from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
-from megatron_lowprec.mcore.optim.fp8_param_gather import finalize, use_primary_weights
-from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
-from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once
-from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
+from megatron_lowprec.mcore.optim.fp8_param_gather import use_primary_weights
+from megatron_lowprec.mcore.optim.recipe_optimizer import build_optimizer, torch_optimizers
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
 from megatron_lowprec.mcore.te.te_layers import TERuntime, accumulate_wgrad, check_support
 from megatron_lowprec.recipe.explain import describe_training_state
@@ -55,7 +53,7 @@ class Trainer(Model):
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     graphs: LayerGraphs | None = None
-    gradient_factor: AutomaticFactor | None = None
+    gradient_factor: GradientFactor | None = None
 
 
 def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int) -> Trainer:
@@ -69,11 +67,9 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
         model.runtime.notes += describe_training_state(recipe)
         model.runtime.notes += rounded_sum_warnings(recipe.gradients, mpu.get_data_parallel_world_size())
     chunks = _data_parallel(config, transformer, list(model.chunks))
-    optimizer = _optimizer(config, recipe, transformer, chunks)
-    finalize(optimizer, chunks)
+    optimizer, factor = build_optimizer(chunks, recipe, _optimizer_config(config, transformer), seed=config.seed)
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
-    factor = sum_gradients_in(chunks, recipe.gradients) if recipe.gradients.quantized else None
     graphs = None
     if config.cuda_graph_impl == "local" and isinstance(model.runtime, RecipeRuntime):
         graphs = LayerGraphs(chunks[0], several=_several_microbatches(config))
@@ -235,10 +231,8 @@ def _overlap(transformer: TransformerConfig, chunks: list[DistributedDataParalle
         transformer.param_sync_func = [c.start_param_sync for c in chunks] if several else chunks[0].start_param_sync
 
 
-def _optimizer(
-    config: Config, recipe: Recipe, transformer: TransformerConfig, chunks: list[DistributedDataParallel]
-) -> MegatronOptimizer:
-    options = OptimizerConfig(
+def _optimizer_config(config: Config, transformer: TransformerConfig) -> OptimizerConfig:
+    return OptimizerConfig(
         optimizer=config.optimizer,
         lr=config.lr,
         min_lr=config.min_lr,
@@ -254,25 +248,6 @@ def _optimizer(
         fp8_recipe=transformer.fp8_recipe if transformer.fp8 else None,
         log_num_zeros_in_grad=config.log_num_zeros_in_grad,
     )
-    if recipe.optimizer.quantized:
-        keeps_main_weights(options)
-    optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
-    for inner in torch_optimizers(optimizer):
-        if type(inner) is torch.optim.AdamW:
-            # Without TE or apex Megatron-core uses torch's AdamW with defaults, tensor by tensor.
-            for group in [inner.defaults, *inner.param_groups]:
-                group["fused"], group["foreach"] = True, False
-    if recipe.optimizer.quantized:
-        use_scaled_adam(optimizer, recipe.optimizer, chunks, config.seed)
-    else:
-        copy_weights_at_once(optimizer)
-    return optimizer
-
-
-def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside Megatron-core's, one for dense and one for expert weights."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if part.optimizer is not None]
 
 
 def implementation(config: Config, trainer: Trainer) -> str:

@@ -67,7 +67,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
     if keeps_all(recipe, linear_sites(config), require(config.num_layers)):
         notes.append(f"recipe {recipe.name} quantizes nothing in this model: keep_bf16 leaves all of its layers out")
-    if config.fp8_param_gather and config.transformer_impl == "local":
+    if (config.fp8_param_gather or recipe.fp8_weights) and config.transformer_impl == "local":
         check_primary_weights(recipe)
     config, more = resolve_recipe(config, recipe)
     notes = notes + more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_lowprec.mcore.debug.operand_probe import OperandId, OperandProbe
 from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
+from megatron_lowprec.mcore.optim.state_stats import state_stats
 from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches
@@ -26,7 +27,10 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one training step for the log: the same on every rank."""
+    """Result of one training step for the log: the same on every rank.
+
+    ``operands`` and ``state`` are measured every --log-quantization-interval iterations.
+    """
 
     loss: float
     updated: bool
@@ -34,6 +38,7 @@ class StepResult:
     num_zeros: int | None
     params_norm: float | None
     operands: list[tuple[OperandId, QuantizationError]] | None = None
+    state: dict[str, float] = field(default_factory=dict)
 
 
 def train_step(
@@ -59,8 +64,11 @@ def train_step(
     if config.log_params_norm:
         with gathered(trainer, config):
             norm = params_norm(trainer)
-    found = None if probe is None else probe.found()
-    return StepResult(loss.mean(), updated, grad_norm, num_zeros, norm, found)
+    result = StepResult(loss.mean(), updated, grad_norm, num_zeros, norm)
+    if probe is None:
+        return result
+    state = state_stats(trainer.optimizer, trainer.gradient_factor)
+    return replace(result, operands=probe.found(), state=state)
 
 
 def forward_backward(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec.comm.gradients import AutomaticFactor, Bounds, GradientSum, rounded_sum_warnings
+from megatron_lowprec.comm.gradient_codes import GradientCodes
+from megatron_lowprec.comm.gradients import Bounds, GradientFactor, GradientSum, rounded_sum_warnings
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale, round_to_format
 from megatron_lowprec.recipe.registry import get_recipe
@@ -27,8 +28,10 @@ SIZE = 900
 SPECS = {
     "e4m3": GradientSpec("e4m3", "fp32"),
     "e5m2": GradientSpec("e5m2", "fp32"),
-    "sums": GradientSpec("e4m3", "format"),
+    "sums": GradientSpec("e4m3", "format", mu="automatic"),
 }
+STORED = {"stored": SPECS["e4m3"], "stored sums": SPECS["sums"]}
+FIRST_MU = 1.75  # the largest codes saturate, those of later steps under 1/2 do not
 SIZES = [1.0, 1e-6, 3e3, 0.0]
 
 
@@ -42,6 +45,24 @@ def gradients(rank: int, step: int, common: float = 0.0) -> torch.Tensor:
     return flat
 
 
+def stored(rank: int, flat: torch.Tensor, spec: GradientSpec, group: Any) -> torch.Tensor:
+    """[SIZE // RANKS] of the mean, by gradients that are stored in FP8 before and after the exchange."""
+    reduction = GradientSum(spec, GradientFactor(torch.device("cpu"), automatic=True))
+    codes, part = GradientCodes(SIZE, TENSORS, reduction, torch.device("cpu")), SIZE // RANKS
+    for _ in range(2):  # nothing of a step is left in the next one
+        codes.reset()
+        for index, (start, end) in enumerate(TENSORS):
+            codes.cast(index, flat[start:end])
+        codes.reduce(0.5 / RANKS, group)
+        codes.scale_(2.0)
+    own = torch.zeros(part)
+    for index, (start, end) in enumerate(TENSORS):
+        first, last = max(start, rank * part), min(end, (rank + 1) * part)
+        if first < last:
+            own[first - rank * part : last - rank * part] = codes.part(index, first - start, last - start)
+    return own
+
+
 def worker(rank: int, store: str, answers: Any) -> None:
     import torch.distributed as dist
 
@@ -50,20 +71,26 @@ def worker(rank: int, store: str, answers: Any) -> None:
     alone = [dist.new_group([r]) for r in range(RANKS)][rank]
     part = SIZE // RANKS
 
-    def reduced(name: str, flat: torch.Tensor, spec: GradientSpec, mu: AutomaticFactor | None, **more: Any) -> None:
+    def fresh() -> GradientFactor:
+        return GradientFactor(torch.device("cpu"), automatic=True)
+
+    def reduced(name: str, flat: torch.Tensor, spec: GradientSpec, mu: GradientFactor, **more: Any) -> None:
         GradientSum(spec, mu).reduce_scatter_(flat, TENSORS, 1 / RANKS, group, **more)
         found[name] = flat[rank * part :][:part].float().numpy()
 
     for name, spec in SPECS.items():
         for dtype in (torch.float32, torch.bfloat16):
-            mu = AutomaticFactor(torch.device("cpu")) if spec.sum == "format" else None
-            reduced(f"{name} {dtype}", gradients(rank, 1).bfloat16().to(dtype), spec, mu)
-    reduced("sharers", gradients(rank, 1), SPECS["e4m3"], None, sharers=[alone])
+            reduced(f"{name} {dtype}", gradients(rank, 1).bfloat16().to(dtype), spec, fresh())
+    reduced("sharers", gradients(rank, 1), SPECS["e4m3"], fresh(), sharers=[alone])
     broken = gradients(rank, 1)
     broken[130] = math.nan if rank == 1 else 1.0
     broken[64] = math.inf if rank == 2 else 1.0
-    reduced("broken", broken, SPECS["e4m3"], None)
-    mu, history = AutomaticFactor(torch.device("cpu")), []
+    reduced("broken", broken.clone(), SPECS["e4m3"], fresh())
+    for name, spec in STORED.items():
+        for values, kind in ((gradients(rank, 1), name), (broken, f"{name}, broken")):
+            found[kind] = stored(rank, values, spec, group).numpy()
+    mu, history = fresh(), []
+    mu.mu.fill_(FIRST_MU)
     for step in range(6):
         reduced(f"step {step}", gradients(rank, step, 1.0 if step < 3 else 0.0), SPECS["sums"], mu)
         history.append(float(mu.mu))
@@ -94,21 +121,31 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**joined, "mu": [by_rank[rank]["mu"] for rank in range(RANKS)]}
 
 
-def by_definition(ranks: list[torch.Tensor], spec: GradientSpec, mu: float = 1.0) -> tuple[torch.Tensor, int]:
-    """The mean over the ranks as float64, and how many sums have saturated."""
+def by_definition(
+    ranks: list[torch.Tensor], spec: GradientSpec, mu: float = 1.0, requantized: bool = False
+) -> tuple[torch.Tensor, int]:
+    """The mean over the ranks as float64, and how many codes have saturated; ``requantized`` if each rank has first
+    cast its gradient by a scale of its own.
+    """
     fmt, out, saturated = FORMATS[spec.format], torch.zeros(SIZE, dtype=torch.float64), 0
     for start, end in TENSORS:
         amax = max(float(flat[start:end].abs().max()) for flat in ranks)
         scale = 2.0 ** math.floor(math.log2(fmt.max / amax)) if amax else 1.0
         scaled = [flat[start:end] * torch.tensor(scale * mu, dtype=torch.float32) for flat in ranks]
+        if requantized:
+            own = [
+                2.0 ** math.floor(math.log2(fmt.max / a)) if (a := float(f[start:end].abs().max())) else 1.0
+                for f in ranks
+            ]
+            first = [round_to_format(f[start:end] * s, fmt, "nearest_even") for f, s in zip(ranks, own, strict=True)]
+            scaled = [values * (scale / s) for values, s in zip(first, own, strict=True)]
         codes = [round_to_format(values, fmt, "nearest_even") for values in scaled]
+        saturated += sum(int((code.abs() == fmt.max).sum()) for code in codes)
         total = codes[0].double()
         for more in codes[1:]:
             total = total + more.double()
             if spec.sum == "format":
                 total = round_to_format(total.float(), fmt, "nearest_even").double()
-        if spec.sum == "format":
-            saturated += int((total.abs() == fmt.max).sum())
         out[start:end] = total / (scale * mu) / RANKS
     return out, saturated
 
@@ -157,15 +194,26 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all(found: dict[str, Any]) ->
 
 
 @pytest.mark.slow
-def test_mu_follows_how_many_sums_saturate(found: dict[str, Any]) -> None:
-    mu, entries = 1.0, SIZE
+@pytest.mark.parametrize("name", STORED)
+def test_stored_codes_are_requantized_by_the_least_scale(found: dict[str, Any], name: str) -> None:
+    ranks = [gradients(rank, 1) for rank in range(RANKS)]
+    expected, _ = by_definition(ranks, STORED[name], requantized=True)
+    torch.testing.assert_close(found[name].double(), expected, rtol=2.0**-21, atol=0)
+    broken = found[f"{name}, broken"]
+    assert broken[128:460].isnan().all()
+    assert broken[64:65].isnan().all()
+    assert torch.equal(broken[:37], found[name][:37])
+
+
+@pytest.mark.slow
+def test_mu_follows_how_many_codes_saturate(found: dict[str, Any]) -> None:
+    mu, entries = FIRST_MU, RANKS * sum(end - start for start, end in TENSORS)
     for step in range(6):
         ranks = [gradients(rank, step, 1.0 if step < 3 else 0.0) for rank in range(RANKS)]
         assert [history[step] for history in found["mu"]] == [pytest.approx(mu, rel=1e-6)] * RANKS
         expected, saturated = by_definition(ranks, SPECS["sums"], found["mu"][0][step])
         torch.testing.assert_close(found[f"step {step}"].double(), expected, rtol=2.0**-21, atol=0)
         mu = 0.5 if saturated > 1e-5 * entries else min(2.0, mu * 4 ** (1 / 1000))
-    assert found["mu"][0][0] == 1.0
     assert 0.5 in found["mu"][0]
     assert any(after > before for before, after in zip(found["mu"][0], found["mu"][0][1:]))
 
@@ -174,10 +222,11 @@ def test_mu_rises_from_one_half_to_two_in_a_thousand_steps(monkeypatch: pytest.M
     import torch.distributed as dist
 
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-    factor = AutomaticFactor(torch.device("cpu"))
+    factor = GradientFactor(torch.device("cpu"), automatic=True)
     factor.count(torch.tensor(2), 100_000)
     factor.end_step()
     assert float(factor.mu) == 0.5
+    assert float(factor.saturated) == 2e-5
     factor.count(torch.tensor(1), 100_000)  # exactly 0.001%
     factor.end_step()
     for _ in range(998):
@@ -203,11 +252,10 @@ def mean_of_many(spec: GradientSpec, ranks: int, tail: float, seed: int) -> tupl
     size = torch.exp2(tail * torch.randn(entries, generator=generator))
     flats = [size * (common + torch.randn(entries, generator=generator)) for _ in range(ranks)]
     amax = torch.stack([flat.abs().max() for flat in flats]).max().view(1)
-    mu = AutomaticFactor(torch.device("cpu")) if spec.sum == "format" else None
-    reduction = GradientSum(spec, mu)
+    reduction = GradientSum(spec, GradientFactor(torch.device("cpu"), automatic=False))
     scale = fp32_encode_scale(amax, FORMATS[spec.format], "amax_pow2")
     codes = torch.stack([reduction.codes(flat, [(0, entries)], scale) for flat in flats])
-    mean = reduction.sum_codes(codes.view(torch.float8_e4m3fn)).double() / scale.double() / ranks
+    mean = reduction.sum_codes(codes).double() / scale.double() / ranks
     true = torch.stack(flats).double().mean(0)
     return float((mean - true).norm() / true.norm()), float((mean @ true) / (true @ true))
 

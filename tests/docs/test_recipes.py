@@ -17,7 +17,15 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe import registry
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
-from megatron_lowprec.recipe.schema import GemmSpec, GradientSpec, HadamardSpec, KeepBf16, OptimizerSpec, QuantSpec
+from megatron_lowprec.recipe.schema import (
+    GemmSpec,
+    GradientSpec,
+    HadamardSpec,
+    KeepBf16,
+    OptimizerSpec,
+    QuantSpec,
+    Recipe,
+)
 from megatron_lowprec.scaling import SCALE_RULES
 from megatron_lowprec.sweep import spec as sweep
 from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, numbers, prose
@@ -123,6 +131,7 @@ def test_fields_of_a_gemm_and_of_the_whole() -> None:
     wanted |= {"fast_accumulation": GemmSpec().fast_accumulation}
     for part, spec in (("keep_bf16", KeepBf16), ("optimizer", OptimizerSpec), ("gradients", GradientSpec)):
         wanted |= {f"{part}.{field.name}": field.default for field in dataclasses.fields(spec)}
+    wanted["fp8_weights"] = Recipe("any", "").fp8_weights
     shown = {name: "none" if value == () else str(value).lower() for name, value in wanted.items()}
     assert {name: row[1] for name, row in table.items()} == shown
 

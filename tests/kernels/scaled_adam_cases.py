@@ -18,6 +18,7 @@ STATES = (
     (torch.float8_e4m3fn, torch.float16, torch.float16),
     (torch.float8_e5m2, torch.float8_e4m3fn, torch.float32),
     (torch.float32, torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16, torch.float32),
 )
 WEIGHTS = (torch.float32, torch.bfloat16)
 # Nearest; whole tensors; parts of a tensor that ranks cut along both dimensions, from within a group of draws on.

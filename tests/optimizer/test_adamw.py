@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.kernels.scaled_adam import reference
 from megatron_lowprec.kernels.scaled_adam.reference import Stream, encode_scale
 from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
 from megatron_lowprec.recipe.registry import get_recipe
@@ -93,6 +94,49 @@ def test_a_step_is_fp32_s_on_the_decoded_state_and_rounded_once() -> None:
                     assert bool(((found - exact).abs() <= bound).all()), name
                 assert torch.equal(p, mine.get_unscaled_state(p, "master_param"))
                 assert mine.state[p]["exp_avg"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("value", [1.001, 3.1e-39, 3.38e38, 0.0])
+def test_bf16_is_rounded_stochastically_without_bias(value: float, sign: float) -> None:
+    """Over all 2^16 draws the mean is the value, subnormal or not; results are its neighbours in bf16."""
+    values = torch.full((1 << 16,), sign * value)
+    rounded = reference._stochastic_bf16(values, torch.arange(1 << 16))
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert float(rounded.double().mean()) == float(values[0].double())
+    assert len(rounded.unique()) == (2 if value else 1)
+
+
+def test_bf16_rounding_keeps_what_it_cannot_round() -> None:
+    values = torch.tensor([math.nan, 3.4e38, -math.inf])
+    found = reference._stochastic_bf16(values, torch.full((3,), 65535))
+    largest = torch.finfo(torch.bfloat16).max
+    assert found[0].isnan()
+    assert found[1:].tolist() == [largest, -largest]
+
+
+def test_bf16_moments_leave_the_main_weight_exact() -> None:
+    """DeepSeek-V3's choice, with ``nearest_even``: torch's AdamW up to the rounding of its moments."""
+    ours, theirs = weights(), [torch.nn.Parameter(w) for w in weights()]
+    mine = optimizer(ours, OptimizerSpec(exp_avg="bf16", exp_avg_sq="bf16"))
+    other = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], "weight_decay": 0.0}], **OPTIONS)
+    for step in range(10):
+        give_gradients(ours, step)
+        for a, b in zip(ours, theirs, strict=True):
+            b.grad = a.decoupled_grad.clone()  # type: ignore[attr-defined]
+        mine.step()
+        other.step()
+    for a, b in zip(ours, theirs, strict=True):
+        state = mine.state[a]
+        assert [state[n].dtype for n in ("exp_avg", "exp_avg_sq", "master_param")] == [torch.bfloat16] * 2 + [
+            torch.float32
+        ]
+        assert state["decode_scale"].tolist() == [1.0] * 3
+        assert torch.equal(a, state["master_param"])
+        moment = other.state[b]["exp_avg"]
+        # ten roundings of at most 2^-8 each, of which later ones weigh most
+        assert (state["exp_avg"].float() - moment).norm() < 2.0**-8 * moment.norm()
+        assert (a - b.detach()).norm() < 1e-2 * (b.detach() - weights()[[p is a for p in ours].index(True)]).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

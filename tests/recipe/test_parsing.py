@@ -31,6 +31,26 @@ def test_dump_is_complete_and_not_shared() -> None:
     assert get_recipe("mxfp4_rht_sr").dgrad.hadamard == HadamardSpec(64)
 
 
+def test_gemms_of_one_recipe_and_training_state_of_another(tmp_path: Path) -> None:
+    found, gemms, state = load_recipe("mxfp8+fp8_lm_o3"), load_recipe("mxfp8"), load_recipe("fp8_lm_o3")
+    assert found.name == "mxfp8+fp8_lm_o3"
+    assert (found.gemms, found.keep_bf16) == (gemms.gemms, gemms.keep_bf16)
+    assert (found.optimizer, found.gradients, found.fp8_weights) == (state.optimizer, state.gradients, True)
+    assert load_recipe("bf16+fp8_lm_o1", ["gradients.sum=format"]).name == "bf16+fp8_lm_o1+gradients.sum=format"
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: mxfp8+fp8_lm_o2\ngradients: {sum: format}\n")
+    assert load_recipe(str(path)).optimizer == load_recipe("fp8_lm_o2").optimizer
+    with pytest.raises(UserError, match="from mxfp8, which has Megatron-core's"):
+        load_recipe("fp8_lm_o1+mxfp8")
+    with pytest.raises(UserError, match="there is no recipe 'fp8_lm_04'"):
+        load_recipe("mxfp8+fp8_lm_04")
+
+
+def test_stored_gradients_need_a_format() -> None:
+    with pytest.raises(UserError, match="accumulation fp32 was asked with format none"):
+        load_recipe("bf16", ["gradients.accumulation=fp32"])
+
+
 def test_overrides_in_order() -> None:
     overrides = [
         "dgrad.hadamard.block=128",

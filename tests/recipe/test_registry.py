@@ -15,6 +15,7 @@ ROW, TENSOR_POW2 = "e4m3:row:amax_pow2", "e4m3:tensor:amax_pow2"
 ACT, WEIGHT = "e4m3:1x128:amax", "e4m3:128x128:amax"
 MX, MX_OCP, MX_E5M2 = "e4m3:1x32:round_up", "e4m3:1x32:floor", "e5m2:1x32:round_up"
 FP4, FP4_SR = "e2m1:1x32:floor", "e2m1:1x32:floor:stochastic 16 bits, headroom 0.75"
+FP8 = ((DELAYED, DELAYED), (DELAYED_GRAD, DELAYED), (DELAYED_GRAD, DELAYED))
 TABLE = {
     "bf16": ("- -", "- -", "- -", ""),
     "fp8_delayed": ((DELAYED, DELAYED), (DELAYED_GRAD, DELAYED), (DELAYED_GRAD, DELAYED), ""),
@@ -39,11 +40,12 @@ TABLE = {
     "mxfp4_rht_sr": ("- -", (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
     "fp8_mxfp4_rht_sr": ((DELAYED, DELAYED), (FP4_SR, FP4_SR), (FP4_SR, FP4_SR), "hadamard 64 random"),
     "fp8_lm": (
-        (DELAYED, DELAYED),
-        (DELAYED_GRAD, DELAYED),
-        (DELAYED_GRAD, DELAYED),
-        "state e4m3 fp16 fp16 stochastic, gradients e4m3 fp32",
+        *FP8,
+        "state e4m3 fp16 fp16 stochastic, gradients e4m3 fp32 fixed buffer",
     ),
+    "fp8_lm_o1": (*FP8, "state fp32 fp32 fp32 stochastic, gradients e4m3 fp32 fixed fp32"),
+    "fp8_lm_o2": (*FP8, "state e4m3 fp16 fp16 stochastic, gradients e4m3 fp32 fixed fp32"),
+    "fp8_lm_o3": (*FP8, "state e4m3 fp16 fp16 stochastic, gradients e4m3 fp32 fixed fp32, FP8 weights"),
 }
 
 
@@ -84,7 +86,8 @@ def row_of(recipe: Recipe) -> tuple[object, ...]:
         state, gradients = recipe.optimizer, recipe.gradients
         beyond = (
             f"state {state.exp_avg} {state.exp_avg_sq} {state.master} {state.rounding}, "
-            f"gradients {gradients.format} {gradients.sum}"
+            f"gradients {gradients.format} {gradients.sum} {gradients.mu} {gradients.accumulation}"
+            f"{', FP8 weights' if recipe.fp8_weights else ''}"
         )
     return (*("- -" if column == ("-", "-") else column for column in columns), more[0] or blocks or beyond)
 

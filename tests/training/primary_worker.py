@@ -86,12 +86,13 @@ def look(optimizer: Any, chunks: Any, own_scales: bool) -> dict[str, str]:
 @contextmanager
 def looking(own_scales: bool = False) -> Iterator[Digests]:
     """While it is entered, runs of the driver look after they settled and after each step."""
+    from megatron_lowprec.mcore.optim import recipe_optimizer
     from megatron_lowprec.training import calibrate, loop, model
     from megatron_lowprec.training.checkpoint import checkpoint
 
     found: Digests = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in (model, checkpoint, calibrate):
+        for module in (recipe_optimizer, checkpoint, calibrate):
 
             def finalize(optimizer: Any, chunks: Any, inner: Any = module.finalize) -> None:
                 inner(optimizer, chunks)

@@ -74,7 +74,8 @@ def _selection(arguments: argparse.Namespace) -> plan.Selection:
     for name in chosen:
         if get_recipe(name).changes_training:
             raise UserError(
-                f"--recipes {name}: this tool changes recipes under one fp32 optimizer, and this one has its own; "
+                f"--recipes {name}: this tool changes recipes under one fp32 optimizer, and this one rounds state or "
+                "gradients on each data-parallel rank, so layouts differ by more than the order of sums; "
                 "tests/distributed/test_fp8_lm.py trains it on layouts"
             )
     precisions = arguments.precisions or (["fp32", "bf16"] if arguments.gpus else ["fp64", "fp32"])

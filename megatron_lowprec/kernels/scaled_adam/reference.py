@@ -12,7 +12,7 @@ where ``part`` is the index in ``STATE`` and ``step`` counts updates from 1: wor
 entries, high half for odd ones. The draws of a tensor therefore do not depend on its sharding.
 
 A positive second moment is raised at least to its format's smallest number. After underflow to zero, eps alone would
-divide a nonzero first moment.
+divide a nonzero first moment. bf16 state has fp32's range, and so neither a scale nor this bound.
 """
 
 from collections.abc import Sequence
@@ -90,14 +90,14 @@ class Slot(NamedTuple):
 
     Attributes:
         grad: fp32 or bf16.
-        weight: the model's weight, any dtype; receives the rounded new main weight.
-        exp_avg, exp_avg_sq, master: fp32, fp16 or FP8 codes.
+        weight: the model's weight, any dtype; receives the rounded new main weight. None if there is none to write.
+        exp_avg, exp_avg_sq, master: fp32, bf16, fp16 or FP8 codes.
         decode_scale: fp32 [3], multiplies these three when decoded; overwritten with the codes.
         stream: draws of stochastic rounding; None rounds to nearest even.
     """
 
     grad: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor | None
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     master: torch.Tensor
@@ -113,12 +113,12 @@ class Slot(NamedTuple):
 def encode_scale(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.Tensor:
     """2^floor(log2(fl((M / 2^margin) / amax))) with M the maximum of ``dtype``: fp32, the shape of ``amax``.
 
-    1 for fp32 state, and where ``amax`` is 0 or not finite; a quotient beyond fp32 is clamped to its maximum.
+    1 for fp32 and bf16 state, and where ``amax`` is 0 or not finite; a quotient beyond fp32 is clamped to its maximum.
 
     Args:
         amax: fp32, any shape, not negative.
     """
-    if dtype == torch.float32:
+    if dtype not in FORMAT_OF:
         return torch.ones_like(amax)
     return fp32_encode_scale(amax, FORMAT_OF[dtype], "amax_pow2", margin=margin).nan_to_num(nan=1.0)
 
@@ -144,7 +144,8 @@ def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.T
                 scaled = torch.where(scaled > 0, scaled.clamp(min=FORMAT_OF[codes.dtype].smallest), scaled)
             codes.copy_(_rounded(scaled, codes.dtype, slot.stream, step.step, part))
         slot.decode_scale.copy_(1 / scales)
-        slot.weight.copy_(slot.master.float() * slot.decode_scale[2])
+        if slot.weight is not None:
+            slot.weight.copy_(slot.master.float() * slot.decode_scale[2])
 
 
 def random_bits(fmt: Format) -> int:
@@ -154,11 +155,20 @@ def random_bits(fmt: Format) -> int:
 
 def _rounded(scaled: torch.Tensor, dtype: torch.dtype, stream: Stream | None, step: int, part: int) -> torch.Tensor:
     """fp32 on the grid of ``dtype`` if ``stream`` is given, else ``scaled``, which the caller's cast rounds."""
-    if stream is None or dtype not in FORMAT_OF:
+    if stream is None or dtype == torch.float32:
         return scaled
-    fmt = FORMAT_OF[dtype]
     bits = stream.draw(scaled.numel(), step, part, scaled.device).view(scaled.shape)
+    if dtype == torch.bfloat16:
+        return _stochastic_bf16(scaled, bits)
+    fmt = FORMAT_OF[dtype]
     return round_to_format(scaled, fmt, "stochastic", uniform_from_bits(bits, random_bits(fmt)))
+
+
+def _stochastic_bf16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """fp32 ``values`` rounded up in magnitude if their low 16 bits plus 16 random ``bits`` carry; NaN stays NaN."""
+    largest = torch.finfo(torch.bfloat16).max
+    raised = values.clamp(-largest, largest).view(torch.int32) + bits.to(torch.int32)
+    return torch.where(values.isnan(), values, (raised & -65536).view(torch.float32))
 
 
 def _updated(slot: Slot, step: Hyperparameters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast_fp8.rule import CodeConstants, code_constants
 from megatron_lowprec.kernels.cast_fp8.triton_ops import round_to_bf16, to_fp8
@@ -30,13 +30,15 @@ _OPTIONS = {"BLOCK": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
 _COLUMNS = tl.constexpr(16)
 _STREAM = tl.constexpr(7)
 # named values of KIND
-_FP32, _BF16, _FP16, _E4M3, _E5M2 = (tl.constexpr(number) for number in range(5))
+_FP32, _BF16, _FP16, _E4M3, _E5M2, _NONE = (tl.constexpr(number) for number in range(6))
+_BF16_FORMAT = Format("bf16", 8, 7, bias=127, max=torch.finfo(torch.bfloat16).max, specials="ieee", source="")
 _KINDS = {
     torch.float32: _FP32.value,
     torch.bfloat16: _BF16.value,
     torch.float16: _FP16.value,
     torch.float8_e4m3fn: _E4M3.value,
     torch.float8_e5m2: _E5M2.value,
+    None: _NONE.value,
 }
 
 
@@ -91,6 +93,7 @@ class StateConstants(NamedTuple):
     E4M3: CodeConstants
     E5M2: CodeConstants
     FP16: CodeConstants
+    BF16: CodeConstants
 
 
 @triton.jit
@@ -145,8 +148,8 @@ def _encode(value, KIND: tl.constexpr, STATE: tl.constexpr):
 
 @triton.jit
 def _not_zero(value, KIND: tl.constexpr, STATE: tl.constexpr):
-    """Positive entries raised to at least the smallest number of their stored format."""
-    if KIND != _FP32:
+    """Positive entries raised to at least the smallest number of their stored format, if it has a scale."""
+    if KIND != _FP32 and KIND != _BF16:
         CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
         value = tl.where(value > 0.0, tl.maximum(value, 2.0 ** (CODES.MIN_EXPONENT - CODES.MANTISSA)), value)
     return value
@@ -160,7 +163,8 @@ def _on_grid(value, row, group, step, PART: tl.constexpr, KIND: tl.constexpr, ST
         row, group, step, PART: arguments of ``_draw``.
     """
     if KIND != _FP32:
-        CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else STATE.FP16
+        WIDE: tl.constexpr = STATE.FP16 if KIND == _FP16 else STATE.BF16
+        CODES: tl.constexpr = STATE.E4M3 if KIND == _E4M3 else STATE.E5M2 if KIND == _E5M2 else WIDE
         SHIFT: tl.constexpr = 23 - CODES.MANTISSA
         BITS: tl.constexpr = 16 if SHIFT > 16 else SHIFT
         draws = _draw(row, group, step, PART, value.shape[0])
@@ -268,8 +272,9 @@ def _update_kernel(
         tl.store(_pointer(tl.load(row + 2), SLOT.FIRST, SLOT.ALIGNED) + at, mean, mask=inside)
         tl.store(_pointer(tl.load(row + 3), SLOT.SECOND, SLOT.ALIGNED) + at, square, mask=inside)
         tl.store(_pointer(tl.load(row + 4), SLOT.MAIN, SLOT.ALIGNED) + at, kept, mask=inside)
-        weight = _encode(_decode(kept, SLOT.MAIN) * tl.div_rn(1.0, main), SLOT.WEIGHT, STATE)
-        tl.store(_pointer(tl.load(row + 1), SLOT.WEIGHT, SLOT.ALIGNED) + at, weight, mask=inside)
+        if SLOT.WEIGHT != _NONE:
+            weight = _encode(_decode(kept, SLOT.MAIN) * tl.div_rn(1.0, main), SLOT.WEIGHT, STATE)
+            tl.store(_pointer(tl.load(row + 1), SLOT.WEIGHT, SLOT.ALIGNED) + at, weight, mask=inside)
 
 
 @lru_cache(maxsize=64)
@@ -281,10 +286,10 @@ def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
     rows = []
     for slot in slots:  # the kernel gets only addresses
         tensors = (slot.grad, slot.weight, *slot.state)
-        assert all(tensor.is_contiguous() and tensor.numel() == slot.grad.numel() for tensor in tensors)
+        assert all(t is None or (t.is_contiguous() and t.numel() == slot.grad.numel()) for t in tensors)
         assert slot.decode_scale.is_contiguous()
         assert slot.decode_scale.dtype == torch.float32
-        addresses = (tensor.data_ptr() for tensor in (*tensors, slot.decode_scale))
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, slot.decode_scale))
         rows.append((*addresses, slot.grad.numel(), *_stream_numbers(slot)))
     return tuple(rows)
 
@@ -298,7 +303,9 @@ def _stream_numbers(slot: Slot) -> tuple[int, ...]:
 
 
 def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...]) -> SlotConstants:
-    (kinds,) = {tuple(_KINDS[tensor.dtype] for tensor in (slot.grad, slot.weight, *slot.state)) for slot in slots}
+    (kinds,) = {
+        tuple(_KINDS[None if t is None else t.dtype] for t in (slot.grad, slot.weight, *slot.state)) for slot in slots
+    }
     (stochastic,) = {slot.stream is not None for slot in slots}
     shifted = any(slot.stream.first % VALUES_PER_CALL for slot in slots if slot.stream is not None)
     grad, weight, first, second, main = kinds
@@ -323,7 +330,7 @@ def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.T
     """As ``reference.update_``, bit for bit; all slots have the same dtypes and rounding."""
     device = slots[0].grad.device
     rows = _rows(slots)
-    formats = (FORMATS["e4m3"], FORMATS["e5m2"], FORMAT_OF[torch.float16])
+    formats = (FORMATS["e4m3"], FORMATS["e5m2"], FORMAT_OF[torch.float16], _BF16_FORMAT)
     state = StateConstants(*(code_constants(fmt, device) for fmt in formats))
     table, scales = _table(rows, device), encode_scales.contiguous()
     numbers, constants = Numbers.of(step), {"SLOT": _constants(slots, rows), "STATE": state}

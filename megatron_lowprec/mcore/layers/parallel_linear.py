@@ -23,6 +23,7 @@ from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import Gather, LinearGemms
 from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_input, cached_amax
+from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -202,7 +203,7 @@ class LowPrecLinearMixin:
         amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weight gradient; or, once accumulated into an fp32 ``main_grad``, a dummy that DDP's hook drops."""
-        main_grad = getattr(weight, "main_grad", None)
+        main_grad = writable_main_grad(weight)
         if not self.accumulates_in_fp32 or main_grad is None or main_grad.dtype != torch.float32:
             return linear_gemms.wgrad(dy, x, rng_step, amax=amax)
         linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax)

@@ -1,4 +1,4 @@
-"""``--fp8-param-gather``: FP8 primary weights of linear layers, cast from fp32 main weights and gathered in FP8.
+"""``--fp8-param-gather``: FP8 primary weights of linear layers, cast from main weights and gathered in FP8.
 
 Megatron-core supports this for TransformerEngine's tensors: byte buffers, their all-gather, main weights beside them.
 It recognizes such a tensor by its class and accesses its storage and value through functions of one module.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.optimizer.adamw import ScaledAdamW
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
 from megatron_lowprec.recipe.coverage import primary_weight_spec
@@ -98,20 +100,48 @@ def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = T
     return count
 
 
-def sharded_weights(part: Any) -> list[tuple[Fp8Weight, torch.Tensor | None, int]]:
-    """(weight, this rank's fp32 shard of its main weight or None, the shard's start) of one inner optimizer.
+class MainShard(NamedTuple):
+    """This rank's shard of a main weight.
+
+    Attributes:
+        stored: fp32, or codes of the optimizer's format, [entries].
+        decode_scale: fp32 [1], multiplies the codes; None for fp32.
+    """
+
+    stored: torch.Tensor
+    decode_scale: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        """fp32 [entries]."""
+        return self.stored if self.decode_scale is None else self.stored.float() * self.decode_scale
+
+
+def sharded_weights(part: Any) -> list[tuple[Fp8Weight, MainShard | None, int]]:
+    """(weight, this rank's shard of its main weight or None, the shard's start) of one inner optimizer.
 
     The order is the same on all ranks.
     """
     if not isinstance(part, DistributedOptimizer) or part.is_stub_optimizer:
         return []
-    found = zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True)
-    return [(weight, master, start or 0) for weight, master, start in found if isinstance(weight, Fp8Weight)]
+    weights = [weight for buffer in part.buffers for weight in buffer.params if isinstance(weight, Fp8Weight)]
+    inner = part.optimizer
+    scaled = isinstance(inner, ScaledAdamW)
+    shards = part.shard_float16_groups if scaled else part.shard_fp32_from_float16_groups
+    here: dict[int, MainShard] = {}
+    for weight, shard in zip(chain(*part.model_float16_groups), chain(*shards), strict=True):
+        if isinstance(weight, Fp8Weight):
+            here[id(weight)] = MainShard(*inner.main_weight(shard)) if scaled else MainShard(shard)
+    return [(w, here.get(id(w)), _first_entry(part, w) if id(w) in here else 0) for w in weights]
+
+
+def _first_entry(part: DistributedOptimizer, weight: Fp8Weight) -> int:
+    start: int = part._get_model_param_range_map(weight)["param"].start
+    return start
 
 
 @torch.no_grad()
 def quantize_main_weights(part: Any, ahead: bool) -> None:
-    """Quantize this rank's shards of main weights, with scales of whole weights; the caller gathers the codes.
+    """Quantize this rank's shards of the main weights, with scales of whole weights; the caller gathers the codes.
 
     Args:
         part: one of the optimizers inside Megatron-core's.
@@ -120,10 +150,7 @@ def quantize_main_weights(part: Any, ahead: bool) -> None:
     found = sharded_weights(part)
     if not found:
         return
-    held = [master for _, master, _ in found if master is not None]
-    own = iter(torch._foreach_norm(held, math.inf) if held else ())
-    zero = torch.zeros((), device=found[0][0].device)
-    amax = torch.stack([zero if master is None else next(own) for _, master, _ in found])
+    amax = torch.stack(_amaxes([main for _, main, _ in found], found[0][0].device))
     amax = max_over(amax, part.data_parallel_group)
     parts = _max_over_sharers([w.scaled for w, _, _ in found], amax)  # type: ignore[attr-defined]
     torch._foreach_copy_([w.main_amax for w, _, _ in found], parts)
@@ -131,7 +158,32 @@ def quantize_main_weights(part: Any, ahead: bool) -> None:
     encode_scale = torch.cat(encode_scales)
     decode_scales = (torch.ones_like(encode_scale) / encode_scale).split(1)
     torch._foreach_copy_([w.decode_scale for w, _, _ in found], decode_scales)
-    set_codes(found, encode_scales)
+    fp32 = [i for i, (_, main, _) in enumerate(found) if main is None or main.decode_scale is None]
+    set_codes(
+        [(weight, None if main is None else main.stored, start) for weight, main, start in (found[i] for i in fp32)],
+        [encode_scales[i] for i in fp32],
+    )
+    for i in sorted(set(range(len(found))) - set(fp32)):  # one at a time: fp32 copies of all might not fit in memory
+        weight, main, start = found[i]
+        assert main is not None
+        set_codes([(weight, main.values(), start)], [encode_scales[i]])
+
+
+def _amaxes(mains: Sequence[MainShard | None], device: torch.device) -> list[torch.Tensor]:
+    """Amax of each shard's values, fp32 scalars; 0 for None."""
+    held = [main for main in mains if main is not None]
+    fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    stored = [main.stored.float() if main.stored.dtype in fp8 else main.stored for main in held]
+    norms = iter(zip(held, torch._foreach_norm(stored, math.inf) if held else (), strict=True))
+    amaxes = []
+    for main in mains:
+        if main is None:
+            amaxes.append(torch.zeros((), device=device))
+        else:
+            held_main, norm = next(norms)
+            scale = held_main.decode_scale
+            amaxes.append(norm.float() if scale is None else norm.float() * scale.view(()))
+    return amaxes
 
 
 def _max_over_sharers(scaled: Sequence[ScaleGroup], amax: torch.Tensor) -> list[torch.Tensor]:
@@ -184,10 +236,10 @@ def compute_dtype_weights(optimizer: Any) -> Iterator[tuple[Fp8Weight, torch.Ten
     All ranks iterate together. Yields [O, I] on the host of the first replica; zeros on other ranks.
     """
     for part in optimizer.chained_optimizers:
-        for weight, master, start in sharded_weights(part):
+        for weight, main, start in sharded_weights(part):
             whole = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
-            if master is not None:
-                whole[start : start + master.numel()].copy_(master)
+            if main is not None:
+                whole[start : start + main.stored.numel()].copy_(main.values())
             # each byte is nonzero on at most one rank
             dist.all_reduce(whole.view(torch.uint8), group=part.data_parallel_group)
             if part.data_parallel_group.rank():

@@ -103,6 +103,8 @@ def _has_foreign_fp8_weights(part: Float16OptimizerWithFloat16Params | Distribut
 
 def _copy_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer) -> None:
     quantize_main_weights(part, ahead=True)
+    if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return  # the inner optimizer has updated the other weights
     if isinstance(part, DistributedOptimizer):
         shards = zip(chain(*part.shard_float16_groups), chain(*part.shard_fp32_from_float16_groups), strict=True)
         pairs = [pair for pair in shards if pair[0] is not None]  # FP8 weights have no shard

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import nn
@@ -30,6 +33,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, ShardSlice
 from megatron_lowprec.kernels.scaled_adam.reference import Stream
 from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import optimizer_key
 from megatron_lowprec.recipe.schema import OptimizerSpec
 
@@ -55,6 +59,7 @@ def use_scaled_adam(
         if part.is_stub_optimizer:
             continue
         rows = {weight: i for i, weight in enumerate(w for buffer in part.buffers for w in buffer.params)}
+        _shard_fp8_weights(part)
         places: dict[torch.Tensor, Place] = {}
         for model, shards in (
             (part.model_float16_groups, part.shard_float16_groups),
@@ -62,11 +67,11 @@ def use_scaled_adam(
         ):
             for weights, parts in zip(model, shards, strict=True):
                 for weight, shard in zip(weights, parts, strict=True):
-                    stream = None
+                    entries, stream = part._get_model_param_range_map(weight)["param"], None
                     if names is not None and weight.dim() > 1:
-                        first = part._get_model_param_range_map(weight)["param"].start
-                        stream = rounding_stream(weight, names[weight], seed, first)
-                    places[shard] = Place(rows[weight], weight.dim() == 1, stream)
+                        stream = rounding_stream(weight, names[weight], seed, entries.start)
+                    values = partial(_values, weight, entries) if isinstance(weight, Fp8Weight) else None
+                    places[shard] = Place(rows[weight], weight.dim() == 1, stream, values)
         inner = part.optimizer
         part.optimizer = ScaledAdamW(
             inner.param_groups,
@@ -76,6 +81,26 @@ def use_scaled_adam(
             torch.zeros(len(rows), 3, device=part.buffers[0].grad_data.device),
             maximum_over(*_sharers(part)),
         )
+
+
+def _shard_fp8_weights(part: DistributedOptimizer) -> None:
+    """Give FP8 weights, of which Megatron-core makes no shards, this rank's part of their codes, uint8 [entries]."""
+    groups = zip(part.model_float16_groups, part.shard_float16_groups, part.optimizer.param_groups, strict=True)
+    for weights, shards, group in groups:
+        fp32 = len(group["params"]) - len(shards)  # which come first
+        for i, weight in enumerate(weights):
+            if isinstance(weight, Fp8Weight):
+                entries = part._get_model_param_range_map(weight)["param"]
+                shard = weight.codes.view(-1)[entries.start : entries.end]
+                copy_tensor_model_parallel_attributes(shard, weight)
+                if hasattr(weight, "shared"):
+                    shard.shared = weight.shared  # type: ignore[attr-defined]
+                shards[i] = group["params"][fp32 + i] = shard
+
+
+def _values(weight: Fp8Weight, entries: Any) -> torch.Tensor:
+    """The entries of an FP8 weight, in the compute dtype: the values that it was set to, before they were quantized."""
+    return weight.value().view(-1)[entries.start : entries.end]
 
 
 def weight_names(model_chunks: Sequence[nn.Module]) -> dict[nn.Parameter, str]:

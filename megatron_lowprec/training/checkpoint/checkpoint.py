@@ -121,7 +121,7 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
     if with_optimizer:
         optimizer_state.load(trainer, state["optimizer"])
         trainer.scheduler.step(increment=int(state["scheduler"]["num_steps"]))
-        if trainer.gradient_factor is not None and "gradient_factor" in state:
+        if trainer.gradient_factor is not None and trainer.gradient_factor.automatic and "gradient_factor" in state:
             trainer.gradient_factor.mu.fill_(state["gradient_factor"]["mu"])
     else:
         # Main weights are copies of the model's, taken before the load.

@@ -9,7 +9,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_lowprec.training.model import Trainer, torch_optimizers
+from megatron_lowprec.mcore.optim.recipe_optimizer import torch_optimizers
+from megatron_lowprec.training.model import Trainer
 
 
 def sharded(trainer: Trainer, state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:

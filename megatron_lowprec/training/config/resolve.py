@@ -51,24 +51,38 @@ def resolve_model(config: Config) -> Config:
 
 
 def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
-    """Options required by the recipe's optimizer and gradient reduction, with notes about those switched on.
+    """Options required by the recipe's optimizer, gradients and weights, with notes about those switched on.
 
     Raises:
-        UserError: options that the recipe cannot serve.
+        UserError: the recipe's gradients are stored in its format, and an option needs Megatron-core's buffers; or
+            its operands cannot be gathered as FP8 codes.
     """
     if config.fp8_sequence_parallel_gather:
         check_fp8_gather(recipe, config.pipeline_model_parallel_size)
-    if not recipe.changes_training:
-        return config, []
-    if config.fp8_param_gather and recipe.optimizer.quantized:
-        raise UserError(
-            f"--fp8-param-gather makes FP8 weights from fp32 main weights, which recipe {recipe.name} has none of; "
-            "leave the flag out, or set --recipe-override optimizer.master=fp32 and the moments' formats to fp32"
-        )
-    if config.use_distributed_optimizer:
-        return config, []
-    note = f"recipe {recipe.name}: --use-distributed-optimizer is on, which its optimizer state and gradients go by"
-    return replace(config, use_distributed_optimizer=True), [note]
+    if recipe.gradients.stored:
+        _check_stored_gradients(config, recipe)
+    needed = {
+        "use_distributed_optimizer": recipe.changes_training,
+        "fp8_param_gather": recipe.fp8_weights,
+    }
+    on = [name for name, wanted in needed.items() if wanted and not getattr(config, name)]
+    notes = [f"recipe {recipe.name}: {flag(name)} is on, which it needs" for name in on]
+    changes: dict[str, Any] = dict.fromkeys(on, True)
+    return replace(config, **changes), notes
+
+
+def _check_stored_gradients(config: Config, recipe: Recipe) -> None:
+    why = {
+        "cuda_graph_impl": "captured graphs write gradients to fixed addresses",
+        "grad_reduce_in_bf16": "its gradients are never reduced in bf16",
+    }
+    for name, reason in why.items():
+        if getattr(config, name) not in (False, "none"):
+            raise UserError(
+                f"{flag(name)} was given, but recipe {recipe.name} stores gradients in "
+                f"{recipe.gradients.format.upper()}, and {reason}: leave the flag out, or set --recipe-override "
+                "gradients.accumulation=buffer"
+            )
 
 
 def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:

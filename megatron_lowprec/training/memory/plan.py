@@ -17,7 +17,7 @@ from megatron_lowprec.training.memory.activations import (
     recomputed_at_once,
 )
 from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight
-from megatron_lowprec.training.memory.weights import lasting
+from megatron_lowprec.training.memory.weights import fp32_gradients, lasting
 
 GIB = 2.0**30
 
@@ -27,7 +27,7 @@ class MemoryPlan:
     """Bytes on a GPU of the pipeline stage with the largest peak.
 
     ``resident`` lasts through a step, ``kept`` is saved for backward, and of ``transient`` (allocated at different
-    times on top of both) the largest counts.
+    times on top of both) the largest counts, and fp32 gradients beside those of the passes.
     """
 
     runs: Runs
@@ -44,6 +44,7 @@ class MemoryPlan:
         """Most bytes allocated at once; activations are free by the time of the weight update."""
         resident = sum(self.resident.values())
         passes = sum(self.kept.values()) + max(self.transient[name] for name in ("logits", "backward"))
+        passes += self.transient["gradients"]
         return resident + max(passes, self.transient["update"])
 
 
@@ -67,6 +68,7 @@ def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: i
     transient = {
         "logits": logit_bytes(config, vocabulary, runs.fused) if last else 0.0,
         "backward": recomputed_at_once(config, layers, runs) + backward_of_a_layer(config, runs),
+        "gradients": fp32_gradients(config, runs, vocabulary, gpus, stage),
         "update": update,
     }
     return MemoryPlan(runs, stage, config.pipeline_model_parallel_size, gpus, in_flight, resident, kept, transient)

@@ -60,9 +60,13 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
         "head": "activations of final norm and output layer",
         "logits": "logits and cross-entropy (*)",
         "backward": "backward of a layer (*)",
+        "gradients": "gradients in fp32, until they are cast",
         "update": "update of the weights, when no activations are left",
     }
-    lines += [_row(names[name], size) for name, size in [*found.kept.items(), *found.transient.items()]]
+    parts = {**found.kept, **found.transient}
+    if not parts["gradients"]:  # in a buffer, which is resident
+        del parts["gradients"]
+    lines += [_row(names[name], size) for name, size in parts.items()]
     lines += [_row("peak", found.peak), "(*) not at the same time: the larger counts; formulas: docs/guide/memory.md"]
     lines.append("a layer keeps of a microbatch:")
     lines += [_row(name, size) for name, size in layer_activations(config, found.runs).items()]
@@ -91,6 +95,8 @@ def check(found: MemoryPlan, device: Device) -> list[str]:
             "activations": sum(found.kept.values()),
             "logits": found.transient["logits"],
         }
+        if found.transient["gradients"]:
+            parts["fp32 gradients"] = found.transient["gradients"]
         raise UserError(
             f"the run needs {found.peak / GIB:.1f} GiB on a GPU ("
             + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())

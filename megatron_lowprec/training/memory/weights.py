@@ -15,7 +15,7 @@ from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import width_of
 from megatron_lowprec.training.models.sizes import has_bias, linear_sites, norm_weights, other_weights, sharding
 
-_STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
+_STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,35 @@ def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) 
     total = weights.dense + weights.expert
     state = runs.recipe.optimizer
     first, second, main = (_STATE_BYTES[form] for form in state.formats.values())
-    half_gradients = config.bf16 and config.grad_reduce_in_bf16
+    half_gradients, stored = config.bf16 and config.grad_reduce_in_bf16, runs.recipe.gradients.stored
     resident = {
         "weights": total * width_of(config) - _primary_weights(config, runs, stage) * (width_of(config) - 1.0),
         "main weights": owned * main if config.bf16 or state.quantized else 0.0,
         "moments": owned * (first + second),
-        "gradients": total * (2.0 if half_gradients else 4.0),
+        "gradients": total * (1.0 if stored else 2.0 if half_gradients else 4.0),
         "kept quantized weights": _kept_weights(config, runs, gpus, stage),
     }
-    # Megatron-core converts half gradients to fp32 for its own update; FP8 codes are sent and received at once.
-    update = owned * 4.0 if half_gradients and not state.quantized else 0.0
-    exchanged = total * 2.0 if runs.recipe.gradients.quantized and data > 1 else 0.0
+    # Megatron-core converts half gradients to fp32 for its own update, and stored codes are decoded for any update.
+    update = owned * 4.0 if stored or (half_gradients and not state.quantized) else 0.0
+    # FP8 codes are sent and received at once; stored codes are sent from where they are.
+    exchanged = total * (1.0 if stored else 2.0) if runs.recipe.gradients.quantized and data > 1 else 0.0
     return resident, max(update, exchanged)
+
+
+def fp32_gradients(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> float:
+    """Bytes of fp32 gradients in the backward pass beside stored FP8 codes; 0 where gradients have a buffer.
+
+    All weights until the last microbatch under ``gradients.accumulation`` fp32; else the largest linear layer's.
+    """
+    gradients = runs.recipe.gradients
+    if not gradients.stored:
+        return 0.0
+    if gradients.accumulation == "fp32" and microbatches_of(config, gpus) > 1:
+        weights = stage_weights(config, vocabulary, stage)
+        return 4.0 * (weights.dense + weights.expert)
+    return 4.0 * max(
+        site.in_features * site.out_features / sharding(config, site).tensor_ranks for site in linear_sites(config)
+    )
 
 
 def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.mcore.debug.finite_check import Finding, FiniteCheck
+from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config.options import Config
@@ -68,7 +69,7 @@ def _reduced_gradients(trainer: Trainer, loss: float) -> Diagnosis:
         name.removeprefix("module.")
         for chunk in trainer.chunks
         for name, weight in chunk.named_parameters()
-        if getattr(weight, "main_grad", None) is not None and not bool(weight.main_grad.isfinite().all())
+        if not has_finite_gradient(weight)
     )
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, names)

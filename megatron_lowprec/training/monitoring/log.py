@@ -27,7 +27,7 @@ from megatron_lowprec.training.monitoring.quantization_log import (
 
 @dataclass(frozen=True)
 class StepRow:
-    """One iteration's values; times in seconds, losses in nats a token."""
+    """One iteration's values; times in seconds, losses in nats a token; ``state`` as of ``state_stats``."""
 
     iteration: int
     consumed_samples: int
@@ -41,6 +41,7 @@ class StepRow:
     params_norm: float | None
     skipped_iterations: int
     nan_iterations: int
+    state: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Values by Megatron's keys, without those not measured.
@@ -58,6 +59,7 @@ class StepRow:
             "throughput": round(self.tflops_per_gpu, 1),
             "skipped iterations": self.skipped_iterations,
             "nan iterations": self.nan_iterations,
+            **self.state,
         }
         return {key: value for key, value in values.items() if value is not None}
 

@@ -63,7 +63,12 @@ def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, m
         return row
 
     monkeypatch.setattr(loop, "_train_iteration", recorded)
-    changes = {"recipe": "fp8_lm", "recipe_override": "gradients.sum=format", "train_iters": 3, "calibrate_amax": True}
+    changes = {
+        "recipe": "fp8_lm",
+        "recipe_override": "gradients.mu=automatic",
+        "train_iters": 3,
+        "calibrate_amax": True,
+    }
     drive(argv(**COMMON | changes))
     (first, after), (second, skipped), (third, last) = zip(factors[::2], factors[1::2], strict=True)
     assert first == 1.0  # passes that fill histories are no steps
@@ -86,6 +91,36 @@ def test_the_gemm_that_a_bad_number_comes_from_is_named(
     assert [r["skipped iterations"] for r in row] == [0, 0, 1, 1, 1]
     # Weights, moments, histories and random state are what they were: one batch is missing, and nothing else.
     assert all(math.isfinite(r["grad-norm"]) for r in row[3:])
+
+
+@pytest.mark.parametrize("recipe", ["fp8_lm_o1", "fp8_lm_o3"])
+def test_a_bad_gradient_that_is_stored_in_fp8_is_named(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    spoiling(monkeypatch, "wgrad", at(2, "mlp.linear_fc1", step=1, microbatch=1), math.nan)
+    drive(argv(**COMMON | {"recipe": recipe, "bf16": True, "train_iters": 3}))
+    assert "layers.2.mlp.linear_fc1, wgrad, product of finite operands" in capsys.readouterr().out
+    assert [row["skipped iterations"] for row in rows(Path("out"))] == [0, 1, 1]
+
+
+def test_gradients_that_only_their_reduction_spoils_are_named(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    step = loop.train_step
+
+    def recorded(trainer: Any, *rest: Any) -> Any:
+        result = step(trainer, *rest)
+        weights = dict(trainer.chunks[0].named_parameters())
+        name = next(name for name in weights if name.endswith("layers.1.mlp.linear_fc1.weight"))
+        found.append(bad_numbers._reduced_gradients(trainer, 1.0).text)
+        weights[name].stored_gradient._codes._decode_scale.fill_(math.nan)
+        found.append(bad_numbers._reduced_gradients(trainer, 1.0).text)
+        return result
+
+    monkeypatch.setattr(loop, "train_step", recorded)
+    drive(argv(**COMMON | {"recipe": "fp8_lm_o2", "train_iters": 1}))
+    assert "nothing, when the step was run again" in found[0]
+    assert "gradient of" in found[1]
+    assert "on rank 0, once reduced: its parts are finite" in found[1]
 
 
 def test_what_comes_from_no_gemm_is_named_by_its_module(

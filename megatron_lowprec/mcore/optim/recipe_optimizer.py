@@ -1,0 +1,98 @@
+"""Megatron-core's optimizer and gradient exchange under a recipe: the part of a recipe outside of the linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.utils import get_model_config
+
+from megatron_lowprec.comm.gradients import GradientFactor
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
+from megatron_lowprec.mcore.optim.gradient_storage import decode_gradients_in, store_gradients_in
+from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
+from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once
+from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
+from megatron_lowprec.recipe.schema import Recipe
+
+
+class RecipeOptimizer(NamedTuple):
+    """Result of ``build_optimizer``.
+
+    Attributes:
+        optimizer: updated by ``optimizer_step``.
+        factor: factor and saturation of gradients in FP8, None for other gradients. Call ``factor.forget`` before each
+            step's first forward pass and ``factor.end_step`` after each update.
+    """
+
+    optimizer: MegatronOptimizer
+    factor: GradientFactor | None
+
+
+def build_optimizer(
+    chunks: list[DistributedDataParallel], recipe: Recipe, options: OptimizerConfig, *, seed: int
+) -> RecipeOptimizer:
+    """Megatron-core's optimizer for wrapped chunks, with the recipe's optimizer state and exchange of gradients.
+
+    Call it once on each rank, after ``bind_recipe``, after ``use_primary_weights`` if the recipe has FP8 weights, and
+    after the chunks are wrapped.
+
+    Args:
+        chunks: this rank's model chunks.
+        recipe: the bound recipe.
+        options: Megatron-core's options of the optimizer; changed if the recipe's state is quantized.
+        seed: base of the random streams of stochastic rounding.
+
+    Raises:
+        UserError: the recipe changes training, and the chunks or ``options`` lack the distributed optimizer.
+    """
+    if recipe.changes_training and not (
+        options.use_distributed_optimizer and all(c.ddp_config.use_distributed_optimizer for c in chunks)
+    ):
+        raise UserError(
+            f"recipe {recipe.name} quantizes optimizer state, gradients or weights, which needs Megatron-core's "
+            "distributed optimizer: set use_distributed_optimizer in OptimizerConfig and DistributedDataParallelConfig"
+        )
+    factor = _exchange_gradients(chunks, recipe) if recipe.gradients.quantized else None
+    if recipe.optimizer.quantized:
+        keeps_main_weights(options)
+    optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
+    for inner in torch_optimizers(optimizer):
+        if type(inner) is torch.optim.AdamW:
+            # Without TE or apex Megatron-core uses torch's AdamW with defaults, tensor by tensor.
+            for group in [inner.defaults, *inner.param_groups]:
+                group["fused"], group["foreach"] = True, False
+    if recipe.optimizer.quantized:
+        use_scaled_adam(optimizer, recipe.optimizer, chunks, seed)
+    copy_weights_at_once(optimizer)
+    if recipe.gradients.stored:
+        for part in optimizer.chained_optimizers:
+            decode_gradients_in(part)
+    finalize(optimizer, chunks)
+    return RecipeOptimizer(optimizer, factor)
+
+
+def _exchange_gradients(chunks: Sequence[DistributedDataParallel], recipe: Recipe) -> GradientFactor:
+    spec = recipe.gradients
+    factor = GradientFactor(chunks[0].buffers[0].grad_data.device, automatic=spec.mu == "automatic")
+    if spec.stored:
+        store_gradients_in(chunks, spec, factor)
+        # Megatron-core's schedules tell a step's last microbatch by it.
+        config = get_model_config(chunks[0])
+        if config.no_sync_func is None:
+            several = len(chunks) > 1
+            config.no_sync_func = [chunk.no_sync for chunk in chunks] if several else chunks[0].no_sync
+    else:
+        sum_gradients_in(chunks, spec, factor)
+    return factor
+
+
+def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron-core's, one for dense and one for expert weights."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]

@@ -1,0 +1,130 @@
+"""Gradient of one weight, fp32 while it is written and FP8 codes afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lowprec.comm.gradient_codes import GradientCodes
+
+
+class StoredGradient:
+    """The attribute ``stored_gradient`` of a weight, and the states of its ``main_grad``.
+
+    ``main_grad`` is fp32 from ``begin_write`` to ``cast``, and again after ``expose``; else a placeholder.
+
+    Args:
+        weight: the weight, which DistributedDataParallel has given a ``main_grad``.
+        codes: codes of its bucket.
+        index: the weight's tensor in ``codes``.
+        more_microbatches: returns whether the step has microbatches after the present one; None if gradients are cast
+            after each microbatch.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, codes: GradientCodes, index: int, more_microbatches: Callable[[], bool] | None
+    ) -> None:
+        self.weight = weight
+        self._codes, self._index, self._more_microbatches = codes, index, more_microbatches
+        self._placeholder = torch.full((), torch.nan, device=codes.codes.device).expand(weight.shape)
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop the gradient, at the beginning of a step."""
+        self._writable = self._cast = self._exposed = False
+        self._main_grad = self._placeholder
+
+    @property
+    def _main_grad(self) -> torch.Tensor:
+        found: torch.Tensor = self.weight.main_grad  # type: ignore[attr-defined]
+        return found
+
+    @_main_grad.setter
+    def _main_grad(self, value: torch.Tensor) -> None:
+        self.weight.main_grad = value  # type: ignore[attr-defined]
+
+    def register_hooks(self) -> None:
+        """Prepare and cast ``main_grad`` around Megatron-core's hook, which adds the gradient of autograd to it."""
+        self.weight.stored_gradient = self  # type: ignore[attr-defined]
+        self.weight.register_hook(self.begin_write)
+        # Megatron-core keeps the node, whose hooks run in the order of their registration. Kept here as well, it would
+        # never be freed: it has the weight, in a way that Python's garbage collector cannot see.
+        view: Any = self.weight.expand_as(self.weight)
+        view.grad_fn.next_functions[0][0].register_hook(self.end_write)
+
+    def begin_write(self, *_: Any) -> None:
+        """Make ``main_grad`` fp32, of the weight's shape, with the sum of the microbatches so far.
+
+        Raises:
+            RuntimeError: the gradient was reduced already, or was cast before the last microbatch although the recipe
+                accumulates in fp32.
+        """
+        if self._writable:
+            return
+        if self._codes.reduced:
+            raise RuntimeError("a weight has a second gradient in a step after its gradient was reduced over ranks")
+        if self._cast and self._more_microbatches is not None:
+            raise RuntimeError(
+                "a weight has another gradient after its step's last microbatch: run all microbatches but the last "
+                "in DistributedDataParallel.no_sync(), or set gradients.accumulation=format"
+            )
+        self._main_grad = self._codes.local(self._index).view(self.weight.shape)
+        self._writable = True
+
+    def end_write(self, *_: Any) -> None:
+        """Cast ``main_grad`` and free it, unless it stays fp32 for the next microbatch."""
+        if self._more_microbatches is None or not self._more_microbatches():
+            self.cast()
+
+    def cast(self) -> None:
+        """Cast ``main_grad``, if it is being written, and free it."""
+        if self._writable:
+            self._codes.cast(self._index, self._main_grad)
+            self._main_grad = self._placeholder
+            self._writable, self._cast = False, True
+
+    def expose(self, start: int, end: int) -> None:
+        """Make ``main_grad`` the reduced gradient in fp32, zero outside of this rank's part, until the next step.
+
+        Args:
+            start, end: entries of the weight in this rank's part; equal if there are none.
+        """
+        main_grad = torch.zeros(self.weight.shape, device=self._placeholder.device)
+        if start < end:
+            main_grad.view(-1)[start:end] = self._codes.part(self._index, start, end)
+        self._main_grad, self._exposed = main_grad, True
+
+    def part(self, start: int, end: int) -> torch.Tensor:
+        """Entries ``start`` to ``end`` of the reduced gradient, which lie in this rank's part: fp32 [entries]."""
+        if self._exposed:
+            return self._main_grad.view(-1)[start:end]
+        return self._codes.part(self._index, start, end)
+
+    def scale_exposed_(self, factor: float | torch.Tensor) -> None:
+        """Multiply the gradient by ``factor`` if it is exposed; the codes of a bucket have their own scales."""
+        if self._exposed:
+            self._main_grad.mul_(factor)
+
+    def is_finite(self) -> bool:
+        """Whether the reduced gradient is finite on all ranks; synchronizes with the device."""
+        return self._codes.is_finite(self._index)
+
+
+def writable_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """``main_grad`` of a weight, ready to be written; None without one. Call it before a weight gradient is added."""
+    stored: StoredGradient | None = getattr(weight, "stored_gradient", None)
+    if stored is not None:
+        stored.begin_write()
+    return getattr(weight, "main_grad", None)
+
+
+def has_finite_gradient(weight: torch.Tensor) -> bool:
+    """Whether the reduced gradient of a weight is finite; True without one. Synchronizes with the device."""
+    stored: StoredGradient | None = getattr(weight, "stored_gradient", None)
+    if stored is not None:
+        return stored.is_finite()
+    main_grad = getattr(weight, "main_grad", None)
+    return main_grad is None or bool(main_grad.isfinite().all())

@@ -222,11 +222,13 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 # ---- checks
 def _check_recipe(recipe: Recipe) -> None:
     parts = [name for name in ("optimizer", "gradients") if getattr(recipe, name).quantized]
+    if recipe.fp8_weights:
+        parts.append("fp8_weights")
     if parts:
         raise UserError(
             f"recipe {recipe.name} also sets {' and '.join(parts)}, but convert changes linear layers alone: "
             f"train it with pretrain_gpt.py, or pass dataclasses.replace(recipe, optimizer=OptimizerSpec(), "
-            f"gradients=GradientSpec())"
+            f"gradients=GradientSpec(), fp8_weights=False)"
         )
 
 

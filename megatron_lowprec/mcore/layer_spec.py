@@ -22,7 +22,7 @@ def layer_spec(recipe: Recipe, seed: int | None = None) -> ModuleSpec:
         seed: base of all random draws, the same on all ranks; None for Megatron-LM's ``--seed``, elsewhere 1234.
 
     Raises:
-        UserError: the recipe also quantizes optimizer state or gradients.
+        UserError: the recipe also quantizes optimizer state, gradients or weights.
     """
 
     class Layer(LowPrecTransformerLayer):

@@ -95,7 +95,7 @@ def why_not(recipe: Recipe) -> str | None:
     ``keep_bf16`` is not considered: TransformerEngine's recipes say nothing about layers.
     """
     if recipe.changes_training:
-        return "it also quantizes optimizer state or gradients between ranks, which is no part of a recipe there"
+        return "it also quantizes optimizer state, gradients or weights, which are no part of a recipe there"
     reasons = [_gemm_fault(name, gemm) for name, gemm in recipe.gemms.items()]
     reasons += [_delayed_fault(recipe)]
     found = next((reason for reason in reasons if reason is not None), None)

@@ -158,7 +158,7 @@ def test_amax_histories_are_in_megatron_lm_s_checkpoints(megatron_lm: MegatronLM
     ("arguments", "words"),
     [
         (spec("mxfp4_rht_s"), "there is no recipe 'mxfp4_rht_s': did you mean mxfp4_rht_sr"),
-        (spec("fp8_lm"), "fp8_lm also quantizes optimizer state or gradients"),
+        (spec("fp8_lm"), "fp8_lm also quantizes optimizer state, gradients or weights"),
         ([*spec("mxfp8"), "--fp8-format", "hybrid"], "TransformerConfig.fp8 is 'hybrid'"),
         ([*spec("mxfp8"), *EXPERTS, "--moe-grouped-gemm"], "--moe-grouped-gemm has no low-precision path"),
     ],

@@ -264,7 +264,7 @@ def test_a_linear_of_megatron_core_s_own_is_named() -> None:
 def test_recipes_and_configs_that_the_layers_cannot_run_are_refused() -> None:
     from megatron_lowprec.mcore.layer_spec import layer_spec
 
-    with pytest.raises(UserError, match="fp8_lm also quantizes optimizer state or gradients"):
+    with pytest.raises(UserError, match="fp8_lm also quantizes optimizer state, gradients or weights"):
         layer_spec(get_recipe("fp8_lm"))
     with pytest.raises(UserError, match=r"TransformerConfig\.mtp_num_layers is 1"):
         tracked("mxfp8", mtp_num_layers=1)

@@ -281,7 +281,7 @@ def test_primary_weights_are_rounded_plainly_and_alike() -> None:
         assert primary_weight_spec(recipe) is None
 
 
-GATHERED = {"fp8_delayed", "fp8_lm"}
+GATHERED = {"fp8_delayed", "fp8_lm", "fp8_lm_o1", "fp8_lm_o2", "fp8_lm_o3"}
 
 
 def test_recipes_whose_codes_can_be_gathered() -> None:

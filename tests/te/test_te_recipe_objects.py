@@ -76,7 +76,7 @@ REFUSED = {
     "mxfp4_sr": "dgrad.grad_output.format is e2m1",
     "mxfp4_rht_sr": "dgrad.grad_output.format is e2m1",
     "fp8_mxfp4_rht_sr": "dgrad.grad_output.format is e2m1",
-    "fp8_lm": "optimizer state or gradients",
+    **dict.fromkeys(("fp8_lm", "fp8_lm_o1", "fp8_lm_o2", "fp8_lm_o3"), "optimizer state, gradients or weights"),
 }
 
 

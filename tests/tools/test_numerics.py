@@ -1,0 +1,226 @@
+"""The experiments of tools/numerics.py against closed forms, an exact variance and figures measured before."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.recipe.registry import MXFP4, MXFP8
+from megatron_lowprec.recipe.schema import HadamardSpec
+from tools import numerics
+from tools.numerics_lab import clipping, dot_snr, gemm_variance, number_formats, scale_rounding, simfloat_study
+from tools.numerics_lab.dot_products import (
+    Accumulator,
+    ScaledVectors,
+    correlated_vectors,
+    dot,
+    energy_snr,
+    sample_snr,
+    snr_row,
+)
+from tools.numerics_lab.experiment import Lab
+
+LAB = Lab(torch.device("cpu"), seed=1234)
+ONE = torch.ones(1, 1)
+
+
+def products(terms: list[float], accumulator: Accumulator) -> float:
+    a = torch.tensor([terms])
+    return float(dot(ScaledVectors(a, ONE), ScaledVectors(torch.ones_like(a), ONE), accumulator))
+
+
+# ---- dot products
+def test_an_accumulator_stalls_where_a_term_is_half_of_its_step() -> None:
+    ones = [1.0] * 192
+    assert products(ones, Accumulator("", 6)) == 64.0  # 64 + 1 is a tie, and goes to the even 64
+    assert products(ones, Accumulator("", 6, promote=32)) == 192.0
+    assert products(ones, Accumulator("", 9)) == 192.0
+
+
+def test_rounding_and_truncation_of_a_running_sum() -> None:
+    assert products([64.0, 1.5], Accumulator("", 7)) == 66.0
+    assert products([64.0, 1.5], Accumulator("", 7, truncate=True)) == 65.0
+    assert products([-64.0, -1.5], Accumulator("", 7, truncate=True)) == -65.0
+    assert products([64.0, 1.5], Accumulator("")) == 65.5
+
+
+def test_scales_of_blocks_multiply_their_partial_sums() -> None:
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(2, 3, 8, generator=generator, dtype=torch.float64).mul(4).round().float()
+    of_a, of_b = torch.tensor([[2.0, 0.5]] * 3), torch.tensor([[1.0, 4.0]] * 3)
+    want = (a * of_a.repeat_interleave(4, 1) * b * of_b.repeat_interleave(4, 1)).double().sum(1)
+    for accumulator in (Accumulator(""), Accumulator("", 20, promote=2), Accumulator("", 20, promote=64)):
+        assert torch.equal(dot(ScaledVectors(a, of_a), ScaledVectors(b, of_b), accumulator), want)
+
+
+def test_snr_of_known_errors() -> None:
+    signal, result = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([3.3, 4.0], dtype=torch.float64)
+    assert energy_snr(signal, result) == pytest.approx(10 * math.log10(25 / 0.09))
+    assert sample_snr(signal, result).tolist() == [pytest.approx(20.0), math.inf]
+    assert snr_row(signal, signal * torch.tensor([3.0, 0.5]))["below"] == 0.5
+
+
+def test_vectors_have_their_correlation_and_spread() -> None:
+    a, b = (x.double().flatten() for x in correlated_vectors(LAB, 64, 1024, 0.9, 0.01))
+    deviation = a.numel() ** -0.5
+    assert abs(float(a.std() / 0.01) - 1) < 4 * deviation
+    assert abs(float((a * b).mean() / (a.std() * b.std())) - 0.9) < 4 * deviation
+
+
+@pytest.mark.slow
+def test_energy_snr_agrees_with_an_earlier_simulation() -> None:
+    """Within four standard deviations of the ratio of two sums of squares, over as many products."""
+    count = 192
+    table = dot_snr.compare(LAB, count, 4096)
+    allowed = 4 * 10 / math.log(10) * math.sqrt(2 * 2 / count)
+    for row in table.rows:
+        for correlation in dot_snr.CHECKED:
+            assert abs(row[f"{correlation}"] - row[f"before {correlation}"]) < allowed, (row["name"], correlation)
+
+
+# ---- the study's arithmetic
+def test_unscaled_products_underflow_in_e4m3_sums() -> None:
+    """So the study's 0 dB at scale 1 are those of a result of zero."""
+    found = dict(simfloat_study.cases(LAB, *simfloat_study.mixed_vectors(LAB, 8, 128, 0.0)))
+    assert torch.count_nonzero(found["scale 1, sums in E4M3 [notebook]"]) == 0
+    assert torch.count_nonzero(found["scale 1, exact sums"]) == 8
+
+
+def test_a_power_of_two_scale_does_not_change_sums_of_significand_bits() -> None:
+    found = dict(simfloat_study.cases(LAB, *simfloat_study.mixed_vectors(LAB, 8, 256, 0.1)))
+    assert torch.equal(found["scale 64, sums of 9 bits to 512"], found["scale 64, sums of 9 bits"])
+    assert not torch.equal(found["scale 64, sums of 9 bits to 128"], found["scale 64, sums of 9 bits"])
+
+
+# ---- formats, scales, clipping
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_relative_errors_of_a_grid(fmt: number_formats.Format) -> None:
+    row = number_formats.grid_row(fmt, LAB)
+    assert row["published"] == "yes"
+    half = 2.0 ** -(fmt.mantissa_bits + 1)
+    assert 0.99 * half / (1 + half) < row["worst"] <= half / (1 + half) * (1 + 1e-6)
+    # log-uniform numbers of one binade, against the nearest of its grid points
+    x = torch.exp2((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16)
+    grid = 1 + torch.arange(2**fmt.mantissa_bits + 1, dtype=torch.float64) * 2 * half
+    rms = float(((x - grid[:, None]).abs().amin(0) / x).square().mean().sqrt())
+    # the top binade of a format with a NaN or an odd largest number is not whole
+    assert row["rms"] == pytest.approx(rms, rel=0.06)
+
+
+@pytest.mark.parametrize(("spec", "share"), [(MXFP8, math.log2(2 / 1.75)), (MXFP4, math.log2(2 / 1.5))])
+def test_share_of_blocks_that_the_floor_rule_saturates(spec: scale_rounding.QuantSpec, share: float) -> None:
+    blocks = 4096
+    operand = scale_rounding.operand_of(LAB, blocks)
+    row = scale_rounding.tensor_row(operand, replace(spec, scale_rule="floor"))
+    assert abs(row["blocks"] - share) < 4 * math.sqrt(share * (1 - share) / blocks)
+    assert scale_rounding.tensor_row(operand, replace(spec, scale_rule="round_up"))["blocks"] == 0.0
+
+
+def test_snr_falls_where_the_floor_rule_saturates() -> None:
+    operand = scale_rounding.operand_of(LAB, 2048)
+    positions, floor = scale_rounding.by_position(operand, replace(MXFP8, scale_rule="floor"))
+    _, up = scale_rounding.by_position(operand, MXFP8)
+    # below 1.75 times a power of two both rules give the same scale; well above it, floor cuts the largest entries
+    half_bin = 0.5 / scale_rounding.BINS
+    same = [at for at, position in enumerate(positions) if position + half_bin < math.log2(1.75)]
+    cut = [at for at, position in enumerate(positions) if position > 0.93]
+    assert same
+    assert cut
+    assert [floor[at] for at in same] == [up[at] for at in same]
+    assert all(floor[at] < up[at] - 1 for at in cut)
+
+
+def test_clipped_share_of_equal_magnitudes_is_that_of_the_scale() -> None:
+    signs = torch.where(torch.arange(clipping.STEPS * 32).reshape(-1, 32) % 3 == 0, 1.0, -1.0)
+    x = signs * torch.exp2((torch.arange(clipping.STEPS) + 0.5) / clipping.STEPS)[:, None]
+    shares = {case: clipping.clipped(x, spec) for case, spec in clipping.CASES.items()}
+    assert shares["MXFP4, floor"] == pytest.approx(math.log2(8 / 6), abs=1 / clipping.STEPS)
+    assert shares["MXFP8, floor"] == pytest.approx(math.log2(512 / 448), abs=1 / clipping.STEPS)
+    assert shares["MXFP4, floor, times 3/4"] == shares["MXFP4, round_up"] == 0.0
+
+
+# ---- variance
+GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def exact_variance(x: torch.Tensor) -> torch.Tensor:
+    """float64 variance of each entry of [N, K] under Algorithm 2, from the neighbours in the grid."""
+    blocks = x.double().reshape(len(x), -1, 32)
+    unit = 4 / 3 * 2.0 ** (blocks.abs().amax(2, keepdim=True).log2().floor() - 2)
+    v = blocks.abs() / unit
+    above = torch.searchsorted(GRID, v.clamp(max=6 - 1e-12), right=True)
+    low, high = GRID[above - 1], GRID[above]
+    return ((v - low) * (high - v) * unit.square()).reshape(x.shape)
+
+
+def test_variance_of_a_product_is_that_of_independent_rounding_and_below_the_bound() -> None:
+    pairs, draws = 16, 256
+    a, b = (gemm_variance.with_outliers(LAB, name, pairs, 64, 0.1) for name in "ab")
+    signal = (a.double() * b.double()).sum(1)
+    errors = gemm_variance.product_draws(LAB, a, b, None, 1, draws) - signal
+    of_a, of_b = exact_variance(a), exact_variance(b)
+    exact = (of_a * of_b + of_a * b.double().square() + of_b * a.double().square()).sum(1)
+    standardized = errors / exact.sqrt()
+    assert abs(float(standardized.mean())) < 4 * (pairs * draws) ** -0.5
+    # the fourth moment of a sum of 64 bounded terms is near that of a normal number
+    assert abs(float(standardized.square().mean()) - 1) < 4 * math.sqrt(2.5 / (pairs * draws))
+    assert bool((exact <= gemm_variance.bound(a, b, None)).all())
+
+
+def test_the_transform_is_unbiased_and_lowers_the_variance_of_outliers_alone() -> None:
+    found = {}
+    for outliers in (0.0, 0.1):
+        a, b = (gemm_variance.with_outliers(LAB, name, 32, 1024, outliers) for name in "ab")
+        signal = (a.double() * b.double()).sum(1)
+        for hadamard in (None, HadamardSpec(64)):
+            errors = gemm_variance.product_draws(LAB, a, b, hadamard, 4, 8) - signal
+            found[outliers, hadamard is None] = float(errors.square().mean())
+            assert abs(float(errors.mean() / errors.std())) < 4 * errors.numel() ** -0.5
+    assert found[0.1, False] < 0.7 * found[0.1, True]
+    assert found[0.0, False] == pytest.approx(found[0.0, True], rel=0.25)
+
+
+def test_operands_do_not_share_rounding_noise() -> None:
+    """A product of two equal operands is biased by the variance if they do."""
+    a = gemm_variance.with_outliers(LAB, "a", 16, 64, 0.0)
+    errors = gemm_variance.product_draws(LAB, a, a, None, 1, 256) - a.double().square().sum(1)
+    assert abs(float(errors.mean() / errors.std())) < 4 * errors.numel() ** -0.5
+
+
+# ---- the command
+def test_an_experiment_writes_json_text_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert numerics.main(["simfloat", "--out", str(tmp_path / "new"), "--quick"]) == 0
+    assert capsys.readouterr().out.startswith("simfloat: ")
+    found = json.loads((tmp_path / "new" / "simfloat.json").read_text(), parse_constant=pytest.fail)
+    assert found["header"]["command"] == (
+        "python tools/numerics.py simfloat --out DIR --seed 1234 --device cpu --quick"
+    )
+    assert len(found["tables"]) == len(simfloat_study.MIXES)
+    assert "scale 64, sums in E4M3 [notebook]" in (tmp_path / "new" / "simfloat.txt").read_text()
+    assert (tmp_path / "new" / "simfloat.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_all_experiments_run(tmp_path: Path) -> None:
+    assert numerics.main(["all", "--out", str(tmp_path), "--quick"]) == 0
+    for suffix in ("json", "txt", "png"):
+        assert {path.stem for path in tmp_path.glob(f"*.{suffix}")} >= set(numerics.EXPERIMENTS)
+    assert (tmp_path / "dot-snr-histograms.png").is_file()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert numerics.main(["formats", "--out", str(tmp_path / "file" / "x"), "--quick"]) == 2
+    assert f"--out {tmp_path / 'file' / 'x'}: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert numerics.main(["formats", "--out", str(tmp_path), "--device", "cuda"]) == 2
+    assert "torch sees no GPU; leave it out to run on the CPU" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""Experiments on numbers: what formats, scales, rounding and accumulators do to products, against float64.
+
+    python tools/numerics.py all --out runs/numerics
+    python tools/numerics.py dot-snr --out runs/numerics
+
+An experiment writes NAME.json, NAME.txt and its figures into the folder. Experiments use the quantizers of the recipes.
+Data come from a seeded generator on the CPU, so every device gets the same operands.
+"""
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.training.config.paths import check_folder
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# Experiment: its module in numerics_lab.
+EXPERIMENTS = {
+    "formats": "number_formats",
+    "scale-rounding": "scale_rounding",
+    "clipping": "clipping",
+    "gemm-variance": "gemm_variance",
+    "dot-snr": "dot_snr",
+    "simfloat": "simfloat_study",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 for a UserError."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("experiment", choices=("all", *EXPERIMENTS), help="all: each of the others")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for tables and figures")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
+    parser.add_argument("--seed", type=int, default=1234, help="of operands and draws (default: 1234)")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: few samples, short vectors")
+    args = parser.parse_args(arguments)
+    argv = [args.experiment, "--out", "DIR", "--seed", str(args.seed), "--device", args.device]
+    return run_tool("numerics.py", lambda: _run(args, [*argv, "--quick"] if args.quick else argv))
+
+
+def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    import torch
+
+    from tools.numerics_lab.experiment import Lab, header, write
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda was asked, but torch sees no GPU; leave it out to run on the CPU")
+    check_folder(args.out, "--out")
+    args.out.mkdir(parents=True, exist_ok=True)
+    lab = Lab(torch.device(args.device), args.seed, args.quick)
+    conditions = header(lab.device, ["python tools/numerics.py", *argv])
+    for name in EXPERIMENTS if args.experiment == "all" else (args.experiment,):
+        start = time.perf_counter()
+        result = importlib.import_module(f"tools.numerics_lab.{EXPERIMENTS[name]}").run(lab)
+        write(result, args.out / name, conditions)
+        print(f"{name}: {time.perf_counter() - start:.0f} s, {args.out / name}.txt")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPOSITORY))  # Python puts the script's own folder there
+    sys.exit(main())

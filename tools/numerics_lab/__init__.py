@@ -1,0 +1,1 @@
+"""Experiments of ``tools/numerics.py``: one module each, and what they share."""

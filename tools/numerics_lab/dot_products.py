@@ -1,0 +1,152 @@
+"""Dot products of quantized vectors, their accumulators, and the SNR of the results.
+
+Vectors are rows: [N, K] holds N vectors of length K, and the n-th product is that of the n-th rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, round_to_format
+from megatron_lowprec.quantization.quantizer import quantize_by_reference
+from megatron_lowprec.quantization.transform import Transform
+from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
+from tools.numerics_lab.experiment import Lab
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+# ---- operands
+def correlated_vectors(
+    lab: Lab, count: int, length: int, correlation: float, sd: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fp32 [count, length] of normal entries with standard deviation ``sd`` and ``correlation`` between rows."""
+    first, second = (lab.normal(f"{name} {length}", count, length) for name in "ab")
+    mixed = correlation * first + (1.0 - correlation**2) ** 0.5 * second
+    return (sd * first).float(), (sd * mixed).float()
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Quantization of both operands.
+
+    Attributes:
+        spec: None keeps the operands in fp32.
+        encode_scale: one fixed encode scale for all vectors, instead of the scale of the spec.
+    """
+
+    name: str
+    spec: QuantSpec | None
+    encode_scale: float | None = None
+    hadamard: HadamardSpec | None = None
+
+
+class ScaledVectors(NamedTuple):
+    """Vectors as elements times a scale.
+
+    Attributes:
+        elements: fp32 [N, K] on the format's grid.
+        scale: fp32 decode scale, headroom divided out, [N, blocks along K]; one scale of all vectors is [1, 1].
+    """
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+
+
+def quantized_vectors(lab: Lab, scheme: Scheme, x: torch.Tensor, operand: str) -> ScaledVectors:
+    """``x`` [N, K] by a scheme; ``operand`` names the stream of stochastic rounding, which operands must not share."""
+    if scheme.spec is None:
+        return ScaledVectors(x, torch.ones(1, 1, device=x.device))
+    fixed = None if scheme.encode_scale is None else torch.full((1, 1), scheme.encode_scale, device=x.device)
+    transform = None if scheme.hadamard is None else Transform(scheme.hadamard.block, lab.stream(""))
+    elements, scale = quantize_by_reference(x, scheme.spec, lab.stream(operand), transform, fixed)
+    if not scale.is_floating_point():
+        scale = e8m0_decode_scale(scale)
+    return ScaledVectors(elements, scale / scheme.spec.headroom)
+
+
+def quantized_pair(lab: Lab, scheme: Scheme, a: torch.Tensor, b: torch.Tensor) -> tuple[ScaledVectors, ScaledVectors]:
+    """Both operands by a scheme, with signs in common and independent rounding."""
+    return quantized_vectors(lab, scheme, a, "input"), quantized_vectors(lab, scheme, b, "weight")
+
+
+# ---- accumulators
+@dataclass(frozen=True)
+class Accumulator:
+    """A running sum of ``bits`` significand bits, rounded after each addition.
+
+    Attributes:
+        bits: leading one included; None for exact sums (float64).
+        truncate: drop the lower bits, as tensor cores do, instead of rounding to nearest even.
+        promote: length of a partial sum, which is then added in float64; None for one sum.
+    """
+
+    name: str
+    bits: int | None = None
+    truncate: bool = False
+    promote: int | None = None
+
+    def rounding(self) -> Rounding:
+        """Rounding of the running sum, fp32 to fp32."""
+        assert self.bits is not None
+        if self.truncate:
+            return partial(_truncate, dropped=24 - self.bits)
+        fmt = Format("accumulator", 8, self.bits - 1, 127, _FP32_MAX, "ieee", "")
+        return lambda total: round_to_format(total, fmt, "nearest_even")
+
+
+EXACT = Accumulator("exact")
+
+
+def dot(a: ScaledVectors, b: ScaledVectors, accumulator: Accumulator = EXACT) -> torch.Tensor:
+    """float64 [N] products; scales multiply partial sums, as in a GEMM.
+
+    Partial sums end at ``accumulator.promote`` entries and at the ends of blocks that share a scale.
+    """
+    count, length = a.elements.shape
+    blocks = max(a.scale.shape[1], b.scale.shape[1])
+    step = min(accumulator.promote or length, length // blocks)
+    products = a.elements * b.elements if accumulator.bits else a.elements.double() * b.elements.double()
+    terms = products.reshape(-1, step)
+    sums = terms.sum(1) if accumulator.bits is None else running_sum(terms, accumulator.rounding()).double()
+    scale = (a.scale.double() * b.scale.double()).expand(count, -1)
+    return (sums.reshape(count, scale.shape[1], -1).sum(2) * scale).sum(1)
+
+
+def running_sum(terms: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """fp32 [N] sums of [N, K], term after term, rounded after each addition in fp32."""
+    total = torch.zeros(len(terms), device=terms.device)
+    for term in terms.t().contiguous():
+        total = rounding(total + term)
+    return total
+
+
+def _truncate(total: torch.Tensor, dropped: int) -> torch.Tensor:
+    return (total.view(torch.int32) & (-1 << dropped)).view(torch.float32)
+
+
+# ---- SNR
+def energy_snr(signal: torch.Tensor, result: torch.Tensor) -> float:
+    """10 log10(sum signal^2 / sum error^2) over all products, in dB; Inf without error."""
+    return float(10.0 * torch.log10(signal.square().sum() / (result - signal).square().sum()))
+
+
+def sample_snr(signal: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """float64 [N]: 20 log10(|signal| / |error|) of each product, in dB; Inf without error."""
+    return 20.0 * torch.log10(signal.abs() / (result - signal).abs())
+
+
+def snr_row(signal: torch.Tensor, result: torch.Tensor) -> dict[str, float]:
+    """Energy SNR; 5th, 50th and 95th percentile of the samples' SNR in dB; share of samples below 0 dB."""
+    samples = sample_snr(signal, result).cpu()
+    marks = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
+    low, median, high = torch.quantile(samples, marks, interpolation="nearest").tolist()
+    below = float((samples < 0).double().mean())
+    return {"energy": energy_snr(signal, result), "low": low, "median": median, "high": high, "below": below}

@@ -1,0 +1,85 @@
+"""The grid of each format, and its relative error against the spread of the numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_lowprec.formats import FORMATS, Format
+from megatron_lowprec.kernels.quantize.reference import decode, round_to_format
+from tools.bench.report import Column, Row
+from tools.numerics_lab.dot_products import energy_snr
+from tools.numerics_lab.experiment import Lab, Result, Table
+from tools.numerics_lab.figures import Panel, line_panels
+
+BINADES = 30  # standard deviations from the format's maximum downwards, two a binade
+# Format: largest, smallest normal, smallest number. OCP 8-bit Floating Point v1.0, table 1; OCP MX v1.0, tables 1 to 5.
+PUBLISHED = {
+    "e4m3": (448.0, 2.0**-6, 2.0**-9),
+    "e5m2": (57344.0, 2.0**-14, 2.0**-16),
+    "e2m3": (7.5, 1.0, 0.125),
+    "e3m2": (28.0, 0.25, 0.0625),
+    "e2m1": (6.0, 1.0, 0.5),
+}
+
+
+def run(lab: Lab) -> Result:
+    """Grids beside the specifications' figures; SNR of normal numbers against their standard deviation."""
+    count = 2**12 if lab.quick else 2**18
+    x = lab.normal("formats", count)
+    spread = [-0.5 * step for step in range(2 * BINADES)]
+    lines = {name: (spread, [snr(x, fmt, log2) for log2 in spread]) for name, fmt in FORMATS.items()}
+    rows = [{**grid_row(fmt, lab), "best": max(lines[name][1]), **_span(lines[name])} for name, fmt in FORMATS.items()]
+    columns = (
+        Column("name", "format"),
+        Column("values", "finite\nmagnitudes", "d"),
+        Column("max", "largest", "g"),
+        Column("normal", "smallest\nnormal", "g"),
+        Column("smallest", "smallest", "g"),
+        Column("published", "as in the\nspecification"),
+        Column("binades", "log2 largest /\nsmallest", ".1f"),
+        Column("worst", "largest relative\nerror, normal", ".4f"),
+        Column("rms", "rms relative\nerror, normal", ".4f"),
+        Column("best", "best SNR\ndB", ".1f"),
+        Column("within", "binades within\n3 dB of it", ".1f"),
+    )
+    panel = Panel("round to nearest, saturating", "log2(standard deviation / largest number)", "SNR, dB", lines)
+    notes = (
+        "relative errors: numbers with log-uniform magnitudes between the smallest normal and the largest number",
+        f"SNR: {count} normal numbers, one scale; the figure moves the standard deviation below the largest number",
+    )
+    return Result("Number formats", notes, [Table("grids", columns, rows)], {"": line_panels([panel])})
+
+
+def grid_row(fmt: Format, lab: Lab) -> Row:
+    """Extremes of the decoded codes, whether they are the published ones, and relative errors of normal numbers."""
+    values = decode(torch.arange(1 << (fmt.bits - 1), dtype=torch.uint8), fmt).double()
+    finite = values[values.isfinite()]
+    positive = finite[finite > 0]
+    largest, smallest = float(positive.max()), float(positive.min())
+    normal = 2.0**fmt.min_exponent
+    span = torch.log2(torch.tensor(largest / normal, dtype=torch.float64))
+    x = (normal * torch.exp2(span * lab.uniform("relative error", 2**16))).float()
+    relative = ((round_to_format(x, fmt, "nearest_even").double() - x.double()) / x.double()).abs()
+    return {
+        "name": fmt.name,
+        "values": finite.numel(),
+        "max": largest,
+        "normal": normal,
+        "smallest": smallest,
+        "published": "yes" if (largest, normal, smallest) == PUBLISHED[fmt.name] else "NO",
+        "binades": float(torch.log2(torch.tensor(largest / smallest, dtype=torch.float64))),
+        "worst": float(relative.max()),
+        "rms": float(relative.square().mean().sqrt()),
+    }
+
+
+def snr(x: torch.Tensor, fmt: Format, log2_spread: float) -> float:
+    """SNR in dB of standard normal numbers times 2^log2_spread times the largest number, rounded to nearest."""
+    scaled = (x * 2.0**log2_spread * fmt.max).float()
+    return energy_snr(scaled.double(), round_to_format(scaled, fmt, "nearest_even").double())
+
+
+def _span(line: tuple[list[float], list[float]]) -> dict[str, float]:
+    """Binades of the standard deviation in which the SNR is within 3 dB of the best."""
+    best = max(line[1])
+    return {"within": 0.5 * sum(value >= best - 3.0 for value in line[1])}

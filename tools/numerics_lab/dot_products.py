@@ -42,7 +42,6 @@ class Scheme:
         encode_scale: one fixed encode scale for all vectors, instead of the scale of the spec.
     """
 
-    name: str
     spec: QuantSpec | None
     encode_scale: float | None = None
     hadamard: HadamardSpec | None = None
@@ -88,7 +87,6 @@ class Accumulator:
         promote: length of a partial sum, which is then added in float64; None for one sum.
     """
 
-    name: str
     bits: int | None = None
     truncate: bool = False
     promote: int | None = None
@@ -102,7 +100,7 @@ class Accumulator:
         return lambda total: round_to_format(total, fmt, "nearest_even")
 
 
-EXACT = Accumulator("exact")
+EXACT = Accumulator()
 
 
 def dot(a: ScaledVectors, b: ScaledVectors, accumulator: Accumulator = EXACT) -> torch.Tensor:
@@ -144,9 +142,11 @@ def sample_snr(signal: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def snr_row(signal: torch.Tensor, result: torch.Tensor) -> dict[str, float]:
-    """Energy SNR; 5th, 50th and 95th percentile of the samples' SNR in dB; share of samples below 0 dB."""
+    """Energy SNR; 5th, 50th and 95th percentile of the samples' SNR in dB; share below 0 dB; rms error."""
     samples = sample_snr(signal, result).cpu()
     marks = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
     low, median, high = torch.quantile(samples, marks, interpolation="nearest").tolist()
     below = float((samples < 0).double().mean())
-    return {"energy": energy_snr(signal, result), "low": low, "median": median, "high": high, "below": below}
+    spread = {"low": low, "median": median, "high": high, "below": below}
+    error = float((result - signal).square().mean().sqrt())
+    return {"energy": energy_snr(signal, result), **spread, "error": error}

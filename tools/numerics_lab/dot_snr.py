@@ -6,7 +6,7 @@ Settings are those of a study of FP8 (github.com/reiase/ieee754_simulation): nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from megatron_lowprec.recipe.registry import FP8_CURRENT, MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 from tools.bench.report import Column, Row
 from tools.numerics_lab.dot_products import (
-    EXACT,
     Accumulator,
     Scheme,
     correlated_vectors,
@@ -26,7 +25,7 @@ from tools.numerics_lab.dot_products import (
     snr_row,
 )
 from tools.numerics_lab.dot_snr_figures import histograms
-from tools.numerics_lab.experiment import Lab, Result, Table
+from tools.numerics_lab.experiment import Lab, Result, Table, pivot
 from tools.numerics_lab.figures import Panel, line_panels
 
 SD, REPEATS, MANY = 0.01, 200, 2048
@@ -34,30 +33,29 @@ LENGTHS = tuple(2**n for n in range(7, 15))
 CORRELATIONS = (0.0, 0.2, 0.5, 0.9, 0.99)
 LENGTH = 4096  # of tables against correlation
 PROMOTIONS = (32, 64, 128, 512, None)
-HADAMARD = HadamardSpec()
 
-# One vector is one tensor here: its scale is that of a row.
-TENSOR = Scheme("E4M3, scale a vector", QuantSpec("e4m3", granularity="row"))
-BLOCK_128 = Scheme("E4M3, blocks of 128", QuantSpec("e4m3", granularity="1x128"))
-SCHEMES = (
-    Scheme("E4M3, no scale", FP8_CURRENT, encode_scale=1.0),
-    Scheme("E4M3, scale 64", FP8_CURRENT, encode_scale=64.0),
-    TENSOR,
-    Scheme("E4M3, blocks of 512", QuantSpec("e4m3", granularity="1x512")),
-    BLOCK_128,
-    Scheme("E4M3, blocks of 32", QuantSpec("e4m3", granularity="1x32")),
-    Scheme("MXFP8, floor", MXFP8_OCP),
-    Scheme("MXFP8, round_up", MXFP8),
-    Scheme("MXFP4", MXFP4),
-    Scheme("MXFP4, RHT", MXFP4, hadamard=HADAMARD),
-    Scheme("MXFP4, SR", MXFP4_SR),
-    Scheme("MXFP4, RHT and SR", MXFP4_SR, hadamard=HADAMARD),
-)
-ACCUMULATORS = tuple(
-    Accumulator(f"14 bits {'truncated' if truncate else 'rounded'}, {promote or 'never'}", 14, truncate, promote)
+TENSOR, BLOCKS = "E4M3, scale a vector", "E4M3, blocks of 128"
+SCHEMES = {
+    "E4M3, no scale": Scheme(FP8_CURRENT, encode_scale=1.0),
+    "E4M3, scale 64": Scheme(FP8_CURRENT, encode_scale=64.0),
+    TENSOR: Scheme(QuantSpec("e4m3", granularity="row")),  # a vector is a tensor here
+    "E4M3, blocks of 512": Scheme(QuantSpec("e4m3", granularity="1x512")),
+    BLOCKS: Scheme(QuantSpec("e4m3", granularity="1x128")),
+    "E4M3, blocks of 32": Scheme(QuantSpec("e4m3", granularity="1x32")),
+    "MXFP8, floor": Scheme(MXFP8_OCP),
+    "MXFP8, round_up": Scheme(MXFP8),
+    "MXFP4": Scheme(MXFP4),
+    "MXFP4, RHT": Scheme(MXFP4, hadamard=HadamardSpec()),
+    "MXFP4, SR": Scheme(MXFP4_SR),
+    "MXFP4, RHT and SR": Scheme(MXFP4_SR, hadamard=HadamardSpec()),
+}
+_OF_TENSOR = {
+    f"14 bits {'truncated' if truncate else 'rounded'}, {promote or 'never'}": Accumulator(14, truncate, promote)
     for truncate in (False, True)
     for promote in PROMOTIONS
-)
+}
+_OF_BLOCKS = {f"blocks of 128, {name}": each for name, each in _OF_TENSOR.items() if each.promote == 128}
+ACCUMULATORS = {TENSOR: _OF_TENSOR, BLOCKS: _OF_BLOCKS}
 # Scheme name -> energy SNR at correlation 0, 0.5 and 0.9, length 4096: an independent float64 simulation, before this.
 MEASURED_BEFORE = {
     "E4M3, scale a vector": (27.99, 53.77, 55.23),
@@ -67,6 +65,13 @@ MEASURED_BEFORE = {
     "MXFP4": (15.18, 28.08, 28.35),
     "MXFP4, SR": (11.99, 40.90, 44.55),
     "MXFP4, RHT and SR": (12.41, 41.39, 43.87),
+}
+STATISTICS = {
+    "error": "rms error of a product",
+    "below": "share of products below 0 dB",
+    "low": "5th percentile of the products' SNR in dB",
+    "median": "median of the products' SNR in dB",
+    "high": "95th percentile of the products' SNR in dB",
 }
 CHECKED = (0.0, 0.5, 0.9)
 DRAWN = (
@@ -89,23 +94,20 @@ def run(lab: Lab) -> Result:
         f"entries N(0, {SD}^2), {REPEATS} products a case; products of fp32 vectors in float64 are the reference",
         "energy: 10 log10(sum signal^2 / sum error^2) over the products",
         "low, median, high: percentiles 5, 50 and 95 of the products' own SNR; below: share of products below 0 dB",
-        f"accumulators sum the products of '{TENSOR.name}' in fp32 and round to 14 bits after each addition;",
+        f"accumulators sum the products of '{TENSOR}' in fp32 and round to 14 bits after each addition;",
         "the number is the length of a partial sum, which is added in float64. All other rows sum exactly.",
     )
+    by_correlation, by_length = {"length": length}, {"correlation": 0.0}
     tables = [
-        _pivot(rows, "energy", f"energy SNR in dB, length {length}, by correlation", {"length": length}, "correlation"),
-        _pivot(rows, "energy", "energy SNR in dB, correlation 0, by length", {"correlation": 0.0}, "length"),
-        _pivot(rows, "energy", "energy SNR in dB, correlation 0.9, by length", {"correlation": 0.9}, "length"),
+        pivot(rows, "energy", f"energy SNR in dB, length {length}, by correlation", by_correlation, "correlation"),
+        pivot(rows, "energy", "energy SNR in dB, correlation 0, by length", by_length, "length"),
+        pivot(rows, "energy", "energy SNR in dB, correlation 0.9, by length", {"correlation": 0.9}, "length"),
         *(
-            _pivot(rows, key, f"{title}, length {length}, by correlation", {"length": length}, "correlation")
-            for key, title in (
-                ("below", "share of products below 0 dB"),
-                ("low", "5th percentile of the products' SNR in dB"),
-                ("median", "median of the products' SNR in dB"),
-                ("high", "95th percentile of the products' SNR in dB"),
-            )
+            pivot(rows, key, f"{title}, length {length}, by correlation", by_correlation, "correlation")
+            for key, title in STATISTICS.items()
         ),
-        _pivot(rows, "below", "share of products below 0 dB, correlation 0, by length", {"correlation": 0.0}, "length"),
+        pivot(rows, "below", "share of products below 0 dB, correlation 0, by length", by_length, "length"),
+        pivot(rows, "error", "rms error of a product, correlation 0, by length", by_length, "length"),
         compare(lab, 64 if lab.quick else MANY, length),
     ]
     figures = {"": _curves(rows, length), "-histograms": histograms(samples, lengths, length)}
@@ -134,34 +136,19 @@ def compare(lab: Lab, count: int, length: int) -> Table:
         a, b = correlated_vectors(lab, count, length, correlation, SD)
         signal = (a.double() * b.double()).sum(1)
         for row in rows:
-            scheme = next(scheme for scheme in SCHEMES if scheme.name == row["name"])
-            row[f"{correlation}"] = energy_snr(signal, dot(*quantized_pair(lab, scheme, a, b)))
-            row[f"before {correlation}"] = MEASURED_BEFORE[scheme.name][at]
+            row[f"{correlation}"] = energy_snr(signal, dot(*quantized_pair(lab, SCHEMES[row["name"]], a, b)))
+            row[f"before {correlation}"] = MEASURED_BEFORE[row["name"]][at]
     columns = [Column(f"{prefix}{each}", f"{prefix}{each}", ".2f") for each in CHECKED for prefix in ("", "before ")]
     title = f"energy SNR in dB of {count} products of length {length}, by correlation, beside an earlier simulation"
     return Table(title, (Column("name", "scheme"), *columns), rows)
 
 
-def _results(lab: Lab, a: torch.Tensor, b: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    found = [(scheme.name, dot(*quantized_pair(lab, scheme, a, b), EXACT)) for scheme in SCHEMES]
-    of_vector = quantized_pair(lab, TENSOR, a, b)
-    found += [(each.name, dot(*of_vector, each)) for each in ACCUMULATORS]
-    of_blocks = quantized_pair(lab, BLOCK_128, a, b)
-    return found + [
-        (f"blocks of 128, {each.name}", dot(*of_blocks, each)) for each in ACCUMULATORS if each.promote == 128
-    ]
-
-
-def _pivot(rows: Sequence[Row], key: str, title: str, fixed: dict[str, Any], across: str) -> Table:
-    """Names down, values of ``across`` to the right."""
-    table: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if all(row[name] == value for name, value in fixed.items()):
-            table.setdefault(row["name"], {"name": row["name"]})[str(row[across])] = row[key]
-    heads = [head for head in next(iter(table.values())) if head != "name"]
-    form = ".3f" if key == "below" else ".1f"
-    columns = (Column("name", "scheme or accumulator"), *(Column(head, head, form) for head in heads))
-    return Table(title, columns, list(table.values()))
+def _results(lab: Lab, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, scheme in SCHEMES.items():
+        pair = quantized_pair(lab, scheme, a, b)
+        yield name, dot(*pair)
+        for accumulated, accumulator in ACCUMULATORS.get(name, {}).items():
+            yield accumulated, dot(*pair, accumulator)
 
 
 def _curves(rows: Sequence[Row], length: int) -> bytes:
@@ -178,4 +165,4 @@ def _curves(rows: Sequence[Row], length: int) -> bytes:
             lines[name] = [row[across] for row in found], [row["energy"] for row in found]
         log = 2 if across == "length" else None
         panels.append(Panel(f"{key} {fixed}", across, "energy SNR, dB", lines, log_x=log))
-    return line_panels(panels, reference=TENSOR.name)
+    return line_panels(panels, reference=TENSOR)

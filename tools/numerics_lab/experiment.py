@@ -17,6 +17,8 @@ from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, R
 from megatron_lowprec.training.monitoring.run_metadata import commit
 from tools.bench.report import Column, Row, render
 
+_FORMS = {"below": ".3f", "error": ".2e"}  # of a pivot's numbers; others are dB
+
 
 @dataclass(frozen=True)
 class Lab:
@@ -79,6 +81,18 @@ class Result:
     tables: Sequence[Table]
     figures: Mapping[str, bytes]
     rows: Sequence[Row] = field(default_factory=list)
+
+
+def pivot(rows: Sequence[Row], key: str, title: str, fixed: Mapping[str, object], across: str) -> Table:
+    """``key`` of the rows that agree with ``fixed``: a line a ``name``, a column a value of ``across``."""
+    table: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if all(row[name] == value for name, value in fixed.items()):
+            table.setdefault(row["name"], {"name": row["name"]})[str(row[across])] = row[key]
+    heads = [head for head in next(iter(table.values())) if head != "name"]
+    form = _FORMS.get(key, ".1f")
+    columns = (Column("name", "case"), *(Column(head, head, form) for head in heads))
+    return Table(title, columns, list(table.values()))
 
 
 def header(device: torch.device, command: Sequence[str]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def product_draws(
     lab: Lab, a: torch.Tensor, b: torch.Tensor, hadamard: HadamardSpec | None, signs: int, roundings: int
 ) -> torch.Tensor:
     """float64 [signs * roundings, N] draws of the products of a and b [N, K]."""
-    scheme = Scheme("", MXFP4_SR, hadamard=hadamard)
+    scheme = Scheme(MXFP4_SR, hadamard=hadamard)
     draws = []
     for draw in range(signs):
         products = dot(*quantized_pair(lab.at(draw), scheme, a.repeat(roundings, 1), b.repeat(roundings, 1)))

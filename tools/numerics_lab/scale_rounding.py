@@ -109,6 +109,6 @@ def _products(lab: Lab, spec: QuantSpec, count: int, length: int) -> dict[str, f
     found = {}
     for correlation in CORRELATIONS:
         a, b = correlated_vectors(lab, count, length, correlation, 1.0)
-        products = dot(*quantized_pair(lab, Scheme("", spec), a, b))
+        products = dot(*quantized_pair(lab, Scheme(spec), a, b))
         found[f"{correlation}"] = energy_snr((a.double() * b.double()).sum(1), products)
     return found

@@ -15,7 +15,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import round_to_format
 from megatron_lowprec.recipe.registry import FP8_CURRENT
 from megatron_lowprec.recipe.schema import QuantSpec
-from tools.bench.report import Column, Row
+from tools.bench.report import Row
 from tools.numerics_lab.dot_products import (
     Accumulator,
     ScaledVectors,
@@ -25,14 +25,14 @@ from tools.numerics_lab.dot_products import (
     running_sum,
     snr_row,
 )
-from tools.numerics_lab.dot_snr import REPEATS, SD
-from tools.numerics_lab.experiment import Lab, Result, Table
+from tools.numerics_lab.dot_snr import REPEATS, SD, STATISTICS
+from tools.numerics_lab.experiment import Lab, Result, pivot
 from tools.numerics_lab.figures import grouped_bars
 
 LENGTHS = (128, 1024, 4096)
 MIXES = (0.0, 0.01, 0.1, 0.2)
 BITS_OF_BLOCKS = 9  # define_context(8, 8) has eight fraction bits
-FIXED = Scheme("scale 64", FP8_CURRENT, encode_scale=64.0)
+SHOWN = {key: STATISTICS[key] for key in ("below", "median", "high")}
 
 
 def run(lab: Lab) -> Result:
@@ -45,28 +45,21 @@ def run(lab: Lab) -> Result:
             signal = (a.double() * b.double()).sum(1)
             for name, result in cases(lab, a, b):
                 rows.append({"name": name, "length": length, "mix": mix, **snr_row(signal, result)})
-    columns = (
-        Column("name", "case"),
-        Column("energy", "energy", ".1f"),
-        Column("low", "low", ".1f"),
-        Column("median", "median", ".1f"),
-        Column("high", "high", ".1f"),
-        Column("below", "below 0 dB", ".3f"),
-    )
     tables = [
-        Table(
-            f"SNR in dB, length {length}, second vector {mix} a + {1 - mix:g} z",
-            columns,
-            [row for row in rows if row["length"] == length and row["mix"] == mix],
-        )
-        for length in lengths
-        for mix in MIXES
+        pivot(rows, key, f"{title}, mix {mix}, by length", {"mix": mix}, "length")
+        for key, title in SHOWN.items()
+        for mix in (MIXES[0], MIXES[-1])
+    ]
+    tables += [
+        pivot(rows, key, f"{title}, length {length}, by mix", {"length": length}, "mix")
+        for key, title in SHOWN.items()
+        for length in lengths[-2:]
     ]
     notes = (
         f"entries N(0, {SD}^2), {repeats} products a case",
         "sums in E4M3: terms and running sums are rounded to E4M3, half away from zero",
         "[notebook]: as published; other rows are controls that change one thing",
-        "low, median, high: percentiles 5, 50 and 95 of the products' own SNR",
+        "the second vector is mix * a + (1 - mix) * z; SNR: 10 log10(signal^2 / error^2) of one product",
     )
     shown = [row for row in rows if row["length"] == lengths[-1]]
     figure = grouped_bars(
@@ -87,26 +80,22 @@ def mixed_vectors(lab: Lab, count: int, length: int, mix: float) -> tuple[torch.
 
 def cases(lab: Lab, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and float64 [N] products of each case."""
-
-    for scale in (1.0, 64.0, 128.0):
-        yield (
-            f"scale {scale:.0f}, sums in E4M3 [notebook]",
-            e4m3_dot(*quantized_pair(lab, Scheme("", FP8_CURRENT, scale), a, b), None),
-        )
-    fixed = quantized_pair(lab, FIXED, a, b)
+    unscaled, fixed, double = (quantized_pair(lab, Scheme(FP8_CURRENT, scale), a, b) for scale in (1.0, 64.0, 128.0))
+    for scale, operands in ((1, unscaled), (64, fixed), (128, double)):
+        yield f"scale {scale}, sums in E4M3 [notebook]", e4m3_dot(*operands, None)
     for promote in (512, 128):
         yield f"scale 64, sums in E4M3 to {promote} [notebook]", e4m3_dot(*fixed, promote)
-    for partial_sum in (None, 512, 128):
-        name = f"scale 64, sums of {BITS_OF_BLOCKS} bits{f' to {partial_sum}' if partial_sum else ''}"
-        yield name, dot(*fixed, Accumulator(name, BITS_OF_BLOCKS, promote=partial_sum))
+    for promotion in (None, 512, 128):
+        name = f"scale 64, sums of {BITS_OF_BLOCKS} bits{f' to {promotion}' if promotion else ''}"
+        yield name, dot(*fixed, Accumulator(BITS_OF_BLOCKS, promote=promotion))
     yield "scale 64, exact sums", dot(*fixed)
-    yield "scale 1, exact sums", dot(*quantized_pair(lab, Scheme("", FP8_CURRENT, encode_scale=1.0), a, b))
+    yield "scale 1, exact sums", dot(*unscaled)
     for block in (512, 128, 64):
         if block <= a.shape[1]:
-            scheme = Scheme("", QuantSpec("e4m3", granularity=f"1x{block}"))
+            scheme = Scheme(QuantSpec("e4m3", granularity=f"1x{block}"))
             of_blocks = quantized_pair(lab, scheme, a, b)
-            name = f"blocks of {block}, sums of {BITS_OF_BLOCKS} bits"
-            yield f"{name} [notebook]", dot(*of_blocks, Accumulator(name, BITS_OF_BLOCKS, promote=block))
+            narrow = Accumulator(BITS_OF_BLOCKS, promote=block)
+            yield f"blocks of {block}, sums of {BITS_OF_BLOCKS} bits [notebook]", dot(*of_blocks, narrow)
             yield f"blocks of {block}, exact sums", dot(*of_blocks)
 
 

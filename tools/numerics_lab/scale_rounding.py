@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from tools.numerics_lab.figures import Panel, line_panels
 SPECS = {"e4m3": MXFP8, "e5m2": MXFP8_E5M2, "e2m1": MXFP4}
 CORRELATIONS = (0.0, 0.5, 0.9)
 BINS = 16
-# (format, rule): tensor SNR in dB measured before by an independent float64 simulation.
+# (format, rule): SNR in dB of standard normal numbers, measured before by an independent float64 simulation.
 MEASURED_BEFORE = {
     ("e4m3", "floor"): 30.65,
     ("e4m3", "round_up"): 31.53,
@@ -33,7 +33,7 @@ MEASURED_BEFORE = {
 
 
 class Operand(NamedTuple):
-    """Blocks of normal numbers whose standard deviations are log-uniform over one binade, fp32 [blocks, 32]."""
+    """Blocks of normal numbers, fp32 [blocks, 32]."""
 
     x: torch.Tensor
 
@@ -47,8 +47,8 @@ class Operand(NamedTuple):
 def run(lab: Lab) -> Result:
     """SNR, gain error and saturation of each rule; SNR of products; SNR against the place of the largest magnitude."""
     blocks, products, length = (256, 16, 512) if lab.quick else (2**15, 1024, 4096)
-    operand = operand_of(lab, blocks)
-    rows: list[Row] = []
+    operand, standard = operand_of(lab, blocks), Operand(lab.normal("blocks", blocks, MX_BLOCK).float())
+    rows: list[dict[str, Any]] = []
     panels = []
     for name, base in SPECS.items():
         lines = {}
@@ -56,13 +56,15 @@ def run(lab: Lab) -> Result:
             spec = replace(base, scale_rule=rule)
             found = {**tensor_row(operand, spec), **_products(lab, spec, products, length)}
             rows.append({"format": name, "rule": rule, **found, "before": MEASURED_BEFORE.get((name, rule))})
+            rows[-1]["standard"] = tensor_row(standard, spec)["snr"]
             lines[rule] = by_position(operand, spec)
         x = "log2 of the block's largest magnitude, above the power of two below it"
         panels.append(Panel(f"{name}, blocks of {MX_BLOCK}", x, "SNR, dB", lines))
     columns = (
         *(Column(key, key) for key in ("format", "rule")),
         Column("snr", "SNR\ndB", ".2f"),
-        Column("before", "measured\nbefore, dB", ".2f"),
+        Column("standard", "SNR, dB\nsd 1", ".2f"),
+        Column("before", "sd 1, measured\nbefore, dB", ".2f"),
         Column("gain", "gain error", "+.5f"),
         Column("saturation", "share\nsaturated", ".4f"),
         Column("blocks", "share of blocks\nthat saturate", ".4f"),
@@ -77,7 +79,7 @@ def run(lab: Lab) -> Result:
 
 
 def operand_of(lab: Lab, blocks: int) -> Operand:
-    """See ``Operand``."""
+    """Blocks whose standard deviations are log-uniform over one binade."""
     sd = torch.exp2(lab.uniform("scale of blocks", blocks, 1))
     return Operand((sd * lab.normal("blocks", blocks, MX_BLOCK)).float())
 

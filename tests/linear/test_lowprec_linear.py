@@ -144,7 +144,7 @@ def test_products_are_the_recomputed_ones(name: str, dtype: torch.dtype, generat
         amaxes = {operand: max(amaxes.get(operand, 0.0), seen[operand]) for operand in recipe.delayed_operands()}
 
 
-@pytest.mark.parametrize("name", [n for n in recipes() if n != "bf16"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "bf16"])
 def test_recomputation_can_tell_quantized_from_plain(name: str, generator: torch.Generator) -> None:
     x, dy = tensors(torch.float32, generator)
     layer = layer_of(name)
@@ -182,7 +182,7 @@ def test_bias_is_added_and_has_its_gradient(generator: torch.Generator) -> None:
 
 
 # ---- exact properties
-@pytest.mark.parametrize("name", [n for n in recipes() if n not in DELAYED])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in DELAYED])
 @dtypes
 def test_gradients_are_homogeneous_in_powers_of_two(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Twice the gradient has the same codes under twice the scales, draws included."""

@@ -8,7 +8,8 @@ INSTALLED := $(VENV)/.installed
 RECIPE ?= mxfp4_rht_sr
 RUN := runs/gpt_tiny-$(RECIPE)
 ARGS ?=
-TEST_WORKERS ?= 2
+# more than cores: some tests wait for others' processes
+TEST_WORKERS ?= 3
 TESTS ?= tests
 MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==//p' $(LOCK))
 RELEASE_VENV = $(VENV)-megatron-core-$(MEGATRON_CORE)

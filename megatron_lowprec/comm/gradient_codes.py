@@ -81,7 +81,8 @@ class GradientCodes:
         """
         self._reduction.count(self.codes, self.tensors)
         scale = self._reduction.encode_scale(max_over(self.amax, group, *sharers))
-        self._reduction.rescale_(self.codes, self.tensors, scale / self._scale())
+        if group.size() > 1 or sharers:
+            self._reduction.rescale_(self.codes, self.tensors, scale / self._scale())
         received = self._reduction.exchange(self.codes, group)
         if group.size() > 1 and self._reduction.rounds_sums:
             received = self._reduction.encode(self._reduction.sum_codes(received)).view(1, -1)

@@ -28,6 +28,8 @@ _MOST_SATURATED = 1e-5
 _LOWEST, _HIGHEST = 0.5, 2.0
 _RISE = (_HIGHEST / _LOWEST) ** (1 / 1000)
 
+_COUNTED_AT_ONCE = 1 << 25  # codes
+
 MOST_RANKS_OF_ROUNDED_SUMS = 8
 """Over more ranks, sums rounded to E4M3 lose more than a tenth of the mean gradient (docs/recipes/fp8_lm.md)."""
 
@@ -63,7 +65,7 @@ class GradientFactor:
         self.saturated = torch.zeros((), dtype=torch.float64, device=device)
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)  # saturated, all
 
-    def count(self, saturated: torch.Tensor, entries: int) -> None:
+    def count(self, saturated: torch.Tensor | int, entries: int) -> None:
         """Add a buffer to the counts of this step: ``saturated`` (int64 scalar) of ``entries`` codes."""
         self._counts[0] += saturated
         self._counts[1] += entries
@@ -151,7 +153,8 @@ class GradientSum:
 
     def count(self, codes: torch.Tensor, tensors: Sequence[Bounds]) -> None:
         """Count the saturated codes of a buffer, before they are summed."""
-        saturated = ((codes & 0x7F) == self._largest_code).sum()
+        # in parts: the masked copy of a whole buffer might not fit in memory
+        saturated = sum(((part & 0x7F) == self._largest_code).sum() for part in codes.split(_COUNTED_AT_ONCE))
         self._factor.count(saturated, sum(end - start for start, end in tensors))
 
     def rescale_(self, codes: torch.Tensor, tensors: Sequence[Bounds], ratio: torch.Tensor) -> None:
@@ -161,7 +164,7 @@ class GradientSum:
         """
         for (start, end), factor in zip(tensors, ratio, strict=True):
             place = codes[start:end].view(self._dtype)
-            place.copy_((place.float() * factor).clamp_(-self._format.max, self._format.max))
+            place.copy_(place.float().mul_(factor).clamp_(-self._format.max, self._format.max))
 
     @staticmethod
     def exchange(codes: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -114,10 +114,11 @@ class _Gather:
         zero = torch.zeros((), dtype=shards[0].dtype, device=shards[0].device)
         amax = torch.stack([next(own) if shard.numel() else zero for shard in shards])
         amax = amax.to(self._dtype or amax.dtype).float()  # rounding is monotonic: the amax of the rounded weight
-        whole = amax
-        if any(weight.spec.scaling != "delayed" for weight in self._weights):
-            for group in dict.fromkeys(weight.group for weight in self._weights):
-                whole = max_over(whole, group)
+        whole = amax.clone()
+        current = [index for index, weight in enumerate(self._weights) if weight.spec.scaling != "delayed"]
+        for group in dict.fromkeys(self._weights[index].group for index in current):
+            of_group = [index for index in current if self._weights[index].group is group]
+            whole[of_group] = max_over(amax[of_group], group)
         for index, weight in enumerate(self._weights):
             # the amaxes of delayed scaling meet those of other ranks at the end of the step
             weight.amax = amax[index : index + 1]

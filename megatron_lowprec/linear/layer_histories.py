@@ -56,6 +56,12 @@ class LayerHistories:
     def __iter__(self) -> Iterator[AmaxHistory]:
         return iter(self._by_spec.values())
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickle, perhaps from another process, whose count of optimizer steps has no meaning here."""
+        self.__dict__.update(state, _observed_after=None)
+        if self._by_spec:
+            _count_optimizer_steps()
+
     def to(self, device: torch.device) -> None:
         """Move to the weight's device, unless that is meta."""
         if device not in (self._device, torch.device("meta")):
@@ -97,10 +103,15 @@ class LayerHistories:
             self.group.end_step()
 
     def end_step(self) -> None:
-        """Update the histories with what this rank has recorded."""
+        """Update the histories with what this rank has recorded.
+
+        Amaxes that are not finite are left out: the loop has skipped their update, and an Inf would pin the scale for a
+        whole window.
+        """
         self._observed_after = None
         for history in self:
             with torch.cuda.device_of(history.newest):
+                history.newest.masked_fill_(~history.newest.isfinite(), 0.0)
                 history.update()
 
     def loaded(self) -> None:
@@ -139,6 +150,9 @@ class HistoryGroup:
         copied.layers = deepcopy(self.layers, memo)
         return copied
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _queued=False, stale=True)
+
     def enqueue(self) -> None:
         """Let the next optimizer step end this step."""
         if not self._queued:
@@ -160,7 +174,7 @@ class HistoryGroup:
     def synchronize(self) -> None:
         """Before a forward pass in training: give stale histories the maximum over the ranks; then collective.
 
-        A rank may have loaded a checkpoint alone, or from rank 0 without the histories.
+        All ranks must call ``load_state_dict``; a broadcast from rank 0 may have left out the histories of others.
         """
         if self.stale and spans_ranks(self.ranks):
             self.stale = False

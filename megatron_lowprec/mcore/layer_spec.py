@@ -1,5 +1,6 @@
 """One layer spec for a whole GPT under a recipe, for ``GPTModel`` and Megatron-LM's ``--spec``."""
 
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -30,6 +31,6 @@ def layer_spec(recipe: Recipe, seed: int | None = None) -> ModuleSpec:
 
     Layer.__name__ = Layer.__qualname__ = LowPrecTransformerLayer.__name__
     bind_te_general_gemm()
-    if transformer_block.LayerNormImpl is WrappedTorchNorm:
+    if transformer_block.LayerNormImpl in (WrappedTorchNorm, FusedLayerNorm):
         transformer_block.LayerNormImpl = Norm
     return ModuleSpec(module=Layer)

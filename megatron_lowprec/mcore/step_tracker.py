@@ -4,12 +4,13 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer, device_of_models
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.schema import Recipe
@@ -50,15 +51,22 @@ class StepTracker:
         self._step: int | None = None  # the step in progress
         self._microbatch = -1
         self._introduced = False
+        self._microbatches = 0  # of the last step, in Megatron-LM
         self.steps = 0
         register_optimizer_step_post_hook(self._updated)
 
     def check(self, config: TransformerConfig) -> None:
-        """Check that the layers can be built.
+        """Check that the layers can be built and their passes followed.
 
         Raises:
-            UserError: they need apex, and it is missing.
+            UserError: the layers need apex, and it is missing; Megatron-core's CUDA graphs, which replay a step's draws
+                and do not pass here.
         """
+        if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False):
+            raise UserError(
+                "Megatron-core's CUDA graphs would repeat random draws and freeze amax histories under a recipe: leave "
+                "--cuda-graph-impl out, or use this project's pretrain_gpt.py, which has graphs of its own"
+            )
         if config.gradient_accumulation_fusion and not _has_apex():
             raise UserError(
                 "gradient_accumulation_fusion needs apex, which is not installed; pass "
@@ -72,11 +80,15 @@ class StepTracker:
             RuntimeError: a linear of the layer is Megatron-core's own.
             UserError: the recipe's blocks do not divide its sizes.
         """
-        stock = [n for n, m in layer.named_modules() if type(m) in (ColumnParallelLinear, RowParallelLinear)]
-        if stock and self._recipe.quantized:
+        foreign = [
+            name
+            for name, module in layer.named_modules()
+            if name.rpartition(".")[2].startswith("linear_") and not isinstance(module, LowPrecLinearMixin)
+        ]
+        if foreign and self._recipe.quantized:
             raise RuntimeError(
-                f"no recipe reaches {', '.join(stock)} of layer {layer.layer_number}: they are Megatron-core's own "
-                "linears; build the layer's spec with low_precision"
+                f"no recipe reaches {', '.join(foreign)} of layer {layer.layer_number}, which are not this project's "
+                "linears: build the layer's spec by low_precision from one of Megatron-core's local specs"
             )
         if self._runtime is None:
             self._runtime = _runtime(self._recipe, layer.config, self._seed)
@@ -86,15 +98,15 @@ class StepTracker:
         """Begin the microbatch, and the step, of the layer's forward pass that follows."""
         if self._runtime is None or not layer.training or in_backward_pass():
             return
-        args, index = _megatron_lm_args(), getattr(layer, "current_microbatch", -1)
+        # set by Megatron-LM's train() alone
+        iteration = getattr(megatron_lm_args(), "curr_iteration", None)
+        index = getattr(layer, "current_microbatch", -1)
         passes = self._passes.get(layer, 0)
-        if self._step is not None and (
-            (index == 0 and passes) or (args is not None and args.curr_iteration != self._step)
-        ):
+        if self._step is not None and ((index == 0 and passes) or (iteration is not None and iteration != self._step)):
             self._end(updated=False)
             passes = 0
         if self._step is None:
-            self._begin(self.steps if args is None else args.curr_iteration)
+            self._begin(self.steps if iteration is None else iteration)
         self._passes[layer] = passes + 1
         microbatch = index if index >= 0 else passes
         if microbatch != self._microbatch:
@@ -106,8 +118,20 @@ class StepTracker:
         if not self._introduced and (not dist.is_initialized() or dist.get_rank() == 0):
             print(*self._runtime.header(), sep="\n", flush=True)
         self._introduced = True
+        self._rescale_gradients()
         self._step, self._microbatch = step, 0
         self._runtime.begin_step(step)
+
+    def _rescale_gradients(self) -> None:
+        """Megatron-LM divides the loss by the number of microbatches, which a batch ramp changes."""
+        args = megatron_lm_args()
+        if not hasattr(args, "curr_iteration") or getattr(args, "calculate_per_token_loss", False):
+            return
+        assert self._runtime is not None
+        count = get_num_microbatches()
+        if self._microbatches:
+            self._runtime.rescale_gradients(self._microbatches / count)
+        self._microbatches = count
 
     def _updated(self, *_: Any) -> None:
         """An optimizer has stepped: of several, such as one for experts, the first ends the step."""
@@ -124,7 +148,7 @@ class StepTracker:
 
 
 def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None) -> RecipeRuntime:
-    args = _megatron_lm_args()
+    args = megatron_lm_args()
     if seed is None:
         seed = DEFAULT_SEED if args is None else args.seed
     several = args is not None and (
@@ -147,7 +171,7 @@ def _has_apex() -> bool:
     return bool(layers._grad_accum_fusion_available)
 
 
-def _megatron_lm_args() -> Any:
+def megatron_lm_args() -> Any:
     """Megatron-LM's arguments, None outside of Megatron-LM."""
     module = sys.modules.get("megatron.training.global_vars")
     return None if module is None else module._GLOBAL_ARGS

@@ -95,8 +95,9 @@ def check_primary_weights(recipe: Recipe) -> None:
         taken = {name: getattr(recipe, name).weight for name in ("fprop", "dgrad")}
         found = ", ".join(f"{n} {f'{w.format} by {w.granularity}' if w else 'unquantized'}" for n, w in taken.items())
         raise UserError(
-            "--fp8-param-gather keeps a weight as FP8 codes with one scale, which fprop and dgrad must then share; "
-            f"recipe {recipe.name} takes it in {found}: use fp8_delayed or fp8_current, or leave the flag out"
+            "FP8 weights (fp8_weights, --fp8-param-gather) have one scale, which fprop and dgrad must then share; "
+            f"recipe {recipe.name} takes the weight in {found}: use the GEMMs of fp8_delayed or fp8_current, or leave "
+            "FP8 weights out"
         )
 
 

@@ -15,7 +15,7 @@ from megatron_lowprec.recipe.parsing import load_recipe
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith("_"):
         raise AttributeError(name)
     recipe, *overrides = name.split()
     recipe_to_run = load_recipe(recipe, overrides)

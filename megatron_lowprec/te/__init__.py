@@ -23,7 +23,7 @@ __all__ = ["QuantizerFactory", "load_recipe", "quantizer_factory", "te_recipe"]
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
+    if name.startswith("_"):
         raise AttributeError(name)
     factory = globals()[name] = quantizer_factory(load_recipe(name))
     return factory

@@ -302,8 +302,11 @@ def test_fp8_weights_are_cast_from_the_narrow_main_weight(tmp_path: Path, monkey
     [
         ({"recipe": "fp8_lm_o1", "cuda_graph_impl": "local"}, "captured graphs write gradients to fixed addresses"),
         ({"recipe": "fp8_lm_o2", "grad_reduce_in_bf16": True}, "set --recipe-override gradients.accumulation=buffer"),
-        ({"recipe": "fp8_blockwise+fp8_lm_o3", "hidden_size": 128}, "fp8_blockwise.fp8_lm_o3 takes it in fprop e4m3"),
-        ({"recipe": "fp8_lm_o3", "bf16": None}, "--fp8-param-gather needs"),
+        (
+            {"recipe": "fp8_blockwise+fp8_lm_o3", "hidden_size": 128},
+            "fp8_blockwise.fp8_lm_o3 takes the weight in fprop e4m3",
+        ),
+        ({"recipe": "fp8_lm_o3", "bf16": None}, "stores FP8 weights, which needs --bf16"),
         ({"recipe": "fp8_delayed+mxfp8"}, "takes optimizer state, gradients and weights from mxfp8"),
     ],
 )

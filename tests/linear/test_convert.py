@@ -3,10 +3,14 @@
 import copy
 import json
 import logging
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +25,9 @@ from megatron_lowprec.linear.compiled import REASON
 from megatron_lowprec.linear.convert import Conversion, plain_state_dict, plan
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, end_step
 from megatron_lowprec.recipe.native_support import slower_than_bf16
-from tests.environment import ROOT
+from tests.environment import ROOT, python_path
 from tests.linear.tiny_models import HIDDEN, Conv1D, Gpt2Block, LlamaBlock, TinyModel, build, tokens_of, train
+from tests.waiting import PATIENCE
 
 PER_BLOCK = {LlamaBlock: 7, Gpt2Block: 4}
 forms = pytest.mark.parametrize("block", [LlamaBlock, Gpt2Block])
@@ -447,6 +452,32 @@ def test_copies_are_independent(name: str) -> None:
         state = {key: value.clone() for key, value in model.state_dict().items()}
         assert train(copied, 2) != []
         assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_histories_advance_in_the_process_that_loads_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.pkl"
+    file.write_bytes(pickle.dumps(convert(build(), "fp8_delayed")))
+    code = (
+        "import pickle, sys; from tests.linear.tiny_models import train; "
+        "model = pickle.load(open(sys.argv[1], 'rb')); train(model, 2); "
+        "print(min(float(state[0]) for name, state in model.state_dict().items() if '.amax.' in name))"
+    )
+    command, environment = [sys.executable, "-c", code, str(file)], {**os.environ, **python_path()}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
+
+
+def test_an_amax_that_is_not_finite_is_left_out() -> None:
+    """The loop skips the update; an Inf would pin the scale for a whole window."""
+    model = convert(build(), "fp8_delayed")
+    train(model, 1)
+    (model(tokens_of(0)) * torch.inf).backward()  # and no update
+    train(model, 1)
+    histories = [state for name, state in model.state_dict().items() if ".amax." in name]
+    assert histories
+    assert all(state.isfinite().all() for state in histories)
 
 
 def test_a_model_may_be_built_on_the_meta_device() -> None:

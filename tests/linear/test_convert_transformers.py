@@ -55,7 +55,7 @@ def train(model: nn.Module, steps: int = 50) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp4_rht_sr", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp4_rht_sr"])
 def test_fifty_steps(kind: str, recipe: str) -> None:
     """The loss falls by as much as in bf16, to within a tenth of the fall."""
     start, *_, want = train(build(kind))

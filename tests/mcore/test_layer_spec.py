@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,7 +245,8 @@ def test_a_spec_of_one_s_own_by_low_precision() -> None:
     assert not any("LowPrec" in type(linear).__name__ for linear in unchanged.decoder.layers[0].mlp.children())
 
 
-def test_a_linear_of_megatron_core_s_own_is_named() -> None:
+@pytest.mark.parametrize("subclass", [False, True])
+def test_a_linear_of_another_s_is_named(subclass: bool) -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.layers import RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -253,10 +255,11 @@ def test_a_linear_of_megatron_core_s_own_is_named() -> None:
     from megatron_lowprec.mcore.layers.gpt_spec import low_precision
 
     submodules = low_precision(get_gpt_layer_local_spec()).submodules
-    submodules.self_attention.submodules.linear_proj = RowParallelLinear
+    foreign = type("Foreign", (RowParallelLinear,), {}) if subclass else RowParallelLinear
+    submodules.self_attention.submodules.linear_proj = foreign
     layer = layer_spec(get_recipe("mxfp8")).module
     with pytest.raises(
-        RuntimeError, match=r"no recipe reaches self_attention\.linear_proj of layer 1: .*low_precision"
+        RuntimeError, match=r"no recipe reaches self_attention\.linear_proj of layer 1, .*low_precision"
     ):
         gpt(ModuleSpec(module=layer, submodules=submodules))
 
@@ -270,6 +273,61 @@ def test_recipes_and_configs_that_the_layers_cannot_run_are_refused() -> None:
         tracked("mxfp8", mtp_num_layers=1)
     with pytest.raises(UserError, match="gradient_accumulation_fusion needs apex"):
         tracked("mxfp8", gradient_accumulation_fusion=True)
+    tracker = layer_spec(get_recipe("mxfp8")).module.tracker
+    with pytest.raises(UserError, match="CUDA graphs would repeat random draws"):
+        tracker.check(SimpleNamespace(cuda_graph_impl="local", gradient_accumulation_fusion=False))
+
+
+# ---- in Megatron-LM, which these arguments stand for
+def as_in_megatron_lm(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> SimpleNamespace:
+    from megatron_lowprec.mcore import step_tracker
+    from megatron_lowprec.mcore.layers import transformer_layer
+
+    batch = {"rampup_batch_size": None, "global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 1}
+    args = SimpleNamespace(**{"seed": SEED, "calculate_per_token_loss": False, **batch, **arguments})
+    for module in (step_tracker, transformer_layer):
+        monkeypatch.setattr(module, "megatron_lm_args", lambda: args)
+    return args
+
+
+def test_gradients_histories_follow_the_number_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM divides the loss by it, so half as many make the gradients twice as large."""
+    from megatron_lowprec.mcore import step_tracker
+
+    args = as_in_megatron_lm(monkeypatch, curr_iteration=0)
+    found = []
+    for later in (MICROBATCHES, MICROBATCHES / 2):
+        count = [MICROBATCHES, later]
+        monkeypatch.setattr(step_tracker, "get_num_microbatches", lambda count=count: count[args.curr_iteration])
+        loop = Loop(tracked("fp8_delayed"))
+        for args.curr_iteration in range(2):
+            loop.run()
+        fc1 = loop.model.decoder.layers[0].mlp.linear_fc1.get_extra_state()
+        found.append({name: fc1[name] for name in ("input", "grad_output")})
+        args.curr_iteration = 0
+    same, halved = found
+    assert torch.equal(same["input"], halved["input"])
+    # the first step's entry; the second step's has its own gradients
+    assert halved["grad_output"][2] == 2 * same["grad_output"][2] > 0
+
+
+def test_an_own_loop_with_megatron_lm_s_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only Megatron-LM's own loop sets the iteration."""
+    as_in_megatron_lm(monkeypatch)
+    loop = Loop(tracked("mxfp4_rht_sr"))
+    loop.run()
+    assert loop.losses == expected("mxfp4_rht_sr")[0][:MICROBATCHES]
+
+
+def test_attention_masks_that_would_not_be_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    as_in_megatron_lm(monkeypatch, reset_attention_mask=True)
+    with pytest.raises(UserError, match="--reset-attention-mask needs --attention-backend unfused"):
+        tracked("mxfp8")
+    for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron-core refuses another choice in one process
+        monkeypatch.delenv(f"NVTE_{name}_ATTN", raising=False)
+    tracked("mxfp8", attention_backend=AttnBackend.unfused)
 
 
 # ---- megatron_lowprec.specs
@@ -309,3 +367,4 @@ def test_a_mistaken_name_says_what_was_found(name: str, words: str) -> None:
 
 def test_python_s_own_names_are_no_recipes() -> None:
     assert not hasattr(specs, "__wrapped__")
+    assert not hasattr(specs, "_a_probe_of_a_shell")

@@ -108,3 +108,29 @@ def test_an_optimizer_that_is_not_distributed_is_refused(recipe: str) -> None:
     chunks: Any = [SimpleNamespace(ddp_config=SimpleNamespace(use_distributed_optimizer=True))]
     with pytest.raises(UserError, match="set use_distributed_optimizer in OptimizerConfig"):
         build_optimizer(chunks, get_recipe(recipe), OptimizerConfig(lr=1e-3), seed=1)
+
+
+class Chunk(nn.Module):
+    """What ``build_optimizer`` checks of a wrapped chunk."""
+
+    def __init__(self, fusion: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2))
+        self.config = SimpleNamespace(gradient_accumulation_fusion=fusion)
+        shared = {"average_in_collective": False, "num_distributed_optimizer_instances": 1}
+        self.ddp_config = SimpleNamespace(**{"use_distributed_optimizer": True, **shared, **options})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "chunk", "words"),
+    [
+        ("fp8_lm_o3", Chunk(), r"these chunks have none: call use_primary_weights\(chunks\)"),
+        ("fp8_lm", Chunk(average_in_collective=True), "set average_in_collective=False"),
+        ("fp8_lm_o1", Chunk(num_distributed_optimizer_instances=2), "set num_distributed_optimizer_instances=1"),
+        ("fp8_lm_o2", Chunk(fusion=True), "set gradient_accumulation_fusion=False"),
+    ],
+)
+def test_options_of_the_replaced_reduction_are_refused(recipe: str, chunk: Any, words: str) -> None:
+    options = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
+    with pytest.raises(UserError, match=words):
+        build_optimizer([chunk], get_recipe(recipe), options, seed=1)

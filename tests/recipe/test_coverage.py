@@ -267,7 +267,7 @@ def test_recipes_with_primary_weights() -> None:
 def test_recipes_without_primary_weights_are_refused(name: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as error:
         check_primary_weights(get_recipe(name))
-    assert "use fp8_delayed or fp8_current" in str(error.value)
+    assert "use the GEMMs of fp8_delayed or fp8_current" in str(error.value)
 
 
 def test_primary_weights_are_rounded_plainly_and_alike() -> None:

@@ -359,7 +359,7 @@ def test_the_plan_counts_their_bytes(drive: Drive, monkeypatch: pytest.MonkeyPat
 
 
 def test_recipes_without_one_fp8_weight_are_refused(drive: Drive) -> None:
-    with pytest.raises(UserError, match="fp8_blockwise takes it in fprop e4m3 by 128x128"):
+    with pytest.raises(UserError, match="fp8_blockwise takes the weight in fprop e4m3 by 128x128"):
         drive(argv(save="out", recipe="fp8_blockwise", hidden_size=128, **COMMON, **FLAG))
     assert not torch.distributed.is_initialized()
 

@@ -1,7 +1,8 @@
 """FP8 codes of many tensors in one launch, where torch launches four a tensor; reads 4 bytes an entry and writes 1.
 
-The tensors' addresses are a cached table in device memory, since an optimizer's main weights and the buffer of their
-codes do not move. The grid is (part, tensor); the programs of a tensor stride over its blocks.
+The tensors' addresses are a table in device memory. It is cached, since an optimizer's main weights and the buffer of
+their codes do not move. Making a table waits for the device, so tensors at ever new addresses cost a wait each. The
+grid is (part, tensor); the programs of a tensor stride over its blocks.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def _multi_tensor_cast_kernel(
         tl.store(codes + at, to_fp8(value * scale, CODES), mask=at < count)
 
 
-@lru_cache(maxsize=1024)  # above the gradient buckets of a step: with fewer entries each lookup would miss
+@lru_cache(maxsize=16384)  # above the casts of a step, one a weight: with fewer entries each lookup would miss
 def _table(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
 

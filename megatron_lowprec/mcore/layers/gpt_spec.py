@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as stock_bias_dropout_add
@@ -80,10 +79,6 @@ def _replaced(spec: Any, by: Mapping[Any, Any]) -> Any:
     if isinstance(spec, partial):
         options = {name: _replaced(value, by) for name, value in spec.keywords.items()}
         return partial(_replaced(spec.func, by), *(_replaced(value, by) for value in spec.args), **options)
-    if isinstance(spec, MethodType) and isinstance(spec.__self__, type):
-        # from megatron-core 0.18 on a spec of an MLP is a class method of it
-        owner = LowPrecMLP if spec.__self__ is MLP else _replaced(spec.__self__, by)
-        return getattr(owner, spec.__name__)
     if isinstance(spec, list | tuple):
         return type(spec)(_replaced(each, by) for each in spec)
     return by.get(spec, spec) if callable(spec) else spec

@@ -6,8 +6,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
-from megatron_lowprec.mcore.step_tracker import StepTracker
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.layers.gpt_spec import check_supported, gpt_block_spec
+from megatron_lowprec.mcore.step_tracker import StepTracker, megatron_lm_args
 
 
 class LowPrecTransformerLayer(TransformerLayer):
@@ -21,7 +22,7 @@ class LowPrecTransformerLayer(TransformerLayer):
         tracker: of the recipe; shared by all layers of the process. Set by ``mcore.layer_spec.layer_spec``.
 
     Raises:
-        UserError: as ``gpt_block_spec``.
+        UserError: as ``gpt_block_spec`` and ``StepTracker.check``, or an attention mask that would not be read.
     """
 
     tracker: StepTracker
@@ -29,10 +30,16 @@ class LowPrecTransformerLayer(TransformerLayer):
     def __init__(
         self, config: TransformerConfig, submodules: Any = None, layer_number: int = 1, **options: Any
     ) -> None:
+        check_supported(config)
         self.tracker.check(config)
         if submodules is None:
             groups = options.get("pg_collection")
             unfused = config.attention_backend in (AttnBackend.local, AttnBackend.unfused)
+            if not unfused and getattr(megatron_lm_args(), "reset_attention_mask", False):
+                raise UserError(
+                    "--reset-attention-mask needs --attention-backend unfused: torch's attention, the default under a "
+                    "recipe, reads no mask"
+                )
             block = gpt_block_spec(
                 config,
                 attention_backend="local" if unfused else "auto",
@@ -43,10 +50,10 @@ class LowPrecTransformerLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, **options)
 
     def finish_init(self, quantization_config: object) -> None:
-        """Bind the layer's linears to the recipe; RuntimeError if one is Megatron-core's own."""
+        """Bind the layer's linears to the recipe; RuntimeError if one is not this project's."""
         self.tracker.bind(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``TransformerLayer``; tells the tracker first, also where a CUDA graph is replayed."""
+        """As ``TransformerLayer``; tells the tracker first."""
         self.tracker.enter(self)
         return super().__call__(*args, **kwargs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,36 @@ def reduction_stream(chunks: Sequence[DistributedDataParallel]) -> torch.cuda.St
     """A stream for reductions that overlap the backward pass; None if they do not, or on a CPU."""
     device = chunks[0].buffers[0].grad_data.device
     return torch.cuda.Stream(device) if chunks[0].ddp_config.overlap_grad_reduce and device.type == "cuda" else None
+
+
+def start_reduction(
+    group: Any,
+    reduce: Callable[[], None],
+    stream: torch.cuda.Stream | None,
+    before: Callable[[], None] | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Replacement of ``_ParamAndGradBucketGroup.start_grad_sync``: run ``reduce``, on ``stream`` if there is one.
+
+    Args:
+        before: runs on the current stream first.
+
+    Raises:
+        RuntimeError: ``force_all_reduce``, which the distributed optimizer does not need.
+    """
+    if force_all_reduce:
+        raise RuntimeError("FP8 gradients are reduce-scattered: call finalize_model_grads without force_all_reduce")
+    if group.is_first_batch and group.grad_reduce_handle is not None:
+        return
+    assert group.grad_reduce_handle is None
+    if before is not None:
+        before()
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        reduce()
+    if group.ddp_config.overlap_grad_reduce:
+        group.grad_reduce_handle = PendingReduction(stream)
 
 
 def bucket_groups(chunk: DistributedDataParallel) -> Iterator[tuple[Any, list[dist.ProcessGroup]]]:

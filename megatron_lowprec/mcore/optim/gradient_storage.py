@@ -2,8 +2,8 @@
 
 A weight has an fp32 ``main_grad`` only while it is written: from its first gradient of a microbatch, or of a step under
 ``gradients.accumulation`` fp32, until its last. Then it is cast to FP8 codes and freed. The codes of a bucket replace
-its buffer: one byte a weight before and after the reduction. At other times ``main_grad`` is a placeholder of NaN that
-rejects writes.
+its buffer: one byte a weight before and after the reduction. At other times ``main_grad`` is a placeholder of NaN, to
+which torch does not write.
 
 ``store_gradients_in`` replaces methods of these objects only: of buffers (``reset``, ``scale_gradients``), of bucket
 groups (``start_grad_sync``) and of the wrapped chunk (``finish_grad_sync``). ``decode_gradients_in`` replaces those
@@ -13,7 +13,6 @@ by which the distributed optimizer reads gradients and updates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,10 +24,10 @@ from torch import nn
 from megatron_lowprec.comm.gradient_codes import GradientCodes
 from megatron_lowprec.comm.gradients import GradientFactor, GradientSum
 from megatron_lowprec.mcore.optim.bucket_layout import (
-    PendingReduction,
     bucket_groups,
     bucket_weights,
     reduction_stream,
+    start_reduction,
     tensor_bounds,
 )
 from megatron_lowprec.mcore.optim.stored_gradient import StoredGradient
@@ -64,7 +63,8 @@ def store_gradients_in(chunks: Sequence[DistributedDataParallel], spec: Gradient
                     _StoredBucket(bucket, codes, [StoredGradient(w, codes, i, stays) for i, w in enumerate(weights)])
                 )
             stored |= {id(found.bucket): found for found in here}
-            group.start_grad_sync = partial(_start, group, here, sharers, stream)
+            work = partial(_reduce, group, here, sharers)
+            group.start_grad_sync = partial(start_reduction, group, work, stream, partial(_cast, here))
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             mine = [stored[id(bucket)] for bucket in buffer.buckets]
             _free(buffer)
@@ -79,7 +79,7 @@ def _more_microbatches(group: Any) -> bool:
 
 
 def _free(buffer: Any) -> None:
-    """Replace a buffer's gradients by a placeholder of its size, NaN, which rejects writes."""
+    """Replace a buffer's gradients by a placeholder of its size, NaN, to which torch does not write."""
     buffer.grad_data = torch.full((), torch.nan, device=buffer.grad_data.device).expand(buffer.numel)
     for bucket in buffer.buckets:
         bucket.grad_data = buffer.grad_data[: bucket.grad_data.numel()]
@@ -101,28 +101,15 @@ def _scale(buckets: Sequence[_StoredBucket], factor: float | torch.Tensor) -> No
             gradient.scale_exposed_(factor)
 
 
-def _start(
-    group: Any,
-    buckets: Sequence[_StoredBucket],
-    sharers: Sequence[dist.ProcessGroup],
-    stream: torch.cuda.Stream | None,
-    force_all_reduce: bool = False,
-) -> None:
-    """Replacement of ``_ParamAndGradBucketGroup.start_grad_sync``."""
-    assert not force_all_reduce
-    if group.is_first_batch and group.grad_reduce_handle is not None:
-        return
-    assert group.grad_reduce_handle is None
+def _cast(buckets: Sequence[_StoredBucket]) -> None:
     for gradient in (gradient for found in buckets for gradient in found.gradients):
         gradient.cast()
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream) if stream is not None else nullcontext():
-        for found in buckets:
-            ranks = group.intra_distributed_optimizer_instance_group
-            found.codes.reduce(found.bucket.gradient_scaling_factor, ranks, sharers)
-    if group.ddp_config.overlap_grad_reduce:
-        group.grad_reduce_handle = PendingReduction(stream)
+
+
+def _reduce(group: Any, buckets: Sequence[_StoredBucket], sharers: Sequence[dist.ProcessGroup]) -> None:
+    for found in buckets:
+        ranks = group.intra_distributed_optimizer_instance_group
+        found.codes.reduce(found.bucket.gradient_scaling_factor, ranks, sharers)
 
 
 def _finish(
@@ -161,10 +148,13 @@ def decode_gradients_in(part: Any) -> None:
 
 
 def _update_and_free(part: Any, update: Callable[[], bool]) -> bool:
-    """Replacement of ``DistributedOptimizer.step_with_ready_grads``: frees the decoded gradients after the update."""
+    """Replacement of ``DistributedOptimizer.step_with_ready_grads``: frees the fp32 gradients after the update."""
     updated = update()
     for shard in part.get_parameters():
         shard.grad = shard.decoupled_grad = None
+    for model in (*part.model_float16_groups, *part.model_fp32_groups):
+        for weight in model:
+            weight.stored_gradient.release()
     return updated
 
 

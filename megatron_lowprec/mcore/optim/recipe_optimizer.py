@@ -18,6 +18,7 @@ from megatron_lowprec.mcore.optim.gradient_storage import decode_gradients_in, s
 from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once
 from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.schema import Recipe
 
 
@@ -49,7 +50,8 @@ def build_optimizer(
         seed: base of the random streams of stochastic rounding.
 
     Raises:
-        UserError: the recipe changes training, and the chunks or ``options`` lack the distributed optimizer.
+        UserError: the recipe changes training, and the chunks or ``options`` lack the distributed optimizer, an option
+            of theirs is not supported, or the weights are not FP8 although the recipe says so.
     """
     if recipe.changes_training and not (
         options.use_distributed_optimizer and all(c.ddp_config.use_distributed_optimizer for c in chunks)
@@ -57,6 +59,11 @@ def build_optimizer(
         raise UserError(
             f"recipe {recipe.name} quantizes optimizer state, gradients or weights, which needs Megatron-core's "
             "distributed optimizer: set use_distributed_optimizer in OptimizerConfig and DistributedDataParallelConfig"
+        )
+    if recipe.fp8_weights and not any(isinstance(weight, Fp8Weight) for c in chunks for weight in c.parameters()):
+        raise UserError(
+            f"recipe {recipe.name} has FP8 weights, and these chunks have none: call use_primary_weights(chunks) of "
+            "mcore.optim.fp8_param_gather after bind_recipe, and wrap the chunks with fp8_param_gather=True"
         )
     factor = _exchange_gradients(chunks, recipe) if recipe.gradients.quantized else None
     if recipe.optimizer.quantized:
@@ -79,6 +86,7 @@ def build_optimizer(
 
 def _exchange_gradients(chunks: Sequence[DistributedDataParallel], recipe: Recipe) -> GradientFactor:
     spec = recipe.gradients
+    _check_options(chunks, recipe)
     factor = GradientFactor(chunks[0].buffers[0].grad_data.device, automatic=spec.mu == "automatic")
     if spec.stored:
         store_gradients_in(chunks, spec, factor)
@@ -90,6 +98,22 @@ def _exchange_gradients(chunks: Sequence[DistributedDataParallel], recipe: Recip
     else:
         sum_gradients_in(chunks, spec, factor)
     return factor
+
+
+def _check_options(chunks: Sequence[DistributedDataParallel], recipe: Recipe) -> None:
+    """Check what Megatron-core would do in the reduction that the recipe replaces; UserError names the option."""
+    wanted = {"average_in_collective": False, "num_distributed_optimizer_instances": 1}
+    for name, value in wanted.items():
+        if any(getattr(chunk.ddp_config, name) != value for chunk in chunks):
+            raise UserError(
+                f"recipe {recipe.name} reduces gradients in {recipe.gradients.format.upper()}, without {name}: set "
+                f"{name}={value} in DistributedDataParallelConfig, or gradients.format=none in the recipe"
+            )
+    if recipe.gradients.stored and get_model_config(chunks[0]).gradient_accumulation_fusion:
+        raise UserError(
+            f"recipe {recipe.name} stores gradients in {recipe.gradients.format.upper()}, and apex would write past "
+            "them: set gradient_accumulation_fusion=False in TransformerConfig, or gradients.accumulation=buffer"
+        )
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:

@@ -87,7 +87,7 @@ class StoredGradient:
             self._writable, self._cast = False, True
 
     def expose(self, start: int, end: int) -> None:
-        """Make ``main_grad`` the reduced gradient in fp32, zero outside of this rank's part, until the next step.
+        """Make ``main_grad`` the reduced gradient in fp32, zero outside of this rank's part, until ``release``.
 
         Args:
             start, end: entries of the weight in this rank's part; equal if there are none.
@@ -96,6 +96,11 @@ class StoredGradient:
         if start < end:
             main_grad.view(-1)[start:end] = self._codes.part(self._index, start, end)
         self._main_grad, self._exposed = main_grad, True
+
+    def release(self) -> None:
+        """Free an exposed gradient, after the update."""
+        if self._exposed:
+            self._main_grad, self._exposed = self._placeholder, False
 
     def part(self, start: int, end: int) -> torch.Tensor:
         """Entries ``start`` to ``end`` of the reduced gradient, which lie in this rank's part: fp32 [entries]."""

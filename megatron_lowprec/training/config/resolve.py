@@ -54,13 +54,18 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
     """Options required by the recipe's optimizer, gradients and weights, with notes about those switched on.
 
     Raises:
-        UserError: the recipe's gradients are stored in its format, and an option needs Megatron-core's buffers; or
-            its operands cannot be gathered as FP8 codes.
+        UserError: the recipe's gradients are stored in its format, and an option needs Megatron-core's buffers; its
+            weights are stored in FP8, without --bf16; or its operands cannot be gathered as FP8 codes.
     """
     if config.fp8_sequence_parallel_gather:
         check_fp8_gather(recipe, config.pipeline_model_parallel_size)
     if recipe.gradients.stored:
         _check_stored_gradients(config, recipe)
+    if recipe.fp8_weights and not config.bf16:
+        raise UserError(
+            f"recipe {recipe.name} stores FP8 weights, which needs --bf16: add it, or set --recipe-override "
+            "fp8_weights=false"
+        )
     needed = {
         "use_distributed_optimizer": recipe.changes_training,
         "fp8_param_gather": recipe.fp8_weights,

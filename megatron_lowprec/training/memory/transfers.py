@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from megatron_lowprec.recipe.coverage import LinearSite, kept_in_bf16, why_not_gathered
+from megatron_lowprec.recipe.coverage import (
+    LinearSite,
+    gemms_in_bf16,
+    kept_in_bf16,
+    why_not_gathered,
+    without_gemms,
+)
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -22,6 +28,7 @@ def planned_transfers(config: Config, recipe: Recipe) -> dict[str, int]:
         ranks=config.tensor_model_parallel_size,
         num_layers=require(config.num_layers),
         fp8_gather=config.fp8_sequence_parallel_gather,
+        rerun_in_bf16=config.rerun_in_bf16,
     )
 
 
@@ -34,6 +41,7 @@ def layer_transfers(
     ranks: int,
     num_layers: int,
     fp8_gather: bool,
+    rerun_in_bf16: Sequence[str] = (),
 ) -> dict[str, int]:
     """Bytes that a rank receives for one microbatch, by collective, summed over linear layers.
 
@@ -45,6 +53,7 @@ def layer_transfers(
         tokens: of the microbatch, on all ranks.
         width: bytes of a value in the compute dtype.
         fp8_gather: whether FP8 codes are gathered where the recipe permits.
+        rerun_in_bf16: globs of single GEMMs that are not quantized.
     """
     received = dict.fromkeys(
         (
@@ -60,7 +69,8 @@ def layer_transfers(
         column = site.split == "column"
         values = tokens * (site.in_features if column else site.out_features) * (ranks - 1) // ranks
         kept = kept_in_bf16(recipe, site.layer_number, site.name, num_layers)
-        permitted = why_not_gathered(recipe, "input" if column else "grad_output") is None
+        used = without_gemms(recipe, gemms_in_bf16(rerun_in_bf16, site.layer_number, site.name))
+        permitted = why_not_gathered(used, "input" if column else "grad_output") is None
         gathered = values * (1 if fp8_gather and permitted and not kept else width)
         if column:
             received["inputs, gathered in the forward pass"] += gathered

@@ -93,7 +93,8 @@ def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) 
 def fp32_gradients(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> float:
     """Bytes of fp32 gradients in the backward pass beside stored FP8 codes; 0 where gradients have a buffer.
 
-    All weights until the last microbatch under ``gradients.accumulation`` fp32; else the largest linear layer's.
+    All weights until the last microbatch under ``gradients.accumulation`` fp32; else the largest of: both layers of an
+    MLP, which one fused function computes, another linear layer, an embedding.
     """
     gradients = runs.recipe.gradients
     if not gradients.stored:
@@ -101,9 +102,18 @@ def fp32_gradients(config: Config, runs: Runs, vocabulary: int, gpus: int, stage
     if gradients.accumulation == "fp32" and microbatches_of(config, gpus) > 1:
         weights = stage_weights(config, vocabulary, stage)
         return 4.0 * (weights.dense + weights.expert)
-    return 4.0 * max(
-        site.in_features * site.out_features / sharding(config, site).tensor_ranks for site in linear_sites(config)
-    )
+    together: dict[str, float] = {}
+    for site in linear_sites(config):
+        if site.layer_number == 1:  # all layers are alike
+            shards = sharding(config, site)
+            part = site.name if shards.experts else site.name.split(".")[0]
+            weights_here = site.in_features * site.out_features / shards.tensor_ranks
+            # attention's layers are written one after the other
+            fused = together.get(part, 0.0) if part == "mlp" else 0.0
+            together[part] = max(together.get(part, 0.0), fused + weights_here)
+    if stage in (0, config.pipeline_model_parallel_size - 1):
+        together["embedding"] = vocabulary / config.tensor_model_parallel_size * require(config.hidden_size)
+    return 4.0 * max(together.values())
 
 
 def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:

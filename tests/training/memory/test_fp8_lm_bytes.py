@@ -92,7 +92,7 @@ def test_the_plan_has_the_same_bytes(recipe: str, weights: float) -> None:
         parts = ("main weights", "moments", "gradients")
         count = found.resident["gradients"]
         assert sum(found.resident[part] for part in parts) == weights * count
-        assert found.transient["gradients"] == (4 * 256 * 1024 if batch == 2 else 4 * count)
+        assert found.transient["gradients"] == (4 * 2 * 256 * 1024 if batch == 2 else 4 * count)
         assert found.transient["update"] == 4 * count
 
 

@@ -1,4 +1,4 @@
-"""Generate the tables of docs/ that are derived from the recipes, between their markers.
+"""Generate the tables of docs/ that are derived from recipes or from files of results, between their markers.
 
     python tools/doc_tables.py            # update the pages
     python tools/doc_tables.py --check    # list the pages that would change; exit code 1 if there are any
@@ -10,11 +10,13 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     differences BASE RECIPE ...    the fields in which recipes differ from BASE
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
     transformer_engine             how each recipe runs in TransformerEngine, or why not
+    experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -251,6 +253,16 @@ def _rounding(page: Path, name: str, group: str) -> Iterator[Row]:
             yield amount(parameters), f"{ratio:.0f}", *(signed(each, 4) for each in (left, right, left - right))
 
 
+def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
+    found = json.loads((page.parent / name).read_text(encoding="utf-8"))["tables"][table]
+    columns = {column["key"]: column for column in found["columns"]}
+    chosen = [columns[key] for key in keys or columns]
+    yield [column["heading"].replace("\n", " ") for column in chosen]
+    for row in found["rows"]:
+        values = [(row[column["key"]], column["form"]) for column in chosen]
+        yield ["" if value is None else format(value, form) for value, form in values]
+
+
 _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "recipes": _recipes,
     "operands": _operands,
@@ -259,6 +271,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "execution": _execution,
     "transformer_engine": _transformer_engine,
     "rounding": _rounding,
+    "experiment": _experiment,
 }
 
 

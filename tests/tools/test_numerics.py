@@ -18,9 +18,12 @@ from tools.numerics_lab import clipping, dot_snr, gemm_variance, number_formats,
 from tools.numerics_lab.dot_products import (
     Accumulator,
     ScaledVectors,
+    Scheme,
     correlated_vectors,
     dot,
     energy_snr,
+    expected_snr,
+    quantized_pair,
     sample_snr,
     snr_row,
 )
@@ -59,6 +62,15 @@ def test_scales_of_blocks_multiply_their_partial_sums() -> None:
         assert torch.equal(dot(ScaledVectors(a, of_a), ScaledVectors(b, of_b), accumulator), want)
 
 
+def test_expected_snr_is_that_of_many_products() -> None:
+    """Under Algorithm 1, whose error is not independent of the entry."""
+    count = 4096
+    a, b = correlated_vectors(LAB, count, 64, 0.0, 1.0)
+    pair = quantized_pair(LAB, Scheme(MXFP4), a, b)
+    found = energy_snr((a.double() * b.double()).sum(1), dot(*pair))
+    assert abs(expected_snr(pair, a, b) - found) < 4 * 10 / math.log(10) * math.sqrt(2 * 2 / count)
+
+
 def test_snr_of_known_errors() -> None:
     signal, result = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([3.3, 4.0], dtype=torch.float64)
     assert energy_snr(signal, result) == pytest.approx(10 * math.log10(25 / 0.09))
@@ -69,6 +81,7 @@ def test_snr_of_known_errors() -> None:
 def test_a_pivot_has_a_line_a_name_and_a_column_a_value() -> None:
     rows = [{"name": n, "length": k, "mix": m, "low": k + m} for m in (0, 1) for k in (2, 4) for n in "ab"]
     table = pivot(rows, "low", "title", {"mix": 1}, "length")
+    assert (table.name, table.title) == ("low-mix-1", "title, mix 1, by length")
     assert table.rows == [{"name": "a", "2": 3, "4": 5}, {"name": "b", "2": 3, "4": 5}]
     assert [column.key for column in table.columns] == ["name", "2", "4"]
 
@@ -88,7 +101,7 @@ def test_energy_snr_agrees_with_an_earlier_simulation() -> None:
     allowed = 4 * 10 / math.log(10) * math.sqrt(2 * 2 / count)
     for row in table.rows:
         for correlation in dot_snr.CHECKED:
-            assert abs(row[f"{correlation}"] - row[f"before {correlation}"]) < allowed, (row["name"], correlation)
+            assert abs(row[f"{correlation}"] - row[f"before-{correlation}"]) < allowed, (row["name"], correlation)
 
 
 # ---- the study's arithmetic
@@ -208,7 +221,9 @@ def test_an_experiment_writes_json_text_and_a_figure(tmp_path: Path, capsys: pyt
     assert found["header"]["command"] == (
         "python tools/numerics.py simfloat --out DIR --seed 1234 --device cpu --quick"
     )
-    (unscaled,) = [row for row in found["tables"][0]["rows"] if row["name"].startswith("scale 1, exact")]
+    table = found["tables"]["below-mix-0.0"]
+    assert [column["key"] for column in table["columns"]] == ["name", "128"]
+    (unscaled,) = [row for row in table["rows"] if row["name"].startswith("scale 1, exact")]
     assert 0 <= unscaled["128"] < 1
     assert len(found["rows"]) > 30
     assert "scale 64, sums in E4M3 [notebook]" in (tmp_path / "new" / "simfloat.txt").read_text()

@@ -61,7 +61,7 @@ def run(lab: Lab) -> Result:
     )
     panel = Panel("entries beyond the largest value", "log2 of the standard deviation", "clipped, %", lines)
     notes = (f"{blocks} blocks of {MX_BLOCK}; the standard deviation takes {STEPS} values over one binade",)
-    tables = [Table("clipped entries", columns, rows)]
+    tables = [Table("clipped", "clipped entries", columns, rows)]
     return Result("Clipped entries under the floor rule", notes, tables, {"": line_panels([panel])})
 
 

@@ -58,6 +58,11 @@ class ScaledVectors(NamedTuple):
     elements: torch.Tensor
     scale: torch.Tensor
 
+    def values(self) -> torch.Tensor:
+        """fp32 [N, K]: elements times their scale."""
+        blocks = self.elements.reshape(len(self.elements), self.scale.shape[1], -1)
+        return (blocks * self.scale.unsqueeze(-1)).reshape(self.elements.shape)
+
 
 def quantized_vectors(lab: Lab, scheme: Scheme, x: torch.Tensor, operand: str) -> ScaledVectors:
     """``x`` [N, K] by a scheme; ``operand`` names the stream of stochastic rounding, which operands must not share."""
@@ -131,6 +136,20 @@ def _truncate(total: torch.Tensor, dropped: int) -> torch.Tensor:
 
 
 # ---- SNR
+def expected_snr(pair: tuple[ScaledVectors, ScaledVectors], a: torch.Tensor, b: torch.Tensor) -> float:
+    """Energy SNR in dB of products of independent entries with mean 0, from second moments of the entries alone.
+
+    With q and r the quantized a and b, E (q r - a b)^2 = E q^2 E r^2 - 2 E qa E rb + E a^2 E b^2 for each term, and the
+    terms' errors are uncorrelated.
+    """
+    moments = []
+    for quantized, x in zip(pair, (a.double(), b.double())):
+        q = quantized.values().double()
+        moments.append(torch.stack([(q * q).mean(), (q * x).mean(), (x * x).mean()]))
+    of_q, of_both, of_x = moments[0] * moments[1]
+    return float(10.0 * torch.log10(of_x / (of_q - 2.0 * of_both + of_x)))
+
+
 def energy_snr(signal: torch.Tensor, result: torch.Tensor) -> float:
     """10 log10(sum signal^2 / sum error^2) over all products, in dB; Inf without error."""
     return float(10.0 * torch.log10(signal.square().sum() / (result - signal).square().sum()))

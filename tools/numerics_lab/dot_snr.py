@@ -20,6 +20,7 @@ from tools.numerics_lab.dot_products import (
     correlated_vectors,
     dot,
     energy_snr,
+    expected_snr,
     quantized_pair,
     sample_snr,
     snr_row,
@@ -68,6 +69,7 @@ MEASURED_BEFORE = {
     "MXFP4, RHT and SR": (12.41, 41.39, 43.87),
 }
 STATISTICS = {
+    "energy": "energy SNR in dB",
     "error": "rms error of a product",
     "below": "share of products below 0 dB",
     "low": "5th percentile of the products' SNR in dB",
@@ -75,10 +77,10 @@ STATISTICS = {
     "high": "95th percentile of the products' SNR in dB",
 }
 CHECKED = (0.0, 0.5, 0.9)
-DRAWN = (
-    *("E4M3, scale 64", "E4M3, scale a vector", "E4M3, blocks of 128", "MXFP8, floor", "MXFP8, round_up"),
-    *("MXFP4", "MXFP4, RHT and SR"),
-    *("14 bits rounded, never", "14 bits truncated, never", "14 bits truncated, 128"),
+DRAWN = (TENSOR, BLOCKS, "MXFP8, floor", "MXFP8, round_up", "MXFP4", "MXFP4, SR", "MXFP4, RHT and SR")
+DRAWN_ACCUMULATORS = (
+    *(TENSOR, "14 bits rounded, never", "14 bits truncated, never"),
+    *("14 bits truncated, 512", "14 bits truncated, 128", "14 bits truncated, 32"),
 )
 
 
@@ -98,20 +100,17 @@ def run(lab: Lab) -> Result:
         f"accumulators sum the products of '{TENSOR}' in fp32 and round to 14 bits after each addition;",
         "the number is the length of a partial sum, which is added in float64. All other rows sum exactly.",
     )
-    by_correlation, by_length = {"length": length}, {"correlation": 0.0}
     tables = [
-        pivot(rows, "energy", f"energy SNR in dB, length {length}, by correlation", by_correlation, "correlation"),
-        pivot(rows, "energy", "energy SNR in dB, correlation 0, by length", by_length, "length"),
-        pivot(rows, "energy", "energy SNR in dB, correlation 0.9, by length", {"correlation": 0.9}, "length"),
-        *(
-            pivot(rows, key, f"{title}, length {length}, by correlation", by_correlation, "correlation")
-            for key, title in STATISTICS.items()
-        ),
-        pivot(rows, "below", "share of products below 0 dB, correlation 0, by length", by_length, "length"),
-        pivot(rows, "error", "rms error of a product, correlation 0, by length", by_length, "length"),
+        *(pivot(rows, key, title, {"length": length}, "correlation") for key, title in STATISTICS.items()),
+        *(pivot(rows, key, STATISTICS[key], {"correlation": 0.0}, "length") for key in ("energy", "below", "error")),
+        *(pivot(rows, key, STATISTICS[key], {"correlation": 0.9}, "length") for key in ("energy", "error")),
         compare(lab, 64 if lab.quick else MANY, length),
     ]
-    figures = {"": _curves(rows, length), "-histograms": histograms(samples, lengths, length)}
+    figures = {
+        "": _curves(rows, length, DRAWN),
+        "-accumulators": _curves(rows, length, DRAWN_ACCUMULATORS),
+        "-histograms": histograms(samples, lengths, length),
+    }
     return Result("SNR of dot products", notes, tables, figures, rows)
 
 
@@ -133,15 +132,21 @@ def measure(lab: Lab, length: int, repeats: int) -> tuple[list[Row], dict[tuple[
 def compare(lab: Lab, count: int, length: int) -> Table:
     """Energy SNR over many products of standard normal vectors, beside the figures measured before."""
     rows: list[dict[str, Any]] = [{"name": name} for name in MEASURED_BEFORE]
-    for correlation, at in zip(CHECKED, range(3)):
+    for at, correlation in enumerate(CHECKED):
         a, b = correlated_vectors(lab, count, length, correlation, sd=1.0)
         signal = (a.double() * b.double()).sum(1)
         for row in rows:
-            row[f"{correlation}"] = energy_snr(signal, dot(*quantized_pair(lab, SCHEMES[row["name"]], a, b)))
-            row[f"before {correlation}"] = MEASURED_BEFORE[row["name"]][at]
-    columns = [Column(f"{prefix}{each}", f"{prefix}{each}", ".2f") for each in CHECKED for prefix in ("", "before ")]
-    title = f"energy SNR in dB, {count} products of standard normal vectors of length {length}, by correlation"
-    return Table(title, (Column("name", "scheme"), *columns), rows)
+            scheme = SCHEMES[row["name"]]
+            pair = quantized_pair(lab, scheme, a, b)
+            row[f"{correlation}"] = energy_snr(signal, dot(*pair))
+            row[f"before-{correlation}"] = MEASURED_BEFORE[row["name"]][at]
+            if correlation == 0.0 and scheme.hadamard is None:
+                row["expected"] = expected_snr(pair, a, b)
+    columns = [Column("expected", "expected 0.0", ".2f")]
+    for each in CHECKED:
+        columns += [Column(f"{each}", f"{each}", ".2f"), Column(f"before-{each}", f"before {each}", ".2f")]
+    title = f"energy SNR in dB by correlation, {count} products of standard normal vectors of length {length}"
+    return Table("compared", title, (Column("name", "scheme"), *columns), rows)
 
 
 def _results(lab: Lab, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -152,7 +157,7 @@ def _results(lab: Lab, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, 
             yield accumulated, dot(*pair, accumulator)
 
 
-def _curves(rows: Sequence[Row], length: int) -> bytes:
+def _curves(rows: Sequence[Row], length: int, names: Sequence[str]) -> bytes:
     """PNG: energy SNR against length at correlation 0 and 0.9, and against correlation at one length."""
     panels = []
     for across, key, fixed in (
@@ -161,7 +166,7 @@ def _curves(rows: Sequence[Row], length: int) -> bytes:
         ("correlation", "length", length),
     ):
         lines = {}
-        for name in DRAWN:
+        for name in names:
             found = [row for row in rows if row["name"] == name and row[key] == fixed]
             lines[name] = [row[across] for row in found], [row["energy"] for row in found]
         log = 2 if across == "length" else None

@@ -9,22 +9,24 @@ import numpy as np
 import torch
 
 from megatron_lowprec.report.plot_style import LIGHT, styles
+from tools.numerics_lab.figures import small_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The study's histograms, a line of panels each: names of the curves.
-_SCALES = ("E4M3, no scale", "E4M3, scale 64", "E4M3, scale a vector")
-_PROMOTIONS = ("14 bits rounded, never", "14 bits rounded, 512", "14 bits rounded, 128")
-_BLOCKS = ("E4M3, scale a vector", "E4M3, blocks of 512", "E4M3, blocks of 128")
-_BINS = np.arange(-40.0, 102.5, 5.0)
-
 Case = tuple[str, int, float]
 """Scheme or accumulator, length, correlation."""
 
+# What each line of the study's panels compares.
+_SCALES = ("E4M3, no scale", "E4M3, scale 64", "E4M3, scale a vector")
+_PROMOTIONS = ("14 bits rounded, never", "14 bits rounded, 512", "14 bits rounded, 128")
+_BLOCKS = ("E4M3, scale a vector", "E4M3, blocks of 512", "E4M3, blocks of 128")
+_CORRELATIONS = (0.0, 0.5, 0.9)
+_BINS = np.arange(-40.0, 102.5, 5.0)
+
 
 def histograms(samples: Mapping[Case, torch.Tensor], lengths: Sequence[int], length: int) -> bytes:
-    """PNG: counts of products by their SNR in dB, a line of panels for each thing that is compared.
+    """PNG: counts of products by their SNR in dB, a line of three panels for each comparison.
 
     Args:
         samples: SNR of the products of a case.
@@ -32,37 +34,34 @@ def histograms(samples: Mapping[Case, torch.Tensor], lengths: Sequence[int], len
         length: shown at correlation 0, and alone at others.
     """
     shown, correlations = (lengths[0], lengths[len(lengths) // 2 - 1], length), (0.2, 0.5, 0.9)
-    lines: list[tuple[str, list[list[Case]]]] = [
-        ("scale", [[(name, each, 0.0) for name in _SCALES] for each in shown]),
-        ("accumulator", [[(name, each, 0.0) for name in _PROMOTIONS] for each in shown]),
-        ("blocks", [[(name, each, 0.0) for name in _BLOCKS] for each in shown]),
-        ("correlation", [[(_SCALES[1], each, correlation) for correlation in (0.0, 0.5, 0.9)] for each in shown]),
-        ("accumulator", [[(name, length, correlation) for name in _PROMOTIONS] for correlation in correlations]),
-        ("blocks", [[(name, length, correlation) for name in _BLOCKS] for correlation in correlations]),
+    lines: list[list[dict[str, Case]]] = [
+        *([{name: (name, each, 0.0) for name in names} for each in shown] for names in (_SCALES, _PROMOTIONS, _BLOCKS)),
+        [{f"{_SCALES[1]}, correlation {each}": (_SCALES[1], at, each) for each in _CORRELATIONS} for at in shown],
+        *(
+            [{name: (name, length, each) for name in names} for each in correlations]
+            for names in (_PROMOTIONS, _BLOCKS)
+        ),
     ]
-    figure = LIGHT.new_figure(11.5)
-    panels = figure.subplots(len(lines), 3, sharex=True, squeeze=False)
-    for of_line, (compared, panels_of_line) in zip(panels, lines):
-        for axes, cases in zip(of_line, panels_of_line):
-            _panel(
-                axes, {case: samples[case] for case in cases}, "correlation" if compared == "correlation" else "name"
-            )
-        of_line[0].legend(fontsize=5.5, frameon=False, loc="upper right")
-        of_line[0].set_ylabel(f"{compared}\nproducts")
-    for axes in panels[-1]:
-        axes.set_xlabel("SNR, dB")
-    return LIGHT.png(figure)
+    figure = LIGHT.new_figure(12.0)
+    for part, panels in zip(figure.subfigures(len(lines), 1, squeeze=False)[:, 0], lines):
+        all_axes: list[Axes] = list(part.subplots(1, 3, sharex=True))
+        for axes, cases in zip(all_axes, panels):
+            _panel(axes, {label: samples[case] for label, case in cases.items()})
+            _, at, correlation = next(iter(cases.values()))
+            same = len({of_case[2] for of_case in cases.values()}) == 1
+            axes.set_title(f"length {at}" + (f", correlation {correlation}" if same else ""), loc="left", fontsize=8)
+        all_axes[0].set_ylabel("products")
+        all_axes[1].set_xlabel("SNR, dB")
+        handles, labels = all_axes[0].get_legend_handles_labels()
+        part.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=8)
+    return small_png(figure)
 
 
-def _panel(axes: Axes, samples: Mapping[Case, torch.Tensor], label: str) -> None:
-    """One panel; its curves differ in ``label``, and its title has what they share."""
-    labels = [name if label == "name" else f"{name}, correlation {correlation}" for name, _, correlation in samples]
-    style = styles(labels, "")
+def _panel(axes: Axes, samples: Mapping[str, torch.Tensor]) -> None:
+    """One panel: a curve for each label."""
+    style = styles(list(samples), "")
     LIGHT.plain(axes)
-    _, length, correlation = next(iter(samples))
-    title = f"length {length}" if label == "correlation" else f"length {length}, correlation {correlation}"
-    axes.set_title(title, loc="left", fontsize=8)
-    for name, values in zip(labels, samples.values()):
+    for label, values in samples.items():
         counts = np.histogram(values.clamp(_BINS[0], _BINS[-1]).numpy(), _BINS)[0]
-        axes.stairs(counts, _BINS, color=style[name].paint(LIGHT), linewidth=1.2, label=name)
+        axes.stairs(counts, _BINS, color=style[label].paint(LIGHT), linewidth=1.2, label=label)
     axes.axvline(0.0, color=LIGHT.muted, linewidth=0.6)

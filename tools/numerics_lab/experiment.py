@@ -7,7 +7,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ class Lab:
 
 @dataclass(frozen=True)
 class Table:
-    """Title, columns and rows; a row maps a column's key to a number, a text or None."""
+    """Name in the JSON file, title, columns and rows; a row maps a column's key to a number, a text or None."""
 
+    name: str
     title: str
     columns: tuple[Column, ...]
     rows: Sequence[Row]
@@ -84,7 +85,10 @@ class Result:
 
 
 def pivot(rows: Sequence[Row], key: str, title: str, fixed: Mapping[str, object], across: str) -> Table:
-    """``key`` of the rows that agree with ``fixed``: a line a ``name``, a column a value of ``across``."""
+    """``key`` of the rows that agree with ``fixed``: a line a ``name``, a column a value of ``across``.
+
+    The title continues with ``fixed`` and ``across``, and the name is made of the same: "energy-length-4096".
+    """
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
         if all(row[name] == value for name, value in fixed.items()):
@@ -92,7 +96,13 @@ def pivot(rows: Sequence[Row], key: str, title: str, fixed: Mapping[str, object]
     heads = [head for head in next(iter(table.values())) if head != "name"]
     form = _FORMS.get(key, ".1f")
     columns = (Column("name", "case"), *(Column(head, head, form) for head in heads))
-    return Table(title, columns, list(table.values()))
+    given = [f"{name} {value}" for name, value in fixed.items()]
+    return Table(
+        "-".join([key, *given]).replace(" ", "-"),
+        ", ".join([title, *given, f"by {across}"]),
+        columns,
+        list(table.values()),
+    )
 
 
 def header(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
@@ -109,8 +119,17 @@ def header(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
 
 def write(result: Result, path: Path, conditions: Mapping[str, Any]) -> None:
     """Write ``path``.json, ``path``.txt, and ``path``.png for the figure without a suffix."""
-    tables = [{"title": table.title, "rows": [_finite(row) for row in table.rows]} for table in result.tables]
-    content = {"title": result.title, "header": dict(conditions), "notes": list(result.notes), "tables": tables}
+    tables = {
+        table.name: {
+            "title": table.title,
+            "columns": [asdict(column) for column in table.columns],
+            "rows": [_finite(row) for row in table.rows],
+        }
+        for table in result.tables
+    }
+    assert len(tables) == len(result.tables), "two tables of one name"
+    content: dict[str, Any] = {"title": result.title, "header": dict(conditions), "notes": list(result.notes)}
+    content["tables"] = tables
     if result.rows:
         content["rows"] = [_finite(row) for row in result.rows]
     path.with_name(f"{path.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -123,5 +142,9 @@ def write(result: Result, path: Path, conditions: Mapping[str, Any]) -> None:
 
 
 def _finite(row: Row) -> dict[str, Any]:
-    """The row for JSON, which has no Inf and no NaN."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    """The row for JSON: six digits of a number, and no Inf or NaN, which JSON lacks."""
+    return {key: _number(value) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from megatron_lowprec.report.plot_style import LIGHT, styles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def line_panels(panels: Sequence[Panel], reference: str = "") -> bytes:
         if panel.log_y:
             axes.set_yscale("log")
     LIGHT.legend(figure, all_axes)
-    return LIGHT.png(figure)
+    return small_png(figure)
 
 
 def grouped_bars(panels: Sequence[tuple[str, Mapping[str, float]]], label: str) -> bytes:
@@ -63,4 +65,14 @@ def grouped_bars(panels: Sequence[tuple[str, Mapping[str, float]]], label: str) 
         axes.set_title(title, loc="left", fontsize=9.5)
         axes.set_xlabel(label)
     all_axes[0].invert_yaxis()
-    return LIGHT.png(figure)
+    return small_png(figure)
+
+
+def small_png(figure: Figure) -> bytes:
+    """The figure as PNG bytes of 64 colors, since results keep figures in the repository."""
+    from PIL import Image
+
+    output = io.BytesIO()
+    image = Image.open(io.BytesIO(LIGHT.png(figure))).convert("RGB")
+    image.quantize(64, dither=Image.Dither.NONE).save(output, format="PNG", optimize=True)
+    return output.getvalue()

@@ -87,8 +87,8 @@ def run(lab: Lab) -> Result:
         for outliers in OUTLIERS
     ]
     tables = [
-        Table(f"length {longest}", columns, [row for row in rows if row["length"] == longest]),
-        Table("all lengths", columns, rows),
+        Table("longest", f"length {longest}", columns, [row for row in rows if row["length"] == longest]),
+        Table("lengths", "all lengths", columns, rows),
     ]
     return Result("Variance of MXFP4 products", notes, tables, {"": line_panels(panels)})
 

@@ -47,7 +47,7 @@ def run(lab: Lab) -> Result:
         "relative errors: numbers with log-uniform magnitudes between the smallest normal and the largest number",
         f"SNR: {count} normal numbers, one scale; the figure moves the standard deviation below the largest number",
     )
-    return Result("Number formats", notes, [Table("grids", columns, rows)], {"": line_panels([panel])})
+    return Result("Number formats", notes, [Table("grids", "grids", columns, rows)], {"": line_panels([panel])})
 
 
 def grid_row(fmt: Format, lab: Lab) -> Row:

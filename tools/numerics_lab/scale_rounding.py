@@ -75,7 +75,9 @@ def run(lab: Lab) -> Result:
         f"product SNR: energy over {products} products of length {length}, both operands by the rule",
         "gain error: <q, x> / <x, x> - 1",
     )
-    return Result("Scale rules of MX formats", notes, [Table("rules", columns, rows)], {"": line_panels(panels)})
+    return Result(
+        "Scale rules of MX formats", notes, [Table("rules", "rules", columns, rows)], {"": line_panels(panels)}
+    )
 
 
 def operand_of(lab: Lab, blocks: int) -> Operand:

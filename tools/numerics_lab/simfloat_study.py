@@ -1,7 +1,8 @@
 """The arithmetic that github.com/reiase/ieee754_simulation really runs (simfloat_fp8_e4m3_v2.ipynb), and controls.
 
 That notebook measures a fixed scale of 64 with products and sums in E4M3, and blocks with sums of 9 significand bits.
-Its vectors of "length 4096" have 1024 entries. The controls change one thing at a time.
+Its vectors of "length 4096" have 1024 entries, and its blocks "none" are blocks of 128. The controls change one thing
+at a time.
 """
 
 from __future__ import annotations
@@ -46,14 +47,10 @@ def run(lab: Lab) -> Result:
             for name, result in cases(lab, a, b):
                 rows.append({"name": name, "length": length, "mix": mix, **snr_row(signal, result)})
     tables = [
-        pivot(rows, key, f"{title}, mix {mix}, by length", {"mix": mix}, "length")
-        for key, title in SHOWN.items()
-        for mix in (MIXES[0], MIXES[-1])
+        pivot(rows, key, title, {"mix": mix}, "length") for key, title in SHOWN.items() for mix in (MIXES[0], MIXES[-1])
     ]
     tables += [
-        pivot(rows, key, f"{title}, length {length}, by mix", {"length": length}, "mix")
-        for key, title in SHOWN.items()
-        for length in lengths[-2:]
+        pivot(rows, key, title, {"length": length}, "mix") for key, title in SHOWN.items() for length in lengths[-2:]
     ]
     notes = (
         f"entries N(0, {SD}^2), {repeats} products a case",

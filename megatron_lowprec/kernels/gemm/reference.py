@@ -1,8 +1,12 @@
 """GEMM that contracts the last dimension of both operands; scales and alpha multiply the fp32 accumulator."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""[M, K], [N, K] elements -> fp32 [M, N], their product contracted over K."""
 
 
 def gemm(
@@ -17,6 +21,7 @@ def gemm(
     out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None = None,
     overwrite: bool = False,
+    product: Product | None = None,
 ) -> torch.Tensor:
     """``alpha * (a * a_scale) @ (b * b_scale).T``, summed in fp32 (fp64 for fp64 operands) and rounded once.
 
@@ -33,18 +38,19 @@ def gemm(
         out_dtype: dtype of the result.
         accumulate_into: fp32 [M, N]; add the product to it in fp32 and return it.
         overwrite: write the product to ``accumulate_into``, which is not read.
+        product: sums each slice of K with constant scales; None for fp32 sums in torch's order.
 
     Raises:
         ValueError: the blocks of the operands differ along K.
     """
-    if a_scale is None and b_scale is None:
+    if a_scale is None and b_scale is None and product is None:
         if accumulate_into is not None:
             return _accumulate(a, b, alpha, accumulate_into, overwrite)
         return _product(a, b, alpha, out_dtype)
     total: torch.Tensor | None = None
     sides = ((a, a_scale, a_block, 0), (b, b_scale, b_block, 1))
     for k in _k_slices(a.shape[1], (a_scale, a_block), (b_scale, b_block)):
-        part = _product(a[:, k], b[:, k], 1.0, _sum_dtype(a))
+        part = product(a[:, k], b[:, k]) if product else _product(a[:, k], b[:, k], 1.0, _sum_dtype(a))
         for data, scale, block, dim in sides:
             if scale is not None:
                 part = part * _row_scale(scale, block, data.shape[0], k).unsqueeze(1 - dim)

@@ -12,9 +12,11 @@ from dataclasses import replace
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import gemm
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import (
+    block_amax,
     decode,
     e8m0_decode_scale,
     e8m0_scale,
@@ -30,9 +32,11 @@ from megatron_lowprec.quantization.quantizer import (
     delayed_encode_scale,
     kernel_arguments,
     quantize,
+    quantize_by_reference,
 )
 from megatron_lowprec.recipe.registry import FP8_1X128, FP8_128X128, MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec
+from tools.numerics_lab.dot_products import NVFP4_SPEC, two_level_scales
 from tools.shard_balance import greedy_partition
 
 Inputs = Mapping[str, torch.Tensor]
@@ -174,6 +178,21 @@ def _mxfp8_te_2d(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Resul
     }
 
 
+def _nvfp4_te(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Results:
+    results: Results = {}
+    for suffix, matrix in (("", x), ("_t", x.t())):
+        amax = block_amax(matrix, (matrix.shape[0], matrix.shape[1]))
+        scales = two_level_scales(matrix, NVFP4_SPEC, FORMATS["e4m3"], amax)
+        elements, _ = quantize_by_reference(matrix, NVFP4_SPEC, encode_scale=scales.encode)
+        codes = encode(elements, FORMATS["e2m1"])
+        results |= {
+            f"codes{suffix}": codes[:, ::2] | (codes[:, 1::2] << 4),
+            f"scale_e4m3{suffix}": encode(scales.blocks, FORMATS["e4m3"]),
+            f"amax{suffix}": amax.view(1),
+        }
+    return results
+
+
 def _element_formats(case: str, name: str, x: torch.Tensor | None, inputs: Inputs) -> Results:
     if x is None:
         values = {e: decode(torch.arange(1 << FORMATS[f].bits), FORMATS[f]) for e, f in ELEMENT.items()}
@@ -198,6 +217,13 @@ def _greedy_partition(case: str, name: str, x: torch.Tensor | None, inputs: Inpu
     return {"rank": torch.tensor(greedy_partition(inputs["sizes"].tolist(), int(name[1:])))}
 
 
+def _wgmma(case: str, name: str, x: torch.Tensor | None, inputs: Inputs) -> Results:
+    """The groups are named by the formats of x and w."""
+    formats = [FORMATS[each] for each in name.split("_")]
+    x_MK, w_NK = (decode(inputs[key], fmt) for key, fmt in zip("xw", formats))
+    return {"sum": fp8_product(x_MK, w_NK, *formats)}
+
+
 _KINDS: dict[str, Callable[..., Results]] = {
     r"mx_torchao_(floor|rceil|ceil|even)_fp\d_e\dm\d": _mx,
     r"mx_microxcaling_(even|nearest)_fp\d_e\dm\d": _mx,
@@ -211,8 +237,10 @@ _KINDS: dict[str, Callable[..., Results]] = {
     r"fp8_te_current_fp8_e\dm\d": _fp8_te_current,
     r"fp8_te_delayed": _fp8_te_delayed,
     r"mxfp8_te_2d": _mxfp8_te_2d,
+    r"nvfp4_te_1x16": _nvfp4_te,
     r"scale_msamp": _scale_msamp,
     r"greedy_partition_msamp": _greedy_partition,
+    r"wgmma_mmasim": _wgmma,
     r"element_formats": _element_formats,
 }
 

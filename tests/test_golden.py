@@ -46,8 +46,10 @@ def test_the_folder_holds_all_the_cases() -> None:
         "fp8_te_delayed": 1,
         "fp8_torchao_": 2,
         "mxfp8_te_2d": 1,
+        "nvfp4_te_1x16": 1,
         "scale_msamp": 1,
         "greedy_partition_msamp": 1,
+        "wgmma_mmasim": 1,
     }
     found = {kind: sum(case.startswith(kind) for case in check_golden.cases(FOLDER)) for kind in kinds}
     assert found == kinds

@@ -90,7 +90,7 @@ def groups(case: str, arrays: Tensors, inputs: Tensors) -> dict[str, Group]:
     for key, value in arrays.items():
         # names of inputs may hold dots themselves (ties.fp4_e2m1): the longest that fits
         fit = [name + axis for name in inputs for axis in ("", "@axis0") if key.startswith(f"{name}{axis}.")]
-        carries_inputs = case.startswith(("rht_", "element_formats", "fp8_te_delayed", "greedy_"))
+        carries_inputs = case.startswith(("rht_", "element_formats", "fp8_te_delayed", "greedy_", "wgmma_"))
         name = max(fit, key=len) if fit else key.split(".", 1)[0] if carries_inputs else ""
         what = key[len(name) + 1 :] if name else key
         group = found.setdefault(name, Group(_x_of(name, inputs), {}, {}))

@@ -6,15 +6,16 @@ Vectors are rows: [N, K] holds N vectors of length K, and the n-th product is th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from megatron_lowprec.formats import Format
-from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale, round_to_format
+from megatron_lowprec.formats import FORMATS, Format
+from megatron_lowprec.kernels.gemm.fp8_accumulator import Fp8Accumulator, fp8_dot
+from megatron_lowprec.kernels.quantize.reference import block_amax, e8m0_decode_scale, round_to_format
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
+from megatron_lowprec.quantization.tensor import block_sizes
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 from tools.numerics_lab.experiment import Lab
@@ -40,11 +41,18 @@ class Scheme:
     Attributes:
         spec: None keeps the operands in fp32.
         encode_scale: one fixed encode scale for all vectors, instead of the scale of the spec.
+        block_scale: format of the blocks' scales, over one fp32 scale a vector; None for the scales of the spec.
     """
 
     spec: QuantSpec | None
     encode_scale: float | None = None
     hadamard: HadamardSpec | None = None
+    block_scale: Format | None = None
+
+
+NVFP4_SPEC = QuantSpec("e2m1", granularity="1x16")
+NVFP4 = Scheme(NVFP4_SPEC, block_scale=FORMATS["e4m3"])
+NVFP4_SR = replace(NVFP4, spec=replace(NVFP4_SPEC, rounding="stochastic"))
 
 
 class ScaledVectors(NamedTuple):
@@ -68,12 +76,63 @@ def quantized_vectors(lab: Lab, scheme: Scheme, x: torch.Tensor, operand: str) -
     """``x`` [N, K] by a scheme; ``operand`` names the stream of stochastic rounding, which operands must not share."""
     if scheme.spec is None:
         return ScaledVectors(x, torch.ones(1, 1, device=x.device))
-    fixed = None if scheme.encode_scale is None else torch.full((1, 1), scheme.encode_scale, device=x.device)
+    given = None if scheme.encode_scale is None else torch.full((1, 1), scheme.encode_scale, device=x.device)
     transform = None if scheme.hadamard is None else Transform(scheme.hadamard.block, lab.stream(""))
-    elements, scale = quantize_by_reference(x, scheme.spec, lab.stream(operand), transform, fixed)
-    if not scale.is_floating_point():
+    two_level = None
+    if scheme.block_scale is not None:
+        assert transform is None, "the scales would be those of the untransformed entries"
+        two_level = two_level_scales(x, scheme.spec, scheme.block_scale, block_amax(x, (1, x.shape[1])))
+        given = two_level.encode
+    elements, scale = quantize_by_reference(x, scheme.spec, lab.stream(operand), transform, given)
+    if two_level is not None:
+        scale = two_level.decode  # the quantizer's is the reciprocal of the encode scale, rounded once more
+    elif not scale.is_floating_point():
         scale = e8m0_decode_scale(scale)
     return ScaledVectors(elements, scale / scheme.spec.headroom)
+
+
+class TwoLevelScales(NamedTuple):
+    """Decode scales of blocks and of the whole tensor; a block's decode scale is their product.
+
+    Attributes:
+        blocks: fp32 values of the scales' format, [N, blocks along K].
+        tensor: fp32 [N, 1] or [1, 1].
+    """
+
+    blocks: torch.Tensor
+    tensor: torch.Tensor
+
+    @property
+    def decode(self) -> torch.Tensor:
+        """fp32 [N, blocks along K]: multiplies a decoded element."""
+        return self.blocks * self.tensor
+
+    @property
+    def encode(self) -> torch.Tensor:
+        """fp32 [N, blocks along K]: multiplies an entry before rounding; finite for a block scale of 0."""
+        return (torch.ones_like(self.blocks) / self.decode).clamp(max=_FP32_MAX)
+
+
+def two_level_scales(x: torch.Tensor, spec: QuantSpec, fmt: Format, amax: torch.Tensor) -> TwoLevelScales:
+    """Scales of blocks of x [N, K] as in NVFP4 (arXiv 2509.25149), in ``fmt`` over one fp32 scale a tensor.
+
+    A block's scale is A_block / M * G, rounded to nearest in ``fmt``, so the block's largest entry may saturate. The
+    tensor's scale is 1 / G with G = M_fmt * M / amax. M and M_fmt are the largest numbers of element and ``fmt``. The
+    order of the fp32 operations is TransformerEngine's.
+
+    No recipe has these scales. In ``QuantSpec`` they would be a third scale format, which every kernel, GEMM and
+    backend would have to support or refuse.
+
+    Args:
+        amax: fp32 [N, 1] or [1, 1], one for each tensor: the lab's vectors are tensors of their own.
+    """
+    element = FORMATS[spec.format]
+    of_tensor = (torch.full_like(amax, fmt.max * element.max) / amax).clamp(max=_FP32_MAX)
+    blocks = block_amax(x, block_sizes(spec, x))
+    one = torch.ones_like(amax)
+    return TwoLevelScales(
+        round_to_format(blocks * (of_tensor * (one / element.max)), fmt, "nearest_even"), one / of_tensor
+    )
 
 
 def quantized_pair(lab: Lab, scheme: Scheme, a: torch.Tensor, b: torch.Tensor) -> tuple[ScaledVectors, ScaledVectors]:
@@ -84,23 +143,19 @@ def quantized_pair(lab: Lab, scheme: Scheme, a: torch.Tensor, b: torch.Tensor) -
 # ---- accumulators
 @dataclass(frozen=True)
 class Accumulator:
-    """A running sum of ``bits`` significand bits, rounded after each addition.
+    """A running sum of ``bits`` significand bits, rounded to nearest after each addition.
 
     Attributes:
         bits: leading one included; None for exact sums (float64).
-        truncate: drop the lower bits, as tensor cores do, instead of rounding to nearest even.
         promote: length of a partial sum, which is then added in float64; None for one sum.
     """
 
     bits: int | None = None
-    truncate: bool = False
     promote: int | None = None
 
     def rounding(self) -> Rounding:
         """Rounding of the running sum, fp32 to fp32."""
         assert self.bits is not None
-        if self.truncate:
-            return partial(_truncate, dropped=24 - self.bits)
         fmt = Format("accumulator", 8, self.bits - 1, 127, _FP32_MAX, "ieee", "")
         return lambda total: round_to_format(total, fmt, "nearest_even")
 
@@ -108,17 +163,22 @@ class Accumulator:
 EXACT = Accumulator()
 
 
-def dot(a: ScaledVectors, b: ScaledVectors, accumulator: Accumulator = EXACT) -> torch.Tensor:
+def dot(a: ScaledVectors, b: ScaledVectors, accumulator: Accumulator | Fp8Accumulator = EXACT) -> torch.Tensor:
     """float64 [N] products; scales multiply partial sums, as in a GEMM.
 
-    Partial sums end at ``accumulator.promote`` entries and at the ends of blocks that share a scale.
+    Partial sums end at ``accumulator.promote`` entries and at the ends of blocks that share a scale. An
+    ``Fp8Accumulator`` needs elements in E4M3.
     """
     count, length = a.elements.shape
     blocks = max(a.scale.shape[1], b.scale.shape[1])
     step = min(accumulator.promote or length, length // blocks)
-    products = a.elements * b.elements if accumulator.bits else a.elements.double() * b.elements.double()
-    terms = products.reshape(-1, step)
-    sums = terms.sum(1) if accumulator.bits is None else running_sum(terms, accumulator.rounding()).double()
+    of_a, of_b = a.elements.reshape(-1, step), b.elements.reshape(-1, step)
+    if isinstance(accumulator, Fp8Accumulator):
+        sums = fp8_dot(of_a, of_b, FORMATS["e4m3"], FORMATS["e4m3"], accumulator).double()
+    elif accumulator.bits is None:
+        sums = (of_a.double() * of_b.double()).sum(1)
+    else:
+        sums = running_sum(of_a * of_b, accumulator.rounding()).double()
     scale = (a.scale.double() * b.scale.double()).expand(count, -1)
     return (sums.reshape(count, scale.shape[1], -1).sum(2) * scale).sum(1)
 
@@ -129,10 +189,6 @@ def running_sum(terms: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     for term in terms.t().contiguous():
         total = rounding(total + term)
     return total
-
-
-def _truncate(total: torch.Tensor, dropped: int) -> torch.Tensor:
-    return (total.view(torch.int32) & (-1 << dropped)).view(torch.float32)
 
 
 # ---- SNR

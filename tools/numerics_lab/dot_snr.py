@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.kernels.gemm.fp8_accumulator import Fp8Accumulator
 from megatron_lowprec.recipe.registry import FP8_CURRENT, MXFP4, MXFP4_SR, MXFP8, MXFP8_OCP
 from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
 from tools.bench.report import Column, Row
 from tools.numerics_lab.dot_products import (
+    NVFP4,
+    NVFP4_SR,
     Accumulator,
     Scheme,
     correlated_vectors,
@@ -49,14 +52,16 @@ SCHEMES = {
     "MXFP4, RHT": Scheme(MXFP4, hadamard=HadamardSpec()),
     "MXFP4, SR": Scheme(MXFP4_SR),
     "MXFP4, RHT and SR": Scheme(MXFP4_SR, hadamard=HadamardSpec()),
+    "NVFP4": NVFP4,
+    "NVFP4, SR": NVFP4_SR,
 }
-_OF_TENSOR = {
-    f"14 bits {'truncated' if truncate else 'rounded'}, {promote or 'never'}": Accumulator(14, truncate, promote)
-    for truncate in (False, True)
-    for promote in PROMOTIONS
+ACCUMULATORS: dict[str, dict[str, Accumulator | Fp8Accumulator]] = {
+    TENSOR: {
+        **{f"14 bits rounded, {promote or 'never'}": Accumulator(14, promote) for promote in PROMOTIONS},
+        **{f"Hopper, {promote or 'never'}": Fp8Accumulator(promote=promote) for promote in PROMOTIONS},
+    },
+    BLOCKS: {"blocks of 128, Hopper, 128": Fp8Accumulator(promote=128)},
 }
-_OF_BLOCKS = {f"blocks of 128, {name}": each for name, each in _OF_TENSOR.items() if each.promote == 128}
-ACCUMULATORS = {TENSOR: _OF_TENSOR, BLOCKS: _OF_BLOCKS}
 # Scheme -> energy SNR in dB at correlation 0, 0.5 and 0.9, length 4096, standard normal vectors: an independent
 # float64 simulation, before this.
 MEASURED_BEFORE = {
@@ -67,6 +72,7 @@ MEASURED_BEFORE = {
     "MXFP4": (15.18, 28.08, 28.35),
     "MXFP4, SR": (11.99, 40.90, 44.55),
     "MXFP4, RHT and SR": (12.41, 41.39, 43.87),
+    "NVFP4": (16.96, 39.72, 40.55),
 }
 STATISTICS = {
     "energy": "energy SNR in dB",
@@ -77,10 +83,10 @@ STATISTICS = {
     "high": "95th percentile of the products' SNR in dB",
 }
 CHECKED = (0.0, 0.5, 0.9)
-DRAWN = (TENSOR, BLOCKS, "MXFP8, floor", "MXFP8, round_up", "MXFP4", "MXFP4, SR", "MXFP4, RHT and SR")
+DRAWN = (TENSOR, BLOCKS, "MXFP8, floor", "MXFP8, round_up", "NVFP4", "MXFP4", "MXFP4, SR", "MXFP4, RHT and SR")
 DRAWN_ACCUMULATORS = (
-    *(TENSOR, "14 bits rounded, never", "14 bits truncated, never"),
-    *("14 bits truncated, 512", "14 bits truncated, 128", "14 bits truncated, 32"),
+    *(TENSOR, "14 bits rounded, never", "14 bits rounded, 128"),
+    *("Hopper, never", "Hopper, 512", "Hopper, 128", "Hopper, 32"),
 )
 
 
@@ -97,8 +103,8 @@ def run(lab: Lab) -> Result:
         f"entries N(0, {SD}^2), {REPEATS} products a case; products of fp32 vectors in float64 are the reference",
         "energy: 10 log10(sum signal^2 / sum error^2) over the products",
         "low, median, high: percentiles 5, 50 and 95 of the products' own SNR; below: share of products below 0 dB",
-        f"accumulators sum the products of '{TENSOR}' in fp32 and round to 14 bits after each addition;",
-        "the number is the length of a partial sum, which is added in float64. All other rows sum exactly.",
+        f"accumulators sum the products of '{TENSOR}': rounded to 14 bits after each addition, or as Hopper's tensor",
+        "cores; the number is the length of a partial sum, which is added in float64. All other rows sum exactly.",
     )
     tables = [
         *(pivot(rows, key, title, {"length": length}, "correlation") for key, title in STATISTICS.items()),

@@ -20,6 +20,7 @@ Case = tuple[str, int, float]
 # What each line of the study's panels compares.
 _SCALES = ("E4M3, no scale", "E4M3, scale 64", "E4M3, scale a vector")
 _PROMOTIONS = ("14 bits rounded, never", "14 bits rounded, 512", "14 bits rounded, 128")
+_HOPPER = ("Hopper, never", "Hopper, 512", "Hopper, 128")
 _BLOCKS = ("E4M3, scale a vector", "E4M3, blocks of 512", "E4M3, blocks of 128")
 _CORRELATIONS = (0.0, 0.5, 0.9)
 _BINS = np.arange(-40.0, 102.5, 5.0)
@@ -39,10 +40,10 @@ def histograms(samples: Mapping[Case, torch.Tensor], lengths: Sequence[int], len
         [{f"{_SCALES[1]}, correlation {each}": (_SCALES[1], at, each) for each in _CORRELATIONS} for at in shown],
         *(
             [{name: (name, length, each) for name in names} for each in correlations]
-            for names in (_PROMOTIONS, _BLOCKS)
+            for names in (_PROMOTIONS, _HOPPER, _BLOCKS)
         ),
     ]
-    figure = LIGHT.new_figure(12.0)
+    figure = LIGHT.new_figure(2.0 * len(lines))
     for part, panels in zip(figure.subfigures(len(lines), 1, squeeze=False)[:, 0], lines):
         all_axes: list[Axes] = list(part.subplots(1, 3, sharex=True))
         for axes, cases in zip(all_axes, panels):

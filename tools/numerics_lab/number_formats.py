@@ -1,16 +1,20 @@
-"""The grid of each format, and its relative error against the spread of the numbers."""
+"""The grid of each format, its relative error against the spread of the numbers, and the error of block formats."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import decode, round_to_format
+from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from tools.bench.report import Column, Row
-from tools.numerics_lab.dot_products import energy_snr
+from tools.numerics_lab.dot_products import NVFP4, NVFP4_SR, Scheme, energy_snr, quantized_vectors
 from tools.numerics_lab.experiment import Lab, Result, Table
 from tools.numerics_lab.figures import Panel, line_panels
 
+LENGTH = 4096  # of vectors, which are tensors with one scale of their own under NVFP4
 BINADES = 30  # standard deviations from the format's maximum downwards, two a binade
 # Format: largest, smallest normal, smallest number. OCP 8-bit Floating Point v1.0, table 1; OCP MX v1.0, tables 1 to 5.
 PUBLISHED = {
@@ -20,10 +24,22 @@ PUBLISHED = {
     "e3m2": (28.0, 0.25, 0.0625),
     "e2m1": (6.0, 1.0, 0.5),
 }
+# Bits of an entry with its share of the scales; SNR in dB and slope <q, x> / <x, x> of standard normal numbers by an
+# independent float64 simulation, before this.
+BLOCK_FORMATS: dict[str, tuple[Scheme, float, float | None, float | None]] = {
+    "MXFP8 E4M3, round_up": (Scheme(MXFP8), 8.25, 31.53, None),
+    "MXFP6 E2M3, round_up": (Scheme(replace(MXFP8, format="e2m3")), 6.25, None, None),
+    "MXFP6 E3M2, round_up": (Scheme(replace(MXFP8, format="e3m2")), 6.25, None, None),
+    "NVFP4": (NVFP4, 4.5, None, None),
+    "NVFP4, SR": (NVFP4_SR, 4.5, None, 0.993),
+    "MXFP4, floor": (Scheme(MXFP4), 4.25, 18.79, 0.9804),
+    "MXFP4, round_up": (Scheme(replace(MXFP4, scale_rule="round_up")), 4.25, 18.76, None),
+    "MXFP4, SR": (Scheme(MXFP4_SR), 4.25, 15.50, 0.99997),
+}
 
 
 def run(lab: Lab) -> Result:
-    """Grids beside the specifications' figures; SNR of normal numbers against their standard deviation."""
+    """Grids beside the specifications' figures; SNR of normal numbers against their standard deviation; blocks."""
     count = 2**12 if lab.quick else 2**18
     x = lab.normal("formats", count)
     spread = [-0.5 * step for step in range(2 * BINADES)]
@@ -47,7 +63,33 @@ def run(lab: Lab) -> Result:
         "relative errors: numbers with log-uniform magnitudes between the smallest normal and the largest number",
         f"SNR: {count} normal numbers, one scale; the figure moves the standard deviation below the largest number",
     )
-    return Result("Number formats", notes, [Table("grids", "grids", columns, rows)], {"": line_panels([panel])})
+    tables = [Table("grids", "grids", columns, rows), block_table(lab, 8 if lab.quick else 256)]
+    return Result("Number formats", notes, tables, {"": line_panels([panel])})
+
+
+def block_table(lab: Lab, vectors: int) -> Table:
+    """SNR and slope of vectors of standard normal numbers in block formats."""
+    x = lab.normal("blocks", vectors, LENGTH).float()
+    rows = []
+    for name, (scheme, bits, snr_before, slope_before) in BLOCK_FORMATS.items():
+        signal, q = x.double(), quantized_vectors(lab, scheme, x, "input").values().double()
+        slope = float((q * signal).sum() / signal.square().sum())
+        measured = {
+            "snr": energy_snr(signal, q),
+            "snr_before": snr_before,
+            "slope": slope,
+            "slope_before": slope_before,
+        }
+        rows.append({"name": name, "bits": bits, **measured})
+    columns = (
+        Column("name", "format"),
+        Column("bits", "bits\nan entry", ".2f"),
+        Column("snr", "SNR\ndB", ".2f"),
+        Column("snr_before", "measured\nbefore, dB", ".2f"),
+        Column("slope", "slope", ".4f"),
+        Column("slope_before", "slope\nbefore", ".4f"),
+    )
+    return Table("blocks", f"block formats, {vectors} vectors of {LENGTH} standard normal numbers", columns, rows)
 
 
 def grid_row(fmt: Format, lab: Lab) -> Row:

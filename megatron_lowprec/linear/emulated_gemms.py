@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import add_bias_, fuses_mx, load
-from megatron_lowprec.kernels.gemm.reference import gemm
+from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
+from megatron_lowprec.kernels.gemm.reference import Product, gemm
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.quantize.reference import block_amax
@@ -35,6 +38,8 @@ class EmulatedGemms:
         rounding: streams of stochastic rounding, by GEMM and tensor.
         transforms: Hadamard transforms of the GEMMs.
         layer_amax: amax histories, and the ranks that share scales.
+        emulate_accumulator: sum the GEMMs that ask for fast accumulation as Hopper's tensor cores do;
+            ``native_support.check_accumulator`` must pass.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class EmulatedGemms:
         rounding: Mapping[tuple[str, str], RandomStream],
         transforms: Transforms,
         layer_amax: LayerAmax,
+        emulate_accumulator: bool = False,
     ) -> None:
         self._rounding, self._transforms, self._amax = rounding, transforms, layer_amax
         self._specs: dict[tuple[str, str], QuantSpec | None] = {
@@ -54,6 +60,13 @@ class EmulatedGemms:
         self._alpha = {
             name: 1.0 / math.prod(spec.headroom for tensor in tensors if (spec := self._specs[name, tensor]))
             for name, tensors in GEMM_OPERANDS.items()
+        }
+
+        self._products: dict[str, Product] = {
+            name: partial(fp8_product, a_format=formats[0], b_format=formats[1])
+            for name, tensors in GEMM_OPERANDS.items()
+            if emulate_accumulator and recipe.gemms[name].quantized and recipe.gemms[name].fast_accumulation
+            if (formats := [FORMATS[spec.format] for tensor in tensors if (spec := self._specs[name, tensor])])
         }
 
     def quantize(
@@ -109,12 +122,12 @@ class EmulatedGemms:
             operand,
             spec,
             transform=transform,
-            dequantize=spec.power_of_two_scale and not codes,
+            dequantize=spec.power_of_two_scale and name not in self._products and not codes,
             **self._arguments(name, tensor, spec, rng_step),
         )
         if codes:
             return _quantized(matrix, spec, rowwise, data.to(DTYPES[spec.format]), scale), None
-        kept = None if spec.power_of_two_scale else scale  # else in the data
+        kept = None if spec.power_of_two_scale and name not in self._products else scale  # else in the data
         return _quantized(matrix, spec, rowwise, data.to(matrix.dtype), kept), None
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -122,9 +135,10 @@ class EmulatedGemms:
         (codes, scale), spec = quantized.rowwise(), quantized.spec
         assert spec is not None
         assert scale is not None
-        values = (codes.to(torch.float32) * scale if spec.power_of_two_scale else codes).to(quantized.dtype)
+        in_data = spec.power_of_two_scale and not self._products
+        values = (codes.to(torch.float32) * scale if in_data else codes).to(quantized.dtype)
         # contiguous, as ``quantize`` writes it: a CPU's GEMM may sum strided operands in another order
-        return values.t().contiguous() if columnwise else values, None if spec.power_of_two_scale else scale
+        return values.t().contiguous() if columnwise else values, None if in_data else scale
 
     def fuses_both_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """Whether one kernel reads a matrix once for both GEMMs that contract it; these share its spec."""
@@ -159,6 +173,7 @@ class EmulatedGemms:
             out_dtype=out_dtype,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
+            product=self._products.get(name),
         )
         return y if bias is None else add_bias_(y, bias)
 

@@ -45,6 +45,7 @@ class LinearGemms:
         stores_histories_of: for a layer left in bf16, the recipe of the other layers. The layer gets its histories,
             empty: a checkpoint stacks the layers of a model, so all must store the same tensors.
         emulate: multiply in the compute dtype even if the device has FP8 GEMMs.
+        emulate_accumulator: as ``EmulatedGemms``.
         gathers: the tensor, "input" or "grad_output", that ranks with parts of its tokens gather as FP8 codes;
             ``why_not_gathered`` must have no reason. None if each rank is given all tokens.
 
@@ -64,6 +65,7 @@ class LinearGemms:
         cache_weights: bool = False,
         stores_histories_of: Recipe | None = None,
         emulate: bool = False,
+        emulate_accumulator: bool = False,
         gathers: str | None = None,
     ) -> None:
         self.recipe, self.linear_id, self.gathers = recipe, linear_id, gathers
@@ -81,7 +83,8 @@ class LinearGemms:
         transforms = Transforms(
             {name: gemm.hadamard for name, gemm in recipe.gemms.items()}, linear_id.sign_streams(seed)
         )
-        self.emulated = EmulatedGemms(recipe, linear_id.rounding_streams(seed), transforms, layer_amax)
+        rounding = linear_id.rounding_streams(seed)
+        self.emulated = EmulatedGemms(recipe, rounding, transforms, layer_amax, emulate_accumulator)
         self.native = NativeGemms(recipe, layer_amax)
         specs = {name: [getattr(recipe.gemms[gemm], name) for gemm in gemms] for name, gemms in SIDES.items()}
         self._specs = {name: by_row for name, (by_row, _) in specs.items()}

@@ -31,7 +31,7 @@ from megatron_lowprec.recipe.coverage import (
     why_not_gathered,
     without_gemms,
 )
-from megatron_lowprec.recipe.native_support import why_emulated
+from megatron_lowprec.recipe.native_support import check_accumulator, fast_gemms, why_emulated
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
 
@@ -54,12 +54,14 @@ class RecipeRuntime:
             shard by the shard's amax. Histories of delayed scaling are always reduced.
         cache_weights: reuse quantized weights across the microbatches of a step.
         emulate: multiply in the compute dtype even where the device has FP8 GEMMs.
+        emulate_accumulator: sum emulated GEMMs that ask for fast accumulation as Hopper's tensor cores do.
         rerun_in_bf16: globs of single GEMMs to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
         fp8_gather: under sequence parallelism, gather FP8 codes of inputs and output gradients where both GEMMs of a
             layer take them; other layers gather in the compute dtype.
 
     Raises:
-        UserError: ``fp8_gather`` under a recipe whose codes cannot be gathered.
+        UserError: ``fp8_gather`` under a recipe whose codes cannot be gathered; ``emulate_accumulator`` under a recipe
+            or on a device that has no GEMM for it.
 
     Attributes:
         layers: GEMMs of the layers bound so far.
@@ -79,6 +81,7 @@ class RecipeRuntime:
         reduce_amax: bool = True,
         cache_weights: bool = False,
         emulate: bool = False,
+        emulate_accumulator: bool = False,
         rerun_in_bf16: Sequence[str] = (),
         fp8_gather: bool = False,
     ) -> None:
@@ -86,7 +89,9 @@ class RecipeRuntime:
         self._num_layers, self._seed, self._accumulate_wgrad = num_layers, seed, accumulate_wgrad
         self._share_rng_across_dp, self._reduce_amax = share_rng_across_dp, reduce_amax
         self._cache_weights, self._emulate, self._bf16_globs = cache_weights, emulate, rerun_in_bf16
-        self._fp8_gather = fp8_gather
+        self._fp8_gather, self._emulate_accumulator = fp8_gather, emulate_accumulator
+        if emulate_accumulator:
+            check_accumulator(recipe, "cpu" if emulate else arch_of(device))
         if fp8_gather:
             check_fp8_gather(recipe, parallel_state.get_pipeline_model_parallel_world_size())
         self.kept: list[str] = []
@@ -100,6 +105,8 @@ class RecipeRuntime:
         self._ran: set[tuple[nn.Module, RngStep]] = set()  # training forward passes of that step
         if not reduce_amax:
             self.notes.append("--no-amax-reduce: a current scale is of each tensor-parallel rank's own part")
+        if emulate_accumulator:
+            self.notes.append(f"--emulate-accumulator: {', '.join(fast_gemms(recipe))} summed as on Hopper's FP8 units")
         if share_rng_across_dp:
             self.notes.append("--share-rng-across-dp: rounding noise does not average out over these ranks")
 
@@ -139,6 +146,7 @@ class RecipeRuntime:
             cache_weights=self._cache_weights,
             stores_histories_of=recipe,
             emulate=self._emulate,
+            emulate_accumulator=self._emulate_accumulator,
             gathers=self._gathered_in_fp8(module, layer_recipe, expert),
         )
         if not kept:

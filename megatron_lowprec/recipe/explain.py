@@ -28,7 +28,9 @@ def describe_operand(quant: QuantSpec | None) -> str:
     return ", ".join(parts)
 
 
-def describe_gemm(name: str, gemm: GemmSpec, arch: str, in_features: int, out_features: int) -> list[str]:
+def describe_gemm(
+    name: str, gemm: GemmSpec, arch: str, in_features: int, out_features: int, emulate_accumulator: bool = False
+) -> list[str]:
     """Lines for one GEMM: its execution, its transform, and a line per operand; arguments as ``why_emulated``."""
     if not gemm.quantized:
         return [f"{name}  native, compute dtype"]
@@ -42,7 +44,8 @@ def describe_gemm(name: str, gemm: GemmSpec, arch: str, in_features: int, out_fe
     scaled = f", accumulator x {alpha:.6g}" if alpha != 1.0 else ""
     reason = why_emulated(name, gemm, arch, in_features, out_features)
     runs = "native" if reason is None else f"emulated ({reason})"
-    accumulation = "fast" if reason is None and gemm.fast_accumulation else "fp32"
+    fast = gemm.fast_accumulation and (reason is None or emulate_accumulator)
+    accumulation = "fast" if fast else "fp32"
     lines = [f"{name}  {runs}, contracts {_CONTRACTED[name]}, {transform}, {accumulation} accumulation{scaled}"]
     return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
 
@@ -84,7 +87,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def explain(
-    recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, arch: str, rerun_in_bf16: Sequence[str] = ()
+    recipe: Recipe,
+    sites: Sequence[LinearSite],
+    num_layers: int,
+    arch: str,
+    rerun_in_bf16: Sequence[str] = (),
+    emulate_accumulator: bool = False,
 ) -> str:
     """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
 
@@ -95,6 +103,7 @@ def explain(
         num_layers: transformer layers over all pipeline stages.
         arch: "cpu", or a GPU's compute capability as "sm90", which selects native or emulated GEMMs.
         rerun_in_bf16: globs of single GEMMs that run unquantized.
+        emulate_accumulator: emulated GEMMs accumulate as fast as their specs allow.
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
 
@@ -111,7 +120,8 @@ def explain(
         )
         for gemm_name in GEMM_OPERANDS if not kept else ():
             gemm = getattr(without_gemms(recipe, plain), gemm_name)
-            lines += ["  " + line for line in describe_gemm(gemm_name, gemm, arch, in_features, out_features)]
+            sizes = in_features, out_features
+            lines += ["  " + line for line in describe_gemm(gemm_name, gemm, arch, *sizes, emulate_accumulator)]
     lines += ["", *describe_training_state(recipe)]
     lines += ["never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

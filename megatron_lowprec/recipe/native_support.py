@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, Recipe
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
 
 _MULTIPLE = 16
 _BLOCK = 128
@@ -51,6 +52,48 @@ def native_gemms(recipe: Recipe, arch: str, in_features: int, out_features: int)
     )
 
 
+def fast_gemms(recipe: Recipe) -> list[str]:
+    """The quantized GEMMs that ask for fast accumulation."""
+    return [name for name, gemm in recipe.gemms.items() if gemm.quantized and gemm.fast_accumulation]
+
+
+def check_accumulator(recipe: Recipe, arch: str) -> None:
+    """Check that Hopper's FP8 accumulator can be emulated where a recipe asks for fast accumulation.
+
+    Args:
+        arch: "cpu" where all GEMMs are emulated, or a GPU's compute capability as "sm90".
+
+    Raises:
+        UserError: no GEMM asks for it; one does that Hopper's FP8 units do not run with it; or one runs natively.
+    """
+    names = fast_gemms(recipe)
+    if not names:
+        raise UserError(
+            f"--emulate-accumulator was asked, but no GEMM of recipe {recipe.name} has fast_accumulation; leave it "
+            "out, or set --recipe-override fprop.fast_accumulation=true under a recipe that quantizes fprop"
+        )
+    for name in names:
+        gemm = recipe.gemms[name]
+        reason = why_emulated(name, gemm, "sm90")
+        if reason is None and any(quant.block is not None for quant in _operands(name, gemm)):
+            reason = "operands of granularity 1x128 are promoted to fp32 every 128 terms"
+        if reason is not None:
+            raise UserError(
+                f"--emulate-accumulator was asked, but Hopper has no fast accumulation for {name} of recipe "
+                f"{recipe.name}: {reason}; leave it out, or set --recipe-override {name}.fast_accumulation=false"
+            )
+        if why_emulated(name, gemm, arch) is None:
+            raise UserError(
+                f"--emulate-accumulator was asked, but {name} runs on this GPU's own FP8 units; add --emulate, or "
+                "leave it out"
+            )
+
+
+def _operands(name: str, gemm: GemmSpec) -> list[QuantSpec]:
+    """The quantized operands of a GEMM."""
+    return [quant for operand in GEMM_OPERANDS[name] if (quant := getattr(gemm, operand)) is not None]
+
+
 def why_emulated(name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out_features: int = 0) -> str | None:
     """Reason for emulating a GEMM of a bf16 layer in the compute dtype; None if it runs natively.
 
@@ -61,8 +104,8 @@ def why_emulated(name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out
     """
     if not gemm.quantized:
         return None
-    operands = [getattr(gemm, operand) for operand in GEMM_OPERANDS[name]]
-    if None in operands:
+    operands = _operands(name, gemm)
+    if len(operands) < 2:
         return "one operand stays in the compute dtype"
     formats = {quant.format for quant in operands}
     if not formats <= {"e4m3", "e5m2"} or formats == {"e5m2"}:

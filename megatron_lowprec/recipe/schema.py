@@ -181,7 +181,8 @@ class GemmSpec:
     """One GEMM: its two operands (the third stays None, see ``GEMM_OPERANDS``), their transform, and its accumulation.
 
     ``fast_accumulation`` allows a native FP8 GEMM to accumulate in the tensor core's own narrower accumulator, as
-    TransformerEngine does in fprop; an emulated GEMM always accumulates in fp32 and ignores it.
+    TransformerEngine does in fprop; an emulated GEMM accumulates in fp32 and ignores it, but for the driver's
+    ``--emulate-accumulator``.
     """
 
     input: QuantSpec | None = None

@@ -103,6 +103,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         reduce_amax=not config.no_amax_reduce,
         cache_weights=_several_microbatches(config),
         emulate=config.emulate,
+        emulate_accumulator=config.emulate_accumulator,
         rerun_in_bf16=config.rerun_in_bf16,
         fp8_gather=config.fp8_sequence_parallel_gather,
         recompute_gelu=config.recompute_gelu,

@@ -97,7 +97,14 @@ def _explanation(config: Config, recipe: Recipe) -> str:
     if config.transformer_impl == "transformer_engine":
         means = te_checks.check(config, recipe)
         return f"recipe {recipe.name}: {recipe.summary}\nby TransformerEngine, in every linear layer: {means}"
-    return explain(recipe, linear_sites(config), require(config.num_layers), _arch(), config.rerun_in_bf16)
+    return explain(
+        recipe,
+        linear_sites(config),
+        require(config.num_layers),
+        _arch(),
+        config.rerun_in_bf16,
+        config.emulate_accumulator,
+    )
 
 
 def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks) -> None:

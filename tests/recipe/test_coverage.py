@@ -18,7 +18,13 @@ from megatron_lowprec.recipe.coverage import (
     why_not_gathered,
 )
 from megatron_lowprec.recipe.explain import explain
-from megatron_lowprec.recipe.native_support import execution, native_gemms, why_emulated
+from megatron_lowprec.recipe.native_support import (
+    check_accumulator,
+    execution,
+    fast_gemms,
+    native_gemms,
+    why_emulated,
+)
 from megatron_lowprec.recipe.registry import FP8_CURRENT, FP8_DELAYED
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
@@ -245,6 +251,31 @@ def test_sizes_that_fp8_products_cannot_take() -> None:
     assert native_gemms(recipe, "sm90", 256, 208) == {"fprop", "wgrad"}
     assert native_gemms(recipe, "sm90", 208, 256) == {"dgrad", "wgrad"}
     assert why_emulated("fprop", recipe.fprop, "sm90", 200, 256) == "in_features 200 is no multiple of 16"
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "fast", "words"),
+    [
+        ("bf16", "cpu", "", "no GEMM of recipe bf16 has fast_accumulation; leave it out, or set --recipe-override"),
+        ("fp8_blockwise", "cpu", "", "no GEMM of recipe fp8_blockwise has fast_accumulation"),
+        ("fp8_blockwise", "cpu", "fprop", "operands of granularity 1x128 are promoted to fp32 every 128 terms"),
+        ("mxfp8", "cpu", "wgrad", "wgrad of recipe mxfp8: no MX GEMM on sm90; .*wgrad.fast_accumulation=false"),
+        ("fp8_delayed", "sm90", "", "fprop runs on this GPU's own FP8 units; add --emulate"),
+    ],
+)
+def test_accumulators_that_cannot_be_emulated(name: str, arch: str, fast: str, words: str) -> None:
+    recipe = get_recipe(name)
+    if fast:
+        recipe = replace(recipe, **{fast: replace(recipe.gemms[fast], fast_accumulation=True)})
+    with pytest.raises(UserError, match=words):
+        check_accumulator(recipe, arch)
+
+
+def test_accumulators_that_can_be_emulated() -> None:
+    for name in ("fp8_delayed", "fp8_current_bf16_ends", "fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_lm"):
+        check_accumulator(get_recipe(name), "cpu")
+        assert fast_gemms(get_recipe(name)) == ["fprop"]
+    check_accumulator(get_recipe("fp8_rowwise"), "sm89")  # Ada has no GEMM of row scales
 
 
 def test_recipes_with_primary_weights() -> None:

@@ -52,6 +52,21 @@ def test_a_run_learns_logs_evaluates_and_saves(drive: Drive, capsys: pytest.Capt
     assert "64" in next(line for line in printed.splitlines() if line.startswith("model:"))
 
 
+def test_an_emulated_accumulator_changes_the_loss_and_is_named(
+    drive: Drive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common: dict[str, Any] = {"recipe": "fp8_current", "bf16": True, "no_save": True}
+    drive(argv(save="plain", **common))
+    assert "accumulator" not in capsys.readouterr().out
+    drive(argv(save="emulated", emulate_accumulator=True, **common))
+    assert "--emulate-accumulator: fprop summed as on Hopper's FP8 units" in capsys.readouterr().out
+    plain, emulated = losses(Path("plain")), losses(Path("emulated"))
+    assert emulated != plain
+    assert [*map(float.fromhex, emulated)] == pytest.approx([*map(float.fromhex, plain)], rel=1e-3)
+    with pytest.raises(UserError, match="no GEMM of recipe mxfp8 has fast_accumulation"):
+        drive(argv(save="no", emulate_accumulator=True, **{**common, "recipe": "mxfp8"}))
+
+
 def test_no_evaluation_anywhere_at_eval_iters_0(drive: Drive) -> None:
     drive(argv(save="out", eval_iters=0, eval_interval=1, no_save=True))
     assert not [r for r in rows(Path("out")) if "lm loss validation" in r or "lm loss test" in r]

@@ -122,6 +122,11 @@ class TrainingOptions:
         False, "round a weight gradient to bf16 before it is added to main_grad"
     )
     emulate: bool = arg(False, "multiply in the compute dtype also where the GPU has FP8 products")
+    emulate_accumulator: bool = arg(
+        False,
+        "sum emulated GEMMs whose recipe has fast_accumulation as Hopper's FP8 units do, in 14 bits; slow, for small "
+        "models",
+    )
     recompute_granularity: Literal["full", "selective"] | None = arg(None, "recompute activations in the backward pass")
     recompute_gelu: bool = arg(
         False, "on a GPU, keep the output of linear_fc1 alone and compute its GELU again in the backward pass"

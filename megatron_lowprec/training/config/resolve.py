@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import check_fp8_gather
+from megatron_lowprec.recipe.native_support import check_accumulator
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.te.translation import INSTALL
 from megatron_lowprec.training.config.arguments import flag, required
@@ -55,8 +56,11 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
 
     Raises:
         UserError: the recipe's gradients are stored in its format, and an option needs Megatron-core's buffers; its
-            weights are stored in FP8, without --bf16; or its operands cannot be gathered as FP8 codes.
+            weights are stored in FP8, without --bf16; its operands cannot be gathered as FP8 codes; or none of its
+            GEMMs has an accumulator to emulate.
     """
+    if config.emulate_accumulator:
+        check_accumulator(recipe, "cpu")
     if config.fp8_sequence_parallel_gather:
         check_fp8_gather(recipe, config.pipeline_model_parallel_size)
     if recipe.gradients.stored:
@@ -282,6 +286,7 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         "rerun_in_bf16": [],
         "no_amax_reduce": False,
         "share_rng_across_dp": False,
+        "emulate_accumulator": False,
         "fp8_sequence_parallel_gather": False,
     }
     for name, wanted in ours.items():

@@ -259,7 +259,7 @@ def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
     chosen = [columns[key] for key in keys or columns]
     yield [column["heading"].replace("\n", " ") for column in chosen]
     for row in found["rows"]:
-        values = [(row[column["key"]], column["form"]) for column in chosen]
+        values = [(row.get(column["key"]), column["form"]) for column in chosen]
         yield ["" if value is None else format(value, form) for value, form in values]
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, R
 from megatron_lowprec.training.monitoring.run_metadata import commit
 from tools.bench.report import Column, Row, render
 
+_INNERMOST = re.compile(r"\{[^{}]*\}")  # objects of a JSON text that hold no others
 _FORMS = {"below": ".3f", "error": ".2e"}  # of a pivot's numbers; others are dB
 
 
@@ -132,7 +134,8 @@ def write(result: Result, path: Path, conditions: Mapping[str, Any]) -> None:
     content["tables"] = tables
     if result.rows:
         content["rows"] = [_finite(row) for row in result.rows]
-    path.with_name(f"{path.name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = _INNERMOST.sub(lambda match: " ".join(match[0].split()), json.dumps(content, indent=1))  # a row a line
+    path.with_name(f"{path.name}.json").write_text(text + "\n", encoding="utf-8")
     lines = [result.title, ", ".join(f"{name} {value}" for name, value in conditions.items()), "", *result.notes]
     for table in result.tables:
         lines += ["", table.title, render(table.rows, table.columns)]

@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "gemm-variance": "gemm_variance",
     "dot-snr": "dot_snr",
     "simfloat": "simfloat_study",
+    "accumulator": "accumulator",
 }
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from megatron_lowprec.kernels.gemm.fp8_accumulator import HOPPER, Fp8Accumulator
 from megatron_lowprec.recipe.registry import MXFP4, MXFP8
 from megatron_lowprec.recipe.schema import HadamardSpec
 from tools import numerics
-from tools.numerics_lab import clipping, dot_snr, gemm_variance, number_formats, scale_rounding, simfloat_study
+from tools.numerics_lab import (
+    accumulator,
+    accumulator_probe,
+    clipping,
+    dot_snr,
+    gemm_variance,
+    number_formats,
+    scale_rounding,
+    simfloat_study,
+)
 from tools.numerics_lab.dot_products import (
     Accumulator,
     ScaledVectors,
@@ -58,8 +68,8 @@ def test_scales_of_blocks_multiply_their_partial_sums() -> None:
     a, b = torch.randn(2, 3, 8, generator=generator, dtype=torch.float64).mul(4).round().float()
     of_a, of_b = torch.tensor([[2.0, 0.5]] * 3), torch.tensor([[1.0, 4.0]] * 3)
     want = (a * of_a.repeat_interleave(4, 1) * b * of_b.repeat_interleave(4, 1)).double().sum(1)
-    for accumulator in (Accumulator(), Accumulator(20, promote=2), Accumulator(20, promote=64), HOPPER):
-        assert torch.equal(dot(ScaledVectors(a, of_a), ScaledVectors(b, of_b), accumulator), want)
+    for each in (Accumulator(), Accumulator(20, promote=2), Accumulator(20, promote=64), HOPPER):
+        assert torch.equal(dot(ScaledVectors(a, of_a), ScaledVectors(b, of_b), each), want)
 
 
 def test_expected_snr_is_that_of_many_products() -> None:
@@ -211,6 +221,55 @@ def test_operands_do_not_share_rounding_noise() -> None:
     a = gemm_variance.with_outliers(LAB, "a", 16, 64, 0.0)
     errors = gemm_variance.product_draws(LAB, a, a, None, 1, 256) - a.double().square().sum(1)
     assert abs(float(errors.mean() / errors.std())) < 4 * errors.numel() ** -0.5
+
+
+# ---- accumulator
+@pytest.mark.parametrize(
+    ("found", "changes"),
+    [
+        (["13", "1 units", "1 units", "0 units", "2 x 2^-13", "0-223"], {}),
+        (["13", "1 units", "1 units", "0 units", "2 x 2^-13", "128-223"], {"promote": 128}),
+        (
+            ["12", "1 units", "1 units", "-1 units", "2 x 2^-12", "0-255"],
+            {"fraction_bits": 12, "group": 64, "dropping": "floor"},
+        ),
+        (
+            ["13", "1 units", "2 units", "0 units", "2 x 2^-13", "194-207"],
+            {"group": 16, "dropping": "nearest_even", "promote": 64},
+        ),
+    ],
+)
+def test_probes_find_the_parameters_of_an_accumulator(found: list[str], changes: dict[str, Any]) -> None:
+    product = accumulator_probe.reference_product(Fp8Accumulator(**changes))
+    assert list(accumulator_probe.findings(product).values()) == found
+
+
+def test_the_search_finds_the_parameters_of_an_accumulator() -> None:
+    native = {"fast": accumulator_probe.reference_product(Fp8Accumulator(dropping="floor", promote=128))}
+    rows = list(accumulator.search_rows(LAB, native, length=512))
+    # positive addends are cut alike by floor and truncation
+    for kind, right in (("normal", {"floor"}), ("uniform", {"floor", "as above"})):
+        best = [row for row in rows if row["operands"] == kind and row["fp32"] == 1.0]
+        assert {(row["reference"], row["promote"]) for row in best} == {(name, "128") for name in right}
+    (equal, *_) = accumulator.equal_rows(LAB, native, (512,))
+    assert 0 < equal["fp32"] < 1.0
+    assert equal["fp32"] < equal["bf16"]
+
+
+def test_error_of_the_accumulator_grows_without_promotion() -> None:
+    rows = list(accumulator.error_rows(LAB, (128, 1024)))
+    found = {(row["operands"], row["accumulation"], row["length"]): row["snr"] for row in rows}
+    for kind in ("normal", "uniform"):
+        assert found[kind, "fast", 128] == found[kind, "promoted every 128", 128]
+        assert found[kind, "fast", 1024] < found[kind, "promoted every 128", 1024] - 6 < found[kind, "fp32", 1024] - 50
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [True, False])
+def test_native_sums_of_small_integers_are_exact(fast: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    a, b = (torch.randint(-3, 4, (32, 128), generator=generator).float() for _ in range(2))
+    assert torch.equal(accumulator_probe.native_product(torch.device("cuda"), fast)(a, b), a @ b.t())
 
 
 # ---- the command

@@ -3,7 +3,8 @@
 import json
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,25 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
+@contextmanager
+def atomic_replace(path: Path) -> Iterator[Path]:
+    """Path of a new file in the same folder, which replaces ``path`` at the end; on an error it is removed instead."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def atomic_write(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace a text file atomically; readers see the old or the new content.
 
     ``durable`` syncs the content to disk first, so this also holds after a power cut; some file systems cannot sync.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                with suppress(OSError):
-                    os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_replace(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            with suppress(OSError):
+                os.fsync(file.fileno())

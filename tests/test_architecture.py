@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "quantization": {"errors", "formats", "kernels", "recipe", "scaling"},
     "optimizer": {"kernels", "recipe"},
     "comm": {"formats", "kernels", "recipe"},
-    "linear": {"errors", "formats", "kernels", "recipe", "quantization", "scaling", "comm"},
+    "linear": {"errors", "files", "formats", "kernels", "recipe", "quantization", "scaling", "comm"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
     "training": {"errors", "files", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore", "te"},
     "specs": {"mcore", "recipe"},

@@ -46,8 +46,7 @@ class LinearId:
     @property
     def path(self) -> str:
         """``layers.3.mlp.linear_fc1``, with the expert's number if any."""
-        path = site_path(self.layer, self.name)
-        return path if self.expert < 0 else f"{path} of expert {self.expert}"
+        return site_path(self.layer, self.name, self.expert)
 
     def rounding_streams(self, seed: int) -> dict[tuple[str, str], RandomStream]:
         """Stream of stochastic rounding for each operand of each GEMM."""

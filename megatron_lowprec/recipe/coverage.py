@@ -38,9 +38,10 @@ class LinearSite:
         return site_path(self.layer_number, self.name)
 
 
-def site_path(layer_number: int, name: str) -> str:
-    """``layers.3.mlp.linear_fc1``."""
-    return f"layers.{layer_number}.{name}"
+def site_path(layer_number: int, name: str, expert: int = -1) -> str:
+    """``layers.3.mlp.linear_fc1``, with the expert's number if any."""
+    path = f"layers.{layer_number}.{name}"
+    return path if expert < 0 else f"{path} of expert {expert}"
 
 
 def kept_in_bf16(recipe: Recipe, layer_number: int, name: str, num_layers: int) -> bool:

@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 
+from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.training.calibrate import PASSES, calibrate
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.checkpoint.checkpoint import Progress
@@ -24,11 +25,13 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.data.batches import Batches, Data
 from megatron_lowprec.training.distributed.interrupt import Stop, StopReasons, ask_requeue
+from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks
 from megatron_lowprec.training.evaluation.validation import evaluate
 from megatron_lowprec.training.model import Trainer, gathered
 from megatron_lowprec.training.models.sizes import flops_per_sample
 from megatron_lowprec.training.monitoring.bad_numbers import BadSteps, Diagnosis, diagnose, weights_are_finite
 from megatron_lowprec.training.monitoring.log import RunLog, StepRow
+from megatron_lowprec.training.monitoring.operand_files import write_captures
 from megatron_lowprec.training.step import train_step
 
 
@@ -126,6 +129,8 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
     _enter_batch_size(run)
     if result.operands is not None:
         run.log.quantization(progress.iteration, result.operands)
+    if result.captures is not None:
+        _write_captures(run, result.captures)
     if math.isnan(result.loss):
         progress.nan_iterations += 1
     seconds = time.perf_counter() - started
@@ -145,6 +150,12 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
         nan_iterations=progress.nan_iterations,
         state=result.state,
     )
+
+
+def _write_captures(run: Run, captures: list[Capture]) -> None:
+    folder = run.paths.captures / f"iteration_{run.progress.iteration}"
+    run_on_all_ranks(lambda: write_captures(folder, captures))
+    run.log.say(f"operands of iteration {run.progress.iteration} written to {folder}")
 
 
 def _enter_batch_size(run: Run) -> None:

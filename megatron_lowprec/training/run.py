@@ -41,6 +41,7 @@ from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
 from megatron_lowprec.training.models.sizes import linear_sites, num_parameters
+from megatron_lowprec.training.monitoring.operand_files import capture_line, check_capture
 from megatron_lowprec.training.rampup import run_length
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     recipe = load_recipe(str(find(config.recipe)), config.recipe_override)
     check_sizes(recipe, linear_sites(config), require(config.num_layers), config.tensor_model_parallel_size)
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
+    check_capture(config)
     if keeps_all(recipe, linear_sites(config), require(config.num_layers)):
         notes.append(f"recipe {recipe.name} quantizes nothing in this model: keep_bf16 leaves all of its layers out")
     if (config.fp8_param_gather or recipe.fp8_weights) and config.transformer_impl == "local":
@@ -250,7 +252,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     if ranks.rank == 0:
         paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     layers = model.implementation(config, trainer)
-    log.say(*plan.notes, *_header(plan, layers, str(device), splits))
+    log.say(*plan.notes, *_header(plan, layers, str(device), splits, ranks.world_size))
     about_data = [note for split in splits.values() if split is not None for note in split.notes]
     log.say(*trainer.runtime.header(), *about_data, *notes)
     facts = {
@@ -315,7 +317,7 @@ def _peak_memory(device: torch.device) -> int | None:
     return int(peak)
 
 
-def _header(plan: _Plan, layers: str, device: str, splits: Data) -> list[str]:
+def _header(plan: _Plan, layers: str, device: str, splits: Data, world_size: int) -> list[str]:
     from megatron_lowprec.training.data.batches import SplitData
 
     config, vocabulary = plan.config, plan.content["padded_vocab_size"]
@@ -340,6 +342,8 @@ def _header(plan: _Plan, layers: str, device: str, splits: Data) -> list[str]:
             f"in {plan.paths.run}",
         ),
     ]
+    if plan.config.capture_step:
+        rows.append(("capture", capture_line(plan.config, plan.paths, world_size)))
     return [f"{what + ':':<13}{text}" for what, text in rows]
 
 

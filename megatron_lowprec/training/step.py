@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_lowprec.linear.capture_file import Capture
+from megatron_lowprec.mcore.debug.operand_capture import OperandCapture
 from megatron_lowprec.mcore.debug.operand_probe import OperandId, OperandProbe
 from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 from megatron_lowprec.mcore.optim.state_stats import state_stats
@@ -29,7 +31,8 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 class StepResult:
     """Result of one training step for the log: the same on every rank.
 
-    ``operands`` and ``state`` are measured every --log-quantization-interval iterations.
+    ``operands`` and ``state`` are measured every --log-quantization-interval iterations. ``captures`` are this rank's,
+    in the iterations of --capture-step.
     """
 
     loss: float
@@ -39,6 +42,7 @@ class StepResult:
     params_norm: float | None
     operands: list[tuple[OperandId, QuantizationError]] | None = None
     state: dict[str, float] = field(default_factory=dict)
+    captures: list[Capture] | None = None
 
 
 def train_step(
@@ -51,7 +55,14 @@ def train_step(
     """
     interval = config.log_quantization_interval
     probe = OperandProbe(trainer.chunks) if interval is not None and (iteration + 1) % interval == 0 else None
-    with probe or (nullcontext() if trainer.graphs is None else trainer.graphs.step()):
+    captures = iteration + 1 in config.capture_step
+    capture = OperandCapture(trainer.chunks, config.capture_layers, config.seed) if captures else None
+    with ExitStack() as stack:
+        for inspection in (probe, capture):
+            if inspection is not None:
+                stack.enter_context(inspection)
+        if probe is None and capture is None and trainer.graphs is not None:
+            stack.enter_context(trainer.graphs.step())
         loss = forward_backward(trainer, batches, config, iteration, device)
     for chunk_batches in batches:
         # All work so far is only launched: the next step's first batch is ready before the device is.
@@ -65,6 +76,8 @@ def train_step(
         with gathered(trainer, config):
             norm = params_norm(trainer)
     result = StepResult(loss.mean(), updated, grad_norm, num_zeros, norm)
+    if capture is not None:
+        result = replace(result, captures=capture.found())
     if probe is None:
         return result
     state = state_stats(trainer.optimizer, trainer.gradient_factor)

@@ -291,6 +291,12 @@ class LoggingOptions:
         "iterations between looks at every quantized operand (SNR, bias, underflow, saturation, amax), which go to "
         "quantization.jsonl; default never",
     )
+    capture_step: list[int] = arg(
+        [], "iterations whose first microbatch's operands are written to captures/ in the run's folder; default none"
+    )
+    capture_layers: list[str] = arg(
+        [], "linear layers whose operands are written, as in layers.3.mlp.linear_fc1; globs"
+    )
     log_num_zeros_in_grad: bool = arg(False, "log how many gradient values are zero")
     tensorboard_dir: str | None = arg(None, "default: tensorboard in the run's folder")
     wandb_project: str | None = arg(None, "log to Weights & Biases, too")

@@ -17,7 +17,7 @@ from megatron_lowprec.training.config.options import Config
 class RunPaths:
     """One folder per run: metrics.jsonl, config.yaml, run.json, tensorboard/ and, without --save, checkpoints/.
 
-    Also quantization.jsonl, if requested.
+    Also quantization.jsonl and captures/, if requested.
     """
 
     run: Path
@@ -33,6 +33,10 @@ class RunPaths:
         return self.run / "quantization.jsonl"
 
     @property
+    def captures(self) -> Path:
+        return self.run / "captures"
+
+    @property
     def config(self) -> Path:
         return self.run / "config.yaml"
 
@@ -45,6 +49,8 @@ class RunPaths:
         rows = [("metrics", self.metrics), ("TensorBoard", self.tensorboard), ("configuration", self.config)]
         if self.quantization.exists():
             rows.insert(1, ("quantization", self.quantization))
+        if self.captures.exists():
+            rows.insert(1, ("captures", self.captures))
         if self.checkpoints is not None:
             rows.insert(0, ("checkpoints", self.checkpoints))
         return [f"{what + ':':<15}{path}" for what, path in rows]

@@ -215,6 +215,8 @@ def _in_bounds(config: Config) -> None:
 
 # Flags that have an effect only with another one.
 _PART_OF = {
+    "capture_step": ("capture_layers",),
+    "capture_layers": ("capture_step",),
     "memory_plan": ("memory_plan_gpus",),
     "sequence_parallel": ("fp8_sequence_parallel_gather",),
     **{name: parts for architecture in ARCHITECTURES for name, parts in architecture.dependent_options.items()},
@@ -340,6 +342,7 @@ def _check_features(config: Config, gpus: bool) -> None:
             "--log-quantization-interval looks at this project's layers, not at --transformer-impl "
             f"{config.transformer_impl}'s; leave one of the two out"
         )
+    _check_capture_step(config)
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
         raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     if config.recompute_granularity == "full" and (
@@ -353,6 +356,25 @@ def _check_features(config: Config, gpus: bool) -> None:
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "--wandb-project needs the package wandb: pip install 'megatron_lowprec[wandb]', or leave the flag out"
+        )
+
+
+def _check_capture_step(config: Config) -> None:
+    """Check iterations of --capture-step, and that the layers can be captured."""
+    for step in config.capture_step:
+        if not 1 <= step <= require(config.train_iters):
+            raise UserError(
+                f"--capture-step {step} is no iteration of this run, which has 1 to {config.train_iters}; name one of "
+                "them"
+            )
+    idle = {"transformer_impl": "local", "no_lowprec_linears": False}
+    for name, wanted in idle.items():
+        if config.capture_step and getattr(config, name) != wanted:
+            raise UserError(f"--capture-step captures this project's layers; leave it or {flag(name)} out")
+    if config.capture_step and config.fp8_param_gather:
+        raise UserError(
+            "--capture-step writes unquantized weights, and with --fp8-param-gather (or a recipe's fp8_weights) no "
+            "rank has any; leave one of the two out"
         )
 
 

@@ -1,0 +1,192 @@
+"""--capture-step: the files hold the operands that the step took, and the run is the same without them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_lowprec import get_recipe
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear.capture_file import Capture, RankOf, read_capture, write_capture
+from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
+from megatron_lowprec.quantization.error_stats import QuantizationError
+from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.paths import run_paths
+from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.monitoring.operand_files import capture_line, check_capture, write_captures
+from tests.training.conftest import Drive
+from tests.training.helpers import argv, losses, rows
+
+COMMON: dict[str, Any] = {"train_iters": 3, "bf16": True, "hidden_size": 128, "hidden_dropout": 0.1, "no_save": True}
+
+
+def example(**changes: Any) -> Capture:
+    linear = LinearId(3, "mlp.linear_fc1", 5, 1, {"O": ShardSlice(4, 8, 8)}, "O")
+    x, w, dy = torch.randn(6, 32).bfloat16(), torch.randn(16, 32).bfloat16(), torch.randn(6, 16)
+    made = Capture(x, w, dy, get_recipe("mxfp4_rht_sr"), linear, 7, 1234, {"input": 0.1})
+    return replace(made, **changes)
+
+
+def same(one: Capture, other: Capture) -> bool:
+    plain = replace(one, x=other.x, w=other.w, dy=other.dy)
+    return plain == other and all(
+        torch.equal(getattr(one, name), getattr(other, name)) and getattr(one, name).dtype == getattr(other, name).dtype
+        for name in ("x", "w", "dy")
+    )
+
+
+@pytest.mark.parametrize(("recipe", "quantized"), [("fp8_delayed", 6), ("fp8_blockwise", 6), ("mxfp4_rht_sr", 4)])
+def test_telemetry_follows_from_the_files_and_losses_stay(drive: Drive, recipe: str, quantized: int) -> None:
+    common = COMMON | {"recipe": recipe}
+    drive(argv(save="plain", **common))
+    flags = {"capture_step": 3, "capture_layers": ["layers.2.mlp.*", "*_qkv"], "log_quantization_interval": 3}
+    drive(argv(save="captured", **common, **flags))
+    assert losses(Path("captured")) == losses(Path("plain"))
+    files = sorted(Path("captured/captures/iteration_3").iterdir())
+    names = ["layers.1.self_attention.linear_qkv", "layers.2.mlp.linear_fc1", "layers.2.mlp.linear_fc2"]
+    assert [file.name for file in files] == [
+        f"{name}.safetensors" for name in [*names, "layers.2.self_attention.linear_qkv"]
+    ]
+    logged = {(row["linear"], row["gemm"], row["operand"]): row for row in rows(Path("captured"), "quantization.jsonl")}
+    compared = 0
+    for capture in map(read_capture, files):
+        assert capture.x.dtype == capture.w.dtype == capture.dy.dtype == torch.bfloat16
+        assert capture.x.shape[0] == capture.dy.shape[0] == 2 * 32
+        gemms = capture.linear_gemms()
+        for gemm, operand in DIMS:
+            if getattr(getattr(capture.recipe, gemm), operand) is None:
+                continue
+            matrix = {"input": capture.x, "weight": capture.w, "grad_output": capture.dy}[operand]
+            last = matrix.t() if gemm == SIDES[operand][1] else matrix
+            found = QuantizationError.of(gemms.emulated.error_stats(gemm, operand, last, capture.rng_step))
+            row = logged[capture.linear_id.path, gemm, operand]
+            assert (found.entries, found.amax) == (row["entries"], row["amax"])
+            assert found.underflow == row["underflow"]
+            assert found.saturation == row["saturation"]
+            assert found.snr == pytest.approx(row["snr"], rel=1e-6)
+            assert found.bias == pytest.approx(row["bias"], abs=1e-7)
+            compared += 1
+    assert compared == 4 * quantized
+
+
+def test_a_file_has_the_documented_tensors_and_metadata(tmp_path: Path) -> None:
+    path = write_capture(tmp_path, example())
+    with safe_open(str(path), "pt") as file:
+        metadata = file.metadata()
+        assert {name: list(file.get_tensor(name).shape) for name in file.keys()} == {  # noqa: SIM118
+            "x": [6, 32],
+            "w": [16, 32],
+            "dy": [6, 16],
+        }
+    assert metadata["linear"] == "layers.3.mlp.linear_fc1 of expert 5"
+    assert (metadata["iteration"], metadata["seed"], metadata["format_version"]) == ("7", "1234", "1")
+    assert metadata["recipe"].startswith("name: mxfp4_rht_sr\n")
+    assert json.loads(metadata["shard"])["spans"] == {"O": [4, 8, 8]}
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    wants = example(
+        tensor_parallel=RankOf(1, 2),
+        data_parallel=RankOf(0, 4),
+        recipe=get_recipe("fp8_delayed"),
+        amax_in_effect={"input": 0.1, "weight": 3.0, "grad_output": 2.0**-20},
+    )
+    path = write_capture(tmp_path, wants)
+    assert path.name == "layers.3.mlp.linear_fc1.expert5.tp1-of-2.dp0-of-4.safetensors"
+    found = read_capture(path)
+    assert same(found, wants)
+    assert not same(found, replace(wants, w=wants.w + 1))
+    history, slot = found.linear_gemms().histories["grad_output"]
+    assert float(history.in_effect[slot]) == 2.0**-20
+    write_capture(tmp_path, replace(wants, iteration=9))
+    assert read_capture(path).iteration == 9
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "said"),
+    [
+        (None, {}, "cannot be read"),
+        ({"x": torch.ones(1)}, {"format_version": "1"}, "found version 1 and tensors x"),
+        (dict.fromkeys(("w", "x", "dy"), torch.ones(1)), {"format_version": "2"}, "found version 2"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, tensors: Any, metadata: dict[str, str], said: str) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(b"no safetensors at all")
+    if tensors is not None:
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata)
+    with pytest.raises(UserError, match=said):
+        read_capture(path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "captures").write_text("a file")
+    with pytest.raises(UserError, match="captured operands could not be written"):
+        write_captures(tmp_path / "captures" / "iteration_3", [example()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"capture_step": 3}, "--capture-step .* does nothing without --capture-layers"),
+        ({"capture_layers": "*"}, "--capture-layers .* does nothing without --capture-step"),
+        (
+            {"capture_step": [1, 3], "capture_layers": "*"},
+            "--capture-step 3 is no iteration of this run, which has 1 to 2",
+        ),
+        (
+            {
+                "capture_step": 1,
+                "capture_layers": "*",
+                "fp8_param_gather": True,
+                "use_distributed_optimizer": True,
+                "bf16": True,
+            },
+            "writes unquantized weights",
+        ),
+        (
+            {"capture_step": 1, "capture_layers": "*", "no_lowprec_linears": True},
+            "leave it or --no-lowprec-linears out",
+        ),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=False)
+
+
+def test_a_glob_without_a_layer_lists_the_names() -> None:
+    flags: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True, "capture_step": 1}
+    config = resolve_model(parse(argv(**flags, capture_layers=["*of expert 3", "layers.3.*"]))[0])
+    with pytest.raises(UserError) as raised:
+        check_capture(config)
+    assert str(raised.value) == (
+        "--capture-layers layers.3.* matches no linear layer; this model has "
+        "layers.N.self_attention.linear_qkv (N from 1 to 2), layers.N.self_attention.linear_proj (N from 1 to 2), "
+        "layers.N.mlp.experts.linear_fc1 of expert E (0 to 3) (N from 1 to 2), "
+        "layers.N.mlp.experts.linear_fc2 of expert E (0 to 3) (N from 1 to 2)"
+    )
+
+
+def test_the_size_that_is_announced_is_the_size_of_the_files(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"capture_step": 2, "capture_layers": "*"}
+    drive(argv(save="run", no_save=True, recipe="mxfp8", **flags))
+    files = list(Path("run/captures/iteration_2").iterdir())
+    assert len(files) == 8
+    written = sum(tensor.nbytes for file in files for tensor in (read_capture(file).x, read_capture(file).w))
+    written += sum(read_capture(file).dy.nbytes for file in files)
+    config, paths = run_paths(resolve_run(resolve_model(parse(argv(save="run", **flags))[0]), 1, gpus=False), "mxfp8")
+    line = capture_line(config, paths, 1)
+    assert line == (f"operands of 8 linear layers in iteration 2: {written / 2**30:.3f} GiB each time, in run/captures")
+    printed = capsys.readouterr().out
+    assert line in printed
+    assert "operands of iteration 2 written to run/captures/iteration_2" in printed

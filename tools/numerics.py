@@ -2,9 +2,12 @@
 
     python tools/numerics.py all --out runs/numerics
     python tools/numerics.py dot-snr --out runs/numerics
+    python tools/numerics.py operand-error runs/RUN/captures/iteration_10/*.safetensors --out runs/numerics
+    python tools/numerics.py recipe-diff mxfp8 mxfp8_ocp --out runs/numerics
 
 An experiment writes NAME.json, NAME.txt and its figures into the folder. Experiments use the quantizers of the recipes.
-Data come from a seeded generator on the CPU, so every device gets the same operands.
+Data come from a seeded generator on the CPU, so every device gets the same operands. operand-error and recipe-diff take
+operands that a run wrote by --capture-step.
 """
 
 import argparse
@@ -28,18 +31,34 @@ EXPERIMENTS = {
     "simfloat": "simfloat_study",
     "accumulator": "accumulator",
 }
+# The same for experiments with arguments: not in "all".
+ON_ARGUMENTS = {"operand-error": "operand_error", "recipe-diff": "recipe_diff"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a UserError."""
     parser = Parser(description=__doc__)
-    parser.add_argument("experiment", choices=("all", *EXPERIMENTS), help="all: each of the others")
+    parser.add_argument("experiment", choices=("all", *EXPERIMENTS, *ON_ARGUMENTS), help="all: each without arguments")
+    parser.add_argument(
+        "arguments", nargs="*", metavar="ARGUMENT", help="operand-error: FILE...; recipe-diff: RECIPE RECIPE [FILE...]"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for tables and figures")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     parser.add_argument("--seed", type=int, default=1234, help="of operands and draws (default: 1234)")
+    parser.add_argument(
+        "--recipes",
+        type=lambda names: names.split(","),
+        default=[],
+        metavar="NAME,...",
+        help="operand-error: instead of the files' own",
+    )
+    parser.add_argument("--draws", type=int, default=16, help="of captured operands, at least 2 (default: 16)")
     parser.add_argument("--quick", action="store_true", help="a smoke test: few samples, short vectors")
     args = parser.parse_args(arguments)
-    argv = [args.experiment, "--out", "DIR", "--seed", str(args.seed), "--device", args.device]
+    given = [Path(each).name for each in args.arguments]  # results do not name folders of the machine
+    argv = [args.experiment, *given, "--out", "DIR", "--seed", str(args.seed), "--device", args.device]
+    if args.experiment in ON_ARGUMENTS:
+        argv += [*(["--recipes", ",".join(args.recipes)] if args.recipes else []), "--draws", str(args.draws)]
     return run_tool("numerics.py", lambda: _run(args, [*argv, "--quick"] if args.quick else argv))
 
 
@@ -50,13 +69,20 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda was asked, but torch sees no GPU; leave it out to run on the CPU")
+    if args.draws < 2:
+        raise UserError(f"--draws {args.draws} was asked, but a mean needs at least 2")
+    if args.experiment not in ON_ARGUMENTS and (args.arguments or args.recipes):
+        found = " ".join([*args.arguments, *args.recipes])
+        raise UserError(f"{args.experiment} takes no files and no recipes, but {found} was given; leave it out")
     check_folder(args.out, "--out")
     args.out.mkdir(parents=True, exist_ok=True)
     lab = Lab(torch.device(args.device), args.seed, args.quick)
     conditions = header(lab.device, ["python tools/numerics.py", *argv])
     for name in EXPERIMENTS if args.experiment == "all" else (args.experiment,):
         start = time.perf_counter()
-        result = importlib.import_module(f"tools.numerics_lab.{EXPERIMENTS[name]}").run(lab)
+        module = importlib.import_module(f"tools.numerics_lab.{(EXPERIMENTS | ON_ARGUMENTS)[name]}")
+        given = (args.arguments, args.recipes, args.draws) if name in ON_ARGUMENTS else ()
+        result = module.run(lab, *given)
         write(result, args.out / name, conditions)
         print(f"{name}: {time.perf_counter() - start:.0f} s, {args.out / name}.txt")
 

@@ -1,0 +1,150 @@
+"""tools/numerics.py operand-error and recipe-diff on operands written as a run writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec import get_recipe
+from megatron_lowprec.linear.capture_file import Capture, write_capture
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+from tools import numerics
+from tools.numerics_lab import operand_error, recipe_diff
+
+TOKENS, IN, OUT = 64, 96, 64
+
+
+def capture_of(recipe: str, **changes: Any) -> Capture:
+    generator = torch.Generator().manual_seed(5)
+    x, w, dy = (torch.randn(shape, generator=generator) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
+    identity = LinearId(3, "mlp.linear_fc1")
+    tensors = {"x": x.bfloat16(), "w": (0.02 * w).bfloat16(), "dy": 1e-3 * dy}
+    return Capture(
+        **tensors, recipe=get_recipe(recipe), linear_id=identity, iteration=7, seed=1, amax_in_effect={}, **changes
+    )
+
+
+def rows_of(recipe: str, draws: int = 16, captured: str = "bf16") -> dict[tuple[str, str], Any]:
+    found = operand_error.error_rows(capture_of(captured), get_recipe(recipe), draws)
+    return {(row["gemm"], row["what"]): row for row in found}
+
+
+def test_the_error_of_draws_parts_into_a_shared_one_and_noise() -> None:
+    signal = torch.full((1000,), 10.0, dtype=torch.float64)
+    noise = torch.tensor([1.0, -1.0] * 500, dtype=torch.float64)
+    row = operand_error.draw_row(signal, [signal + 0.5 + noise, signal + 0.5 - noise])
+    assert row["one"] == pytest.approx(10 * math.log10(100 / 1.25))
+    assert row["mean"] == pytest.approx(10 * math.log10(100 / 0.25))
+    # two draws that share 0.25 and have noise of 1: their mean would keep half of the noise, but here it cancels
+    assert row["bias"] is None
+    assert row["slope"] == pytest.approx(0.05)
+    fixed = operand_error.draw_row(signal, [signal + noise] * 4)
+    assert fixed["one"] == fixed["mean"] == pytest.approx(20.0)
+    assert fixed["bias"] == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_rht_sr", "fp8_blockwise", "fp8_rowwise", "fp8_delayed"])
+def test_values_of_operands_multiply_to_the_product(recipe: str) -> None:
+    """So transform, headroom and scales are undone as the GEMM cancels them."""
+    capture = operand_error.prepared(capture_of(recipe), get_recipe(recipe))
+    gemms, step = capture.linear_gemms(), capture.rng_step
+    for name, gemm in capture.recipe.gemms.items():
+        if gemm.quantized:
+            values = []
+            for tensor in GEMM_OPERANDS[name]:
+                matrix = operand_error.matrix_of(capture, name, tensor)
+                values.append(operand_error.quantized_values(gemms, name, tensor, matrix, step).double())
+                assert values[-1].shape == matrix.shape
+            product = operand_error.product(gemms, capture, name, step)
+            torch.testing.assert_close(
+                product.double(), values[0] @ values[1].t(), rtol=1e-4, atol=1e-5 * float(product.abs().max())
+            )
+
+
+def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:
+    draws = 16
+    gain = 10 * math.log10(draws)
+    noisy, fixed = rows_of("mxfp4_rht_sr", draws), rows_of("mxfp4", draws)
+    assert (
+        noisy.keys()
+        == fixed.keys()
+        == {(gemm, what) for gemm in ("dgrad", "wgrad") for what in (*GEMM_OPERANDS[gemm], "product")}
+    )
+    for case, row in noisy.items():
+        assert row["mean"] - row["one"] == pytest.approx(gain, abs=1.0), case
+        assert row["bias"] is None or row["bias"] > row["mean"] + 3, case
+        assert fixed[case]["mean"] == pytest.approx(fixed[case]["one"])
+        assert fixed[case]["bias"] == pytest.approx(fixed[case]["one"])
+        assert fixed[case]["one"] > row["one"]
+        assert abs(row["slope"]) < abs(fixed[case]["slope"])
+
+
+def test_a_history_that_was_not_kept_is_replaced_by_the_tensors_amax() -> None:
+    delayed, current = rows_of("fp8_delayed", 2), rows_of("fp8_current", 2)
+    assert {case: row["one"] for case, row in delayed.items()} == {case: row["one"] for case, row in current.items()}
+    kept = operand_error.error_rows(
+        operand_error.replace(
+            capture_of("fp8_delayed"), amax_in_effect={"input": 1e-4, "weight": 1.0, "grad_output": 1.0}
+        ),
+        get_recipe("fp8_delayed"),
+        2,
+    )
+    assert next(iter(kept))["one"] < 1.0  # nearly all of the input saturates
+
+
+def test_fields_that_differ() -> None:
+    table = recipe_diff.field_table(get_recipe("mxfp8"), get_recipe("mxfp8_ocp"))
+    operands = [f"{gemm}.{tensor}" for gemm, tensors in GEMM_OPERANDS.items() for tensor in tensors]
+    assert {row["field"] for row in table.rows} == {f"{each}.scale_rule" for each in operands}
+    assert {(row["first"], row["second"]) for row in table.rows} == {("round_up", "floor")}
+    rows = {row["field"]: row for row in recipe_diff.field_table(get_recipe("bf16"), get_recipe("mxfp4_rht_sr")).rows}
+    assert rows.keys() == {f"{each}" for each in operands if "fprop" not in each} | {"dgrad.hadamard", "wgrad.hadamard"}
+    assert rows["dgrad.hadamard"] == {"field": "dgrad.hadamard", "first": "none", "second": "block 64, signs random"}
+    assert rows["wgrad.input"]["second"].startswith("format e2m1, granularity 1x32, scale_format e8m0")
+
+
+def test_both_commands_on_files(tmp_path: Path) -> None:
+    file = write_capture(tmp_path, capture_of("mxfp8"))
+    out = tmp_path / "out"
+    assert numerics.main(["operand-error", str(file), "--out", str(out), "--draws", "2"]) == 0
+    found = json.loads((out / "operand-error.json").read_text())
+    assert found["header"]["command"].startswith(
+        "python tools/numerics.py operand-error layers.3.mlp.linear_fc1.safetensors --out DIR"
+    )
+    own = found["tables"]["products"]["rows"]
+    assert [(row["linear"], row["recipe"], row["gemm"]) for row in own] == [
+        ("layers.3.mlp.linear_fc1", "mxfp8", gemm) for gemm in GEMM_OPERANDS
+    ]
+    assert numerics.main(["recipe-diff", "mxfp8", "mxfp8_ocp", str(file), "--out", str(out), "--draws", "2"]) == 0
+    tables = json.loads((out / "recipe-diff.json").read_text())["tables"]
+    assert len(tables["fields"]["rows"]) == 6
+    compared = [row for row in tables["compared"]["rows"] if row["what"] == "product"]
+    assert [row["one-0"] for row in compared] == [row["one"] for row in own]
+    assert all(row["one-0"] != row["one-1"] for row in compared)
+    assert (out / "recipe-diff.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["operand-error"], "name files that --capture-step wrote"),
+        (["operand-error", "none.safetensors"], "none.safetensors: cannot be read"),
+        (["operand-error", "FILE"], "no recipe that was asked quantizes"),
+        (["operand-error", "FILE", "--draws", "1"], "a mean needs at least 2"),
+        (["recipe-diff", "mxfp8"], "asked with 1 recipes"),
+        (["recipe-diff", "mxfp8", "mxfp9"], "there is no recipe 'mxfp9'"),
+        (["recipe-diff", "mxfp8", "bf16", "--recipes", "mxfp8"], "--recipes is for operand-error"),
+        (["formats", "x.safetensors"], "formats takes no files and no recipes, but x.safetensors was given"),
+    ],
+)
+def test_refusals(arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write_capture(tmp_path, capture_of("bf16")))
+    given = [file if each == "FILE" else each for each in arguments]
+    assert numerics.main([*given, "--out", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err

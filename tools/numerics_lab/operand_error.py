@@ -1,0 +1,183 @@
+"""Error of captured operands and of their GEMMs under recipes: one draw, the mean of many draws, and the slope.
+
+The mean of draws separates noise, which averages out over microbatches and steps, from a fixed error, which does not.
+With B the energy of the error that all draws share and V that of the rest, one draw has B + V and the mean of n draws
+B + V / n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.linear.capture_file import Capture, read_capture
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import DIMS, SIDES
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.transform import padded
+from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
+from tools.bench.report import Column, Row
+from tools.numerics_lab.experiment import Lab, Result, Table
+from tools.numerics_lab.figures import grouped_bars
+
+TENSORS = {"T": {"I": "x", "O": "dy"}, "O": {"I": "w"}}  # rows -> columns -> name in the file
+COLUMNS = (
+    Column("linear", "linear"),
+    Column("recipe", "recipe"),
+    Column("gemm", "GEMM"),
+    Column("what", "what"),
+    Column("one", "SNR of one\ndraw, dB", ".2f"),
+    Column("mean", "SNR of the\nmean, dB", ".2f"),
+    Column("bias", "shared error\nSNR, dB", ".2f"),
+    Column("slope", "slope - 1", "+.5f"),
+)
+
+
+def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) -> Result:
+    """Tables of operands and of products, by layer, recipe and GEMM.
+
+    Args:
+        arguments: files of ``--capture-step``.
+        recipes: names or YAML files; empty for the recipe in each file.
+        draws: of rounding noise and signs.
+
+    Raises:
+        UserError: no file; one that is no capture; an unknown recipe.
+    """
+    if not arguments:
+        raise UserError("operand-error was asked without a file; name files that --capture-step wrote")
+    chosen = [load_recipe(name) for name in recipes]
+    rows: list[Row] = []
+    for file in arguments:
+        capture = read_capture(Path(file), lab.device)
+        for recipe in chosen or [capture.recipe]:
+            rows += error_rows(capture, recipe, draws)
+    return error_result(rows, draws)
+
+
+def error_result(rows: Sequence[Row], draws: int, tables: Sequence[Table] = ()) -> Result:
+    """Result of ``error_rows``, behind other tables; UserError if no recipe quantizes any of the layers."""
+    if not rows:
+        raise UserError("no recipe that was asked quantizes a GEMM of these layers; name one that does by --recipes")
+    notes = (
+        f"{draws} draws of rounding and signs, the first as in the captured step; float64 products of the captured "
+        "tensors are the reference, and products are not rounded to the compute dtype",
+        f"mean: of the draws; unbiased noise gains {10 * math.log10(draws):.1f} dB, a fixed error nothing",
+        "shared error: energy that all draws have in common, estimated without bias; - where it is lost in the noise",
+        "delayed scales follow the captured amax, or the tensor's own where the run kept none; keep_bf16 of a recipe "
+        "that is not the file's is ignored",
+    )
+    products = [row for row in rows if row["what"] == "product"]
+    tables = [
+        *tables,
+        Table("products", "products", COLUMNS, products),
+        Table("operands", "operands", COLUMNS, [row for row in rows if row["what"] != "product"]),
+    ]
+    bars = [
+        (gemm, {f"{row['linear']}, {row['recipe']}": row["one"] for row in products if row["gemm"] == gemm})
+        for gemm in dict.fromkeys(row["gemm"] for row in products)
+    ]
+    names = list(dict.fromkeys(name for _, values in bars for name in values))
+    panels = [(gemm, {name: values.get(name) or 0.0 for name in names}) for gemm, values in bars]
+    return Result("Error of captured operands", notes, tables, {"": grouped_bars(panels, "SNR of one draw, dB")})
+
+
+def error_rows(capture: Capture, recipe: Recipe, draws: int) -> Iterator[Row]:
+    """A row for each quantized operand and each product of a quantized GEMM."""
+    capture = prepared(capture, recipe)
+    gemms = capture.linear_gemms()
+    steps = [RngStep(capture.rng_step.step, draw) for draw in range(draws)]
+    for name, gemm in capture.recipe.gemms.items():
+        if not gemm.quantized:
+            continue
+        case = {"linear": capture.linear_id.path, "recipe": recipe.name, "gemm": name}
+        matrices = {tensor: matrix_of(capture, name, tensor) for tensor in GEMM_OPERANDS[name]}
+        for tensor, matrix in matrices.items():
+            if getattr(gemm, tensor) is not None:
+                values = (quantized_values(gemms, name, tensor, matrix, step) for step in steps)
+                yield {**case, "what": tensor, **draw_row(matrix, values)}
+        first, second = (matrix.double() for matrix in matrices.values())
+        yield {
+            **case,
+            "what": "product",
+            **draw_row(first @ second.t(), (product(gemms, capture, name, step) for step in steps)),
+        }
+
+
+def prepared(capture: Capture, recipe: Recipe) -> Capture:
+    """The capture in fp32 under a recipe, with an amax for each tensor that the recipe scales by a history.
+
+    fp32 holds the captured values and gives the same codes; products are then not rounded to bf16.
+    """
+    amax = dict(capture.amax_in_effect)
+    for tensor in recipe.delayed_operands():
+        amax.setdefault(tensor, float(matrix_of(capture, SIDES[tensor][0], tensor).abs().max()))
+    tensors = {name: getattr(capture, name).float() for name in ("x", "w", "dy")}
+    return replace(capture, **tensors, recipe=recipe, amax_in_effect=amax)
+
+
+def matrix_of(capture: Capture, gemm: str, tensor: str) -> torch.Tensor:
+    """Operand of a GEMM, contracted dimension last."""
+    dims = DIMS[gemm, tensor]
+    rows, columns = dims[0], dims[1]
+    transposed = columns not in TENSORS.get(rows, {})
+    found: torch.Tensor = getattr(capture, TENSORS[columns][rows] if transposed else TENSORS[rows][columns])
+    return found.t() if transposed else found
+
+
+def quantized_values(gemms: LinearGemms, gemm: str, tensor: str, matrix: torch.Tensor, step: RngStep) -> torch.Tensor:
+    """fp32 [R, K] of the values that a GEMM multiplies, headroom divided out and the transform undone.
+
+    Args:
+        matrix: [R, K], contracted dimension last.
+    """
+    rowwise = SIDES[tensor][0] == gemm
+    source = matrix if rowwise else matrix.t()
+    made, _ = gemms.emulated.quantize(tensor, source, step, rowwise=rowwise, columnwise=not rowwise, update_amax=False)
+    data, scale = made.rowwise() if rowwise else made.columnwise()
+    values = QuantizedTensor(data.shape, data.dtype, made.spec, data, scale).dequantize()
+    transform = gemms.emulated.transform(gemm, step)
+    if transform is not None:  # H is symmetric, and orthogonal with its factor
+        signs = transform.signs(data.device)
+        values = hadamard_transform(padded(values, transform.block), torch.ones_like(signs))
+        values = (values.reshape(len(values), -1, transform.block) * signs).flatten(1)
+    return values[:, : matrix.shape[1]]
+
+
+def product(gemms: LinearGemms, capture: Capture, gemm: str, step: RngStep) -> torch.Tensor:
+    """fp32 product of one draw."""
+    if gemm == "fprop":
+        return gemms.fprop(capture.x, capture.w, step, update_amax=False)
+    return gemms.dgrad(capture.dy, capture.w, step) if gemm == "dgrad" else gemms.wgrad(capture.dy, capture.x, step)
+
+
+def draw_row(signal: torch.Tensor, draws: Iterable[torch.Tensor]) -> dict[str, float | None]:
+    """SNR of one draw, of the mean and of the shared error in dB, and the slope less 1, over at least two draws."""
+    signal = signal.double()
+    total, energy, count = torch.zeros_like(signal), 0.0, 0
+    for draw in draws:
+        total += draw
+        energy += float((draw - signal).square().sum())
+        count += 1
+    one, mean = energy / count, float((total / count - signal).square().sum())
+    shared = (count * mean - one) / (count - 1)
+    power = float(signal.square().sum())
+    return {
+        "one": _decibels(power, one),
+        "mean": _decibels(power, mean),
+        # below the spread of the estimate, which is near one / count for many entries, it is not resolved
+        "bias": _decibels(power, shared) if shared > 0.1 * one / count else None,
+        "slope": float((total * signal).sum()) / (count * power) - 1.0,
+    }
+
+
+def _decibels(power: float, error: float) -> float | None:
+    return 10.0 * math.log10(power / error) if error > 0 and power > 0 else None

@@ -1,0 +1,101 @@
+"""Fields in which two recipes differ, and the error of both on captured operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.capture_file import read_capture
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
+from megatron_lowprec.recipe.schema import Recipe
+from tools.bench.report import Column, Row
+from tools.numerics_lab.experiment import Lab, Result, Table
+from tools.numerics_lab.operand_error import error_result, error_rows
+
+NOT_NUMERICS = ("name", "summary", "source")
+
+
+def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) -> Result:
+    """Table of the fields and, with files, the tables of ``operand_error`` and their difference.
+
+    Args:
+        arguments: two recipes, names or YAML files, then files of ``--capture-step``.
+        recipes: must be empty.
+        draws: of rounding noise and signs.
+
+    Raises:
+        UserError: fewer than two recipes; an unknown one; a file that is no capture.
+    """
+    if recipes:
+        raise UserError("--recipes is for operand-error; recipe-diff takes its two recipes as arguments")
+    if len(arguments) < 2:
+        raise UserError(f"recipe-diff was asked with {len(arguments)} recipes; name two, then files of --capture-step")
+    first, second = (load_recipe(name) for name in arguments[:2])
+    if first.name == second.name:  # a YAML file may keep the name of its base
+        first, second = (replace(each, name=name) for each, name in zip((first, second), arguments))
+    fields = field_table(first, second)
+    if len(arguments) == 2:
+        return Result(f"{first.name} and {second.name}", (), [fields], {})
+    rows: list[Row] = []
+    for file in arguments[2:]:
+        capture = read_capture(Path(file), lab.device)
+        for recipe in (first, second):
+            rows += error_rows(capture, recipe, draws)
+    return error_result(rows, draws, [fields, comparison(rows, first, second)])
+
+
+def field_table(first: Recipe, second: Recipe) -> Table:
+    """A row for each field that decides numerics and differs."""
+    pairs = [dict(flattened(recipe_to_dict(recipe))) for recipe in (first, second)]
+    names = [name for name in dict.fromkeys([*pairs[0], *pairs[1]]) if pairs[0].get(name) != pairs[1].get(name)]
+    # an operand or a transform that one side lacks is one difference
+    lacking = {name for name in names if any(name in pair and pair[name] == "none" for pair in pairs)}
+    rows = []
+    for name in names:
+        whole = name.rpartition(".")[0]
+        if whole not in lacking:
+            values = (pair.get(name) or _whole(pair, name) for pair in pairs)
+            rows.append({"field": name, **dict(zip(("first", "second"), values))})
+    columns = (Column("field", "field"), Column("first", first.name), Column("second", second.name))
+    return Table("fields", "fields that differ", columns, rows)
+
+
+def flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """("fprop.input.format", "e4m3") and so on; what is absent is "none"."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{name}.")
+        elif name not in NOT_NUMERICS:
+            yield name, "none" if value is None else str(value)
+
+
+def comparison(rows: Sequence[Row], first: Recipe, second: Recipe) -> Table:
+    """SNR of one draw and of the mean under both recipes, for what both quantize."""
+    of = [{_case(row): row for row in rows if row["recipe"] == recipe.name} for recipe in (first, second)]
+    found = []
+    for case, row in of[0].items():
+        other = of[1].get(case)
+        if other is not None:
+            values = {f"{key}-{at}": each[key] for key in ("one", "mean") for at, each in enumerate((row, other))}
+            found.append({**dict(zip(("linear", "gemm", "what"), case)), **values})
+    columns = [Column(key, key) for key in ("linear", "gemm", "what")]
+    for key, heading in (("one", "one draw"), ("mean", "mean")):
+        columns += [
+            Column(f"{key}-{at}", f"{heading}, dB\n{recipe.name}", ".2f") for at, recipe in enumerate((first, second))
+        ]
+    return Table("compared", "SNR of what both recipes quantize", tuple(columns), found)
+
+
+def _case(row: Row) -> tuple[str, str, str]:
+    return row["linear"], row["gemm"], row["what"]
+
+
+def _whole(pair: Mapping[str, str], name: str) -> str:
+    """The fields below a name on the side that has them, in a line."""
+    return ", ".join(
+        f"{key.removeprefix(f'{name}.')} {value}" for key, value in pair.items() if key.startswith(f"{name}.")
+    )

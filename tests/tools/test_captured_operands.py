@@ -106,7 +106,7 @@ def test_fields_that_differ() -> None:
     rows = {row["field"]: row for row in recipe_diff.field_table(get_recipe("bf16"), get_recipe("mxfp4_rht_sr")).rows}
     assert rows.keys() == {f"{each}" for each in operands if "fprop" not in each} | {"dgrad.hadamard", "wgrad.hadamard"}
     assert rows["dgrad.hadamard"] == {"field": "dgrad.hadamard", "first": "none", "second": "block 64, signs random"}
-    assert rows["wgrad.input"]["second"].startswith("format e2m1, granularity 1x32, scale_format e8m0")
+    assert rows["wgrad.input"]["second"].startswith("E2M1, granularity 1x32, e8m0 scale floor, stochastic")
 
 
 def test_both_commands_on_files(tmp_path: Path) -> None:

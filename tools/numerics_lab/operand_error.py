@@ -63,7 +63,9 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     return error_result(rows, draws)
 
 
-def error_result(rows: Sequence[Row], draws: int, tables: Sequence[Table] = ()) -> Result:
+def error_result(
+    rows: Sequence[Row], draws: int, tables: Sequence[Table] = (), title: str = "Error of captured operands"
+) -> Result:
     """Result of ``error_rows``, behind other tables; UserError if no recipe quantizes any of the layers."""
     if not rows:
         raise UserError("no recipe that was asked quantizes a GEMM of these layers; name one that does by --recipes")
@@ -85,9 +87,9 @@ def error_result(rows: Sequence[Row], draws: int, tables: Sequence[Table] = ()) 
         (gemm, {f"{row['linear']}, {row['recipe']}": row["one"] for row in products if row["gemm"] == gemm})
         for gemm in dict.fromkeys(row["gemm"] for row in products)
     ]
-    names = list(dict.fromkeys(name for _, values in bars for name in values))
+    names = dict.fromkeys(f"{row['linear']}, {row['recipe']}" for row in products)
     panels = [(gemm, {name: values.get(name) or 0.0 for name in names}) for gemm, values in bars]
-    return Result("Error of captured operands", notes, tables, {"": grouped_bars(panels, "SNR of one draw, dB")})
+    return Result(title, notes, tables, {"": grouped_bars(panels, "SNR of one draw, dB")})
 
 
 def error_rows(capture: Capture, recipe: Recipe, draws: int) -> Iterator[Row]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.capture_file import read_capture
+from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from tools.bench.report import Column, Row
 from tools.numerics_lab.experiment import Lab, Result, Table
 from tools.numerics_lab.operand_error import error_result, error_rows
@@ -37,14 +39,15 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     if first.name == second.name:  # a YAML file may keep the name of its base
         first, second = (replace(each, name=name) for each, name in zip((first, second), arguments))
     fields = field_table(first, second)
+    title = f"{first.name} and {second.name}"
     if len(arguments) == 2:
-        return Result(f"{first.name} and {second.name}", (), [fields], {})
+        return Result(title, (), [fields], {})
     rows: list[Row] = []
     for file in arguments[2:]:
         capture = read_capture(Path(file), lab.device)
         for recipe in (first, second):
             rows += error_rows(capture, recipe, draws)
-    return error_result(rows, draws, [fields, comparison(rows, first, second)])
+    return error_result(rows, draws, [fields, comparison(rows, first, second)], title)
 
 
 def field_table(first: Recipe, second: Recipe) -> Table:
@@ -57,7 +60,7 @@ def field_table(first: Recipe, second: Recipe) -> Table:
     for name in names:
         whole = name.rpartition(".")[0]
         if whole not in lacking:
-            values = (pair.get(name) or _whole(pair, name) for pair in pairs)
+            values = (pair.get(name) or _whole(recipe, name) for pair, recipe in zip(pairs, (first, second)))
             rows.append({"field": name, **dict(zip(("first", "second"), values))})
     columns = (Column("field", "field"), Column("first", first.name), Column("second", second.name))
     return Table("fields", "fields that differ", columns, rows)
@@ -94,8 +97,9 @@ def _case(row: Row) -> tuple[str, str, str]:
     return row["linear"], row["gemm"], row["what"]
 
 
-def _whole(pair: Mapping[str, str], name: str) -> str:
-    """The fields below a name on the side that has them, in a line."""
-    return ", ".join(
-        f"{key.removeprefix(f'{name}.')} {value}" for key, value in pair.items() if key.startswith(f"{name}.")
-    )
+def _whole(recipe: Recipe, name: str) -> str:
+    """What a name stands for that the other recipe lacks: an operand or a transform."""
+    found = reduce(getattr, name.split("."), recipe)
+    if isinstance(found, QuantSpec):
+        return describe_operand(found)
+    return ", ".join(f"{key} {value}" for key, value in vars(found).items())

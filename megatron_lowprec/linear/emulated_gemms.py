@@ -173,7 +173,7 @@ class EmulatedGemms:
             out_dtype=out_dtype,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
-            product=self._products.get(name),
+            product=None if a_scale is None else self._products.get(name),  # an expert without tokens has no scales
         )
         return y if bias is None else add_bias_(y, bias)
 

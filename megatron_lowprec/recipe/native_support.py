@@ -84,8 +84,8 @@ def check_accumulator(recipe: Recipe, arch: str) -> None:
             )
         if why_emulated(name, gemm, arch) is None:
             raise UserError(
-                f"--emulate-accumulator was asked, but {name} runs on this GPU's own FP8 units; add --emulate, or "
-                "leave it out"
+                f"--emulate-accumulator was asked, but {name} may run on this GPU's own FP8 units; add --emulate, "
+                "or leave it out"
             )
 
 

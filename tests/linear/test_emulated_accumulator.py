@@ -45,9 +45,20 @@ def test_fprop_alone_is_summed_as_on_hopper(name: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_recipe_may_ask_for_it_in_every_gemm() -> None:
+def all_fast() -> Recipe:
     recipe = get_recipe("fp8_current")
-    fast = replace(recipe, **{name: replace(gemm, fast_accumulation=True) for name, gemm in recipe.gemms.items()})
-    for ours, theirs in zip(products(fast, True), products(fast, False)):
+    return replace(recipe, **{name: replace(gemm, fast_accumulation=True) for name, gemm in recipe.gemms.items()})
+
+
+def test_an_expert_without_tokens() -> None:
+    gemms = LinearGemms(all_fast(), LinearId(1, "x", expert=0), 0, AmaxHistory, emulate_accumulator=True)
+    step, x, w, dy = RngStep(0, 0), torch.zeros(0, 512), operands()[1], torch.zeros(0, 16)
+    assert gemms.fprop(x, w, step).shape == (0, 16)
+    assert gemms.dgrad(dy, w, step).shape == (0, 512)
+    assert torch.equal(gemms.wgrad(dy, x, step), torch.zeros(16, 512))
+
+
+def test_a_recipe_may_ask_for_it_in_every_gemm() -> None:
+    for ours, theirs in zip(products(all_fast(), True), products(all_fast(), False)):
         assert not torch.equal(ours, theirs)
         torch.testing.assert_close(ours, theirs, rtol=0.06, atol=0.0)

@@ -45,7 +45,7 @@ def test_another_architecture_needs_its_parts_alone(drive: Drive, monkeypatch: p
     def transformer_fields(config: Config) -> dict[str, Any]:
         return attention.transformer_fields(config) | {"qk_layernorm": True}
 
-    def other_weights(config: Config) -> int:
+    def other_weights(config: Config, layer: int) -> int:
         assert config.kv_channels is not None
         return 4 * config.kv_channels  # a scale and a shift for queries, and for keys
 

@@ -17,6 +17,7 @@ OPTIONS: Mapping[str, Any] = {
     "squared_relu": False,
     "disable_bias_linear": False,
     "group_query_attention": False,
+    "qk_layernorm": False,
     "num_experts": None,
 }
 VARIANTS: Mapping[str, tuple[Any, ...]] = {

@@ -17,6 +17,7 @@ OPTIONS: Mapping[str, Any] = {
     "swiglu": True,
     "disable_bias_linear": True,
     "add_qkv_bias": False,
+    "qk_layernorm": False,
     "num_experts": None,
 }
 VARIANTS: Mapping[str, tuple[Any, ...]] = {

@@ -98,7 +98,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 32,
         "qk_head_dim": 24,
         "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 16,
+        "v_head_dim": 32,  # another width than of keys has the math kernel on a CPU, which saves the scores
         "qk_layernorm": True,
         "position_embedding_type": "rope",
         "disable_bias_linear": True,

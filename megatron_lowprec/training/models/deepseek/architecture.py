@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megatron_lowprec.training.models.common import mlp
-from megatron_lowprec.training.models.common.interface import Architecture
-from megatron_lowprec.training.models.deepseek import latent_attention
+from megatron_lowprec.training.models.common.interface import Architecture, HuggingFace
+from megatron_lowprec.training.models.deepseek import hf_config, hf_weights, latent_attention
 from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
 from megatron_lowprec.training.models.moe.architecture import MOE
 
@@ -17,8 +17,9 @@ DEEPSEEK = Architecture(
     selected=lambda config: config.multi_latent_attention and bool(config.num_experts),
     attention=latent_attention,
     mlp=MOE.mlp,
+    hugging_face=HuggingFace(hf_config, hf_weights),
     plans_fp8_inputs=False,
-    shape_options=("multi_latent_attention", *_SIZES),
+    shape_options=("multi_latent_attention", *_SIZES, *MOE.shape_options),
     function_options=MOE.function_options,
     dependent_options={"multi_latent_attention": _SIZES},
 )
@@ -29,4 +30,5 @@ LATENT = Architecture(
     attention=latent_attention,
     mlp=mlp,
     plans_fp8_inputs=False,
+    shape_options=("multi_latent_attention", *_SIZES),
 )

@@ -18,6 +18,7 @@ OPTIONS: Mapping[str, Any] = {
     "disable_bias_linear": True,
     "add_qkv_bias": False,
     "qk_layernorm": False,
+    "multi_latent_attention": False,
     "num_experts": None,
 }
 VARIANTS: Mapping[str, tuple[Any, ...]] = {

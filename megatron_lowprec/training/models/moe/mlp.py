@@ -60,9 +60,7 @@ def _check_router(config: Config) -> None:
         check_divisible("--num-experts", require(config.num_experts), "--moe-router-num-groups", groups)
         check_divisible("--moe-router-topk", config.moe_router_topk, "--moe-router-group-topk", chosen)
         if chosen > groups:
-            raise UserError(
-                f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; lower it"
-            )
+            raise UserError(f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; lower it")
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
@@ -176,7 +174,7 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
 
 
 def backward_bytes(config: Config) -> float:
-    """Bytes of the widest activation: of one expert, for its share of the tokens under a balanced load, or of others."""
+    """Bytes of the widest activation, of an expert for its share of the tokens under a balanced load, or of others."""
     share = config.moe_router_topk / require(config.num_experts) * config.expert_model_parallel_size
     ffn = require(config.moe_ffn_hidden_size) * share / expert_tensor_ranks(config)
     tensor = config.tensor_model_parallel_size

@@ -15,7 +15,8 @@ class MoeOptions:
     num_experts: int | None = arg(None, "experts of a layer; default: a dense MLP")
     moe_ffn_hidden_size: int | None = arg(None, "width of one expert; default --ffn-hidden-size")
     moe_layer_freq: str = arg(
-        "1", "layers with experts: N for every Nth from the first, or a pattern such as ([0]*1+[1]*26); others are dense"
+        "1",
+        "layers with experts, others are dense: N for every Nth from the first, or a pattern as ([0]*1+[1]*26)",
     )
     moe_shared_expert_intermediate_size: int | None = arg(
         None, "width of the shared experts together, through which every token goes; default: none"

@@ -52,7 +52,8 @@ def _check_router(config: Config) -> None:
         raise UserError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; add it")
     if not biased and config.moe_router_bias_update_rate != Config().moe_router_bias_update_rate:
         raise UserError("--moe-router-bias-update-rate does nothing without --moe-router-enable-expert-bias; add that")
-    if not sigmoid and config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
+    scores_sum_to_one = not (sigmoid or config.moe_router_pre_softmax)
+    if config.moe_router_topk == 1 and scores_sum_to_one and config.moe_router_load_balancing_type != "sinkhorn":
         raise UserError("--moe-router-topk 1 gives every token the weight 1; add --moe-router-pre-softmax")
     if (groups is None) != (chosen is None):
         raise UserError("--moe-router-num-groups and --moe-router-group-topk belong together; give both or neither")

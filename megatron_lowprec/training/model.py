@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.utils import get_te_version
 
@@ -123,7 +123,8 @@ def transformer_config(config: Config, te: TEConfig | None = None) -> Transforme
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     on_gpu, architecture = torch.cuda.is_available(), architecture_of(config)
     virtual = virtual_stages(config)
-    return TransformerConfig(
+    kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
+    return kind(
         **architecture.attention.transformer_fields(config),
         **architecture.mlp.transformer_fields(config),
         num_layers=require(config.num_layers),

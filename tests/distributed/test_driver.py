@@ -63,6 +63,27 @@ RESUMED: dict[str, dict[str, Any]] = {
     # Shared embeddings have buckets of their own, with padding behind them.
     "pipeline, distributed": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
     "sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recipe": "fp8_delayed"},
+    # DeepSeek's layers; the balancing bias is a state beside the weights.
+    "latent attention, experts": {
+        "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+        "recipe": "mxfp4_sr",
+        "multi_latent_attention": True,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 32,
+        "v_head_dim": 32,
+        "qk_layernorm": True,
+        "position_embedding_type": "rope",
+        "disable_bias_linear": True,
+        "num_experts": 4,
+        "moe_layer_freq": "[0,1]",
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+    },
 }
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}}
 

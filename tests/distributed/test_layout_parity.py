@@ -31,6 +31,10 @@ COVER = {
     "gpt TP2xPP2+SP": "fp8_mxfp4_rht_sr",
     "moe_tiny EP2": "bf16",
     "moe_tiny TP2+SP": "mxfp4",
+    "deepseek_tiny DP2": "mxfp4_rht_sr",
+    "deepseek_tiny PP2": "bf16",
+    "deepseek_tiny EP2": "fp8_blockwise",
+    "deepseek_tiny TP2+SP": "mxfp8",
 }
 STEPS = 2
 

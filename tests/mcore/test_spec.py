@@ -36,9 +36,10 @@ def _world() -> Iterator[None]:
 
 
 def config_of(**options: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    unknown = options.keys() - {field.name for field in fields(TransformerConfig)}
+    kind = MLATransformerConfig if "kv_lora_rank" in options else TransformerConfig
+    unknown = options.keys() - {field.name for field in fields(kind)}
     if unknown:
         pytest.skip(f"this Megatron-core has no {', '.join(sorted(unknown))}")
     shared = {
@@ -54,7 +55,7 @@ def config_of(**options: Any) -> Any:
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
-    return TransformerConfig(**{**shared, **options})
+    return kind(**{**shared, **options})
 
 
 def block_of(config: Any, spec: Any) -> Any:
@@ -108,7 +109,20 @@ def test_the_layers_are_megatron_core_s(options: dict[str, Any]) -> None:
         assert want[name] is None or torch.equal(got[name], want[name]), name
 
 
-@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+# Megatron-core builds it with TransformerEngine alone: tests/training/convert compares it with transformers.
+LATENT = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 32,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize("options", [*CONFIGS.values(), LATENT], ids=[*CONFIGS, "latent attention"])
 def test_every_linear_layer_has_a_recipe(options: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -120,6 +134,11 @@ def test_every_linear_layer_has_a_recipe(options: dict[str, Any]) -> None:
     runtime = bind_recipe([block], get_recipe("mxfp4_rht_sr"), num_layers=LAYERS, seed=1)
     linears = [module for module in block.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
     assert len({id(module.linear_gemms) for module in linears}) == len(linears) == len(runtime.layers)
+    if options is LATENT:
+        names = {layer.linear_id.name.removeprefix("self_attention.") for layer in runtime.layers}
+        projections = {f"linear_{side}_{way}_proj" for side in ("q", "kv") for way in ("down", "up")}
+        assert names == {*projections, "linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
+        assert all(value is None or value.isfinite().all() for value in results(block).values())
 
 
 def test_a_pipeline_stage_has_its_own_part_of_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +164,6 @@ def test_a_pipeline_stage_has_its_own_part_of_the_pattern(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("field", "value", "what"),
     [
-        ("multi_latent_attention", True, "multi-latent attention"),
         ("experimental_attention_variant", "gated_delta_net", "experimental attention"),
         ("heterogeneous_block_specs", True, "different architectures"),
         ("mtp_num_layers", 1, "multi-token prediction"),

@@ -26,6 +26,10 @@ MODELS: Mapping[str, Sequence[str]] = {
     "gated": [*_GPT, "--swiglu", "--group-query-attention", "--num-query-groups", "2"],
     # One process's optimizer state cannot be loaded under expert parallelism.
     "moe_tiny": ["--config", "configs/models/moe_tiny.yaml", "--no-load-optim", *_COMMON],
+    "deepseek_tiny": [
+        *("--config", "configs/models/deepseek_tiny.yaml", "--no-load-optim"),
+        *("--num-layers", "4", "--moe-layer-freq", "([0]*1+[1]*3)", *_COMMON),
+    ],
 }
 """Flags of each model; the checks set dropout and precision."""
 
@@ -69,7 +73,7 @@ _PP2 = ("--pipeline-model-parallel-size", "2")
 _EP2 = ("--expert-model-parallel-size", "2")
 _DISTRIBUTED = ("--use-distributed-optimizer",)
 
-ONE = (Layout("1", 1), Layout("1", 1, model="moe_tiny"))
+ONE = (Layout("1", 1), Layout("1", 1, model="moe_tiny"), Layout("1", 1, model="deepseek_tiny"))
 """The references."""
 
 LAYOUTS = (
@@ -83,6 +87,10 @@ LAYOUTS = (
     Layout("TP2xPP2+SP", 4, (*_TP2, *_SP, *_PP2)),
     Layout("EP2", 2, _EP2, "moe_tiny", regroups=True),
     Layout("TP2+SP", 2, (*_TP2, *_SP), "moe_tiny", regroups=True),
+    Layout("DP2", 2, (), "deepseek_tiny"),
+    Layout("PP2", 2, _PP2, "deepseek_tiny"),
+    Layout("EP2", 2, _EP2, "deepseek_tiny", regroups=True),
+    Layout("TP2+SP", 2, (*_TP2, *_SP), "deepseek_tiny", regroups=True),
 )
 
 RESUMED = (Layout("TP2+SP distributed optimizer", 2, (*_TP2, *_SP, *_DISTRIBUTED)), Layout("PP2", 2, _PP2))

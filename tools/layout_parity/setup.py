@@ -50,7 +50,7 @@ class Shuffled:
 
 
 class Snapshot:
-    """A copy of weights, main weights and optimizer state."""
+    """A copy of weights, buffers, main weights and optimizer state."""
 
     def __init__(self, trainer: model.Trainer) -> None:
         self._trainer = trainer
@@ -84,6 +84,9 @@ def _groups(trainer: model.Trainer) -> list[dict[str, Any]]:
 def _tensors(trainer: model.Trainer) -> Iterator[torch.Tensor]:
     for chunk in trainer.chunks:
         yield from (weight.data for weight in chunk.parameters())
+        for module in chunk.modules():  # the balancing bias of experts
+            held = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+            yield from (held[name] for name in held if name not in module._non_persistent_buffers_set)
     for inner in model.torch_optimizers(trainer.optimizer):
         for group in inner.param_groups:
             for weight in group["params"]:

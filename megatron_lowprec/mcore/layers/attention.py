@@ -15,10 +15,10 @@ from megatron_lowprec.errors import UserError
 
 
 class SdpaAttention(MegatronModule):
-    """Core attention: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b, heads * d], never quantized.
+    """Core attention: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, e] -> [s, b, heads * e], unquantized.
 
-    Takes the arguments of Megatron-core's ``DotProductAttention``. Like it, draws dropout from the tensor-parallel RNG
-    state.
+    Takes the arguments of Megatron-core's ``DotProductAttention``, and the widths that latent attention gives. Like it,
+    draws dropout from the tensor-parallel RNG state.
     """
 
     def __init__(
@@ -29,6 +29,8 @@ class SdpaAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
     ) -> None:
@@ -39,7 +41,7 @@ class SdpaAttention(MegatronModule):
             )
         if config.window_size is not None or config.softmax_type != "vanilla":
             raise UserError("windowed attention and learnable softmax offsets need --attention-backend local")
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.attn_mask_type = attn_mask_type
 

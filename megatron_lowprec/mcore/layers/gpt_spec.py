@@ -9,9 +9,11 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as sto
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -37,7 +39,6 @@ _ATTENTIONS = {"auto": SdpaAttention, "local": DotProductAttention}
 
 # Config fields that select unsupported layers or numerics if set to anything but None or False.
 _REFUSED = {
-    "multi_latent_attention": "multi-latent attention",
     "experimental_attention_variant": "an experimental attention variant",
     "heterogeneous_block_specs": "layers of different architectures",
     "mtp_num_layers": "multi-token prediction",
@@ -71,6 +72,8 @@ def low_precision(spec: Any, *, attention_backend: str = "auto", no_lowprec_line
 def _replaced(spec: Any, by: Mapping[Any, Any]) -> Any:
     if spec is not None and spec is GROUPED_EXPERTS:
         raise UserError(_NO_GROUPED_GEMM)
+    if isinstance(spec, MLASelfAttentionSubmodules):
+        spec = _with_known_projections(spec)
     if isinstance(spec, ModuleSpec):
         module, submodules = _replaced(spec.module, by), _replaced(spec.submodules, by)
         return LowPrecMLP.of(submodules) if module is MLP else replace(spec, module=module, submodules=submodules)
@@ -82,6 +85,22 @@ def _replaced(spec: Any, by: Mapping[Any, Any]) -> Any:
     if isinstance(spec, list | tuple):
         return type(spec)(_replaced(each, by) for each in spec)
     return by.get(spec, spec) if callable(spec) else spec
+
+
+class _ColumnParallelSpec(ModuleSpec):
+    """A spec that equals ``ColumnParallelLinear``: MLASelfAttention takes a projection down by equality alone."""
+
+    def __eq__(self, other: object) -> bool:
+        return other is ColumnParallelLinear or self is other
+
+    __hash__ = object.__hash__
+
+
+def _with_known_projections(submodules: MLASelfAttentionSubmodules) -> MLASelfAttentionSubmodules:
+    # Without TransformerEngine its TELinear is no class, which isinstance refuses.
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+    down = _ColumnParallelSpec(module=ColumnParallelLinear)
+    return replace(submodules, linear_q_down_proj=down, linear_kv_down_proj=down)
 
 
 def check_supported(config: TransformerConfig) -> None:

@@ -35,6 +35,7 @@ _SHAPE = (
     "swiglu",
     "disable_bias_linear",
     "add_qkv_bias",
+    "qk_layernorm",
     "untie_embeddings_and_output_weights",
     *(name for architecture in ARCHITECTURES for name in architecture.shape_options),
 )
@@ -43,6 +44,7 @@ _FUNCTION = ("squared_relu", "norm_epsilon")
 _FUNCTION_OF_ROPE = ("rotary_base", "rotary_percent")
 # Options besides the model's that determine the optimizer's tensors.
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
+_DEFAULTS = Config()
 # Options that determine the sample at each position.
 _DATA = ("data_path", "train_data_path", "data_phase_path", "mock_data", "sft", "split", "seq_length")
 
@@ -174,10 +176,11 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
 
 
 def _differing(options: Mapping[str, Any], config: Config, names: Collection[str]) -> list[str]:
+    before = {name: options.get(name, getattr(_DEFAULTS, name)) for name in names}  # older ones lack newer options
     return [
-        f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {options.get(name)})"
-        for name in names
-        if options.get(name) != getattr(config, name)
+        f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {value})"
+        for name, value in before.items()
+        if value != getattr(config, name)
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_lowprec.training.config.fields import arg
+from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
 from megatron_lowprec.training.models.moe.options import MoeOptions
 
 
@@ -79,6 +80,9 @@ class ModelOptions:
     squared_relu: bool = arg(False, "squared ReLU in the MLP instead of GELU")
     disable_bias_linear: bool = arg(False, "no bias in the linear layers")
     add_qkv_bias: bool = arg(False, "a bias in the QKV projection even with --disable-bias-linear")
+    qk_layernorm: bool = arg(
+        False, "a norm of each head's queries and keys; with --multi-latent-attention of their latents"
+    )
     untie_embeddings_and_output_weights: bool = arg(
         False, "an output layer of its own instead of the embedding's weight"
     )
@@ -315,6 +319,7 @@ class Config(
     OptimizerOptions,
     TrainingOptions,
     MoeOptions,
+    LatentAttentionOptions,
     ModelOptions,
     RecipeOptions,
 ):

@@ -90,10 +90,9 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
         _choose_deterministic_algorithms()
     device = _device(ranks)
     if device.type == "cpu":
-        import torch._dynamo
-
-        # Megatron-core compiles its small fusions, which takes minutes on a CPU and gains nothing.
-        torch._dynamo.config.disable = True
+        # Megatron-core compiles its small fusions, which takes minutes on a CPU and gains nothing. Read as its modules
+        # are imported, which then spares a second: the compiler is not.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if device.type == "cuda":
         # Run backward in the calling thread: a process has one GPU, and Python in autograd's own thread takes twice
         # the time, which leaves the GPU idle where layers are small.

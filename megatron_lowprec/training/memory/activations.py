@@ -12,20 +12,21 @@ from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_bytes, tokens_of, width_of
 
 
-def layer_activations(config: Config, runs: Runs | None = None) -> dict[str, float]:
-    """Bytes that one transformer layer saves for backward, by tensor, for one microbatch.
+def layer_activations(config: Config, runs: Runs | None = None, layer: int | None = None) -> dict[str, float]:
+    """Bytes that one transformer layer saves for backward, by tensor, for one microbatch; the last one by default.
 
     A linear layer saves its input in the compute dtype, or one byte per value if its FP8 GEMMs are native.
     Without ``runs``: a bf16 recipe on a CPU.
     """
+    layer = layer or require(config.num_layers)
     architecture = architecture_of(config)
     inputs = runs if architecture.plans_fp8_inputs else None
     saved = {
         "input of the first norm": stream_bytes(config),
-        **architecture.attention.activations(config, inputs),
+        **architecture.attention.activations(config, inputs, layer),
         "input of the second norm": stream_bytes(config),
         "statistics of the norms": _norm_statistics(config, 2),
-        **architecture.mlp.activations(config, inputs),
+        **architecture.mlp.activations(config, inputs, layer),
     }
     if config.hidden_dropout and not (runs is not None and runs.fused):
         masks = 2 * tokens_of(config) * require(config.hidden_size)
@@ -57,24 +58,22 @@ def logit_bytes(config: Config, padded_vocab_size: int, fused: bool = False) -> 
     return tokens_of(config) * padded_vocab_size / config.tensor_model_parallel_size * (width_of(config) + copies)
 
 
-def kept_of_layers(config: Config, layers: int, runs: Runs) -> float:
+def kept_of_layers(config: Config, layers: range, runs: Runs) -> float:
     """Bytes that a stage's layers save for one microbatch; recomputed layers save only the input of each chunk."""
-    whole = sum(layer_activations(config, runs).values())
     if config.recompute_granularity != "full":
-        return layers * whole
+        return sum(_whole(config, runs, layers))
     chunk = require(config.recompute_num_layers)
     if config.recompute_method == "uniform":
-        return -(-layers // chunk) * stream_bytes(config)
-    recomputed = min(chunk, layers)
-    return recomputed * stream_bytes(config) + (layers - recomputed) * whole
+        return -(-len(layers) // chunk) * stream_bytes(config)
+    recomputed = layers[:chunk]
+    return len(recomputed) * stream_bytes(config) + sum(_whole(config, runs, layers[chunk:]))
 
 
-def recomputed_at_once(config: Config, layers: int, runs: Runs) -> float:
+def recomputed_at_once(config: Config, layers: range, runs: Runs) -> float:
     """Bytes of activations that are recomputed at once in the backward pass."""
-    activations = layer_activations(config, runs)
     if config.recompute_granularity == "full":
-        chunk = min(require(config.recompute_num_layers), layers) if config.recompute_method == "uniform" else 1
-        return chunk * sum(activations.values())
+        chunk = require(config.recompute_num_layers) if config.recompute_method == "uniform" else 1
+        return max(sum(_whole(config, runs, layers[first : first + chunk])) for first in range(0, len(layers), chunk))
     if config.recompute_granularity == "selective":
         return architecture_of(config).attention.recomputed_bytes(config)
     return 0.0
@@ -85,12 +84,17 @@ def backward_of_a_layer(config: Config, runs: Runs) -> float:
     stream = float(tokens_of(config)) * require(config.hidden_size) * width_of(config)
     mlp = architecture_of(config).mlp
     wide = mlp.backward_bytes(config)
-    gates = 2 if any(site.gated for site in mlp.linear_sites(config, 1)) else 1
+    gates = 2 if any(site.gated for site in mlp.linear_sites(config, require(config.num_layers))) else 1
     operands = 0.0
     if runs.recipe.wgrad.quantized or runs.recipe.dgrad.quantized:
         operands = 2 * gates * wide + stream  # dy, rowwise and columnwise; x
     recomputed = wide if runs.recomputes_gelu(config) else 0.0
     return stream + (1 + gates) * wide + operands + recomputed
+
+
+def _whole(config: Config, runs: Runs, layers: range) -> list[float]:
+    """Bytes that each of the layers saves without recomputation."""
+    return [sum(layer_activations(config, runs, layer).values()) for layer in layers]
 
 
 def _norm_statistics(config: Config, norms: int) -> float:

@@ -26,9 +26,9 @@ class Runs:
         """Whether dropout and cross entropy are the fused kernels, which save no mask and no softmax."""
         return self.arch.startswith("sm")
 
-    def keeps_codes(self, config: Config, name: str) -> bool:
+    def keeps_codes(self, config: Config, layer: int, name: str) -> bool:
         """Whether a linear layer saves FP8 codes of its input for wgrad, instead of the input."""
-        site = next(site for site in linear_sites(config) if site.name == name)
+        site = next(site for site in linear_sites(config, range(layer, layer + 1)) if site.name == name)
         if config.sequence_parallel and site.split == "column":  # gathered again in the backward pass
             return config.fp8_sequence_parallel_gather and why_not_gathered(self.recipe, "input") is None
         native = self.native_gemms(config, site)
@@ -52,6 +52,12 @@ class Runs:
         if site.split == "column":
             return native_gemms(self.recipe, self.arch, sizes[0], sizes[1] // ranks)
         return native_gemms(self.recipe, self.arch, sizes[0] // ranks, sizes[1])
+
+
+def stage_layers(config: Config, stage: int) -> range:
+    """Numbers of a pipeline stage's layers, from 1; an interleaved stage holds as many, of other numbers."""
+    here = require(config.num_layers) // config.pipeline_model_parallel_size
+    return range(stage * here + 1, (stage + 1) * here + 1)
 
 
 def microbatches_of(config: Config, gpus: int) -> int:

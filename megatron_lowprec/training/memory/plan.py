@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.memory.activations import (
     backward_of_a_layer,
@@ -16,7 +15,7 @@ from megatron_lowprec.training.memory.activations import (
     logit_bytes,
     recomputed_at_once,
 )
-from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight
+from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight, stage_layers
 from megatron_lowprec.training.memory.weights import fp32_gradients, lasting
 
 GIB = 2.0**30
@@ -57,7 +56,7 @@ def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch
 
 def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) -> MemoryPlan:
     first, last = stage == 0, stage == config.pipeline_model_parallel_size - 1
-    layers = require(config.num_layers) // config.pipeline_model_parallel_size
+    layers = stage_layers(config, stage)
     in_flight = microbatches_in_flight(config, gpus, stage)
     kept = {
         "layers": in_flight * kept_of_layers(config, layers, runs),

@@ -9,10 +9,9 @@ from megatron_lowprec.recipe.coverage import LinearSite, kept_in_bf16, weight_se
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
-from megatron_lowprec.training.memory.layout import Runs, microbatches_of
-from megatron_lowprec.training.models.architectures import architecture_of
+from megatron_lowprec.training.memory.layout import Runs, microbatches_of, stage_layers
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import width_of
+from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, width_of
 from megatron_lowprec.training.models.sizes import has_bias, linear_sites, norm_weights, other_weights, sharding
 
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
@@ -28,16 +27,10 @@ class Weights:
 
 def stage_weights(config: Config, padded_vocab_size: int, stage: int) -> Weights:
     """Number of weights on one rank of a pipeline stage."""
-    hidden, tensor, pipeline = (
-        require(config.hidden_size),
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-    )
-    layers = require(config.num_layers) // pipeline
-    dense, expert = layers * other_weights(config), 0
-    for site in linear_sites(config):
-        if site.layer_number > layers:  # all layers are alike
-            break
+    hidden, tensor = require(config.hidden_size), config.tensor_model_parallel_size
+    pipeline, layers = config.pipeline_model_parallel_size, stage_layers(config, stage)
+    dense, expert = sum(other_weights(config, layer) for layer in layers), 0
+    for site in linear_sites(config, layers):
         shards = sharding(config, site)
         weights = shards.copies_on_rank * _linear_weights(config, site, shards)
         if shards.experts:
@@ -67,8 +60,7 @@ def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) 
     weights = stage_weights(config, vocabulary, stage)
     data = data_parallel_size(config, gpus) * config.context_parallel_size
     copies = gpus // config.pipeline_model_parallel_size  # ranks of a stage, over which its experts are spread
-    expert_tensor = architecture_of(config).mlp.sharding(config).tensor_ranks
-    expert_data = max(1, copies // (config.expert_model_parallel_size * expert_tensor))
+    expert_data = max(1, copies // (config.expert_model_parallel_size * expert_tensor_ranks(config)))
     distributed = config.use_distributed_optimizer
     # Weights whose optimizer state this rank holds.
     owned = weights.dense / (data if distributed else 1) + weights.expert / (expert_data if distributed else 1)
@@ -103,14 +95,14 @@ def fp32_gradients(config: Config, runs: Runs, vocabulary: int, gpus: int, stage
         weights = stage_weights(config, vocabulary, stage)
         return 4.0 * (weights.dense + weights.expert)
     together: dict[str, float] = {}
-    for site in linear_sites(config):
-        if site.layer_number == 1:  # all layers are alike
-            shards = sharding(config, site)
-            part = site.name if shards.experts else site.name.split(".")[0]
-            weights_here = site.in_features * site.out_features / shards.tensor_ranks
-            # attention's layers are written one after the other
-            fused = together.get(part, 0.0) if part == "mlp" else 0.0
-            together[part] = max(together.get(part, 0.0), fused + weights_here)
+    for layer in stage_layers(config, stage):
+        dense_mlp = 0.0
+        for site in linear_sites(config, range(layer, layer + 1)):
+            weights_here = site.in_features * site.out_features / sharding(config, site).tensor_ranks
+            if site.name.startswith("mlp.linear_fc"):  # of a dense MLP, whose function writes both
+                dense_mlp += weights_here
+            together[site.name] = max(together.get(site.name, 0.0), weights_here)
+        together["mlp"] = max(together.get("mlp", 0.0), dense_mlp)
     if stage in (0, config.pipeline_model_parallel_size - 1):
         together["embedding"] = vocabulary / config.tensor_model_parallel_size * require(config.hidden_size)
     return 4.0 * max(together.values())
@@ -140,10 +132,9 @@ def _primary_weights(config: Config, runs: Runs, stage: int) -> float:
 def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[LinearSite, float]]:
     """Quantized linear layers of a stage, and the number of weights of each on one rank, without biases."""
     layers = require(config.num_layers)
-    here = layers // config.pipeline_model_parallel_size
-    for site in linear_sites(config):
-        # Interleaved stages hold the same number of other layers; which ones are kept in bf16 then differs a little.
-        if (site.layer_number - 1) // here != stage or kept_in_bf16(runs.recipe, site.layer_number, site.name, layers):
+    for site in linear_sites(config, stage_layers(config, stage)):
+        # Interleaved stages hold other layers; which ones are kept in bf16 then differs a little.
+        if kept_in_bf16(runs.recipe, site.layer_number, site.name, layers):
             continue
         shards = sharding(config, site)
         yield site, shards.copies_on_rank * site.in_features * site.out_features / shards.tensor_ranks

@@ -9,12 +9,15 @@ from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.common.interface import Sharding
 
 
-def linear_sites(config: Config) -> list[LinearSite]:
-    """Every linear layer that a recipe may change, in the order of the forward pass; unsharded sizes of one expert."""
+def linear_sites(config: Config, layers: range | None = None) -> list[LinearSite]:
+    """Every linear layer that a recipe may change, in the order of the forward pass; unsharded sizes of one expert.
+
+    ``layers`` are numbers of transformer layers, from 1; None for all.
+    """
     architecture = architecture_of(config)
     return [
         site
-        for layer in range(1, require(config.num_layers) + 1)
+        for layer in layers or range(1, require(config.num_layers) + 1)
         for part in (architecture.attention, architecture.mlp)
         for site in part.linear_sites(config, layer)
     ]
@@ -24,12 +27,12 @@ def sharding(config: Config, site: LinearSite) -> Sharding:
     """Copies of a linear layer, and their sharding over ranks."""
     architecture = architecture_of(config)
     part = architecture.mlp if site.name.startswith("mlp.") else architecture.attention
-    return part.sharding(config)
+    return part.sharding(config, site)
 
 
 def has_experts(config: Config) -> bool:
     """Whether MLPs are experts, which are sharded over other ranks than the rest of a model."""
-    return architecture_of(config).mlp.sharding(config).experts
+    return bool(config.num_experts)
 
 
 def has_bias(config: Config, site: LinearSite) -> bool:
@@ -42,12 +45,11 @@ def norm_weights(config: Config) -> int:
     return require(config.hidden_size) * (2 if config.normalization == "LayerNorm" else 1)
 
 
-def other_weights(config: Config) -> int:
+def other_weights(config: Config, layer: int) -> int:
     """Weights of one layer outside of its linear layers."""
     architecture = architecture_of(config)
-    return sum(part.other_weights(config) for part in (architecture.attention, architecture.mlp)) + 2 * norm_weights(
-        config
-    )
+    of_parts = sum(part.other_weights(config, layer) for part in (architecture.attention, architecture.mlp))
+    return of_parts + 2 * norm_weights(config)
 
 
 def num_non_embedding_parameters(config: Config) -> int:
@@ -56,7 +58,7 @@ def num_non_embedding_parameters(config: Config) -> int:
     for site in linear_sites(config):
         weights = site.in_features * site.out_features + has_bias(config, site) * site.out_features
         total += sharding(config, site).copies * weights
-    return total + require(config.num_layers) * other_weights(config)
+    return total + sum(other_weights(config, layer) for layer in range(1, require(config.num_layers) + 1))
 
 
 def num_parameters(config: Config, padded_vocab_size: int) -> int:
@@ -79,5 +81,5 @@ def flops_per_sample(config: Config, padded_vocab_size: int) -> float:
     linears = sum(
         site.in_features * site.out_features * sharding(config, site).copies_per_token for site in linear_sites(config)
     )
-    attention = layers * require(config.kv_channels) * require(config.num_attention_heads) * seq
+    attention = layers * architecture_of(config).attention.score_channels(config) * seq
     return 3.0 * 2.0 * seq * (linears + attention + hidden * padded_vocab_size)

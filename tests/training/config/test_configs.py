@@ -62,7 +62,12 @@ def test_sizes_suit_every_recipe(path: Path) -> None:
     config = resolve_model(parse(["--config", str(path)])[0])
     for name in recipes():
         sites = linear_sites(config)
-        check_sizes(load_recipe(name), sites, require(config.num_layers), config.tensor_model_parallel_size)
+        check_sizes(
+            load_recipe(name, config.recipe_override),
+            sites,
+            require(config.num_layers),
+            config.tensor_model_parallel_size,
+        )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -100,6 +105,7 @@ def test_fits_a_node_of_eight_80_gib_gpus(path: Path) -> None:
         ("gpt_843m_mxfp8", 834.2),
         ("gpt_8b_mxfp8", 6049.2),
         ("moe_16b_mxfp8", 15817.1),
+        ("deepseek_16b", 15493.1),
     ],
 )
 def test_parameters_are_what_the_name_says(name: str, millions: float) -> None:
@@ -107,11 +113,20 @@ def test_parameters_are_what_the_name_says(name: str, millions: float) -> None:
     assert num_parameters(config, 50304) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
-def test_active_parameters_of_the_experts() -> None:
-    config = resolved("moe_16b_mxfp8")
-    expert = 2 * require(config.hidden_size) * require(config.moe_ffn_hidden_size)
-    idle = require(config.num_layers) * (require(config.num_experts) - config.moe_router_topk) * expert
-    assert (num_parameters(config, 50304) - idle) / 1e9 == pytest.approx(2.4, abs=0.05)
+@pytest.mark.parametrize(
+    ("name", "matrices", "layers", "vocabulary", "embedding"),
+    # Of DeepSeek-V2-Lite, 15.7B parameters and 2.4B active ones, which leave the embedding out.
+    [("moe_16b_mxfp8", 2, 24, 50304, 0), ("deepseek_16b", 3, 26, 102400, 102400 * 2048)],
+)
+def test_active_parameters_of_the_experts(
+    name: str, matrices: int, layers: int, vocabulary: int, embedding: int
+) -> None:
+    config = resolved(name)
+    expert = matrices * require(config.hidden_size) * require(config.moe_ffn_hidden_size)
+    idle = layers * (require(config.num_experts) - config.moe_router_topk) * expert
+    total = num_parameters(config, vocabulary)
+    assert (total - idle - embedding) / 1e9 == pytest.approx(2.4, abs=0.06)
+    assert name != "deepseek_16b" or total / 1e9 == pytest.approx(15.7, abs=0.05)
 
 
 # arXiv 2502.20586, appendix; and the scripts published with it.
@@ -162,6 +177,7 @@ def test_values_are_the_source_s(name: str) -> None:
         ("gpt_843m_mxfp8", [], 300.0),
         ("gpt_8b_mxfp8", [], 15_000.0),
         ("moe_16b_mxfp8", [], 1_000.0),
+        ("deepseek_16b", [], 5_700.0),
     ],
 )
 def test_budgets_in_tokens(name: str, flags: list[str], billions: float) -> None:

@@ -56,6 +56,16 @@ INTERLEAVED: dict[str, Any] = {
     "num_virtual_stages_per_pipeline_rank": 2,
 }
 SAMPLES: dict[str, Any] = {"train_iters": None, "train_samples": 100}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True}
+SIGMOID: dict[str, Any] = {**EXPERTS, "moe_router_score_function": "sigmoid"}
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "position_embedding_type": "rope",
+}
 CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"num_layers": None}, ["--num-layers"]),
     (1, {"lr": None}, ["--lr"]),
@@ -127,6 +137,23 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"clip_grad": -1.0}, ["--clip-grad -1.0", "at least 0"]),
     (1, {"num_query_groups": 3}, ["--num-query-groups 3", "--group-query-attention"]),
     (1, {"moe_router_topk": 1}, ["--moe-router-topk 1", "--num-experts"]),
+    (1, {"moe_layer_freq": "2"}, ["--moe-layer-freq 2", "--num-experts"]),
+    (1, {**EXPERTS, "moe_layer_freq": "[0]*2"}, ["--moe-layer-freq [0]*2", "no layer with experts"]),
+    (1, {"num_experts": 4, "moe_shared_expert_intermediate_size": 64}, ["--disable-bias-linear"]),
+    (1, {**EXPERTS, "moe_router_topk_scaling_factor": 2.5}, ["--moe-router-score-function sigmoid"]),
+    (1, {**EXPERTS, "moe_router_enable_expert_bias": True}, ["--moe-router-score-function sigmoid"]),
+    (1, {**EXPERTS, "moe_router_bias_update_rate": 0.1}, ["--moe-router-enable-expert-bias"]),
+    (1, {**SIGMOID, "moe_router_pre_softmax": True}, ["--moe-router-pre-softmax", "sigmoid"]),
+    (1, {**EXPERTS, "moe_router_topk": 1}, ["--moe-router-topk 1", "--moe-router-pre-softmax"]),
+    (1, {**EXPERTS, "moe_router_num_groups": 2}, ["--moe-router-group-topk"]),
+    (1, {**EXPERTS, "moe_router_num_groups": 3, "moe_router_group_topk": 1}, ["--num-experts 4", "3"]),
+    (1, {**EXPERTS, "moe_router_num_groups": 1, "moe_router_group_topk": 2}, ["--moe-router-group-topk 2 is more"]),
+    (1, {"kv_lora_rank": 32}, ["--kv-lora-rank 32", "--multi-latent-attention"]),
+    (1, {"multi_latent_attention": True, "kv_lora_rank": 32}, ["--qk-head-dim, --qk-pos-emb-head-dim, --v-head-dim"]),
+    (1, {**LATENT, "position_embedding_type": "learned_absolute"}, ["--position-embedding-type rope"]),
+    (1, {**LATENT, "attention_backend": "local"}, ["--attention-backend auto"]),
+    (1, {**LATENT, "qk_pos_emb_head_dim": 7}, ["--qk-pos-emb-head-dim 7"]),
+    (2, {**LATENT, **TP2, "kv_lora_rank": 33}, ["--kv-lora-rank + --qk-pos-emb-head-dim 41"]),
     (1, {"memory_plan_gpus": 8}, ["--memory-plan-gpus 8", "--memory-plan"]),
     (1, {"memory_plan": True, "memory_plan_gpus": 0}, ["--memory-plan-gpus 0", "at least 1"]),
     (1, {"finetune": True}, ["--finetune", "--load"]),

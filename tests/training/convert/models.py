@@ -30,6 +30,39 @@ LLAMA: dict[str, Any] = {
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }
+DEEPSEEK: dict[str, Any] = {
+    **COMMON,
+    "vocab_size": 200,
+    "num_layers": 3,
+    "num_attention_heads": 4,
+    "multi_latent_attention": True,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "qk_layernorm": True,
+    "position_embedding_type": "rope",
+    "rotary_base": 500,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "swiglu": True,
+    "ffn_hidden_size": 96,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "num_experts": 8,
+    "moe_layer_freq": "([0]*1+[1]*2)",
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,  # so that it decides
+    "moe_router_dtype": "fp32",
+}
 IDS = torch.randint(0, 200, (3, 32), generator=torch.Generator().manual_seed(5))
 
 

@@ -1,6 +1,7 @@
 """GPT-2 and Llama in plain torch, from Hugging Face's own description of them: config.json and safetensors to logits.
 
-Written for these tests, in fp32 and with nothing fused; it shares no code with the conversions.
+Written for these tests, in fp32 and with nothing fused; it shares no code with the conversions. Other models run in
+transformers itself.
 """
 
 from __future__ import annotations
@@ -16,8 +17,20 @@ from safetensors.torch import load_file
 def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """[batch, sequence, vocabulary] in fp32 of a model's folder."""
     config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "deepseek_v3":
+        return by_transformers(folder, ids)
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     return {"gpt2": gpt2, "llama": llama}[config["model_type"]](config, tensors, ids)
+
+
+def by_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """As ``logits``, by the package that the files are written for."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(ids).logits
+    return found
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

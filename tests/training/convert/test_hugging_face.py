@@ -18,7 +18,7 @@ from megatron_lowprec.training.convert.hf_config import from_hf_config, hf_form,
 from megatron_lowprec.training.convert.hf_weights import pad_rows
 from megatron_lowprec.training.convert.store import read_weights
 from tests.training.conftest import Drive
-from tests.training.convert.models import GPT, IDS, LLAMA, arguments, our_logits
+from tests.training.convert.models import DEEPSEEK, GPT, IDS, LLAMA, arguments, our_logits
 from tests.training.convert.reference import logits
 from tests.training.helpers import REPOSITORY, losses
 from tools import export_hf, import_hf
@@ -32,6 +32,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": None,
         "group_query_attention": None,
         "num_query_groups": None,
+    },
+    "deepseek": DEEPSEEK,
+    "deepseek without a latent of queries, groups and dense layers": {
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "moe_layer_freq": None,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": None,
     },
 }
 
@@ -193,7 +202,7 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_query
 )
 def test_other_models_are_refused(changes: dict[str, Any], words: str) -> None:
     assert hf_form(Config(**SIZES)).config.MODEL_TYPE == "gpt2"
-    with pytest.raises(UserError, match="neither a GPT-2 nor a Llama") as error:
+    with pytest.raises(UserError, match="neither a GPT-2 nor a Llama nor a DeepSeek-V3") as error:
         hf_form(Config(**{**SIZES, **changes}))
     assert words in str(error.value)
 

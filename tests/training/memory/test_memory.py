@@ -82,6 +82,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "experts": {"num_experts": 4, "squared_relu": True, "disable_bias_linear": True, "moe_ffn_hidden_size": 192},
     "gated experts": {"num_experts": 4, "swiglu": True, "disable_bias_linear": True, "moe_ffn_hidden_size": 192},
+    "dense and shared experts": {
+        "num_layers": 3,
+        "num_experts": 4,
+        "moe_layer_freq": "([0]*1+[1]*2)",
+        "moe_ffn_hidden_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+        "swiglu": True,
+        "disable_bias_linear": True,
+    },
+    "norms of queries and keys": {"qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
+    "latent attention": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 24,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 32,  # another width than of keys has the math kernel on a CPU, which saves the scores
+        "qk_layernorm": True,
+        "position_embedding_type": "rope",
+        "disable_bias_linear": True,
+    },
     "selective recompute": {"recompute_granularity": "selective", "attention_backend": "local"},
     "full recompute": {
         "num_layers": 4,

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models import architectures
 from megatron_lowprec.training.models.architectures import architecture_of, model_options
 from megatron_lowprec.training.models.common import attention
 from megatron_lowprec.training.models.gpt2.architecture import GPT2
+from megatron_lowprec.training.models.moe.layer_pattern import layers_with_experts
 from megatron_lowprec.training.models.sizes import has_experts, num_parameters
 from tests.training.conftest import Drive
 from tests.training.convert.models import LLAMA as LLAMA_OPTIONS
@@ -29,13 +31,39 @@ LLAMA = {name: value for name, value in LLAMA_OPTIONS.items() if name in Config.
         (LLAMA, "llama"),
         ({**LLAMA, "num_experts": 4}, "moe"),
         ({"num_experts": 4}, "moe"),
+        ({"num_experts": 4, "multi_latent_attention": True}, "deepseek"),
+        ({"multi_latent_attention": True}, "dense latent attention"),
     ],
 )
 def test_options_select_an_architecture(options: dict[str, Any], name: str) -> None:
     config = Config(**options)
     assert architecture_of(config).name == name
-    assert has_experts(config) == (name == "moe") == ("moe_router_topk" in model_options(config))
+    assert has_experts(config) == (name in ("moe", "deepseek")) == ("moe_router_topk" in model_options(config))
+    assert config.multi_latent_attention == ("kv_lora_rank" in model_options(config))
     assert "attention_backend" not in model_options(config)
+
+
+@pytest.mark.parametrize(
+    ("asked", "layers"),
+    [
+        ("1", [True] * 4),
+        ("2", [True, False, True, False]),
+        ("([0]*1+[1]*3)", [False, True, True, True]),
+        ("[0, 1]*2", [False, True] * 2),
+        ("[0,1,1,0]", [False, True, True, False]),
+    ],
+)
+def test_layers_with_experts(asked: str, layers: list[bool]) -> None:
+    """Megatron-LM evaluates the same text as Python, and takes a number as every Nth layer."""
+    assert layers_with_experts(Config(num_layers=4, moe_layer_freq=asked)) == layers
+    if asked not in ("1", "2"):
+        assert [bool(number) for number in eval(asked)] == layers
+
+
+@pytest.mark.parametrize("asked", ["0", "x", "[0]*3", "[2]*4", "__import__('os')"])
+def test_other_patterns_are_refused(asked: str) -> None:
+    with pytest.raises(UserError, match=r"--moe-layer-freq .*--num-layers 4 .*\(\[0\]\*1\+\[1\]\*3\)"):
+        layers_with_experts(Config(num_layers=4, moe_layer_freq=asked))
 
 
 def test_another_architecture_needs_its_parts_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +73,7 @@ def test_another_architecture_needs_its_parts_alone(drive: Drive, monkeypatch: p
     def transformer_fields(config: Config) -> dict[str, Any]:
         return attention.transformer_fields(config) | {"qk_layernorm": True}
 
-    def other_weights(config: Config) -> int:
+    def other_weights(config: Config, layer: int) -> int:
         assert config.kv_channels is not None
         return 4 * config.kv_channels  # a scale and a shift for queries, and for keys
 

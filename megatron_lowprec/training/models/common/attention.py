@@ -51,6 +51,7 @@ def transformer_fields(config: Config) -> dict[str, Any]:
         "num_query_groups": config.num_query_groups,
         "kv_channels": require(config.kv_channels),
         "add_qkv_bias": config.add_qkv_bias,
+        "qk_layernorm": config.qk_layernorm,
         "attention_dropout": config.attention_dropout,
     }
 
@@ -65,17 +66,18 @@ def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
     )
 
 
-def sharding(config: Config) -> Sharding:
+def sharding(config: Config, site: LinearSite) -> Sharding:
     """One copy, sharded over all tensor-parallel ranks."""
     return Sharding(config.tensor_model_parallel_size)
 
 
-def other_weights(config: Config) -> int:
-    """Weights of a layer outside of its linear layers and norms: none."""
-    return 0
+def other_weights(config: Config, layer: int) -> int:
+    """Weights of the norms of queries and keys, of one head each."""
+    norm = require(config.kv_channels) * (2 if config.normalization == "LayerNorm" else 1)
+    return 2 * norm if config.qk_layernorm else 0
 
 
-def activations(config: Config, runs: Runs | None) -> dict[str, float]:
+def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
     """Bytes saved for backward.
 
     scaled_dot_product_attention saves queries, keys, values, output and the log-sum-exp of each row, no scores; its
@@ -87,27 +89,38 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
     key_value = tokens * config.num_query_groups * channels * width / tensor
     rope, grouped = config.position_embedding_type == "rope", config.num_query_groups < heads
     saved = {
-        "input of linear_qkv": saved_input(config, runs, "self_attention.linear_qkv", stream_bytes(config)),
+        "input of linear_qkv": saved_input(config, runs, layer, "self_attention.linear_qkv", stream_bytes(config)),
         "output of linear_qkv": query + 2 * key_value,
         "input of linear_proj (output of attention)": query,
     }
-    if runs is not None and runs.keeps_codes(config, "self_attention.linear_proj"):
+    if runs is not None and runs.keeps_codes(config, layer, "self_attention.linear_proj"):
         saved["FP8 codes of linear_proj's input"] = query / width
     if rope or grouped:
         saved["queries and keys on their own"] = query + (key_value if rope else 0.0)
+    if config.qk_layernorm:
+        saved["inputs of the norms of queries and keys"] = query + key_value
     if rope:  # cosine and sine, for queries and keys
         saved["cosines and sines"] = 4 * require(config.seq_length) * int(channels * config.rotary_percent) * width
     if config.recompute_granularity != "selective":
-        if config.attention_backend == "local":
-            saved["scores of attention"] = _scores(config)
-        else:
-            saved["log-sum-exp of attention"] = 4 * _score_rows(config)
+        saved |= saved_scores(config)
     return saved
 
 
 def recomputed_bytes(config: Config) -> float:
     """Bytes of the scores, which only Megatron-core's unfused attention stores."""
     return _scores(config) if config.attention_backend == "local" else 0.0
+
+
+def score_channels(config: Config) -> float:
+    """Channels of all heads."""
+    return require(config.kv_channels) * require(config.num_attention_heads)
+
+
+def saved_scores(config: Config) -> dict[str, float]:
+    """Bytes that core attention saves beside its inputs and its output."""
+    if config.attention_backend == "local":
+        return {"scores of attention": _scores(config)}
+    return {"log-sum-exp of attention": 4 * _score_rows(config)}
 
 
 def _scores(config: Config) -> float:

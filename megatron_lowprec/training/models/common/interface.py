@@ -55,13 +55,13 @@ class Part(Protocol):
     def linear_sites(self, config: Config, layer: int) -> tuple[LinearSite, ...]:
         """Linear layers that a recipe may change, in the order of the forward pass; unsharded sizes of one copy."""
 
-    def sharding(self, config: Config) -> Sharding:
-        """Copies of these linear layers."""
+    def sharding(self, config: Config, site: LinearSite) -> Sharding:
+        """Copies of one of these linear layers."""
 
-    def other_weights(self, config: Config) -> int:
-        """Weights of one layer outside of its linear layers and norms."""
+    def other_weights(self, config: Config, layer: int) -> int:
+        """Weights of a layer outside of its linear layers and the two norms in front of the parts."""
 
-    def activations(self, config: Config, runs: Runs | None) -> dict[str, float]:
+    def activations(self, config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
         """Bytes that the part saves for one microbatch's backward pass, by tensor; bf16 without ``runs``."""
 
 
@@ -70,6 +70,9 @@ class Attention(Part, Protocol):
 
     def recomputed_bytes(self, config: Config) -> float:
         """Bytes that selective recompute recomputes at once."""
+
+    def score_channels(self, config: Config) -> float:
+        """Channels of a query and of a value, their mean, over all heads: the width of both GEMMs of attention."""
 
 
 class Mlp(Part, Protocol):

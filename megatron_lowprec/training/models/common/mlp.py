@@ -74,25 +74,25 @@ def mlp_sites(config: Config, layer: int, name: str, ffn: int) -> tuple[LinearSi
     )
 
 
-def sharding(config: Config) -> Sharding:
+def sharding(config: Config, site: LinearSite) -> Sharding:
     """One copy, sharded over all tensor-parallel ranks."""
     return Sharding(config.tensor_model_parallel_size)
 
 
-def other_weights(config: Config) -> int:
-    """Weights of a layer outside of its linear layers and norms: none."""
+def other_weights(config: Config, layer: int) -> int:
+    """Weights of a layer outside of its linear layers: none."""
     return 0
 
 
-def activations(config: Config, runs: Runs | None) -> dict[str, float]:
+def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
     """Bytes saved for backward; --recompute-gelu does not save the input of linear_fc2."""
     wide = backward_bytes(config)
     saved = {
-        "input of the MLP": saved_input(config, runs, "mlp.linear_fc1", stream_bytes(config)),
+        "input of the MLP": saved_input(config, runs, layer, "mlp.linear_fc1", stream_bytes(config)),
         "output of linear_fc1": wide * gates(config),
     }
     if runs is None or not runs.recomputes_gelu(config):
-        saved["input of linear_fc2"] = saved_input(config, runs, "mlp.linear_fc2", wide)
+        saved["input of linear_fc2"] = saved_input(config, runs, layer, "mlp.linear_fc2", wide)
     return saved
 
 

@@ -26,11 +26,16 @@ def sequence_ranks(config: Config) -> int:
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
+def expert_tensor_ranks(config: Config) -> int:
+    """Ranks that shard each expert: none if experts are spread over ranks."""
+    return 1 if config.expert_model_parallel_size > 1 else config.tensor_model_parallel_size
+
+
 def stream_bytes(config: Config) -> float:
     """Bytes of the residual stream, equal to those of an input of linear_qkv or of the MLP."""
     return tokens_of(config) * require(config.hidden_size) * width_of(config) / sequence_ranks(config)
 
 
-def saved_input(config: Config, runs: Runs | None, linear: str, size: float) -> float:
+def saved_input(config: Config, runs: Runs | None, layer: int, linear: str, size: float) -> float:
     """Bytes of a linear layer's saved input of ``size`` bytes in the compute dtype; FP8 codes are 1 byte per value."""
-    return size / width_of(config) if runs is not None and runs.keeps_codes(config, linear) else size
+    return size / width_of(config) if runs is not None and runs.keeps_codes(config, layer, linear) else size

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common.interface import TensorMap
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,17 @@ def join_qkv(config: Config, query: torch.Tensor, key: torch.Tensor, value: torc
         value.unflatten(0, (groups, 1, channels)),
     ]
     return concatenate(parts, dim=1).flatten(0, 2)
+
+
+def gated_mlp_maps(ours: str, theirs: str) -> Iterator[TensorMap]:
+    """Weights of a gated MLP without biases, whose gate and up projection Hugging Face stores apart."""
+    yield TensorMap(
+        f"{ours}.linear_fc1.weight",
+        (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"),
+        to_hf=lambda tensor: tensor.chunk(2),
+        from_hf=concatenate,
+    )
+    yield TensorMap(f"{ours}.linear_fc2.weight", (f"{theirs}.down_proj.weight",))
 
 
 def transpose(tensor: torch.Tensor) -> torch.Tensor:

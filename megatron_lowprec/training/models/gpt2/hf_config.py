@@ -17,6 +17,8 @@ OPTIONS: Mapping[str, Any] = {
     "squared_relu": False,
     "disable_bias_linear": False,
     "group_query_attention": False,
+    "qk_layernorm": False,
+    "multi_latent_attention": False,
     "num_experts": None,
 }
 VARIANTS: Mapping[str, tuple[Any, ...]] = {

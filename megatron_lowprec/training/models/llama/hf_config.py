@@ -17,6 +17,8 @@ OPTIONS: Mapping[str, Any] = {
     "swiglu": True,
     "disable_bias_linear": True,
     "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "multi_latent_attention": False,
     "num_experts": None,
 }
 VARIANTS: Mapping[str, tuple[Any, ...]] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import TensorMap
-from megatron_lowprec.training.models.common.tensor_layout import concatenate, join_qkv, split_qkv
+from megatron_lowprec.training.models.common.tensor_layout import gated_mlp_maps, join_qkv, split_qkv
 
 
 def known_name(name: str) -> str | None:
@@ -29,11 +29,5 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
             from_hf=lambda tensors: join_qkv(config, *tensors),
         )
         yield TensorMap(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",))
-        yield TensorMap(
-            f"{ours}.mlp.linear_fc1.weight",
-            (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
-            to_hf=lambda tensor: tensor.chunk(2),
-            from_hf=concatenate,
-        )
-        yield TensorMap(f"{ours}.mlp.linear_fc2.weight", (f"{theirs}.mlp.down_proj.weight",))
+        yield from gated_mlp_maps(f"{ours}.mlp", f"{theirs}.mlp")
     yield TensorMap("decoder.final_layernorm.weight", ("model.norm.weight",))

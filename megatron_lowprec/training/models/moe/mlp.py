@@ -1,4 +1,7 @@
-"""The mixture of experts: a router, and dense MLPs, of which each token passes through a few."""
+"""The mixture of experts: a router, and MLPs of which each token passes through a few, and through the shared ones.
+
+Layers without experts have a dense MLP.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,54 @@ from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import mlp
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.moe.layer_pattern import has_experts, layers_with_experts
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Runs
 
+_EXPERTS, _SHARED = "mlp.experts", "mlp.shared_experts"
+
 
 def resolve(config: Config) -> Config:
     """The options with --ffn-hidden-size filled, and --moe-ffn-hidden-size, which defaults to it."""
-    if config.moe_router_topk > require(config.num_experts):
-        raise UserError(
-            f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {config.num_experts}; lower it"
-        )
+    experts = require(config.num_experts)
+    if config.moe_router_topk > experts:
+        raise UserError(f"--moe-router-topk {config.moe_router_topk} is more than --num-experts {experts}; lower it")
+    if not any(layers_with_experts(config)):
+        raise UserError(f"--moe-layer-freq {config.moe_layer_freq} leaves no layer with experts")
+    if config.moe_shared_expert_intermediate_size and not config.disable_bias_linear:
+        raise UserError("shared experts have no biases; add --disable-bias-linear")
+    _check_router(config)
     config = mlp.resolve(config)
     return replace(config, moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size)
+
+
+def _check_router(config: Config) -> None:
+    """Reject options of the router that Megatron-core refuses or ignores."""
+    sigmoid, biased = config.moe_router_score_function == "sigmoid", config.moe_router_enable_expert_bias
+    groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
+    if config.moe_router_pre_softmax and sigmoid:
+        raise UserError("--moe-router-pre-softmax is for softmax scores; leave it out with sigmoid ones")
+    if config.moe_router_topk_scaling_factor is not None and not (sigmoid or config.moe_router_pre_softmax):
+        raise UserError(
+            f"--moe-router-topk-scaling-factor {config.moe_router_topk_scaling_factor} needs "
+            "--moe-router-score-function sigmoid or --moe-router-pre-softmax; add one of them"
+        )
+    if biased and not sigmoid:
+        raise UserError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; add it")
+    if not biased and config.moe_router_bias_update_rate != Config().moe_router_bias_update_rate:
+        raise UserError("--moe-router-bias-update-rate does nothing without --moe-router-enable-expert-bias; add that")
+    scores_sum_to_one = not (sigmoid or config.moe_router_pre_softmax)
+    if config.moe_router_topk == 1 and scores_sum_to_one and config.moe_router_load_balancing_type != "sinkhorn":
+        raise UserError("--moe-router-topk 1 gives every token the weight 1; add --moe-router-pre-softmax")
+    if (groups is None) != (chosen is None):
+        raise UserError("--moe-router-num-groups and --moe-router-group-topk belong together; give both or neither")
+    if groups is not None and chosen is not None:
+        check_divisible("--num-experts", require(config.num_experts), "--moe-router-num-groups", groups)
+        check_divisible("--moe-router-topk", config.moe_router_topk, "--moe-router-group-topk", chosen)
+        if chosen > groups:
+            raise UserError(f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; lower it")
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
@@ -32,6 +69,9 @@ def check_parallelism(config: Config, data_parallel_size: int) -> None:
     tensor, expert = config.tensor_model_parallel_size, config.expert_model_parallel_size
     check_divisible("--num-experts", require(config.num_experts), "--expert-model-parallel-size", expert)
     check_divisible("the data-parallel size", data_parallel_size, "--expert-model-parallel-size", expert)
+    shared = config.moe_shared_expert_intermediate_size
+    if shared:
+        check_divisible("--moe-shared-expert-intermediate-size", shared, "--tensor-model-parallel-size", tensor)
     if tensor > 1 and not config.sequence_parallel:
         raise UserError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
     if tensor > 1 and not config.disable_bias_linear:
@@ -50,15 +90,27 @@ def check_cuda_graphs(config: Config) -> None:
 
 def transformer_fields(config: Config) -> dict[str, Any]:
     """Fields of Megatron-core's TransformerConfig."""
+    pattern = layers_with_experts(config)
     return mlp.transformer_fields(config) | {
         "bias_activation_fusion": config.swiglu,  # bias + GELU is not fused for experts
         "num_moe_experts": config.num_experts,
         "expert_tensor_parallel_size": 1 if config.expert_model_parallel_size > 1 else None,
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+        # a list has Megatron-core name each layer's tensors on their own in checkpoints
+        "moe_layer_freq": 1 if all(pattern) else [int(experts) for experts in pattern],
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
         "moe_router_topk": config.moe_router_topk,
+        "moe_router_score_function": config.moe_router_score_function,
+        "moe_router_pre_softmax": config.moe_router_pre_softmax,
+        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
+        "moe_router_num_groups": config.moe_router_num_groups,
+        "moe_router_group_topk": config.moe_router_group_topk,
+        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
         "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
         "moe_z_loss_coeff": config.moe_z_loss_coeff,
+        "moe_router_dtype": config.moe_router_dtype,
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
         "moe_permute_fusion": False,
     }
@@ -70,30 +122,39 @@ def fuses_bias_gelu(config: Config) -> bool:
 
 
 def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
-    """linear_fc1 and linear_fc2 of one expert."""
-    return mlp.mlp_sites(config, layer, "mlp.experts", require(config.moe_ffn_hidden_size))
+    """linear_fc1 and linear_fc2 of one expert, and of the shared experts; of a dense layer its own."""
+    if not has_experts(config, layer):
+        return mlp.linear_sites(config, layer)
+    sites = mlp.mlp_sites(config, layer, _EXPERTS, require(config.moe_ffn_hidden_size))
+    if config.moe_shared_expert_intermediate_size:
+        sites += mlp.mlp_sites(config, layer, _SHARED, config.moe_shared_expert_intermediate_size)
+    return sites
 
 
-def sharding(config: Config) -> Sharding:
+def sharding(config: Config, site: LinearSite) -> Sharding:
     """Copies are experts; tensor-parallel ranks shard each one, unless experts are spread over ranks."""
-    experts, spread = require(config.num_experts), config.expert_model_parallel_size
+    if not site.name.startswith(f"{_EXPERTS}."):
+        return mlp.sharding(config, site)
+    experts = require(config.num_experts)
     return Sharding(
-        tensor_ranks=1 if spread > 1 else config.tensor_model_parallel_size,
+        tensor_ranks=expert_tensor_ranks(config),
         copies=experts,
-        copies_on_rank=experts // spread,
+        copies_on_rank=experts // config.expert_model_parallel_size,
         copies_per_token=config.moe_router_topk,
         experts=True,
     )
 
 
-def other_weights(config: Config) -> int:
+def other_weights(config: Config, layer: int) -> int:
     """Weights of the router."""
-    return require(config.num_experts) * require(config.hidden_size)
+    return require(config.num_experts) * require(config.hidden_size) if has_experts(config, layer) else 0
 
 
-def activations(config: Config, runs: Runs | None) -> dict[str, float]:
+def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
     """Bytes saved for backward: --moe-router-topk experts per token, with a balanced load."""
-    tensor = sharding(config).tensor_ranks
+    if not has_experts(config, layer):
+        return mlp.activations(config, runs, layer)
+    tensor = expert_tensor_ranks(config)
     # Ranks that shard each expert see the same tokens; else each rank sees its part of the sequence.
     tokens = tokens_of(config) * config.moe_router_topk / (config.tensor_model_parallel_size // tensor)
     width, ffn = width_of(config), require(config.moe_ffn_hidden_size) / tensor
@@ -107,11 +168,18 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
     }
     if not config.swiglu:  # the multiplication by the router's probability is not fused
         saved["activation before the router's probability"] = tokens * ffn * width
+    if config.moe_shared_expert_intermediate_size:  # their input is the MLP's
+        shared = tokens_of(config) * config.moe_shared_expert_intermediate_size / config.tensor_model_parallel_size
+        saved["shared experts"] = shared * width * (mlp.gates(config) + 1)
     return saved
 
 
 def backward_bytes(config: Config) -> float:
-    """Bytes of the widest activation of one expert, for its share of the tokens under a balanced load."""
+    """Bytes of the widest activation, of an expert for its share of the tokens under a balanced load, or of others."""
     share = config.moe_router_topk / require(config.num_experts) * config.expert_model_parallel_size
-    ffn = require(config.moe_ffn_hidden_size)
-    return tokens_of(config) * share * ffn * width_of(config) / sharding(config).tensor_ranks
+    ffn = require(config.moe_ffn_hidden_size) * share / expert_tensor_ranks(config)
+    tensor = config.tensor_model_parallel_size
+    others = [ffn, (config.moe_shared_expert_intermediate_size or 0) / tensor]
+    if not all(layers_with_experts(config)):
+        others.append(require(config.ffn_hidden_size) / tensor)
+    return tokens_of(config) * max(others) * width_of(config)

@@ -14,10 +14,31 @@ class MoeOptions:
 
     num_experts: int | None = arg(None, "experts of a layer; default: a dense MLP")
     moe_ffn_hidden_size: int | None = arg(None, "width of one expert; default --ffn-hidden-size")
+    moe_layer_freq: str = arg(
+        "1",
+        "layers with experts, others are dense: N for every Nth from the first, or a pattern as ([0]*1+[1]*26)",
+    )
+    moe_shared_expert_intermediate_size: int | None = arg(
+        None, "width of the shared experts together, through which every token goes; default: none"
+    )
     moe_router_topk: int = arg(2, "experts that a token goes to")
-    moe_router_load_balancing_type: Literal["aux_loss", "sinkhorn", "none"] = arg(
-        "aux_loss", "how the load is balanced"
+    moe_router_score_function: Literal["softmax", "sigmoid"] = arg("softmax", "how logits become scores")
+    moe_router_pre_softmax: bool = arg(False, "softmax over all experts, not over the chosen ones alone")
+    moe_router_topk_scaling_factor: float | None = arg(
+        None, "factor of the scores; needs --moe-router-score-function sigmoid or --moe-router-pre-softmax"
+    )
+    moe_router_num_groups: int | None = arg(None, "groups of experts; with --moe-router-group-topk")
+    moe_router_group_topk: int | None = arg(
+        None, "groups that a token may go to, those with the best sums of their best scores (node-limited routing)"
+    )
+    moe_router_enable_expert_bias: bool = arg(
+        False, "balance the load by a bias of each expert in the choice, moved after each step (sigmoid scores)"
+    )
+    moe_router_bias_update_rate: float = arg(1e-3, "how far a step moves that bias")
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"] = arg(
+        "aux_loss", "how the load is balanced; seq_aux_loss: aux_loss of each sequence"
     )
     moe_aux_loss_coeff: float = arg(0.0, "weight of the load-balancing loss; 1e-2 is a good start")
     moe_z_loss_coeff: float | None = arg(None, "weight of the router's z-loss")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = arg(None, "dtype of the router's product; default: the model's")
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = arg("alltoall", "how tokens reach their experts")

@@ -1,0 +1,139 @@
+"""Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): queries, keys and values from narrow latents.
+
+One key of ``qk_pos_emb_head_dim`` channels per token has the position, shared by all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.coverage import LinearSite
+from megatron_lowprec.training.config.fields import check_divisible, require
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.common import attention
+from megatron_lowprec.training.models.common.interface import Sharding
+from megatron_lowprec.training.models.common.rank_sizes import sequence_ranks, stream_bytes, tokens_of, width_of
+
+if TYPE_CHECKING:
+    from megatron_lowprec.training.memory.layout import Runs
+
+recomputed_bytes = attention.recomputed_bytes
+
+_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_WANTED: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "group_query_attention": False,
+    "add_qkv_bias": False,
+    "attention_backend": "auto",  # Megatron-core's own has one width for keys and values
+    "transformer_impl": "local",
+}
+
+
+def resolve(config: Config) -> Config:
+    """The options with --kv-channels and --num-query-groups filled, which Megatron-core reads."""
+    missing = [_flag(name) for name in _SIZES if getattr(config, name) is None]
+    if missing:
+        raise UserError(f"--multi-latent-attention needs {', '.join(missing)}")
+    for name, wanted in _WANTED.items():
+        found = getattr(config, name)
+        if found != wanted:
+            raise UserError(f"--multi-latent-attention runs with {_flag(name)} {wanted}; found {found}")
+    check_divisible("--qk-pos-emb-head-dim", require(config.qk_pos_emb_head_dim), "the pairs of rope,", 2)
+    return replace(config, kv_channels=config.v_head_dim, num_query_groups=require(config.num_attention_heads))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_parallelism(config: Config, data_parallel_size: int) -> None:
+    """Reject a tensor-parallel size that does not divide heads and latents."""
+    tensor = config.tensor_model_parallel_size
+    check_divisible(
+        "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
+    )
+    check_divisible("--q-lora-rank", config.q_lora_rank or 0, "--tensor-model-parallel-size", tensor)
+    latent = require(config.kv_lora_rank) + require(config.qk_pos_emb_head_dim)
+    check_divisible("--kv-lora-rank + --qk-pos-emb-head-dim", latent, "--tensor-model-parallel-size", tensor)
+
+
+def transformer_fields(config: Config) -> dict[str, Any]:
+    """Fields of Megatron-core's MLATransformerConfig."""
+    return attention.transformer_fields(config) | {
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": require(config.kv_lora_rank),
+        "qk_head_dim": require(config.qk_head_dim),
+        "qk_pos_emb_head_dim": require(config.qk_pos_emb_head_dim),
+        "v_head_dim": require(config.v_head_dim),
+        "rope_type": "rope",
+        "rotary_base": config.rotary_base,
+        # of YaRN: the scale of the scores has a factor for it
+        "rotary_scaling_factor": 1.0,
+    }
+
+
+def linear_sites(config: Config, layer: int) -> tuple[LinearSite, ...]:
+    """Projections down to the latents, up to the heads, and linear_proj."""
+    hidden, heads = require(config.hidden_size), require(config.num_attention_heads)
+    latent, turned = require(config.kv_lora_rank), require(config.qk_pos_emb_head_dim)
+    channels, values = require(config.qk_head_dim), require(config.v_head_dim)
+    query = heads * (channels + turned)
+    sizes = {
+        "linear_kv_down_proj": (hidden, latent + turned),
+        "linear_kv_up_proj": (latent, heads * (channels + values)),
+    }
+    if config.q_lora_rank is None:
+        sizes = {**sizes, "linear_q_proj": (hidden, query)}
+    else:
+        sizes = {
+            "linear_q_down_proj": (hidden, config.q_lora_rank),
+            **sizes,
+            "linear_q_up_proj": (config.q_lora_rank, query),
+        }
+    order = ("linear_q_down_proj", "linear_kv_down_proj", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+    return (
+        *(LinearSite(layer, f"self_attention.{name}", *sizes[name], "column") for name in order if name in sizes),
+        LinearSite(layer, "self_attention.linear_proj", heads * values, hidden, "row"),
+    )
+
+
+def sharding(config: Config, site: LinearSite) -> Sharding:
+    """One copy, sharded over all tensor-parallel ranks."""
+    return attention.sharding(config, site)
+
+
+def other_weights(config: Config, layer: int) -> int:
+    """Weights of the latents' norms."""
+    latents = (config.q_lora_rank or 0) + require(config.kv_lora_rank)
+    return latents * (2 if config.normalization == "LayerNorm" else 1) if config.qk_layernorm else 0
+
+
+def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
+    """Bytes saved for backward; each latent before and after its norm, whole on each rank before it is split again."""
+    tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
+    heads, latent = require(config.num_attention_heads), require(config.kv_lora_rank)
+    channels = require(config.qk_head_dim) + require(config.qk_pos_emb_head_dim)
+    latents = (config.q_lora_rank or 0) + latent
+    token = tokens * width / sequence_ranks(config)
+    saved = {
+        "input of the projections down": stream_bytes(config),
+        "latents": token * (latents + require(config.qk_pos_emb_head_dim)),
+        "queries and keys": 2 * tokens * heads * channels * width / tensor,
+        "values": tokens * heads * require(config.v_head_dim) * width / tensor,
+        "input of linear_proj (output of attention)": tokens * heads * require(config.v_head_dim) * width / tensor,
+        "cosines and sines": 4 * require(config.seq_length) * require(config.qk_pos_emb_head_dim) * width,
+    }
+    if config.qk_layernorm:
+        saved["inputs of the projections up"] = token * latents
+    if config.recompute_granularity != "selective":
+        saved |= attention.saved_scores(config)
+    return saved
+
+
+def score_channels(config: Config) -> float:
+    """Mean of the channels of a query and of a value, over all heads."""
+    query = require(config.qk_head_dim) + require(config.qk_pos_emb_head_dim)
+    return require(config.num_attention_heads) * (query + require(config.v_head_dim)) / 2

@@ -1,0 +1,36 @@
+"""Which layers have experts: Megatron-LM's --moe-layer-freq, without evaluating it as Python."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.options import Config
+
+_TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
+
+
+def layers_with_experts(config: Config) -> list[bool]:
+    """For each layer, whether it has experts.
+
+    Raises:
+        UserError: the option is neither a number nor a pattern, or the pattern has another number of layers.
+    """
+    asked, layers = config.moe_layer_freq.replace(" ", ""), require(config.num_layers)
+    if asked.isdecimal() and int(asked) > 0:
+        return [layer % int(asked) == 0 for layer in range(layers)]
+    terms = [_TERM.fullmatch(term) for term in asked.removeprefix("(").removesuffix(")").split("+")]
+    pattern = [digit == "1" for term in terms if term for digit in term[1].split(",") * int(term[2] or 1)]
+    if None in terms or len(pattern) != layers:
+        found = "no such pattern" if None in terms else f"a pattern of {len(pattern)} layers"
+        raise UserError(
+            f"--moe-layer-freq {config.moe_layer_freq} is {found}; give a number, or a pattern of --num-layers "
+            f"{layers} zeros (dense) and ones (experts), such as ([0]*1+[1]*{layers - 1})"
+        )
+    return pattern
+
+
+def has_experts(config: Config, layer: int) -> bool:
+    """Whether a layer, numbered from 1, has experts."""
+    return layers_with_experts(config)[layer - 1]

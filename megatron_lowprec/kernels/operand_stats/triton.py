@@ -14,11 +14,12 @@ import triton.language as tl
 
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along
+from megatron_lowprec.kernels.interpreted import INTERPRETED
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SLACK, SUMS
-from megatron_lowprec.kernels.quantize.triton_ops import hadamard, power_of_two
+from megatron_lowprec.kernels.quantize.triton_ops import power_of_two
 
-_PROGRAMS, _TILE, _COLUMNS = 1024, 4096, 64
+_PROGRAMS, _TILE, _COLUMNS = 1024, 2048, 64
 _COUNTS = tl.constexpr(SUMS + MAXIMA)
 _SPECIALS = {"none": 0, "nan": 1, "ieee": 2}
 
@@ -61,6 +62,25 @@ def _decoded(code, S: tl.constexpr):
         value = tl.where(magnitude == INF, float("inf"), tl.where(magnitude > INF, float("nan"), value))
     sign = (code >> (S.CODE_BITS - 1)) << 31
     return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _transformed(x, signs_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Hadamard transform of x [ROWS, COLUMNS] as a product on tensor cores, fp32.
+
+    Its sums have another order than the quantizer's butterflies, which would take 64 registers a thread here.
+    """
+    if INTERPRETED:  # its product knows no bf16
+        x = x.to(tl.float32)
+    index = tl.arange(0, GROUP)
+    parity = index[:, None] & index[None, :]
+    parity = parity ^ (parity >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = (parity ^ (parity >> 1)) & 1
+    signs = tl.load(signs_ptr + index)
+    sylvester = (signs[:, None] * (1 - 2 * parity).to(tl.float32)).to(x.dtype)
+    y = tl.dot(tl.reshape(x, [ROWS * COLUMNS // GROUP, GROUP]), sylvester, input_precision="ieee")
+    return tl.reshape(y * (GROUP**-0.5), [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -111,11 +131,8 @@ def _operand_stats_kernel(
         row = ((tile // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         column = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
         inside = (row < R) & (column < padded_K)
-        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside & (column < K), other=0.0).to(tl.float32)
-        if S.GROUP > 1:
-            signs = tl.load(signs_ptr + tl.arange(0, S.GROUP))
-            groups = tl.trans(tl.reshape(x, [ROWS * COLUMNS // S.GROUP, S.GROUP]))
-            x = tl.reshape(tl.trans(hadamard(groups, signs[:, None], S.GROUP)), [ROWS, COLUMNS])
+        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside & (column < K), other=0.0)
+        x = _transformed(x, signs_ptr, S.GROUP, ROWS, COLUMNS) if S.GROUP > 1 else x.to(tl.float32)
         if S.CODE_BITS == 4:
             byte = tl.load(data_ptr + row * data_row + (column // 2) * data_column, mask=inside, other=0).to(tl.int32)
             grid = _decoded((byte >> ((column % 2) * 4).to(tl.int32)) & 15, S)
@@ -183,14 +200,17 @@ def operand_stats(
     headroom: float = 1.0,
     signs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ``reference.operand_stats``: equal counts and maxima, sums within the rounding of fp32."""
+    """As ``reference.operand_stats``: equal counts and maxima, sums within the rounding of fp32.
+
+    Under a transform x itself is within the rounding of fp32, so an entry at a threshold may count differently.
+    """
     rows, columns = x.shape
     group = 1 if signs is None else signs.numel()
     padded = -(-columns // group) * group
     if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         data = data.view(torch.uint8)
     tile_columns = max(_COLUMNS, group)
-    tile_rows = _TILE // tile_columns
+    tile_rows = max(16, _TILE // tile_columns)
     constants = _Constants(
         CODE_BITS=fmt.bits if data.dtype == torch.uint8 else 0,
         MANTISSA=fmt.mantissa_bits,
@@ -209,7 +229,7 @@ def operand_stats(
         x,
         data,
         scale,
-        x if signs is None else signs * group**-0.5,
+        x if signs is None else signs,
         out,
         *(rows, columns, padded),
         *x.stride(),

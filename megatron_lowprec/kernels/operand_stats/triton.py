@@ -19,7 +19,8 @@ from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SLACK, SUMS
 from megatron_lowprec.kernels.quantize.triton_ops import power_of_two
 
-_PROGRAMS, _TILE, _COLUMNS = 1024, 2048, 64
+_PROGRAMS = 1024
+_TILE, _COLUMNS = 2048, 64  # 16 entries a thread, and columns without a transform: whole sectors in both directions
 _COUNTS = tl.constexpr(SUMS + MAXIMA)
 _SPECIALS = {"none": 0, "nan": 1, "ieee": 2}
 
@@ -65,8 +66,8 @@ def _decoded(code, S: tl.constexpr):
 
 
 @triton.jit
-def _transformed(x, signs_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Hadamard transform of x [ROWS, COLUMNS] as a product on tensor cores, fp32.
+def _transformed(x, signs_ptr, GROUP: tl.constexpr):
+    """Hadamard transform of x [ROWS, GROUP] as a product on tensor cores, fp32.
 
     Its sums have another order than the quantizer's butterflies, which would take 64 registers a thread here.
     """
@@ -79,8 +80,7 @@ def _transformed(x, signs_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
     parity = (parity ^ (parity >> 1)) & 1
     signs = tl.load(signs_ptr + index)
     sylvester = (signs[:, None] * (1 - 2 * parity).to(tl.float32)).to(x.dtype)
-    y = tl.dot(tl.reshape(x, [ROWS * COLUMNS // GROUP, GROUP]), sylvester, input_precision="ieee")
-    return tl.reshape(y * (GROUP**-0.5), [ROWS, COLUMNS])
+    return tl.dot(x, sylvester, input_precision="ieee") * (GROUP**-0.5)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _operand_stats_kernel(
         column = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
         inside = (row < R) & (column < padded_K)
         x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside & (column < K), other=0.0)
-        x = _transformed(x, signs_ptr, S.GROUP, ROWS, COLUMNS) if S.GROUP > 1 else x.to(tl.float32)
+        x = _transformed(x, signs_ptr, COLUMNS) if S.GROUP > 1 else x.to(tl.float32)
         if S.CODE_BITS == 4:
             byte = tl.load(data_ptr + row * data_row + (column // 2) * data_column, mask=inside, other=0).to(tl.int32)
             grid = _decoded((byte >> ((column % 2) * 4).to(tl.int32)) & 15, S)
@@ -209,8 +209,9 @@ def operand_stats(
     padded = -(-columns // group) * group
     if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         data = data.view(torch.uint8)
-    tile_columns = max(_COLUMNS, group)
-    tile_rows = max(16, _TILE // tile_columns)
+    tile_columns = _COLUMNS if signs is None else group
+    # 16 rows at least for a product, and less than 64: Triton 3.7 cannot compile what follows one in tensor memory
+    tile_rows = max(16, min(32, _TILE // tile_columns))
     constants = _Constants(
         CODE_BITS=fmt.bits if data.dtype == torch.uint8 else 0,
         MANTISSA=fmt.mantissa_bits,

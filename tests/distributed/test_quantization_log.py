@@ -34,12 +34,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # of the same two samples in the first microbatch
     "data": {"micro_batch_size": 1},
 }
+ALSO: dict[str, dict[str, Any]] = {"fp8_current": {"log_quantization_also": "fp8_rowwise"}}
 CAPTURED: dict[str, Any] = {"capture_step": 2, "capture_layers": "layers.2.mlp.*"}
 
 
 def cases() -> dict[str, dict[str, Any]]:
+    start: dict[str, Any] = COMMON | CAPTURED | {"load": "start", "no_save": True}
     found = {
-        f"{recipe} {layout}": COMMON | CAPTURED | sizes | {"recipe": recipe, "load": "start", "no_save": True}
+        f"{recipe} {layout}": start | ALSO.get(recipe, {}) | sizes | {"recipe": recipe}
         for recipe in RECIPES
         for layout, sizes in LAYOUTS.items()
     }
@@ -60,7 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with driving(folder) as drive:
         drive(argv(save="start", **START))
         for recipe in RECIPES:
-            drive(argv(save=f"{recipe} one", **COMMON, **CAPTURED, recipe=recipe, load="start", no_save=True))
+            options = COMMON | CAPTURED | ALSO.get(recipe, {})
+            drive(argv(save=f"{recipe} one", **options, recipe=recipe, load="start", no_save=True))
         drive(argv(save="experts start", **START, **EXPERTS))
         drive(argv(save="experts one", **COMMON, **EXPERTS, recipe="mxfp8", load="experts start", no_save=True))
     many_runs(2, [argv(save=name, **options) for name, options in cases().items()], folder)
@@ -72,8 +75,9 @@ def operands(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     return {place: row for place, row in logged(folder).items() if place[2] != "output"}
 
 
-def logged(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    found = rows(folder, "quantization.jsonl")
+def logged(folder: Path, recipe: str = "") -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Rows by the run's recipe, or by another one."""
+    found = [row for row in rows(folder, "quantization.jsonl") if row.get("recipe", "") == recipe]
     by_place = {(row["linear"], row["gemm"], row["operand"]): row for row in found}
     assert len(by_place) == len(found)
     return by_place
@@ -159,3 +163,13 @@ def test_captures_of_ranks_are_parts_of_one_process_s(folder: Path, layout: str)
             assert part.linear_id.spans[part.linear_id.split].start == part.tensor_parallel.rank * (
                 one.w.shape[part.linear_id.split == "I"] // 2
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "sequence", "pipeline"])
+def test_another_recipe_says_what_it_says_in_one_process(folder: Path, layout: str) -> None:
+    want, got = (logged(folder / f"fp8_current {name}", "fp8_rowwise") for name in ("one", layout))
+    assert got.keys() == want.keys() == set(operands(folder / "fp8_current one"))
+    for place, row in want.items():
+        assert got[place]["snr"] == pytest.approx(row["snr"], abs=0.02), place
+        assert got[place]["scale_inv_max"] == pytest.approx(row["scale_inv_max"], rel=1e-3), place

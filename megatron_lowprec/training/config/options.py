@@ -288,7 +288,7 @@ class LoggingOptions:
     )
     log_quantization_also: list[str] = arg(
         [],
-        "recipes (names or YAML files) whose quantizers are applied to the same operands in each look, as in "
+        "recipes (names or YAML files) whose quantizers are applied to the same tensors in each snapshot, as in "
         "mxfp8,fp8_blockwise; without delayed scaling",
     )
     capture_step: list[int] = arg(

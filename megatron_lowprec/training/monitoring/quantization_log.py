@@ -38,20 +38,19 @@ def quantization_scalars(operands: Operands) -> dict[str, float]:
 
     Also the largest spread of an operand's block scales in binades, and the lowest gradient-to-noise ratio.
     """
-    found: dict[str, float] = {"quantization/operands not finite": float(len(_not_finite(own_operands(operands))))}
-    for kind in dict.fromkeys((place.recipe, place.order, place.gemm, place.operand) for place, _ in operands):
-        of_kind = [
-            fidelity for place, fidelity in operands if (place.recipe, place.order, place.gemm, place.operand) == kind
-        ]
-        folder = f"quantization {kind[0]}" if kind[0] else "quantization"
-        name = f"{folder}/{kind[2]} {kind[3]}"
+    found: dict[str, float] = {"quantization/operands not finite": float(len(_not_finite(_own_operands(operands))))}
+    kinds: dict[tuple[str, int, str, str], list[QuantizationError]] = {}
+    for place, fidelity in operands:
+        kinds.setdefault((place.recipe, place.order, place.gemm, place.operand), []).append(fidelity)
+    for (recipe, _, gemm, operand), of_kind in kinds.items():
+        name = f"quantization{' ' if recipe else ''}{recipe}/{gemm} {operand}"
         snrs = [fidelity.snr for fidelity in of_kind if fidelity.snr is not None]
         if snrs:
             found[f"{name} SNR lowest"], found[f"{name} SNR mean"] = min(snrs), mean(snrs)
         biases = [abs(fidelity.bias) for fidelity in of_kind if fidelity.bias is not None]
         if biases:
             found[f"{name} bias"] = max(biases)
-        if kind[3] == "output":
+        if operand == "output":
             continue
         found[f"{name} underflow"] = max(fidelity.underflow for fidelity in of_kind)
         found[f"{name} saturation"] = max(fidelity.saturation for fidelity in of_kind)
@@ -70,7 +69,7 @@ def quantization_scalars(operands: Operands) -> dict[str, float]:
 
 def quantization_lines(iteration: int, operands: Operands) -> Iterator[str]:
     """A log line for the run's recipe, and one for each other recipe."""
-    yield _line(f" quantization at iteration {iteration} |", own_operands(operands))
+    yield _line(f" quantization at iteration {iteration} |", _own_operands(operands))
     for recipe in dict.fromkeys(place.recipe for place, _ in operands if place.recipe):
         of_recipe = [(place, fidelity) for place, fidelity in operands if place.recipe == recipe]
         yield _line(f" quantization at iteration {iteration} by {recipe} |", of_recipe)
@@ -85,7 +84,7 @@ def gradient_to_noise(operands: Operands) -> list[tuple[str, float]]:
     ]
 
 
-def own_operands(operands: Operands) -> Operands:
+def _own_operands(operands: Operands) -> Operands:
     """Operands that the run's own recipe quantized, without outputs."""
     return [(place, fidelity) for place, fidelity in operands if not place.recipe and place.operand != "output"]
 

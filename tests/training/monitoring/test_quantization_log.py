@@ -151,8 +151,14 @@ def test_an_older_run_s_rows_are_kept(tmp_path: Path) -> None:
 
 
 def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
-    drive(argv(save="plain", recipe="bf16", log_quantization_interval=2, no_save=True))
-    assert "quantization at iteration 2 | no operand is quantized |" in capsys.readouterr().out
+    flags = {"log_quantization_interval": 2, "log_quantization_also": ["mxfp8", "fp8_rowwise"]}
+    drive(argv(save="plain", recipe="bf16", no_save=True, **flags))
+    printed = capsys.readouterr().out
+    assert "quantization at iteration 2 | no operand is quantized |" in printed
+    assert "quantization at iteration 2 by fp8_rowwise | lowest SNR: " in printed
+    found = rows(Path("plain"), "quantization.jsonl")
+    assert len(found) == 2 * 2 * len(LAYERS) * len(DIMS)
+    assert {row["recipe"] for row in found} == {"mxfp8", "fp8_rowwise"}
 
 
 @pytest.mark.parametrize(

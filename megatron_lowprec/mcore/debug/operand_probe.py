@@ -15,14 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_lowprec.comm.maximum import max_over, maximum_over
+from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.kernels.operand_stats.reference import SUMS
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.mcore.debug.instrumented import inspected_casts, instrumented
 from megatron_lowprec.mcore.debug.sampled_outputs import RowSample, SampledGemms
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
-from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.error_stats import COUNTS, QuantizationError, error_stats
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -109,13 +108,11 @@ class OperandProbe:
 
     def _counterfactuals(self, module: LowPrecLinearMixin, inner: LinearGemms) -> list[LinearGemms]:
         """GEMMs of the layer under the other recipes that quantize it, with backends chosen as for training."""
-        linear_id, group, found = inner.linear_id, module.tp_group, []
+        linear_id, found = inner.linear_id, []
         for recipe in self._also:
             if not kept_in_bf16(recipe, linear_id.layer, linear_id.name, module.config.num_layers):
-                reduce_amax = maximum_over(group) if group.size() > 1 else None
-                other = LinearGemms(recipe, linear_id, self._seed, AmaxHistory, reduce_amax)
-                other.choose_products(module.weight)
-                found.append(other)
+                found.append(inner.under(recipe))
+                found[-1].choose_products(module.weight)
         return found
 
 

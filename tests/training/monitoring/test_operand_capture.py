@@ -220,3 +220,14 @@ def test_the_size_that_is_announced_is_the_size_of_the_files(drive: Drive, capsy
     printed = capsys.readouterr().out
     assert line in printed
     assert "operands of iteration 2 written to run/captures/iteration_2" in printed
+
+
+def test_an_expert_has_a_file(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    experts: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True, "recipe": "mxfp8", "no_save": True}
+    drive(argv(save="run", **experts, capture_step=2, capture_layers="layers.1.*of expert 3"))
+    assert "operands of 2 linear layers in iteration 2: about " in capsys.readouterr().out
+    first, second = map(read_capture, sorted(Path("run/captures/iteration_2").iterdir()))
+    assert first.file_name == "layers.1.mlp.experts.linear_fc1.expert3.safetensors"
+    assert (first.linear_id.expert, first.linear_id.path) == (3, "layers.1.mlp.experts.linear_fc1 of expert 3")
+    assert len(first.x) == len(first.dy) == len(second.x) <= 2 * 2 * 32  # at most two of four experts take a token
+    assert first.w.shape == (first.dy.shape[1], first.x.shape[1])

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
 from torch.nn.functional import pad
 
+import megatron_lowprec.quantization.error_stats
 from megatron_lowprec import get_recipe
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.operand_stats import reference
 from megatron_lowprec.kernels.operand_stats.reference import SUMS
 from megatron_lowprec.kernels.quantize.reference import encode, quantize_operand
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.linear.linear_id import DIMS, LinearId
+from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.random_stream import RngStep
 from tests.kernels.interpreted import main
 
@@ -45,6 +47,7 @@ class Case:
 
 
 RECIPES = ("mxfp8", "mxfp4_rht_sr")
+NATIVE = ("fp8_current", "fp8_rowwise", "fp8_blockwise")
 MX, WHOLE = (1, 32), (1 << 20, 1 << 20)
 CASES = (
     Case(70, 96, "e2m1", MX),
@@ -128,6 +131,13 @@ def faults(device: str) -> Iterator[str]:
                 yield f"{case}: statistic {number} is {mine}, not {theirs}"
 
 
+def kernel() -> AbstractContextManager[object]:
+    """Statistics by the kernel on a CPU as well."""
+    from megatron_lowprec.kernels.operand_stats import triton
+
+    return patch.object(megatron_lowprec.quantization.error_stats, "operand_stats", triton.operand_stats)
+
+
 def layer_faults(device: str) -> Iterator[str]:
     """Operands of a layer whose statistics from the fused cast's codes are not those of the reference, a line each."""
     from megatron_lowprec.linear import emulated_gemms
@@ -142,15 +152,36 @@ def layer_faults(device: str) -> Iterator[str]:
             matrix = matrix[:64] if tensor == "weight" else matrix  # whole groups in both directions
             want = gemms.error_stats(gemm, tensor, matrix, RngStep(3, 0))
             fused = patch.object(emulated_gemms, "fuses_mx", lambda *_: True) if device == "cpu" else nullcontext()
-            with fused:
+            with fused, kernel():
                 got = gemms.error_stats(gemm, tensor, matrix.to(device), RngStep(3, 0)).cpu()
             if not torch.allclose(got, want, rtol=1e-4, atol=0.0):
                 yield f"{recipe} {gemm} {tensor}: {got.tolist()}, not {want.tolist()}"
 
 
+def native_faults(device: str) -> Iterator[str]:
+    """Operands whose statistics from the codes of native casts are not those of the reference, a line each."""
+    generator = torch.Generator().manual_seed(8)
+    for recipe in NATIVE:
+        gemms = LinearGemms(get_recipe(recipe), LinearId(2, "mlp.linear_fc1"), 5, AmaxHistory)
+        for tensor, names in SIDES.items():
+            matrix = torch.randn(200, 256, generator=generator).bfloat16()
+            matrix = matrix[:128] if tensor == "weight" else matrix
+            for columnwise, gemm in enumerate(names):
+                want = gemms.emulated.error_stats(gemm, tensor, matrix, RngStep(3, 0))
+                here = matrix.to(device)
+                quantized, _ = gemms.native.quantize(
+                    tensor, here, RngStep(3, 0), rowwise=not columnwise, columnwise=bool(columnwise)
+                )
+                with kernel():
+                    got = error_stats(here, quantized, columnwise=bool(columnwise)).cpu()
+                if not torch.allclose(got, want, rtol=1e-5, atol=0.0):
+                    yield f"{recipe} {gemm} {tensor}: {got.tolist()}, not {want.tolist()}"
+
+
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
-    return len(CASES) + len(RECIPES), [*faults(device), *layer_faults(device)]
+    found = [*faults(device), *layer_faults(device), *native_faults(device)]
+    return len(CASES) + len(RECIPES) + len(NATIVE), found
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from megatron_lowprec.kernels.dropout import reference as dropout
 from megatron_lowprec.kernels.gelu import reference as gelu
 from megatron_lowprec.kernels.layernorm import reference as layernorm
 from megatron_lowprec.kernels.multi_tensor_cast import reference as multi_tensor_cast
+from megatron_lowprec.kernels.operand_stats import reference as operand_stats_reference
 from megatron_lowprec.kernels.scaled_adam import reference as scaled_adam
 
 P = ParamSpec("P")
@@ -114,6 +115,7 @@ bias_dropout_add_backward = _op(dropout.bias_dropout_add_backward)
 add_bias_ = _op(bias.add_bias_, lambda y, *_: fuses(y) and y.is_contiguous())
 logit_sums = _op(cross_entropy.logit_sums)
 logits_gradient_ = _op(cross_entropy.logits_gradient_)
+operand_stats = _op(operand_stats_reference.operand_stats)
 update_history_ = _op(amax_history.update_history_)
 multi_tensor_cast_ = _op(
     multi_tensor_cast.multi_tensor_cast_, lambda _, encode_scale, *__: encode_scale.is_cuda and have_triton()

@@ -98,25 +98,13 @@ class EmulatedGemms:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, block_sizes(spec, matrix)))
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
-            stream, by_rows = self._rounding[name, tensor], operand.stride(1) == 1
-            direction = self._direction(name, tensor, transform, matrix.device)
             other = None
             if rowwise and columnwise:
                 by_column = SIDES[tensor][1]
                 other = self._direction(by_column, tensor, self.transform(by_column, rng_step), matrix.device)
-            spans = (stream.row_span, stream.column_span)
-            cast = load("quantize").quantize_mx(
-                operand if by_rows else operand.t(),
-                mx_rule(spec),
-                rows=direction if by_rows else None,
-                columns=other if by_rows else direction,
-                rng_step=device_rng_step(rng_step, matrix.device),
-                spans=spans if by_rows else spans[::-1],
-            )
-            data = cast.rowwise_data if by_rows else cast.columnwise_data
+            data, _, other_data = self._cast_mx(name, tensor, operand, rng_step, other)
             quantized = _quantized(matrix, spec, rowwise, data)
-            if other is not None:
-                quantized.columnwise_data = cast.columnwise_data
+            quantized.columnwise_data = quantized.columnwise_data if other is None else other_data
             return quantized, None
         data, scale = quantize_by_reference(
             operand,
@@ -178,23 +166,56 @@ class EmulatedGemms:
         return y if bias is None else add_bias_(y, bias)
 
     def error_stats(self, name: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
-        """``quantization.error_stats`` of a GEMM's operand; changes neither histories nor draws.
+        """``operand_stats`` of a tensor [M, N] in a GEMM, by one more quantization; changes no history and no draw.
 
-        All ranks that share the operand's scale must call it.
-
-        Args:
-            matrix: [R, K], contracted dimension last, not empty; the recipe must quantize the operand.
+        All ranks that share the operand's scale must call it. The tensor is not empty, and the recipe quantizes it.
         """
         spec, transform = self._specs[name, tensor], self.transform(name, rng_step)
         assert spec is not None
+        operand = matrix.t() if name == SIDES[tensor][1] else matrix
+        if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
+            data, scale, _ = self._cast_mx(name, tensor, operand, rng_step, codes=True)
+            signs = None if transform is None else transform.scaled_signs(matrix.device).sign()
+            return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
         if transform is not None:
-            matrix = transform.apply(matrix)
-        data, scale = quantize_by_reference(matrix, spec, **self._arguments(name, tensor, spec, rng_step))
-        return error_stats(matrix, QuantizedTensor(matrix.shape, matrix.dtype, spec, data, scale))
+            operand = transform.apply(operand)
+        data, scale = quantize_by_reference(operand, spec, **self._arguments(name, tensor, spec, rng_step))
+        return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale))
 
     def transform(self, name: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's Hadamard transform at an RNG step."""
         return self._transforms.at(name, rng_step)
+
+    def _cast_mx(
+        self,
+        name: str,
+        tensor: str,
+        operand: torch.Tensor,
+        rng_step: RngStep,
+        other: Direction | None = None,
+        codes: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Data, scale bytes with ``codes``, and the data of the ``other`` direction, by the fused kernel.
+
+        Args:
+            operand: [R, K], contracted dimension last, rows or columns contiguous; rows for ``other``.
+        """
+        spec, stream, by_rows = self._specs[name, tensor], self._rounding[name, tensor], operand.stride(1) == 1
+        assert spec is not None
+        direction = self._direction(name, tensor, self.transform(name, rng_step), operand.device)
+        spans = (stream.row_span, stream.column_span)
+        cast = load("quantize").quantize_mx(
+            operand if by_rows else operand.t(),
+            mx_rule(spec),
+            rows=direction if by_rows else None,
+            columns=other if by_rows else direction,
+            rng_step=device_rng_step(rng_step, operand.device),
+            spans=spans if by_rows else spans[::-1],
+            codes=codes,
+        )
+        if by_rows:
+            return cast.rowwise_data, cast.rowwise_scale, cast.columnwise_data
+        return cast.columnwise_data, cast.columnwise_scale, cast.rowwise_data
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)

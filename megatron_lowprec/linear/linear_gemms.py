@@ -70,7 +70,7 @@ class LinearGemms:
     ) -> None:
         self.recipe, self.linear_id, self.gathers = recipe, linear_id, gathers
         self.main_grad_is_zero = False
-        self._emulate = emulate
+        self._emulate, self._reduce_amax, self._seed = emulate, reduce_amax, seed
         cached = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
         self.weight_cache = QuantizedWeightCache(cached if cache_weights else ())
         self._chosen_for: tuple[torch.device, torch.dtype] | None = None
@@ -89,6 +89,10 @@ class LinearGemms:
         specs = {name: [getattr(recipe.gemms[gemm], name) for gemm in gemms] for name, gemms in SIDES.items()}
         self._specs = {name: by_row for name, (by_row, _) in specs.items()}
         self._one_spec = {name: by_row == by_column for name, (by_row, by_column) in specs.items()}
+
+    def under(self, recipe: Recipe) -> "LinearGemms":
+        """The layer under another recipe; amax histories start empty."""
+        return LinearGemms(recipe, self.linear_id, self._seed, AmaxHistory, self._reduce_amax, emulate=self._emulate)
 
     def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> CastFusion:
         """Fusion of the cast of "input" or "grad_output", of the size and dtype of ``matrix``, with its producer.

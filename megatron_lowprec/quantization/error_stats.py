@@ -1,4 +1,4 @@
-"""Quantization error of an operand, as sums that add up over ranks and layers."""
+"""Quantization error of an operand, from statistics that combine over ranks and layers."""
 
 import math
 from dataclasses import dataclass
@@ -6,15 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch.linalg import vector_norm
 
-from megatron_lowprec.kernels.chunks import row_chunks
-from megatron_lowprec.kernels.quantize.reference import scale_blocks
+from megatron_lowprec.kernels.dispatch import operand_stats
+from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SUMS
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 
-COUNTS = 8
-# Entries of a chunk, with five fp32 temporaries and one fp64. On a GPU, smaller chunks are bound by launches.
-_CHUNK, _GPU_CHUNK = 1 << 20, 1 << 22
-# An fp32 scale and its reciprocal are rounded, so an amax may exceed the largest value by this factor.
-_SLACK = 1.0 + 2.0**-20
+COUNTS = SUMS + MAXIMA
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,9 @@ class QuantizationError:
         bias: relative gain error, sum q x / sum x^2 - 1; near 0 for unbiased rounding. None if a sum is not finite.
         underflow: share of the nonzero entries with q = 0.
         saturation: share of all entries beyond the format's largest value under their scale.
+        mse: sum (q - x)^2 / entries; None if the sum is not finite.
+        scale_inv_min, scale_inv_max: smallest and largest decode scale of the blocks that are finite and not zero; None
+            without any. TransformerEngine's name of the reciprocal of the encode scale.
     """
 
     entries: int
@@ -36,11 +35,14 @@ class QuantizationError:
     bias: float | None
     underflow: float
     saturation: float
+    mse: float | None = None
+    scale_inv_min: float | None = None
+    scale_inv_max: float | None = None
 
     @staticmethod
-    def of(sums: torch.Tensor) -> "QuantizationError":
-        """From reduced ``error_stats``: the first seven summed, the last one's maximum; at least one entry."""
-        entries, nonzero, underflows, saturated, energy, error, projection, amax = sums.tolist()
+    def of(stats: torch.Tensor) -> "QuantizationError":
+        """From ``operand_stats``, whose first SUMS entries may be summed and whose others' maximum may be taken."""
+        entries, nonzero, underflows, saturated, energy, error, projection, amax, largest, reciprocal = stats.tolist()
         whole = math.isfinite(energy) and math.isfinite(error) and math.isfinite(projection) and energy > 0
         return QuantizationError(
             int(entries),
@@ -49,40 +51,46 @@ class QuantizationError:
             projection / energy - 1 if whole else None,
             underflows / nonzero if nonzero else 0.0,
             saturated / entries,
+            error / entries if math.isfinite(error) else None,
+            1 / reciprocal if reciprocal else None,
+            largest or None,
         )
 
 
-def error_stats(matrix: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
-    """float64 [COUNTS]: entries, nonzero, underflows, saturated, sum x^2, sum (q - x)^2, sum q x, amax.
+def error_stats(
+    matrix: torch.Tensor, quantized: QuantizedTensor, *, columnwise: bool = False, signs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``operand_stats`` of a matrix and one direction of its quantized data, float64 [COUNTS].
 
     Args:
-        matrix: [R, K], the source of the rounding, after any transform.
-        quantized: the quantized matrix, with rowwise data.
+        matrix: [M, N], the source of the rounding.
+        quantized: with data of that direction and its decode scales.
+        columnwise: the data are those of the transpose.
+        signs: signs of the Hadamard transform that the data are rounded from; None without one.
     """
-    spec, decode, data = quantized.spec, quantized.decode_scale, quantized.rowwise_data
-    assert spec is not None
-    assert data is not None
-    block, limit = block_sizes(spec, matrix), quantized.format.max
-    shared = decode.shape[0] == 1
-    block_rows = 1 if shared else block[0]
-    total = torch.zeros(COUNTS, dtype=torch.float64, device=matrix.device)
-    chunk = _GPU_CHUNK if matrix.is_cuda else _CHUNK
-    for rows in row_chunks(matrix.shape[0], matrix.shape[1], matrix.device, block_rows, chunk):
-        x, grid = (part[rows].float() for part in (matrix, data))
-        scales = decode if shared else decode[rows.start // block_rows :][: -(-len(x) // block_rows)]
-        q = scale_blocks(grid, scales, block) / spec.headroom
-        magnitude = x.abs()
-        reach = scale_blocks(torch.full_like(grid, limit * _SLACK / spec.headroom), scales, block)
-        energy, of_q, error = (vector_norm(part, dtype=torch.float64).square() for part in (x, q, q - x))
-        parts = (
-            x.count_nonzero(),
-            ((q == 0) & (x != 0)).sum(),
-            (magnitude > reach).sum(),
-            energy,
-            error,
-            (energy + of_q - error) / 2,
-        )
-        total[1:-1] += torch.stack([part.double() for part in parts])
-        total[-1] = torch.maximum(total[-1], magnitude.max())
-    total[0] = matrix.numel()
-    return total
+    data, scale = quantized.columnwise() if columnwise else quantized.rowwise()
+    assert quantized.spec is not None
+    assert scale is not None, "scales are multiplied into the data"
+    source = matrix.t() if columnwise else matrix
+    return operand_stats(
+        source, data, scale, quantized.format, block_sizes(quantized.spec, source), quantized.spec.headroom, signs
+    )
+
+
+def output_stats(exact: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Statistics of a GEMM's output in the layout of ``operand_stats``, float64 [COUNTS]; no saturation, no scales.
+
+    Args:
+        exact: fp32, product of the unquantized operands.
+        output: the GEMM's output of the same shape, in any dtype.
+    """
+    output = output.float()
+    norms = [vector_norm(each, dtype=torch.float64).square() for each in (exact, output, output - exact)]
+    energy, of_output, error = norms
+    stats = exact.new_zeros(COUNTS, dtype=torch.float64)
+    stats[0] = exact.numel()
+    underflows = ((output == 0) & (exact != 0)).sum()
+    stats[1:3] = torch.stack((exact.count_nonzero(), underflows))
+    stats[4:SUMS] = torch.stack((energy, error, (energy + of_output - error) / 2))
+    stats[SUMS] = exact.abs().amax()
+    return stats

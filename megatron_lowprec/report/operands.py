@@ -29,7 +29,9 @@ _FIELDS = ("iteration", "linear", "gemm", "operand", "format", "amax", "snr", "b
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All complete lines of a quantization.jsonl, which a run may be writing; empty without a file.
+    """Operands in all complete lines of a quantization.jsonl, which a run may be writing; empty without a file.
+
+    Lines about GEMM outputs and about other recipes than the run's are left out.
 
     If a resumed run repeats an operand in the same iteration, the later row counts.
 
@@ -45,6 +47,8 @@ def read_rows(path: Path) -> list[Row]:
         try:
             row = json.loads(line)
             iteration, linear, gemm, operand, *_ = (row[field] for field in _FIELDS)
+            if operand == "output" or "recipe" in row:
+                continue
             found[iteration, linear, gemm, operand] = row
             known = isinstance(iteration, int) and (gemm, operand) in KINDS
         except (ValueError, KeyError, TypeError, RecursionError):  # invalid UTF-8 is a ValueError

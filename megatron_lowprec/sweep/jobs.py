@@ -31,7 +31,14 @@ DRIVER = str(REPOSITORY / "pretrain_gpt.py")
 # Options for a run's file locations, logging and pauses: changing them does not make it another run.
 _NOT_THE_RUN = {
     *("config", "save", "load", "tensorboard_dir", "data_cache_path", "num_workers"),
-    *("log_interval", "log_quantization_interval", "capture_step", "capture_layers", "save_interval"),
+    *(
+        "log_interval",
+        "log_quantization_interval",
+        "log_quantization_also",
+        "capture_step",
+        "capture_layers",
+        "save_interval",
+    ),
     *("exit_interval", "exit_duration_in_mins", "exit_signal_handler"),
     *("wandb_project", "wandb_exp_name", "wandb_save_dir", "distributed_timeout_minutes", "no_memory_check"),
     *("profile", "profile_step_start", "profile_step_end"),

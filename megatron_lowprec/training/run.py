@@ -41,6 +41,7 @@ from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
 from megatron_lowprec.training.models.sizes import linear_sites, num_parameters
+from megatron_lowprec.training.monitoring.counterfactuals import check_counterfactuals
 from megatron_lowprec.training.monitoring.operand_files import capture_line, check_capture
 from megatron_lowprec.training.rampup import run_length
 
@@ -67,6 +68,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     check_sizes(recipe, linear_sites(config), require(config.num_layers), config.tensor_model_parallel_size)
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
     check_capture(config)
+    check_counterfactuals(config)
     if keeps_all(recipe, linear_sites(config), require(config.num_layers)):
         notes.append(f"recipe {recipe.name} quantizes nothing in this model: keep_bf16 leaves all of its layers out")
     if (config.fp8_param_gather or recipe.fp8_weights) and config.transformer_impl == "local":

@@ -23,6 +23,7 @@ from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.model import Runtime, Trainer, gathered
+from megatron_lowprec.training.monitoring.counterfactuals import counterfactual_recipes
 
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -54,7 +55,9 @@ def train_step(
     unchanged.
     """
     interval = config.log_quantization_interval
-    probe = OperandProbe(trainer.chunks) if interval is not None and (iteration + 1) % interval == 0 else None
+    probe = None
+    if interval is not None and (iteration + 1) % interval == 0:
+        probe = OperandProbe(trainer.chunks, config.seed, counterfactual_recipes(config))
     captures = iteration + 1 in config.capture_step
     capture = OperandCapture(trainer.chunks, config.capture_layers, config.seed) if captures else None
     with ExitStack() as stack:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_lowprec.linear.capture_file import Capture, read_capture
 from tests.training.conftest import driving
 from tests.training.helpers import argv, many_runs, rows
 
@@ -32,11 +34,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # of the same two samples in the first microbatch
     "data": {"micro_batch_size": 1},
 }
+ALSO: dict[str, dict[str, Any]] = {"fp8_current": {"log_quantization_also": "fp8_rowwise"}}
+CAPTURED: dict[str, Any] = {"capture_step": 2, "capture_layers": "layers.2.mlp.*"}
 
 
 def cases() -> dict[str, dict[str, Any]]:
+    start: dict[str, Any] = COMMON | CAPTURED | {"load": "start", "no_save": True}
     found = {
-        f"{recipe} {layout}": COMMON | sizes | {"recipe": recipe, "load": "start", "no_save": True}
+        f"{recipe} {layout}": start | ALSO.get(recipe, {}) | sizes | {"recipe": recipe}
         for recipe in RECIPES
         for layout, sizes in LAYOUTS.items()
     }
@@ -57,7 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with driving(folder) as drive:
         drive(argv(save="start", **START))
         for recipe in RECIPES:
-            drive(argv(save=f"{recipe} one", **COMMON, recipe=recipe, load="start", no_save=True))
+            options = COMMON | CAPTURED | ALSO.get(recipe, {})
+            drive(argv(save=f"{recipe} one", **options, recipe=recipe, load="start", no_save=True))
         drive(argv(save="experts start", **START, **EXPERTS))
         drive(argv(save="experts one", **COMMON, **EXPERTS, recipe="mxfp8", load="experts start", no_save=True))
     many_runs(2, [argv(save=name, **options) for name, options in cases().items()], folder)
@@ -66,7 +72,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def operands(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    found = rows(folder, "quantization.jsonl")
+    return {place: row for place, row in logged(folder).items() if place[2] != "output"}
+
+
+def logged(folder: Path, recipe: str = "") -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Rows by the run's recipe, or by another one."""
+    found = [row for row in rows(folder, "quantization.jsonl") if row.get("recipe", "") == recipe]
     by_place = {(row["linear"], row["gemm"], row["operand"]): row for row in found}
     assert len(by_place) == len(found)
     return by_place
@@ -112,3 +123,53 @@ def test_experts_of_all_ranks_are_there(folder: Path) -> None:
             assert got[place]["entries"] == row["entries"], place  # each token goes to its experts once
             if place[1] != "wgrad":
                 assert got[place]["snr"] == pytest.approx(row["snr"], abs=0.02), place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "sequence"])
+def test_outputs_that_ranks_split_are_those_of_one_process(folder: Path, layout: str) -> None:
+    want, got = logged(folder / "mxfp8 one"), logged(folder / f"mxfp8 {layout}")
+    assert got.keys() == want.keys()
+    for place, row in want.items():
+        if place[1:] == ("fprop", "output") and place[0].endswith(("linear_qkv", "linear_fc1")):
+            assert got[place]["entries"] == row["entries"]
+            assert got[place]["snr"] == pytest.approx(row["snr"], abs=0.02), place
+
+
+def captures(folder: Path, name: str) -> list[Capture]:
+    return [read_capture(path) for path in sorted(folder.glob(f"captures/iteration_2/*{name}*"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "sequence", "data"])
+def test_captures_of_ranks_are_parts_of_one_process_s(folder: Path, layout: str) -> None:
+    for name, split, whole in (("fc1", "w dy", "x"), ("fc2", "x w", "dy")):
+        (one,) = captures(folder / "mxfp8 one", name)
+        parts = captures(folder / f"mxfp8 {layout}", name)
+        assert [part.file_name for part in parts] == [
+            f"layers.2.mlp.linear_{name}.{'dp' if layout == 'data' else 'tp'}{rank}-of-2.safetensors" for rank in (0, 1)
+        ]
+        if layout == "data":
+            tokens = torch.stack([part.x for part in parts], dim=1).flatten(0, 1)  # two samples a token position
+            torch.testing.assert_close(tokens, one.x, rtol=1e-4, atol=1e-5)
+            assert all(torch.equal(part.w, one.w) for part in parts)
+            continue
+        for tensor in split.split():
+            axis = 0 if (name, tensor) == ("fc1", "w") else 1
+            joined = torch.cat([getattr(part, tensor) for part in parts], dim=axis)
+            torch.testing.assert_close(joined, getattr(one, tensor), rtol=1e-3, atol=1e-5)
+        for part in parts:
+            torch.testing.assert_close(getattr(part, whole), getattr(one, whole), rtol=1e-3, atol=1e-5)
+            assert part.linear_id.spans[part.linear_id.split].start == part.tensor_parallel.rank * (
+                one.w.shape[part.linear_id.split == "I"] // 2
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "sequence", "pipeline"])
+def test_another_recipe_says_what_it_says_in_one_process(folder: Path, layout: str) -> None:
+    want, got = (logged(folder / f"fp8_current {name}", "fp8_rowwise") for name in ("one", layout))
+    assert got.keys() == want.keys() == set(operands(folder / "fp8_current one"))
+    for place, row in want.items():
+        assert got[place]["snr"] == pytest.approx(row["snr"], abs=0.02), place
+        assert got[place]["scale_inv_max"] == pytest.approx(row["scale_inv_max"], rel=1e-3), place

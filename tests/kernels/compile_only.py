@@ -148,6 +148,14 @@ def updates() -> None:
     update_history_(torch.zeros(16), torch.zeros(64, 16), torch.zeros(16), True)
 
 
+def operand_statistics() -> None:
+    from megatron_lowprec.kernels.operand_stats.triton import operand_stats
+    from tests.kernels.operand_stats_cases import CASES, arguments
+
+    for case in CASES[:-1]:
+        operand_stats(**arguments(case, "cpu"))  # type: ignore[arg-type]
+
+
 def main(arch: int) -> None:
     """Compile all; the exit code is 1 where something is not compiled at all."""
     from triton.runtime.driver import driver
@@ -171,7 +179,7 @@ def main(arch: int) -> None:
     ):
         for user in users:
             stack.enter_context(patch(f"megatron_lowprec.kernels.{user}.code_constants", code_constants))
-        for part in (casts, mx_operands, around_linears, updates):
+        for part in (casts, mx_operands, around_linears, updates, operand_statistics):
             part()
     print(f"{len(compiled)} specializations of {len(set(compiled))} kernels compiled")
     left = _kernels() - set(compiled)

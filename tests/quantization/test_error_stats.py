@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from megatron_lowprec import get_recipe, recipes
+from megatron_lowprec.kernels.quantize.reference import e8m0_decode_scale
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.error_stats import QuantizationError, error_stats
-from megatron_lowprec.quantization.quantizer import quantize
+from megatron_lowprec.quantization.quantizer import quantize, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import block_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
@@ -24,6 +25,10 @@ def mxfp4(rounding: str = "nearest_even", headroom: float = 1.0) -> QuantSpec:
     )
 
 
+def errors(*fields: float | None) -> QuantizationError:
+    return QuantizationError(*fields)  # type: ignore[arg-type]
+
+
 def fidelity(x: torch.Tensor, spec: QuantSpec) -> QuantizationError:
     made = quantize(x, spec, random=torch.rand(x.shape, generator=torch.Generator().manual_seed(1)))
     return QuantizationError.of(error_stats(x, made))
@@ -31,7 +36,7 @@ def fidelity(x: torch.Tensor, spec: QuantSpec) -> QuantizationError:
 
 def test_values_of_the_format_lose_nothing() -> None:
     x = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).repeat(4, 4)
-    assert fidelity(x, mxfp4()) == QuantizationError(128, 6.0, None, 0.0, 0.0, 0.0)
+    assert fidelity(x, mxfp4()) == errors(128, 6.0, None, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def test_small_entries_of_a_block_vanish_and_large_ones_are_cut() -> None:
@@ -60,16 +65,16 @@ def test_what_is_not_finite_has_no_ratio() -> None:
     found = fidelity(x, mxfp4())
     assert (found.snr, found.bias) == (None, None)
     assert math.isnan(found.amax)
-    huge = QuantizationError.of(torch.tensor([64, 64, 0, 0, 1e40, 1e36, 1e40, 1e20], dtype=torch.float64))
+    huge = QuantizationError.of(torch.tensor([64, 64, 0, 0, 1e40, 1e36, 1e40, 1e20, 1, 1], dtype=torch.float64))
     assert huge.snr == pytest.approx(40.0)  # beyond fp32, but finite
     zeros = fidelity(torch.zeros(3, 32), mxfp4())
-    assert zeros == QuantizationError(96, 0.0, None, None, 0.0, 0.0)
+    assert zeros == errors(96, 0.0, None, None, 0.0, 0.0, 0.0, None, None)
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 20_000])  # whole, and 78 rows at a time or a tile's 128, of 384
 @pytest.mark.parametrize("recipe", recipes())
 def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_lowprec.quantization.error_stats._CHUNK", chunk)
+    monkeypatch.setattr("megatron_lowprec.kernels.operand_stats.reference._CHUNK", chunk)
     found = get_recipe(recipe)
     linear_gemms = LinearGemms(found, LinearId(3, "mlp.linear_fc1"), 7, AmaxHistory)
     rng_step = RngStep(5, 2)
@@ -83,11 +88,12 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
         spec = getattr(getattr(found, gemm), operand)
         if spec is None:
             continue
-        sums = linear_gemms.emulated.error_stats(gemm, operand, matrix, rng_step)
         columnwise = SIDES[operand][1] == gemm
+        natural = matrix.t() if columnwise else matrix
+        sums = linear_gemms.emulated.error_stats(gemm, operand, natural, rng_step)
         made, _ = linear_gemms.emulated.quantize(
             operand,
-            matrix.t() if columnwise else matrix,
+            natural,
             rng_step,
             rowwise=not columnwise,
             columnwise=columnwise,
@@ -107,5 +113,10 @@ def test_operands_of_every_recipe_against_float64(recipe: str, chunk: int, monke
         assert [float(n) for n in got] == pytest.approx([float(n) for n in want], rel=1e-6)
         assert float(sums[6]) == pytest.approx(float((q * x).sum()), rel=1e-6)
         assert float(sums[7]) == float(x.abs().max())
+        _, scales = quantize_by_reference(
+            x.to(matrix.dtype), spec, **linear_gemms.emulated._arguments(gemm, operand, spec, rng_step)
+        )
+        scales = scales if scales.is_floating_point() else e8m0_decode_scale(scales)
+        assert (float(sums[8]), 1 / float(sums[9])) == pytest.approx((float(scales.max()), float(scales.min())))
         assert 10 < (QuantizationError.of(sums).snr or 0.0) < 60
     assert all(torch.equal(history.newest, before[name]) for name, (history, _) in linear_gemms.histories.items())

@@ -110,6 +110,14 @@ def test_a_whole_line_that_is_none_is_refused(tmp_path: Path, line: bytes) -> No
         read_rows(path)
 
 
+def test_outputs_and_other_recipes_are_no_operands_of_the_run(tmp_path: Path) -> None:
+    own = operand_row(1, "layers.1.a", 9.0)
+    others = [own | {"snr": 1.0, "recipe": "mxfp8"}, own | {"operand": "output", "format": ""}]
+    path = tmp_path / "quantization.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (own, *others)))
+    assert read_rows(path) == [own]
+
+
 def test_the_table_has_medians_of_the_last_look_and_the_worst_layer(tmp_path: Path) -> None:
     gradients, inputs = operand_tables.of_every_operand(snapshots(*observed(tmp_path))).rows
     # SNR of 10 11 12 14 16 20, bias of -5 -4 -3 -2 -1 1, underflow of 10 12 20 22 30 40, saturation of 0 0 1 2 3 4

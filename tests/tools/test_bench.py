@@ -316,10 +316,12 @@ def test_overhead_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
 def test_step_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     asked = ["--shapes", "smoke", "--recipes", "mxfp8", "--warm-up", "1", "--iterations", "2", "--out", str(out)]
-    done = bench("step", *asked)
+    done = bench("step", *asked, "--snapshots")
     assert done.returncode == 0, done.stdout + done.stderr
-    plain, mxfp8 = json.loads(out.read_text())["tables"][0]["rows"]
-    assert (plain["recipe"], mxfp8["recipe"]) == ("bf16", "mxfp8")
+    plain, mxfp8, snapshot = json.loads(out.read_text())["tables"][0]["rows"]
+    assert (plain["recipe"], mxfp8["recipe"], snapshot["recipe"]) == ("bf16", "mxfp8", "mxfp8 snapshot")
+    assert snapshot["snapshot_ms"] == pytest.approx(snapshot["ms"] - mxfp8["ms"])
+    assert snapshot["runs"][0]["losses"] == mxfp8["runs"][0]["losses"]
     assert len(plain["runs"][0]["milliseconds"]) == 3
     assert plain["runs"][0]["losses"] != mxfp8["runs"][0]["losses"]
     assert mxfp8["over_bf16"] == pytest.approx(mxfp8["ms"] / plain["ms"])

@@ -62,6 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
             "--iterations", type=int, default=iterations, help="timed iterations (default: %(default)s)"
         )
     parts["step"].add_argument("--cuda-graphs", action="store_true", help="repeat with --cuda-graph-impl local")
+    parts["step"].add_argument(
+        "--snapshots", action="store_true", help="repeat with a quantization-error snapshot in every step"
+    )
     parts["scaling"].add_argument(
         "--gpus", type=names, default=["1", "8"], help="numbers of GPUs, on a CPU of processes (default: 1,8)"
     )

@@ -23,6 +23,7 @@ Runs = list[dict[str, Any]]
 
 RECIPES = ("bf16", "mxfp8", "mxfp4_rht_sr")
 WITH_PEERS = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr")
+_SNAPSHOT = " snapshot"  # of a variant with one in every step
 NAMED = named("model", "batch", "recipe")
 TIMES = spread_columns(2)
 RATE = Column("tokens_per_second", "tokens/s", ",.0f")
@@ -32,6 +33,7 @@ COLUMNS = (
     *TIMES,
     Column("over_bf16", "/bf16", ".3f"),
     Column("over_own", "/own bf16", ".3f"),
+    Column("snapshot_ms", "snapshot", ".1f"),
     RATE,
     Column("isolated_ms", "isolated", ".2f"),
     Column("kernel_ms", "kernels", ".1f"),
@@ -56,6 +58,10 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
                 "GPU, in the second iteration; use --device cuda and --warm-up 2 or more"
             )
         variants |= {f"{recipe} graphs": ["--recipe", recipe, "--cuda-graph-impl", "local"] for recipe in recipes}
+    if args.snapshots:
+        quantized = [recipe for recipe in recipes if recipe != "bf16"]
+        every = ["--log-quantization-interval", "1"]
+        variants |= {f"{recipe}{_SNAPSHOT}": ["--recipe", recipe, *every] for recipe in quantized}
     if args.peers:
         reason = absent("te", bench.device)
         if reason is None:
@@ -77,10 +83,13 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     ]
     if args.cuda_graphs:
         notes.append("graphs: layers replayed as CUDA graphs; what they keep is in reserved, not in peak memory")
+    if args.snapshots:
+        notes.append("snapshot: ms with a quantization-error snapshot in every step, less ms without")
     if args.peers:
         notes.append("/own bf16: of the same layers, ours or TransformerEngine's")
     report.note(*notes, *sorted({run["layers"] for row in rows for run in row.get("runs", [])}))
-    columns = [column for column in COLUMNS if args.peers or column.key != "over_own"]
+    optional = {"over_own": bool(args.peers), "snapshot_ms": args.snapshots}
+    columns = [column for column in COLUMNS if optional.get(column.key, True)]
     report.table(f"step: {args.device}", rows, columns)
 
 
@@ -139,10 +148,12 @@ def _row(model: ModelShape, variant: str, found: dict[str, Runs], args: argparse
         return row
     plain = median_ms(found["bf16"])
     own = median_ms(found["TE bf16"]) if variant.startswith("TE ") else plain
+    without = median_ms(found[variant.removesuffix(_SNAPSHOT)]) if variant.endswith(_SNAPSHOT) else None
     first = runs[0]
     return row | {
         "over_bf16": row["ms"] / plain if plain else None,
         "over_own": row["ms"] / own if own else None,
+        "snapshot_ms": None if without is None else row["ms"] - without,
         "reserved_gib": max(run["reserved_gib"] for run in runs),
         "idle_ms": None if first["idle"] is None else first["idle"]["ms"],
         **{name: first[name] for name in ("kernel_ms", "first_seconds")},

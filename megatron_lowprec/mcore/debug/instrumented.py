@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from megatron_lowprec.linear.backend import GemmBackend
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+
+Inspection = Callable[[str, torch.Tensor, RngStep, QuantizedTensor], None]
+"""Called with a tensor's name ("input", "weight" or "grad_output"), the tensor [M, N], and what it was quantized to."""
 
 
 class InstrumentedGemms:
@@ -44,3 +50,32 @@ def instrumented(layer: LowPrecLinearMixin, linear_gemms: InstrumentedGemms) -> 
         yield
     finally:
         layer.linear_gemms = own
+
+
+class _InspectedBackend:
+    """A GEMM backend that shows each tensor to an inspection after its quantization; delegates everything else."""
+
+    def __init__(self, inner: GemmBackend, inspect: Inspection) -> None:
+        self._inner, self._inspect = inner, inspect
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def quantize(
+        self, tensor: str, matrix: torch.Tensor, rng_step: RngStep, **options: Any
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        quantized, sums = self._inner.quantize(tensor, matrix, rng_step, **options)
+        self._inspect(tensor, matrix, rng_step, quantized)
+        return quantized, sums
+
+
+@contextmanager
+def inspected_casts(linear_gemms: LinearGemms, inspect: Inspection) -> Iterator[None]:
+    """Temporarily show every tensor that a layer's backends quantize to ``inspect``."""
+    own = linear_gemms.emulated, linear_gemms.native
+    linear_gemms.emulated = _InspectedBackend(own[0], inspect)  # type: ignore[assignment]
+    linear_gemms.native = _InspectedBackend(own[1], inspect)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        linear_gemms.emulated, linear_gemms.native = own

@@ -1,14 +1,14 @@
-"""Quantization error of each operand of each GEMM in one step, over all ranks with shards or replicas of it.
+"""Quantization error of operands and GEMM outputs in one step, over all ranks with shards or replicas of them.
 
-In a training step, the first microbatch's operands are quantized a second time to measure the error. A step without the
-probe has no overhead.
+The first microbatch of a training step is measured. The codes that a layer has quantized are compared with their
+source; operands whose scales the layer does not keep are quantized once more. A step without the probe has no overhead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,28 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
-from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
+from megatron_lowprec.kernels.operand_stats.reference import SUMS
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
-from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms, instrumented
+from megatron_lowprec.mcore.debug.instrumented import inspected_casts, instrumented
+from megatron_lowprec.mcore.debug.sampled_outputs import RowSample, SampledGemms
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
-from megatron_lowprec.quantization.error_stats import COUNTS, QuantizationError
-from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.quantization.error_stats import COUNTS, QuantizationError, error_stats
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.recipe.coverage import kept_in_bf16
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
 
-_ORDER = {operand: number for number, operand in enumerate(DIMS)}
+_PLACES = [(gemm, operand) for gemm, operands in GEMM_OPERANDS.items() for operand in (*operands, "output")]
+_ORDER = {place: number for number, place in enumerate(_PLACES)}
 
 
 class OperandId(NamedTuple):
-    """Identifies an operand of a model by global numbers; sorts by layer, name, expert and GEMM."""
+    """Identifies an operand or the output of a model's GEMM by global numbers; sorts by layer, name, expert and GEMM.
+
+    An ``operand`` "output" has an empty ``format``. ``recipe`` is empty for the run's own recipe, else the name of
+    another one that quantized the same tensor.
+    """
 
     layer: int
     name: str
@@ -38,6 +46,7 @@ class OperandId(NamedTuple):
     gemm: str
     operand: str
     format: str
+    recipe: str = ""
 
     @property
     def linear(self) -> str:
@@ -46,23 +55,32 @@ class OperandId(NamedTuple):
 
 
 class OperandProbe:
-    """Context manager that measures the operands of this rank's chunks in a training step's first microbatch.
+    """Context manager that measures this rank's chunks in a training step's first microbatch.
 
     FP8 primary weights are skipped: no rank holds their unquantized value.
+
+    Args:
+        chunks: this rank's model chunks.
+        seed: the run's seed, from which rows of outputs are chosen.
+        also: recipes without delayed scaling, whose quantizers are applied to the same tensors.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: Sequence[nn.Module], seed: int, also: Sequence[Recipe] = ()) -> None:
+        self._chunks, self._seed, self._also = chunks, seed, also
         self._undo = ExitStack()
-        self._sums: dict[OperandId, torch.Tensor] = {}
+        self._layers: list[tuple[_OperandStats, SampledGemms]] = []
 
     def __enter__(self) -> OperandProbe:
+        sample = RowSample(self._seed)
         for chunk in self._chunks:
             for module in chunk.modules():
                 if isinstance(module, LowPrecLinearMixin):
                     inner = module.bound_gemms
-                    probed = _ProbedGemms(inner, self._operands_of(module, inner), self._sums)
-                    self._undo.enter_context(instrumented(module, probed))
+                    operands = _OperandStats(inner, self._counterfactuals(module, inner), module.weight.device)
+                    outputs = SampledGemms(inner, sample, module.weight.device)
+                    self._layers.append((operands, outputs))
+                    self._undo.enter_context(inspected_casts(inner, operands.inspect))
+                    self._undo.enter_context(instrumented(module, outputs))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,9 +88,13 @@ class OperandProbe:
 
     def found(self) -> list[tuple[OperandId, QuantizationError]]:
         """Errors of the whole model, the same on every rank; a collective call."""
+        stats: dict[OperandId, torch.Tensor] = {}
+        for operands, outputs in self._layers:
+            stats |= operands.stats
+            stats |= {_id_of(outputs.linear_id, gemm, "output", ""): each for gemm, each in outputs.stats.items()}
         dense = [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
-        mine = _reduced({operand: sums for operand, sums in self._sums.items() if operand.expert < 0}, dense)
-        experts = {operand: sums for operand, sums in self._sums.items() if operand.expert >= 0}
+        mine = _reduced({operand: each for operand, each in stats.items() if operand.expert < 0}, dense)
+        experts = {operand: each for operand, each in stats.items() if operand.expert >= 0}
         if experts:
             groups = [
                 parallel_state.get_expert_tensor_parallel_group(),
@@ -81,77 +103,99 @@ class OperandProbe:
             mine |= _reduced(experts, groups)
         everyone: list[dict[OperandId, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
-        found = {operand: sums for part in everyone for operand, sums in part.items()}
-        return [(operand, QuantizationError.of(sums)) for operand, sums in sorted(found.items()) if sums[0] > 0]
+        found = {operand: each for part in everyone for operand, each in part.items()}
+        return [(operand, QuantizationError.of(each)) for operand, each in sorted(found.items()) if each[0] > 0]
 
-    def _operands_of(self, module: LowPrecLinearMixin, linear_gemms: LinearGemms) -> dict[tuple[str, str], OperandId]:
-        """Ids of a layer's quantized operands; their sums start at zero, since an expert may receive no tokens."""
-        operands = {}
-        for (gemm, operand), order in _ORDER.items():
-            spec = getattr(getattr(linear_gemms.recipe, gemm), operand)
-            if spec is not None and not (operand == "weight" and isinstance(module.weight, Fp8Weight)):
-                linear = linear_gemms.linear_id
-                found = OperandId(linear.layer, linear.name, linear.expert, order, gemm, operand, spec.format)
-                operands[gemm, operand] = found
-                self._sums[found] = torch.zeros(COUNTS, dtype=torch.float64, device=module.weight.device)
-        return operands
+    def _counterfactuals(self, module: LowPrecLinearMixin, inner: LinearGemms) -> list[LinearGemms]:
+        """GEMMs of the layer under the other recipes that quantize it, with backends chosen as for training."""
+        linear_id, found = inner.linear_id, []
+        for recipe in self._also:
+            if not kept_in_bf16(recipe, linear_id.layer, linear_id.name, module.config.num_layers):
+                found.append(inner.under(recipe))
+                found[-1].choose_products(module.weight)
+        return found
 
 
-def _reduced(sums: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[OperandId, torch.Tensor]:
-    """Sums over the groups' ranks, on the first rank of all groups; empty on other ranks and without sums."""
-    if not sums:
+class _OperandStats:
+    """Statistics of a layer's operands, from the tensors that its backends quantize.
+
+    Attributes:
+        stats: operand -> ``operand_stats``; zeros if nothing was quantized, as for an expert without tokens.
+    """
+
+    def __init__(self, own: LinearGemms, also: Sequence[LinearGemms], device: torch.device) -> None:
+        self._own, self._also = own, also
+        self._ids = {id(gemms): _ids_of(gemms, "" if gemms is own else gemms.recipe.name) for gemms in (own, *also)}
+        zeros = torch.zeros(COUNTS, dtype=torch.float64, device=device)
+        self.stats = {operand: zeros for ids in self._ids.values() for operand in ids.values()}
+        self._measured: set[OperandId] = set()
+
+    def inspect(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep, quantized: QuantizedTensor) -> None:
+        """Measure a tensor [M, N] in the GEMMs for which it was quantized, and in all GEMMs of the other recipes."""
+        if rng_step.microbatch or not matrix.numel():
+            return
+        for columnwise, gemm in enumerate(SIDES[tensor]):
+            data, scale = quantized.rowwise_data, quantized.rowwise_scale
+            if columnwise:
+                data, scale = quantized.columnwise_data, quantized.columnwise_scale
+            operand = self._unmeasured(self._own, gemm, tensor)
+            if operand is None or data is None:
+                continue
+            self._measured.add(operand)
+            if scale is None:  # multiplied into the data
+                self.stats[operand] = self._own.emulated.error_stats(gemm, tensor, matrix, rng_step)
+            else:
+                transform = self._own.emulated.transform(gemm, rng_step)
+                signs = None if transform is None else transform.signs(matrix.device)
+                self.stats[operand] = error_stats(matrix, quantized, columnwise=bool(columnwise), signs=signs)
+        for other in self._also:
+            for gemm in SIDES[tensor]:
+                operand = self._unmeasured(other, gemm, tensor)
+                if operand is not None:
+                    self._measured.add(operand)
+                    self.stats[operand] = _requantized(other, gemm, tensor, matrix, rng_step)
+
+    def _unmeasured(self, gemms: LinearGemms, gemm: str, tensor: str) -> OperandId | None:
+        """An operand that the recipe quantizes, until measured: an activation recomputation quantizes it again."""
+        operand = self._ids[id(gemms)].get((gemm, tensor))
+        return None if operand in self._measured else operand
+
+
+def _ids_of(gemms: LinearGemms, recipe: str) -> dict[tuple[str, str], OperandId]:
+    """Ids of the operands that a layer's recipe quantizes, by GEMM and operand."""
+    specs = {place: getattr(gemms.recipe.gemms[place[0]], place[1]) for place in DIMS}
+    return {
+        place: _id_of(gemms.linear_id, *place, spec.format, recipe) for place, spec in specs.items() if spec is not None
+    }
+
+
+def _id_of(linear: LinearId, gemm: str, operand: str, format: str, recipe: str = "") -> OperandId:
+    return OperandId(linear.layer, linear.name, linear.expert, _ORDER[gemm, operand], gemm, operand, format, recipe)
+
+
+def _requantized(gemms: LinearGemms, gemm: str, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> torch.Tensor:
+    """Statistics of a tensor quantized by the backend that the GEMM would have."""
+    if gemms.backend(gemm) is not gemms.native:
+        return gemms.emulated.error_stats(gemm, tensor, matrix, rng_step)
+    columnwise = gemm == SIDES[tensor][1]
+    quantized, _ = gemms.native.quantize(
+        tensor, matrix, rng_step, rowwise=not columnwise, columnwise=columnwise, update_amax=False
+    )
+    return error_stats(matrix, quantized, columnwise=columnwise)
+
+
+def _reduced(
+    stats: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessGroup]
+) -> dict[OperandId, torch.Tensor]:
+    """Over the groups' ranks, on the first rank of all groups; empty on other ranks and without operands."""
+    if not stats:
         return {}
-    operands = sorted(sums)
-    total = torch.stack([sums[operand] for operand in operands])
-    amax = max_over(total[:, -1], *groups)
+    operands = sorted(stats)
+    total = torch.stack([stats[operand] for operand in operands])
+    maxima = max_over(total[:, SUMS:].contiguous(), *groups)
     for group in groups:
         dist.all_reduce(total, group=group)
-    total[:, -1] = amax
+    total[:, SUMS:] = maxima
     if any(dist.get_rank(group) for group in groups):
         return {}
     return dict(zip(operands, total.cpu(), strict=True))
-
-
-class _ProbedGemms(InstrumentedGemms):
-    """A layer's GEMMs; accumulates the quantization error of each operand."""
-
-    def __init__(
-        self,
-        inner: LinearGemms,
-        operands: dict[tuple[str, str], OperandId],
-        sums: dict[OperandId, torch.Tensor],
-    ) -> None:
-        super().__init__(inner)
-        self._operands, self._sums = operands, sums
-
-    def forward(
-        self,
-        x_TI: torch.Tensor,
-        w_OI: torch.Tensor,
-        rng_step: RngStep,
-        update_amax: bool = True,
-        *rest: Any,
-        **options: Any,
-    ) -> tuple[torch.Tensor, SavedForBackward]:
-        if update_amax:  # neither an evaluation nor the first pass of an activation recomputation
-            self._inspect("input", x_TI, rng_step)
-            self._inspect("weight", w_OI, rng_step)
-        return self._inner.forward(x_TI, w_OI, rng_step, update_amax, *rest, **options)
-
-    def grad_output(self, dy_TO: torch.Tensor, rng_step: RngStep, **options: Any) -> GradOutput:
-        self._inspect("grad_output", dy_TO, rng_step)
-        return self._inner.grad_output(dy_TO, rng_step, **options)
-
-    def _inspect(self, tensor: str, matrix: torch.Tensor, rng_step: RngStep) -> None:
-        """Accumulate the error of a matrix in both GEMMs that use it."""
-        if rng_step.microbatch or not matrix.numel():
-            return
-        for gemm, columnwise in zip(SIDES[tensor], (False, True), strict=True):
-            operand = self._operands.get((gemm, tensor))
-            if operand is not None:
-                contracted_last = matrix.t() if columnwise else matrix
-                found = self._inner.emulated.error_stats(gemm, tensor, contracted_last, rng_step)
-                sums = self._sums[operand]
-                found[-1] = torch.maximum(found[-1], sums[-1])
-                found[:-1] += sums[:-1]
-                self._sums[operand] = found

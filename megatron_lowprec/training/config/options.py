@@ -295,6 +295,11 @@ class LoggingOptions:
         "iterations between looks at every quantized operand (SNR, bias, underflow, saturation, amax), which go to "
         "quantization.jsonl; default never",
     )
+    log_quantization_also: list[str] = arg(
+        [],
+        "recipes (names or YAML files) whose quantizers are applied to the same tensors in each snapshot, as in "
+        "mxfp8,fp8_blockwise; without delayed scaling",
+    )
     capture_step: list[int] = arg(
         [], "iterations whose first microbatch's operands are written to captures/ in the run's folder; default none"
     )

@@ -215,6 +215,7 @@ def _in_bounds(config: Config) -> None:
 
 # Flags that have an effect only with another one.
 _PART_OF = {
+    "log_quantization_interval": ("log_quantization_also",),
     "capture_step": ("capture_layers",),
     "capture_layers": ("capture_step",),
     "memory_plan": ("memory_plan_gpus",),

@@ -19,7 +19,9 @@ from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
 from megatron_lowprec.training.monitoring.quantization_log import (
-    quantization_line,
+    CRITICAL_RATIO,
+    gradient_to_noise,
+    quantization_lines,
     quantization_row,
     quantization_scalars,
 )
@@ -111,6 +113,7 @@ class RunLog:
     ) -> None:
         self._config, self._paths, self._writes = config, paths, writes
         self._interval = _Interval()
+        self._alarmed: set[str] = set()  # linear layers
         self._bar: Any = None
         if not writes:
             return
@@ -158,10 +161,17 @@ class RunLog:
             self._interval = _Interval()
 
     def quantization(self, iteration: int, operands: Sequence[tuple[OperandId, QuantizationError]]) -> None:
-        """Record each operand's quantization error in that iteration; print a line about the worst."""
+        """Record quantization errors in that iteration; print the worst, and each layer's first alarm."""
         if not self._writes:
             return
-        self.say(quantization_line(iteration, operands))
+        self.say(*quantization_lines(iteration, operands))
+        for linear, ratio in gradient_to_noise(operands):
+            if ratio < CRITICAL_RATIO and linear not in self._alarmed:
+                self._alarmed.add(linear)
+                self.say(
+                    f"warning: {linear}: at iteration {iteration} the norm of the weight gradient is {ratio:.2f} times "
+                    "that of its quantization noise, below sqrt(3); see docs/guide/quantization-error.md"
+                )
         rows = [quantization_row(iteration, place, fidelity) for place, fidelity in operands]
         with self._failing_in_a_line(), self._paths.quantization.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from megatron_lowprec import get_recipe
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.capture_file import Capture, RankOf, read_capture, write_capture
-from megatron_lowprec.linear.linear_id import DIMS, SIDES, LinearId
+from megatron_lowprec.linear.linear_id import DIMS, LinearId
+from megatron_lowprec.mcore.debug.sampled_outputs import RowSample
 from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.paths import run_paths
@@ -43,11 +45,27 @@ def same(one: Capture, other: Capture) -> bool:
     )
 
 
+def sampled_outputs(capture: Capture) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """GEMM -> float64 product of the unquantized operands, and the layer's output, on the rows that a run samples."""
+    gemms, step, sample = capture.linear_gemms(), capture.rng_step, RowSample(capture.seed)
+    x, w, dy = (each.double() for each in (capture.x, capture.w, capture.dy))
+    tokens, rows, columns = (sample.of(size, x.device) for size in (len(x), *w.shape))
+    return {
+        "fprop": (x[tokens] @ w.t(), gemms.fprop(capture.x, capture.w, step)[tokens]),
+        "dgrad": (dy[tokens] @ w, gemms.dgrad(capture.dy, capture.w, step)[tokens]),
+        "wgrad": (
+            dy[:, rows].t() @ x[:, columns],
+            gemms.wgrad(capture.dy, capture.x, step, torch.zeros(w.shape))[rows][:, columns],
+        ),
+    }
+
+
 @pytest.mark.parametrize(("recipe", "quantized"), [("fp8_delayed", 6), ("fp8_blockwise", 6), ("mxfp4_rht_sr", 4)])
 def test_telemetry_follows_from_the_files_and_losses_stay(drive: Drive, recipe: str, quantized: int) -> None:
     common = COMMON | {"recipe": recipe}
     drive(argv(save="plain", **common))
-    flags = {"capture_step": 3, "capture_layers": ["layers.2.mlp.*", "*_qkv"], "log_quantization_interval": 3}
+    flags: dict[str, Any] = {"capture_step": 3, "capture_layers": ["layers.2.mlp.*", "*_qkv"]}
+    flags |= {"log_quantization_interval": 3, "log_quantization_also": "mxfp8,fp8_rowwise"}
     drive(argv(save="captured", **common, **flags))
     assert losses(Path("captured")) == losses(Path("plain"))
     files = sorted(Path("captured/captures/iteration_3").iterdir())
@@ -55,26 +73,38 @@ def test_telemetry_follows_from_the_files_and_losses_stay(drive: Drive, recipe: 
     assert [file.name for file in files] == [
         f"{name}.safetensors" for name in [*names, "layers.2.self_attention.linear_qkv"]
     ]
-    logged = {(row["linear"], row["gemm"], row["operand"]): row for row in rows(Path("captured"), "quantization.jsonl")}
+    logged = {
+        (row["linear"], row["gemm"], row["operand"], row.get("recipe", "")): row
+        for row in rows(Path("captured"), "quantization.jsonl")
+    }
     compared = 0
     for capture in map(read_capture, files):
         assert capture.x.dtype == capture.w.dtype == capture.dy.dtype == torch.bfloat16
         assert capture.x.shape[0] == capture.dy.shape[0] == 2 * 32
-        gemms = capture.linear_gemms()
-        for gemm, operand in DIMS:
-            if getattr(getattr(capture.recipe, gemm), operand) is None:
+        for name in ("", "mxfp8", "fp8_rowwise"):
+            gemms = replace(capture, recipe=get_recipe(name) if name else capture.recipe).linear_gemms()
+            for gemm, operand in DIMS:
+                if getattr(gemms.recipe.gemms[gemm], operand) is None:
+                    continue
+                matrix = {"input": capture.x, "weight": capture.w, "grad_output": capture.dy}[operand]
+                found = QuantizationError.of(gemms.emulated.error_stats(gemm, operand, matrix, capture.rng_step))
+                row = logged[capture.linear_id.path, gemm, operand, name]
+                for field, value in asdict(found).items():
+                    assert row[field] == pytest.approx(value, rel=1e-6, abs=1e-7 if field == "bias" else 0.0), field
+                compared += 1
+        for gemm, (exact, output) in sampled_outputs(capture).items():
+            if not capture.recipe.gemms[gemm].quantized:
                 continue
-            matrix = {"input": capture.x, "weight": capture.w, "grad_output": capture.dy}[operand]
-            last = matrix.t() if gemm == SIDES[operand][1] else matrix
-            found = QuantizationError.of(gemms.emulated.error_stats(gemm, operand, last, capture.rng_step))
-            row = logged[capture.linear_id.path, gemm, operand]
-            assert (found.entries, found.amax) == (row["entries"], row["amax"])
-            assert found.underflow == row["underflow"]
-            assert found.saturation == row["saturation"]
-            assert found.snr == pytest.approx(row["snr"], rel=1e-6)
-            assert found.bias == pytest.approx(row["bias"], abs=1e-7)
-            compared += 1
-    assert compared == 4 * quantized
+            row, error = logged[capture.linear_id.path, gemm, "output", ""], output.double() - exact
+            assert row["entries"] == exact.numel()
+            ratio = float(exact.norm() / error.norm())
+            # the run's sum with a bias was rounded to bf16
+            tolerance = 0.05 if gemm == "fprop" and capture.linear_id.name.endswith("qkv") else 1e-3
+            assert row["snr"] == pytest.approx(20 * math.log10(ratio), abs=tolerance)
+            assert row["bias"] == pytest.approx(float((output * exact).sum() / exact.square().sum()) - 1, abs=1e-4)
+            if gemm == "wgrad":
+                assert row["gradient_to_noise"] == pytest.approx(ratio, rel=1e-3)
+    assert compared == 4 * (quantized + 6 + 6)
 
 
 def test_a_file_has_the_documented_tensors_and_metadata(tmp_path: Path) -> None:
@@ -190,3 +220,14 @@ def test_the_size_that_is_announced_is_the_size_of_the_files(drive: Drive, capsy
     printed = capsys.readouterr().out
     assert line in printed
     assert "operands of iteration 2 written to run/captures/iteration_2" in printed
+
+
+def test_an_expert_has_a_file(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    experts: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True, "recipe": "mxfp8", "no_save": True}
+    drive(argv(save="run", **experts, capture_step=2, capture_layers="layers.1.*of expert 3"))
+    assert "operands of 2 linear layers in iteration 2: about " in capsys.readouterr().out
+    first, second = map(read_capture, sorted(Path("run/captures/iteration_2").iterdir()))
+    assert first.file_name == "layers.1.mlp.experts.linear_fc1.expert3.safetensors"
+    assert (first.linear_id.expert, first.linear_id.path) == (3, "layers.1.mlp.experts.linear_fc1 of expert 3")
+    assert len(first.x) == len(first.dy) == len(second.x) <= 2 * 2 * 32  # at most two of four experts take a token
+    assert first.w.shape == (first.dy.shape[1], first.x.shape[1])

@@ -18,8 +18,9 @@ from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
+from megatron_lowprec.training.monitoring.counterfactuals import check_counterfactuals
 from megatron_lowprec.training.monitoring.quantization_log import (
-    quantization_line,
+    quantization_lines,
     quantization_row,
     quantization_scalars,
 )
@@ -31,7 +32,7 @@ COMMON: dict[str, Any] = {"train_iters": 4, "bf16": True, "hidden_dropout": 0.1,
 
 
 def operands(folder: Path) -> list[dict[str, Any]]:
-    return rows(folder, "quantization.jsonl")
+    return [row for row in rows(folder, "quantization.jsonl") if row["operand"] != "output" and "recipe" not in row]
 
 
 def quantized(recipe: str) -> list[tuple[str, str]]:
@@ -82,12 +83,24 @@ def test_native_runs_have_rows_with_and_without_graphs(drive: Drive, recipe: str
     assert all(12 < row["snr"] < 40 for row in found)
 
 
+def test_a_weight_gradient_near_its_noise_is_named_once(
+    drive: Drive, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_lowprec.training.monitoring.log.CRITICAL_RATIO", 1e3)
+    drive(argv(save="run", **COMMON | {"train_iters": 2}, recipe="mxfp4_rht_sr", log_quantization_interval=1))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line.split(": ")[1] for line in warnings] == [f"layers.{n}.{name}" for n in (1, 2) for name in LAYERS]
+    ratios = [row["gradient_to_noise"] for row in rows(Path("run"), "quantization.jsonl") if "gradient_to_noise" in row]
+    assert f"weight gradient is {ratios[0]:.2f} times that of its quantization noise" in warnings[0]
+    assert all(1 < ratio < 1e3 for ratio in ratios)
+
+
 def test_recomputed_activations_count_once(drive: Drive) -> None:
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     common = COMMON | {"recipe": "mxfp4_rht_sr", "hidden_size": 128, "log_quantization_interval": 4}
     drive(argv(save="kept", **common))
     drive(argv(save="recomputed", **common, **again))
-    assert operands(Path("recomputed")) == operands(Path("kept"))
+    assert rows(Path("recomputed"), "quantization.jsonl") == rows(Path("kept"), "quantization.jsonl")
 
 
 def test_a_run_that_goes_on_writes_each_row_once(drive: Drive) -> None:
@@ -114,11 +127,11 @@ def test_what_is_not_finite_comes_first() -> None:
     places = [OperandId(layer, "mlp.linear_fc1", -1, 0, "fprop", "input", "e4m3") for layer in (1, 2)]
     fine, bad = QuantizationError(64, 2.0, 30.0, 1e-3, 0.25, 0.0), QuantizationError(64, math.inf, None, None, 0.0, 0.0)
     operands = list(zip(places, (fine, bad), strict=True))
-    assert quantization_line(7, operands) == (
+    assert list(quantization_lines(7, operands)) == [
         " quantization at iteration 7 | not finite: 1 of 2 operands, first layers.2.mlp.linear_fc1 fprop input | "
         "lowest SNR: 30.0 dB, layers.1.mlp.linear_fc1 fprop input | "
         "most underflow: 25.00%, layers.1.mlp.linear_fc1 fprop input | no saturation |"
-    )
+    ]
     assert quantization_row(7, *operands[1])["amax"] is None
     scalars = quantization_scalars(operands)
     assert scalars["quantization/operands not finite"] == 1.0
@@ -138,8 +151,14 @@ def test_an_older_run_s_rows_are_kept(tmp_path: Path) -> None:
 
 
 def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
-    drive(argv(save="plain", recipe="bf16", log_quantization_interval=2, no_save=True))
-    assert "quantization at iteration 2 | no operand is quantized |" in capsys.readouterr().out
+    flags = {"log_quantization_interval": 2, "log_quantization_also": ["mxfp8", "fp8_rowwise"]}
+    drive(argv(save="plain", recipe="bf16", no_save=True, **flags))
+    printed = capsys.readouterr().out
+    assert "quantization at iteration 2 | no operand is quantized |" in printed
+    assert "quantization at iteration 2 by fp8_rowwise | lowest SNR: " in printed
+    found = rows(Path("plain"), "quantization.jsonl")
+    assert len(found) == 2 * 2 * len(LAYERS) * len(DIMS)
+    assert {row["recipe"] for row in found} == {"mxfp8", "fp8_rowwise"}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +166,10 @@ def test_bf16_has_nothing_to_say(drive: Drive, capsys: pytest.CaptureFixture[str
     [
         ({"log_quantization_interval": 0}, "--log-quantization-interval 0"),
         ({"log_quantization_interval": 1, "cuda_graph_impl": "local"}, "in every iteration; give 2 or more"),
+        (
+            {"log_quantization_also": "mxfp8"},
+            "--log-quantization-also .* does nothing without --log-quantization-interval",
+        ),
         (
             {"log_quantization_interval": 5, "transformer_impl": "transformer_engine"},
             "looks at this project's layers, not at --transformer-impl transformer_engine's; leave one of the two out",
@@ -157,3 +180,19 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any
     monkeypatch.setattr("megatron_lowprec.training.config.resolve._check_implementation", lambda *_: None)
     with pytest.raises(UserError, match=said):
         resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=True)
+
+
+@pytest.mark.parametrize(
+    ("also", "said"),
+    [
+        ("mxfp8,fp8_delayed", "fp8_delayed has delayed scaling"),
+        (["mxfp8", "mxfp8"], "mxfp8 is given twice"),
+        ("bf16", "bf16 quantizes nothing"),
+        ("fp8_blockwise", "no multiple of 128"),
+        ("mxfp9", "mxfp8"),
+    ],
+)
+def test_other_recipes_that_are_refused(also: Any, said: str) -> None:
+    config = resolve_model(parse(argv(log_quantization_interval=5, log_quantization_also=also))[0])
+    with pytest.raises(UserError, match=said):
+        check_counterfactuals(config)

@@ -1,0 +1,258 @@
+"""Statistics of the rounding of an operand in one pass over source, codes and scales.
+
+A program visits tiles, adds each one in fp32 and the tiles in fp64, and writes one row of partial results. There are no
+atomics, and the number of programs depends on the size alone, so the result is deterministic. A tile's squares are
+taken after a division by the power of two of its amax: neither gradients of 1e-30 nor of 1e30 leave fp32.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.amax.triton_ops import amax_along
+from megatron_lowprec.kernels.interpreted import INTERPRETED
+from megatron_lowprec.kernels.launch import Specialized
+from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SLACK, SUMS
+from megatron_lowprec.kernels.quantize.triton_ops import power_of_two
+
+_PROGRAMS = 1024
+_TILE, _COLUMNS = 2048, 64  # 16 entries a thread, and columns without a transform: whole sectors in both directions
+_COUNTS = tl.constexpr(SUMS + MAXIMA)
+_SPECIALS = {"none": 0, "nan": 1, "ieee": 2}
+
+
+class _Constants(NamedTuple):
+    """The constexpr ``S``: numbers fixed at compile time.
+
+    Attributes:
+        CODE_BITS: bits of a code; 0 where data are values.
+        MANTISSA, MIN_EXPONENT, SPECIALS: properties of the format.
+        BLOCK_ROWS, BLOCK_COLUMNS: of a scale; 0 for all.
+        SCALES: scales along the columns of a tile.
+        HEADROOM: divides the decoded values.
+        REACH: largest source, in units of the decode scale, that does not saturate.
+        GROUP: block of the Hadamard transform, 1 without one.
+    """
+
+    CODE_BITS: int
+    MANTISSA: int
+    MIN_EXPONENT: int
+    SPECIALS: int
+    BLOCK_ROWS: int
+    BLOCK_COLUMNS: int
+    SCALES: int
+    HEADROOM: float
+    REACH: float
+    GROUP: int
+
+
+@triton.jit
+def _decoded(code, S: tl.constexpr):
+    """Codes in the low bits, int32 -> fp32 values, special codes included."""
+    magnitude = code & ((1 << (S.CODE_BITS - 1)) - 1)
+    # fp32 with the format's exponent field, subnormal numbers included, has the value up to a power of two
+    value = (magnitude << (23 - S.MANTISSA)).to(tl.float32, bitcast=True) * 2.0 ** (126 + S.MIN_EXPONENT)
+    if S.SPECIALS == 1:
+        value = tl.where(magnitude == (1 << (S.CODE_BITS - 1)) - 1, float("nan"), value)
+    if S.SPECIALS == 2:
+        INF: tl.constexpr = ((1 << (S.CODE_BITS - 1 - S.MANTISSA)) - 1) << S.MANTISSA
+        value = tl.where(magnitude == INF, float("inf"), tl.where(magnitude > INF, float("nan"), value))
+    sign = (code >> (S.CODE_BITS - 1)) << 31
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _transformed(x, signs_ptr, GROUP: tl.constexpr):
+    """Hadamard transform of x [ROWS, GROUP] as a product on tensor cores, fp32.
+
+    Its sums have another order than the quantizer's butterflies, which would take 64 registers a thread here.
+    """
+    if INTERPRETED:  # its product knows no bf16
+        x = x.to(tl.float32)
+    index = tl.arange(0, GROUP)
+    parity = index[:, None] & index[None, :]
+    parity = parity ^ (parity >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = (parity ^ (parity >> 1)) & 1
+    signs = tl.load(signs_ptr + index)
+    sylvester = (signs[:, None] * (1 - 2 * parity).to(tl.float32)).to(x.dtype)
+    return tl.dot(x, sylvester, input_precision="ieee") * (GROUP**-0.5)
+
+
+@triton.jit
+def _over_tile(scale, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile's scales [rows, columns], each size 1 where a tile has one, for every entry of their block."""
+    ACROSS: tl.constexpr = scale.shape[1]
+    if ACROSS > 1:
+        wide = tl.broadcast_to(tl.expand_dims(scale, 2), [ROWS, ACROSS, COLUMNS // ACROSS])
+        scale = tl.reshape(wide, [ROWS, COLUMNS])
+    return scale
+
+
+@triton.jit
+def _sum(v):
+    """Sum of a tile, [1, 1]."""
+    return tl.sum(tl.sum(v, 1, keep_dims=True), 0, keep_dims=True)
+
+
+@triton.jit
+def _operand_stats_kernel(
+    x_ptr,
+    data_ptr,
+    scale_ptr,
+    signs_ptr,
+    out_ptr,
+    R,
+    K,
+    padded_K,
+    x_row,
+    x_column,
+    data_row,
+    data_column,
+    scale_row,
+    scale_column,
+    S: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    across = tl.cdiv(padded_K, COLUMNS)
+    tiles = tl.cdiv(R, ROWS) * across
+    zero = tl.zeros([1, 1], tl.float64)
+    nonzero, underflows, saturated, energy, error, product = zero, zero, zero, zero, zero, zero
+    amax_bits = tl.zeros([1, 1], tl.int32)
+    largest = tl.zeros([1, 1], tl.float32)
+    smallest = tl.full([1, 1], float("inf"), tl.float32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        first_column = (tile % across) * COLUMNS
+        row = ((tile // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        column = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
+        inside = (row < R) & (column < padded_K)
+        x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside & (column < K), other=0.0)
+        x = _transformed(x, signs_ptr, COLUMNS) if S.GROUP > 1 else x.to(tl.float32)
+        if S.CODE_BITS == 4:
+            byte = tl.load(data_ptr + row * data_row + (column // 2) * data_column, mask=inside, other=0).to(tl.int32)
+            grid = _decoded((byte >> ((column % 2) * 4).to(tl.int32)) & 15, S)
+        else:
+            loaded = tl.load(data_ptr + row * data_row + column * data_column, mask=inside, other=0)
+            if S.CODE_BITS:  # noqa: SIM108  Triton compiles one branch of an if, and both of an expression
+                grid = _decoded(loaded.to(tl.int32), S)
+            else:
+                grid = loaded.to(tl.float32)
+        if S.BLOCK_ROWS:  # noqa: SIM108
+            block_row = row // S.BLOCK_ROWS
+        else:
+            block_row = tl.zeros([1, 1], tl.int64)
+        if S.BLOCK_COLUMNS:
+            block_column = (first_column // S.BLOCK_COLUMNS + tl.arange(0, S.SCALES)).to(tl.int64)[None, :]
+        else:
+            block_column = tl.zeros([1, 1], tl.int64)
+        has_scale = (block_row * S.BLOCK_ROWS < R) & (block_column * S.BLOCK_COLUMNS < padded_K)
+        scale = tl.load(scale_ptr + block_row * scale_row + block_column * scale_column, mask=has_scale, other=0)
+        if scale.dtype == tl.uint8:
+            scale = power_of_two(scale.to(tl.int32))
+
+        magnitude = tl.abs(x)
+        bits = amax_along(amax_along(magnitude, 1), 0).to(tl.int32, bitcast=True)
+        amax_bits = tl.maximum(amax_bits, bits)
+        # 2^-e of the tile's amax, which brings it into [1, 2)
+        binade = tl.minimum(tl.maximum(bits & 0x7F800000, 1 << 23), 253 << 23)
+        shrink = ((254 << 23) - binade).to(tl.float32, bitcast=True)
+        grow = binade.to(tl.float32, bitcast=True).to(tl.float64)
+        small_x = x * shrink
+        small_q = grid * _over_tile(scale * (shrink / S.HEADROOM), S, ROWS, COLUMNS)
+        difference = small_q - small_x
+        is_nonzero = x != 0.0
+        # both counts of a tile stay below 2^16
+        counts = _sum(is_nonzero.to(tl.int32) + (is_nonzero & (grid == 0.0)).to(tl.int32) * 65536)
+        nonzero += (counts & 65535).to(tl.float64)
+        underflows += (counts >> 16).to(tl.float64)
+        saturated += _sum((magnitude > _over_tile(scale * S.REACH, S, ROWS, COLUMNS)).to(tl.int32)).to(tl.float64)
+        energy += _sum(small_x * small_x).to(tl.float64) * grow * grow
+        error += _sum(difference * difference).to(tl.float64) * grow * grow
+        product += _sum(small_q * small_x).to(tl.float64) * grow * grow
+        high = _over_tile(tl.where(scale == scale, scale, 0.0), S, ROWS, COLUMNS)
+        low = _over_tile(tl.where(scale == scale, scale, float("inf")), S, ROWS, COLUMNS)
+        largest = tl.maximum(largest, tl.max(tl.max(tl.where(is_nonzero, high, 0.0), 1), 0))
+        smallest = tl.minimum(smallest, tl.min(tl.min(tl.where(is_nonzero, low, float("inf")), 1), 0))
+    out = out_ptr + tl.program_id(0) * _COUNTS + tl.zeros([1, 1], tl.int32)
+    tl.store(out, (zero + R) * padded_K * (tl.program_id(0) == 0))  # of all programs
+    tl.store(out + 1, nonzero)
+    tl.store(out + 2, underflows)
+    tl.store(out + 3, saturated)
+    tl.store(out + 4, energy)
+    tl.store(out + 5, error)
+    tl.store(out + 6, product)
+    tl.store(out + 7, amax_bits.to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(out + 8, largest.to(tl.float64))
+    tl.store(out + 9, 1.0 / smallest.to(tl.float64))
+
+
+def operand_stats(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    fmt: Format,
+    block: tuple[int, int],
+    headroom: float = 1.0,
+    signs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As ``reference.operand_stats``: equal counts and maxima, sums within the rounding of fp32.
+
+    Under a transform x itself is within the rounding of fp32, so an entry at a threshold may count differently.
+    """
+    rows, columns = x.shape
+    group = 1 if signs is None else signs.numel()
+    padded = -(-columns // group) * group
+    if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        data = data.view(torch.uint8)
+    tile_columns = _COLUMNS if signs is None else group
+    # 16 rows at least for a product, and less than 64: Triton 3.7 cannot compile what follows one in tensor memory
+    tile_rows = max(16, min(32, _TILE // tile_columns))
+    constants = _Constants(
+        CODE_BITS=fmt.bits if data.dtype == torch.uint8 else 0,
+        MANTISSA=fmt.mantissa_bits,
+        MIN_EXPONENT=fmt.min_exponent,
+        SPECIALS=_SPECIALS[fmt.specials],
+        BLOCK_ROWS=block[0] if scale.shape[0] > 1 else 0,
+        BLOCK_COLUMNS=block[1] if scale.shape[1] > 1 else 0,
+        SCALES=max(1, tile_columns // block[1]) if scale.shape[1] > 1 else 1,
+        HEADROOM=headroom,
+        REACH=fmt.max * SLACK / headroom,
+        GROUP=group,
+    )
+    programs = min(_PROGRAMS, triton.cdiv(rows, tile_rows) * triton.cdiv(padded, tile_columns))
+    out = torch.empty((programs, SUMS + MAXIMA), dtype=torch.float64, device=x.device)
+    arguments = (
+        x,
+        data,
+        scale,
+        x if signs is None else signs,
+        out,
+        *(rows, columns, padded),
+        *x.stride(),
+        *data.stride(),
+        *scale.stride(),
+    )
+    _launcher(constants, tile_rows, tile_columns).launch(programs, x.device, arguments, _specialized_on(arguments))
+    return torch.cat((out[:, :SUMS].sum(0), out[:, SUMS:].amax(0)))
+
+
+def _specialized_on(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        (each.dtype, each.data_ptr() % 16 == 0) if isinstance(each, torch.Tensor) else (each == 1, each % 16 == 0)
+        for each in arguments
+    )
+
+
+@lru_cache(maxsize=256)
+def _launcher(constants: _Constants, rows: int, columns: int) -> Specialized:
+    return Specialized(
+        _operand_stats_kernel,
+        {"S": constants, "ROWS": rows, "COLUMNS": columns},
+        num_warps=4,
+        enable_fp_fusion=False,  # q - x of a fused product would not be that of the stored q
+    )

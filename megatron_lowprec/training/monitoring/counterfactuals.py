@@ -1,0 +1,39 @@
+"""Recipes of ``--log-quantization-also``, whose quantizers are applied to the operands of a run."""
+
+from __future__ import annotations
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.coverage import check_sizes
+from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config.arguments import find
+from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.sizes import linear_sites
+
+
+def counterfactual_recipes(config: Config) -> list[Recipe]:
+    """The recipes, in order; an option's value may name several, separated by commas."""
+    return [load_recipe(str(find(name))) for value in config.log_quantization_also for name in value.split(",")]
+
+
+def check_counterfactuals(config: Config) -> None:
+    """Reject recipes that cannot be applied to this model's operands.
+
+    Raises:
+        UserError: a recipe twice, of delayed scaling, without quantization, or with blocks that do not divide a layer.
+    """
+    names: set[str] = set()
+    for recipe in counterfactual_recipes(config):
+        what = f"--log-quantization-also {recipe.name}"
+        if recipe.name in names:
+            raise UserError(f"{what} is given twice; leave one out")
+        if recipe.delayed_operands():
+            raise UserError(
+                f"{what} has delayed scaling, and this run keeps no amax history for it; name a recipe of current or "
+                "block scales"
+            )
+        if not recipe.quantized:
+            raise UserError(f"{what} quantizes nothing; leave it out")
+        check_sizes(recipe, linear_sites(config), require(config.num_layers), config.tensor_model_parallel_size)
+        names.add(recipe.name)

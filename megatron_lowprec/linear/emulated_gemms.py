@@ -102,9 +102,12 @@ class EmulatedGemms:
             if rowwise and columnwise:
                 by_column = SIDES[tensor][1]
                 other = self._direction(by_column, tensor, self.transform(by_column, rng_step), matrix.device)
-            data, _, other_data = self._cast_mx(name, tensor, operand, rng_step, other)
+            source, arguments = self._mx_arguments(name, tensor, operand, rng_step, other)
+            cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments)
+            data = cast.rowwise_data if source is operand else cast.columnwise_data
             quantized = _quantized(matrix, spec, rowwise, data)
-            quantized.columnwise_data = quantized.columnwise_data if other is None else other_data
+            if other is not None:
+                quantized.columnwise_data = cast.columnwise_data
             return quantized, None
         data, scale = quantize_by_reference(
             operand,
@@ -174,7 +177,9 @@ class EmulatedGemms:
         assert spec is not None
         operand = matrix.t() if name == SIDES[tensor][1] else matrix
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
-            data, scale, _ = self._cast_mx(name, tensor, operand, rng_step, codes=True)
+            source, arguments = self._mx_arguments(name, tensor, operand, rng_step)
+            cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments, codes=True)
+            data, scale = cast[:2] if source is operand else cast[2:]
             signs = None if transform is None else transform.scaled_signs(matrix.device).sign()
             return error_stats(operand, QuantizedTensor(operand.shape, operand.dtype, spec, data, scale), signs=signs)
         if transform is not None:
@@ -186,36 +191,24 @@ class EmulatedGemms:
         """The GEMM's Hadamard transform at an RNG step."""
         return self._transforms.at(name, rng_step)
 
-    def _cast_mx(
-        self,
-        name: str,
-        tensor: str,
-        operand: torch.Tensor,
-        rng_step: RngStep,
-        other: Direction | None = None,
-        codes: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Data, scale bytes with ``codes``, and the data of the ``other`` direction, by the fused kernel.
+    def _mx_arguments(
+        self, name: str, tensor: str, operand: torch.Tensor, rng_step: RngStep, other: Direction | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Arguments of the fused kernel: the operand or its transpose, whose rows are contiguous; all besides the rule.
 
         Args:
-            operand: [R, K], contracted dimension last, rows or columns contiguous; rows for ``other``.
+            operand: [R, K], contracted dimension last, rows or columns contiguous.
+            other: the direction along its columns, if rows are contiguous.
         """
-        spec, stream, by_rows = self._specs[name, tensor], self._rounding[name, tensor], operand.stride(1) == 1
-        assert spec is not None
+        stream, by_rows = self._rounding[name, tensor], operand.stride(1) == 1
         direction = self._direction(name, tensor, self.transform(name, rng_step), operand.device)
         spans = (stream.row_span, stream.column_span)
-        cast = load("quantize").quantize_mx(
-            operand if by_rows else operand.t(),
-            mx_rule(spec),
-            rows=direction if by_rows else None,
-            columns=other if by_rows else direction,
-            rng_step=device_rng_step(rng_step, operand.device),
-            spans=spans if by_rows else spans[::-1],
-            codes=codes,
-        )
-        if by_rows:
-            return cast.rowwise_data, cast.rowwise_scale, cast.columnwise_data
-        return cast.columnwise_data, cast.columnwise_scale, cast.rowwise_data
+        return operand if by_rows else operand.t(), {
+            "rows": direction if by_rows else None,
+            "columns": other if by_rows else direction,
+            "rng_step": device_rng_step(rng_step, operand.device),
+            "spans": spans if by_rows else spans[::-1],
+        }
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)

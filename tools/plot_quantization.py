@@ -16,7 +16,17 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.report.operands import KINDS, OUTPUTS, Kind, Row, by_snr, full_name, not_finite, read_rows
+from megatron_lowprec.report.operands import (
+    KINDS,
+    OUTPUTS,
+    Kind,
+    Row,
+    by_snr,
+    full_name,
+    not_finite,
+    read_all_rows,
+    read_rows,
+)
 from megatron_lowprec.training.config.paths import output_file
 
 
@@ -40,6 +50,8 @@ QUANTITIES = {
     "gradient_to_noise": Quantity("gradient-to-noise ratio of the weight gradient", "viridis", float),
     "amax": Quantity("log2 of the largest magnitude", "cividis", lambda value: -value),
 }
+OF_OUTPUTS = "gradient_to_noise"
+"""The quantity of GEMM outputs alone."""
 _SHOWN = 5
 _TEXT = "#333333"
 
@@ -71,7 +83,8 @@ def draw(title: str, rows: Sequence[Row], what: str) -> bytes:
 
     linears = list(dict.fromkeys(_without_expert(row["linear"]) for row in rows))
     iterations = sorted({row["iteration"] for row in rows})
-    kinds = [kind for kind in (*KINDS, *OUTPUTS) if any((row["gemm"], row["operand"]) == kind for row in rows)]
+    present = {(row["gemm"], row["operand"]) for row in rows if row.get(what) is not None}
+    kinds = [kind for kind in (*KINDS, *OUTPUTS) if kind in present]
     tables = {kind: table(rows, kind, what, linears, iterations) for kind in kinds}
     finite = np.concatenate([values[np.isfinite(values)] for values in tables.values()])
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -135,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = args.output or args.run / "quantization.png"
 
     def plot() -> None:
-        rows = _rows(args.run / "quantization.jsonl")
+        rows = _rows(args.run / "quantization.jsonl", args.what)
         try:
             output.write_bytes(draw(f"{args.run.name}: {QUANTITIES[args.what].title}", rows, args.what))
         except OSError as error:
@@ -145,9 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_tool("plot_quantization.py", plot)
 
 
-def _rows(path: Path) -> list[Row]:
-    """The rows; raises UserError without any."""
+def _rows(path: Path, what: str) -> list[Row]:
+    """The rows of operands, or of outputs that have the quantity; raises UserError without any."""
     rows = read_rows(path)
+    if what == OF_OUTPUTS:
+        rows = [row for row in read_all_rows(path) if "recipe" not in row and row.get(what) is not None]
     if not rows and not path.is_file():
         raise UserError(f"{path} does not exist: train with --log-quantization-interval N, and name the run's folder")
     if not rows:

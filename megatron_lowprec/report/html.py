@@ -21,7 +21,10 @@ class Picture:
     dark: bytes
 
 
-def page(template: Path = Path(__file__).with_name("page.html.jinja"), **content: Any) -> str:
+REPORT = Path(__file__).with_name("page.html.jinja")
+
+
+def page(template: Path = REPORT, **content: Any) -> str:
     """The whole HTML file of a template, which may import parts.html.jinja; all text is escaped."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),

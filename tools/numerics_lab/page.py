@@ -17,6 +17,7 @@ from tools.bench.report import Column
 from tools.plot_quantization import QUANTITIES, draw
 
 NAME = "report.html"
+_OF_OUTPUTS = ("snr", "bias", "gradient_to_noise")
 _WIDEST = 400  # rows of a table in the page; the JSON has all
 
 
@@ -62,8 +63,8 @@ def write(out: Path, runs: Sequence[Path]) -> Path:
     sections = [*experiments(out), *(telemetry(run) for run in runs)]
     if not sections:
         raise UserError(
-            f"--out {out} holds no experiments and no run is named: run python tools/numerics.py all --out {out} first, "
-            "or name folders of runs with --log-quantization-interval"
+            f"--out {out} holds no experiments, and no run is named: run python tools/numerics.py all --out {out} "
+            "first, or name folders of runs with --log-quantization-interval"
         )
     path = out / NAME
     template = Path(__file__).with_name("page.html.jinja")
@@ -97,27 +98,16 @@ def telemetry(run: Path) -> Section:
         raise UserError(f"{run} has no rows of quantization.jsonl: train with --log-quantization-interval N")
     section = Section(f"run-{run.name}", f"Run {run.name}")
     own = [row for row in rows if "recipe" not in row]
-    for title, part in (("operands", _operands(own)), ("GEMM outputs", _outputs(own))):
-        for what, quantity in QUANTITIES.items():
-            if any(row.get(what) is not None for row in part) and _varies(part, what):
-                section.figures.append(Figure(f"{title}: {quantity.title}", draw(quantity.title, part, what)))
+    for kinds, title, shown in ((KINDS, "operands", QUANTITIES), (OUTPUTS, "GEMM outputs", _OF_OUTPUTS)):
+        part = [row for row in own if _kind(row) in kinds]
+        for what in shown:
+            if any(row.get(what) for row in part):  # what is zero everywhere has no heat map
+                words = QUANTITIES[what].title
+                section.figures.append(Figure(f"{title}: {words}", draw(words, part, what)))
     last = max(row["iteration"] for row in rows)
     section.notes.append(f"{len(own)} rows, {len({row['linear'] for row in own})} linear layers, to iteration {last}")
     section.tables.append(_medians(last, [row for row in rows if row["iteration"] == last]))
     return section
-
-
-def _operands(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if _kind(row) in KINDS]
-
-
-def _outputs(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if _kind(row) in OUTPUTS]
-
-
-def _varies(rows: Sequence[Row], what: str) -> bool:
-    """Whether a heat map shows anything: a quantity that is zero everywhere is left out."""
-    return any(row.get(what) for row in rows)
 
 
 def _kind(row: Row) -> Kind:

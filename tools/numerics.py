@@ -4,10 +4,12 @@
     python tools/numerics.py dot-snr --out runs/numerics
     python tools/numerics.py operand-error runs/RUN/captures/iteration_10/*.safetensors --out runs/numerics
     python tools/numerics.py recipe-diff mxfp8 mxfp8_ocp --out runs/numerics
+    python tools/numerics.py report runs/RUN --out runs/numerics
 
 An experiment writes NAME.json, NAME.txt and its figures into the folder. Experiments use the quantizers of the recipes.
 Data come from a seeded generator on the CPU, so every device gets the same operands. operand-error and recipe-diff take
-operands that a run wrote by --capture-step.
+operands that a run wrote by --capture-step. report makes one HTML page of all experiments in the folder, and of the
+telemetry of the runs that it is given (--log-quantization-interval).
 """
 
 import argparse
@@ -38,9 +40,14 @@ ON_ARGUMENTS = {"operand-error": "operand_error", "recipe-diff": "recipe_diff"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a UserError."""
     parser = Parser(description=__doc__)
-    parser.add_argument("experiment", choices=("all", *EXPERIMENTS, *ON_ARGUMENTS), help="all: each without arguments")
     parser.add_argument(
-        "arguments", nargs="*", metavar="ARGUMENT", help="operand-error: FILE...; recipe-diff: RECIPE RECIPE [FILE...]"
+        "experiment", choices=("all", *EXPERIMENTS, *ON_ARGUMENTS, "report"), help="all: each without arguments"
+    )
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="ARGUMENT",
+        help="operand-error: FILE...; recipe-diff: RECIPE RECIPE [FILE...]; report: [RUN...]",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for tables and figures")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
@@ -71,6 +78,9 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         raise UserError("--device cuda was asked, but torch sees no GPU; leave it out to run on the CPU")
     if args.draws < 2:
         raise UserError(f"--draws {args.draws} was asked, but a mean needs at least 2")
+    if args.experiment == "report":
+        _report(args)
+        return
     if args.experiment not in ON_ARGUMENTS and (args.arguments or args.recipes):
         found = " ".join([*args.arguments, *args.recipes])
         raise UserError(f"{args.experiment} takes no files and no recipes, but {found} was given; leave it out")
@@ -85,6 +95,16 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         result = module.run(lab, *given)
         write(result, args.out / name, conditions)
         print(f"{name}: {time.perf_counter() - start:.0f} s, {args.out / name}.txt")
+
+
+def _report(args: argparse.Namespace) -> None:
+    from tools.numerics_lab import page
+
+    if args.recipes:
+        raise UserError("report takes folders of runs, but --recipes was given; leave it out")
+    check_folder(args.out, "--out")
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(page.write(args.out, [Path(run) for run in args.arguments]))
 
 
 if __name__ == "__main__":

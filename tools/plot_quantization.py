@@ -6,6 +6,7 @@ reads quantization.jsonl in that folder, which --log-quantization-interval write
 the operands with the lowest SNR in the last logged iteration. The experts of a layer are one line, the worst of them.
 """
 
+import io
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,17 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.report.operands import KINDS, Kind, Row, by_snr, full_name, not_finite, read_rows
+from megatron_lowprec.report.operands import (
+    KINDS,
+    OUTPUTS,
+    Kind,
+    Row,
+    by_snr,
+    full_name,
+    not_finite,
+    read_all_rows,
+    read_rows,
+)
 from megatron_lowprec.training.config.paths import output_file
 
 
@@ -36,8 +47,11 @@ QUANTITIES = {
     "bias": Quantity("bias", "PuOr", _largest),
     "underflow": Quantity("share of nonzero entries that become 0", "magma_r", _largest),
     "saturation": Quantity("share of entries beyond the largest value", "magma_r", _largest),
+    "gradient_to_noise": Quantity("gradient-to-noise ratio of the weight gradient", "viridis", float),
     "amax": Quantity("log2 of the largest magnitude", "cividis", lambda value: -value),
 }
+OF_OUTPUTS = "gradient_to_noise"
+"""The quantity of GEMM outputs alone."""
 _SHOWN = 5
 _TEXT = "#333333"
 
@@ -62,14 +76,15 @@ def table(rows: Sequence[Row], kind: Kind, what: str, linears: Sequence[str], it
     return found
 
 
-def draw(path: Path, title: str, rows: Sequence[Row], what: str) -> None:
-    """Write the PNG."""
+def draw(title: str, rows: Sequence[Row], what: str) -> bytes:
+    """PNG: a panel for each operand or output of the rows."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     linears = list(dict.fromkeys(_without_expert(row["linear"]) for row in rows))
     iterations = sorted({row["iteration"] for row in rows})
-    kinds = [kind for kind in KINDS if any((row["gemm"], row["operand"]) == kind for row in rows)]
+    present = {(row["gemm"], row["operand"]) for row in rows if row.get(what) is not None}
+    kinds = [kind for kind in (*KINDS, *OUTPUTS) if kind in present]
     tables = {kind: table(rows, kind, what, linears, iterations) for kind in kinds}
     finite = np.concatenate([values[np.isfinite(values)] for values in tables.values()])
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -102,7 +117,9 @@ def draw(path: Path, title: str, rows: Sequence[Row], what: str) -> None:
     bar.set_label(QUANTITIES[what].title, fontsize=9, color=_TEXT)
     bar.ax.tick_params(labelsize=7, colors=_TEXT)
     bar.outline.set_visible(False)
-    figure.savefig(path)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -131,9 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = args.output or args.run / "quantization.png"
 
     def plot() -> None:
-        rows = _rows(args.run / "quantization.jsonl")
+        rows = _rows(args.run / "quantization.jsonl", args.what)
         try:
-            draw(output, f"{args.run.name}: {QUANTITIES[args.what].title}", rows, args.what)
+            output.write_bytes(draw(f"{args.run.name}: {QUANTITIES[args.what].title}", rows, args.what))
         except OSError as error:
             raise UserError(f"--output {output}: {error}") from None
         print(*summary(rows), f"wrote {output}", sep="\n")
@@ -141,9 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_tool("plot_quantization.py", plot)
 
 
-def _rows(path: Path) -> list[Row]:
-    """The rows; raises UserError without any."""
+def _rows(path: Path, what: str) -> list[Row]:
+    """The rows of operands, or of outputs that have the quantity; raises UserError without any."""
     rows = read_rows(path)
+    if what == OF_OUTPUTS:
+        rows = [row for row in read_all_rows(path) if "recipe" not in row and row.get(what) is not None]
     if not rows and not path.is_file():
         raise UserError(f"{path} does not exist: train with --log-quantization-interval N, and name the run's folder")
     if not rows:
@@ -152,7 +171,7 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _value(row: Row, what: str) -> float:
-    value = row[what]
+    value = row.get(what)
     if value is None:
         return math.nan
     if what == "amax":

@@ -1,4 +1,4 @@
-"""Renders a report as an HTML page: page.html.jinja and the filters that it uses."""
+"""Renders HTML pages that need no other file: a report by page.html.jinja, with the filters that it uses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ class Picture:
     dark: bytes
 
 
-def page(**content: Any) -> str:
-    """The whole HTML file; all text is escaped."""
+REPORT = Path(__file__).with_name("page.html.jinja")
+
+
+def page(template: Path = REPORT, **content: Any) -> str:
+    """The whole HTML file of a template, which may import parts.html.jinja; all text is escaped."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -37,7 +40,7 @@ def page(**content: Any) -> str:
         "png": lambda data: f"data:image/png;base64,{base64.b64encode(data).decode()}",
         "thresholds": _thresholds,
     }
-    return environment.get_template("page.html.jinja").render(zip=zip, **content)
+    return environment.get_template(template.name).render(zip=zip, **content)
 
 
 def _anchor(verdict: Verdict) -> str:

@@ -25,13 +25,19 @@ Kind = tuple[str, str]
 
 KINDS: tuple[Kind, ...] = tuple((gemm, operand) for gemm, both in GEMM_OPERANDS.items() for operand in both)
 
+OUTPUTS: tuple[Kind, ...] = tuple((gemm, "output") for gemm in GEMM_OPERANDS)
+"""A GEMM and its output, on sampled rows."""
+
 _FIELDS = ("iteration", "linear", "gemm", "operand", "format", "amax", "snr", "bias", "underflow", "saturation")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Operands in all complete lines of a quantization.jsonl, which a run may be writing; empty without a file.
+    """``read_all_rows`` of operands under the run's own recipe."""
+    return [row for row in read_all_rows(path) if row["operand"] != "output" and "recipe" not in row]
 
-    Lines about GEMM outputs and about other recipes than the run's are left out.
+
+def read_all_rows(path: Path) -> list[Row]:
+    """All complete lines of a quantization.jsonl, which a run may be writing; empty without a file.
 
     If a resumed run repeats an operand in the same iteration, the later row counts.
 
@@ -40,17 +46,15 @@ def read_rows(path: Path) -> list[Row]:
     """
     if not path.is_file():
         return []
-    found: dict[tuple[int, str, str, str], Row] = {}
+    found: dict[tuple[int, str, str, str, str | None], Row] = {}
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             continue
         try:
             row = json.loads(line)
             iteration, linear, gemm, operand, *_ = (row[field] for field in _FIELDS)
-            if operand == "output" or "recipe" in row:
-                continue
-            found[iteration, linear, gemm, operand] = row
-            known = isinstance(iteration, int) and (gemm, operand) in KINDS
+            found[iteration, linear, gemm, operand, row.get("recipe")] = row
+            known = isinstance(iteration, int) and (gemm, operand) in (*KINDS, *OUTPUTS)
         except (ValueError, KeyError, TypeError, RecursionError):  # invalid UTF-8 is a ValueError
             known = False
         if not known:

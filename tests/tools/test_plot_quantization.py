@@ -40,14 +40,19 @@ def test_the_worst_bias_is_the_largest_and_what_is_not_finite_is_no_number() -> 
 
 @pytest.mark.parametrize("what", plot_quantization.QUANTITIES)
 def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    rows = [row(i, f"layers.{n}.a", 10.0 + n - i / 10) for i in (10, 20) for n in range(1, 8)]
+    kind = ("wgrad", "output") if what == plot_quantization.OF_OUTPUTS else ("dgrad", "grad_output")
+    rows = [
+        row(i, f"layers.{n}.a", 10.0 + n - i / 10, *kind, gradient_to_noise=float(n))
+        for i in (10, 20)
+        for n in range(1, 8)
+    ]
     run = write_snapshots(tmp_path / "run", rows)
     output = tmp_path / "x.png"
     assert plot_quantization.main([str(run), "--what", what, "--output", str(output)]) == 0
     assert output.read_bytes()[:4] == b"\x89PNG"
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "iteration 20, 7 operands; the lowest signal-to-noise ratios:"
-    assert printed[1].startswith("    9.0 dB  layers.1.a dgrad grad_output, e2m1: bias +1.00e-03, underflow 25.00%")
+    assert printed[1].startswith(f"    9.0 dB  layers.1.a {' '.join(kind)}, e2m1: bias +1.00e-03, underflow 25.00%")
     assert len(printed) == 1 + 5 + 1
 
 

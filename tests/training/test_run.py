@@ -180,6 +180,15 @@ def test_experts_have_biases_by_default(drive: Drive) -> None:
     assert len(losses(Path("out"))) == 2
 
 
+def test_grouped_and_sequential_experts_continue_each_other(drive: Drive) -> None:
+    options = {"num_experts": 2, "recipe": "fp8_delayed", "bf16": True, "disable_bias_linear": True, "train_iters": 2}
+    drive(argv(save="whole", **options))
+    for grouped in (False, True):
+        drive(argv(save=f"out {grouped}", moe_grouped_gemm=grouped or None, exit_interval=1, **options))
+        drive(argv(save=f"out {grouped}", moe_grouped_gemm=None if grouped else True, **options))
+        assert losses(Path(f"out {grouped}")) == losses(Path("whole"))
+
+
 def test_an_older_run_is_kept_by_a_run_from_elsewhere(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="seed", train_iters=1))
     drive(argv(save="out", train_iters=2))

@@ -283,6 +283,7 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         "no_amax_reduce": False,
         "share_rng_across_dp": False,
         "fp8_sequence_parallel_gather": False,
+        "moe_grouped_gemm": False,
     }
     for name, wanted in ours.items():
         if getattr(config, name) != wanted:

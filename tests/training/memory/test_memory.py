@@ -82,6 +82,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "experts": {"num_experts": 4, "squared_relu": True, "disable_bias_linear": True, "moe_ffn_hidden_size": 192},
     "gated experts": {"num_experts": 4, "swiglu": True, "disable_bias_linear": True, "moe_ffn_hidden_size": 192},
+    "grouped experts": {
+        "num_experts": 4,
+        "squared_relu": True,
+        "disable_bias_linear": True,
+        "moe_ffn_hidden_size": 192,
+        "moe_grouped_gemm": True,
+    },
     "selective recompute": {"recompute_granularity": "selective", "attention_backend": "local"},
     "full recompute": {
         "num_layers": 4,

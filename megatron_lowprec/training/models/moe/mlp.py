@@ -60,6 +60,7 @@ def transformer_fields(config: Config) -> dict[str, Any]:
         "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
         "moe_z_loss_coeff": config.moe_z_loss_coeff,
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
         "moe_permute_fusion": False,
     }
 
@@ -111,7 +112,9 @@ def activations(config: Config, runs: Runs | None) -> dict[str, float]:
 
 
 def backward_bytes(config: Config) -> float:
-    """Bytes of the widest activation of one expert, for its share of the tokens under a balanced load."""
+    """Bytes of the widest activation of one expert, for its share of the tokens under a balanced load; or of all."""
     share = config.moe_router_topk / require(config.num_experts) * config.expert_model_parallel_size
+    if config.moe_grouped_gemm:
+        share *= sharding(config).copies_on_rank
     ffn = require(config.moe_ffn_hidden_size)
     return tokens_of(config) * share * ffn * width_of(config) / sharding(config).tensor_ranks

@@ -35,6 +35,10 @@ class EmulatedGemms:
         rounding: streams of stochastic rounding, by GEMM and tensor.
         transforms: Hadamard transforms of the GEMMs.
         layer_amax: amax histories, and the ranks that share scales.
+
+    Attributes:
+        specs: spec by GEMM and tensor; None if not quantized.
+        alpha: factor of each GEMM's fp32 sum.
     """
 
     def __init__(
@@ -44,15 +48,15 @@ class EmulatedGemms:
         transforms: Transforms,
         layer_amax: LayerAmax,
     ) -> None:
-        self._rounding, self._transforms, self._amax = rounding, transforms, layer_amax
-        self._specs: dict[tuple[str, str], QuantSpec | None] = {
+        self.rounding, self.transforms, self._amax = rounding, transforms, layer_amax
+        self.specs: dict[tuple[str, str], QuantSpec | None] = {
             (name, tensor): getattr(recipe.gemms[name], tensor)
             for name, tensors in GEMM_OPERANDS.items()
             for tensor in tensors
         }
         # divides the headroom of both operands out of the product
-        self._alpha = {
-            name: 1.0 / math.prod(spec.headroom for tensor in tensors if (spec := self._specs[name, tensor]))
+        self.alpha = {
+            name: 1.0 / math.prod(spec.headroom for tensor in tensors if (spec := self.specs[name, tensor]))
             for name, tensors in GEMM_OPERANDS.items()
         }
 
@@ -76,7 +80,7 @@ class EmulatedGemms:
         """
         matrix = in_memory(matrix)
         name = SIDES[tensor][not rowwise]
-        spec, transform = self._specs[name, tensor], self.transform(name, rng_step)
+        spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         operand = matrix if rowwise else matrix.t()
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
             data = operand if transform is None else transform.apply(operand).to(operand.dtype)
@@ -85,7 +89,7 @@ class EmulatedGemms:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, block_sizes(spec, matrix)))
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
-            stream, by_rows = self._rounding[name, tensor], operand.stride(1) == 1
+            stream, by_rows = self.rounding[name, tensor], operand.stride(1) == 1
             direction = self._direction(name, tensor, transform, matrix.device)
             other = None
             if rowwise and columnwise:
@@ -129,7 +133,7 @@ class EmulatedGemms:
     def fuses_both_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """Whether one kernel reads a matrix once for both GEMMs that contract it; these share its spec."""
         by_row, by_column = SIDES[tensor]
-        spec = self._specs[by_row, tensor]
+        spec = self.specs[by_row, tensor]
         if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
             return False
         groups = [one.block if one else 1 for one in (self.transform(g, rng_step) for g in (by_row, by_column))]
@@ -155,7 +159,7 @@ class EmulatedGemms:
             b_scale=b_scale,
             a_block=(1, 1) if a.spec is None else block_sizes(a.spec, a_data),
             b_block=(1, 1) if b.spec is None else block_sizes(b.spec, b_data),
-            alpha=self._alpha[name],
+            alpha=self.alpha[name],
             out_dtype=out_dtype,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
@@ -170,7 +174,7 @@ class EmulatedGemms:
         Args:
             matrix: [R, K], contracted dimension last, not empty; the recipe must quantize the operand.
         """
-        spec, transform = self._specs[name, tensor], self.transform(name, rng_step)
+        spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         assert spec is not None
         if transform is not None:
             matrix = transform.apply(matrix)
@@ -179,11 +183,11 @@ class EmulatedGemms:
 
     def transform(self, name: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's Hadamard transform at an RNG step."""
-        return self._transforms.at(name, rng_step)
+        return self.transforms.at(name, rng_step)
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)
-        return Direction(Key.of(self._rounding[name, tensor].key), signs)
+        return Direction(Key.of(self.rounding[name, tensor].key), signs)
 
     def _arguments(self, name: str, tensor: str, spec: QuantSpec, rng_step: RngStep) -> dict[str, Any]:
         """Arguments of ``quantize_by_reference`` other than matrix, spec and transform."""
@@ -192,7 +196,7 @@ class EmulatedGemms:
             history, slot = self._amax.histories[tensor]
             encode_scale = delayed_encode_scale(history.in_effect[slot], spec)
         return {
-            "random": self._rounding[name, tensor].at(rng_step),
+            "random": self.rounding[name, tensor].at(rng_step),
             "encode_scale": encode_scale,
             "reduce_amax": self._amax.reduction(name, tensor, spec),
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.linear.grouped_emulated import GroupedEmulatedGemms
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -49,7 +50,8 @@ class GroupedLinearGemms:
     Rows of an expert are numbered from 0, and blocks along tokens begin with its first row. Operands, draws and amaxes
     are therefore those of the experts run one after the other.
 
-    This is the reference: it runs the experts' GEMMs in a loop.
+    The reference runs the experts' GEMMs in a loop. On a GPU ``GroupedEmulatedGemms`` takes the GEMMs that it supports;
+    its operands have the same bits, its products may sum in another order.
 
     Args:
         experts: the GEMMs of each expert, in the order of their tokens.
@@ -57,6 +59,11 @@ class GroupedLinearGemms:
 
     def __init__(self, experts: Sequence[LinearGemms]) -> None:
         self.experts = tuple(experts)
+        self._emulated = GroupedEmulatedGemms(self.experts)
+
+    def in_one_launch(self, weight: torch.Tensor) -> frozenset[str]:
+        """GEMMs that run for all experts in one launch, with a weight [O, I]; others run one expert after the other."""
+        return self._emulated.gemms(weight)
 
     def forward(
         self,
@@ -76,6 +83,10 @@ class GroupedLinearGemms:
             update_amax: record amaxes of delayed scaling; False in evaluation.
             save_input: quantize x for wgrad from the same read, where ``LinearGemms.forward`` can.
         """
+        if self._emulated.supports("fprop", x_TI, weights):
+            x_TI = x_TI.contiguous()
+            y = self._emulated.fprop(x_TI, tokens, weights, rng_step, update_amax)
+            return y, SavedGroup(x_TI, tuple(SavedForBackward(w, None, None, None, None, x_TI.shape) for w in weights))
         products, saved = [], []
         for gemms, x, w in zip(self.experts, x_TI.split(list(tokens)), weights, strict=True):
             y, one = gemms.forward(x, w, rng_step, update_amax, save_input=save_input)
@@ -101,15 +112,20 @@ class GroupedLinearGemms:
             tokens, saved, rng_step: of the forward pass.
             accumulate_into: fp32 [O, I] of each expert, to which its dw is added, or None for a new dw in dy's dtype.
         """
+        weights = [one.weight for one in saved.experts]
+        if saved.x is not None and self._emulated.supports("wgrad", dy_TO, weights):
+            dy_TO = dy_TO.contiguous()
+            dx = self._emulated.dgrad(dy_TO, tokens, weights, rng_step)
+            return dx, self._emulated.wgrad(dy_TO, saved.x, tokens, rng_step, accumulate_into)
         rows = list(tokens)
         inputs = [None] * len(rows) if saved.x is None else saved.x.split(rows)
-        dx, dw = [], []
+        parts, dw = [], []
         for gemms, dy, x, one, total in zip(
             self.experts, dy_TO.split(rows), inputs, saved.experts, accumulate_into, strict=True
         ):
             grad = gemms.grad_output(dy, rng_step)
-            dx.append(gemms.dgrad(grad, one.weight, rng_step, one.weight_amax))
+            parts.append(gemms.dgrad(grad, one.weight, rng_step, one.weight_amax))
             x_or_data = x if one.x_spec is None else one.input()
             assert x_or_data is not None
             dw.append(gemms.wgrad(grad, x_or_data, rng_step, accumulate_into=total))
-        return torch.cat(dx), dw
+        return torch.cat(parts), dw

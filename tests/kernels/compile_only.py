@@ -106,6 +106,15 @@ def mx_operands() -> None:
         differences(case, "cpu")  # there are some: nothing has run
 
 
+def groups() -> None:
+    from tests.kernels.grouped_cases import CASES, operand_differences, product_differences
+
+    for case in CASES:
+        operand_differences(case, "cpu")  # there are some: nothing has run
+    product_differences("cpu")
+    product_differences("cpu", dtype=torch.bfloat16)
+
+
 def around_linears() -> None:
     from megatron_lowprec.kernels.bias.triton import add_bias_
     from megatron_lowprec.kernels.cross_entropy import triton as cross_entropy
@@ -171,7 +180,7 @@ def main(arch: int) -> None:
     ):
         for user in users:
             stack.enter_context(patch(f"megatron_lowprec.kernels.{user}.code_constants", code_constants))
-        for part in (casts, mx_operands, around_linears, updates):
+        for part in (casts, mx_operands, groups, around_linears, updates):
             part()
     print(f"{len(compiled)} specializations of {len(set(compiled))} kernels compiled")
     left = _kernels() - set(compiled)

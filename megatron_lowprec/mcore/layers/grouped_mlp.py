@@ -131,6 +131,15 @@ class LowPrecGroupedMLP(SequentialMLP):
         )
         super().__init__(num_local_experts, config, submodules, **options)
 
+    def in_one_launch(self) -> frozenset[str]:
+        """GEMMs that run for all experts in one launch, in both linear layers."""
+        layers = [[getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")]
+        found = [
+            GroupedLinearGemms([linear.bound_gemms for linear in linears]).in_one_launch(linears[0].weight)
+            for linears in layers
+        ]
+        return found[0] & found[1]
+
     def forward(
         self,
         permuted_local_hidden_states: torch.Tensor,

@@ -1,0 +1,112 @@
+"""Cases of the grouped kernels against their references; run interpreted on a CPU, and natively on a GPU.
+
+``python -m tests.kernels.grouped_cases`` runs all under Triton's interpreter and prints what differs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.grouped_gemm import reference as gemm_reference
+from megatron_lowprec.kernels.grouped_quantize import reference
+from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.kernels.quantize.rule import MxRule
+from tests.kernels.interpreted import main
+from tests.kernels.mx_cases import MOMENT, difference
+
+ROWS = (5, 0, 33, 64, 1, 0)
+SPANS = (ShardSlice(1 << 20, gate_offset=16, gate_stride=4096), ShardSlice(512))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch on ``ROWS`` rows of ``columns``, behind a transform of ``block``, 0 for none."""
+
+    columns: int
+    dtype: torch.dtype
+    fmt: str
+    scale_rule: str
+    rounding: str
+    block: int
+    columnwise: bool
+
+
+CASES = [
+    Case(64, torch.bfloat16, "e4m3", "round_up", "nearest_even", 0, columnwise=False),
+    Case(64, torch.bfloat16, "e4m3", "floor", "nearest_even", 0, columnwise=True),
+    Case(128, torch.bfloat16, "e2m1", "floor", "stochastic", 64, columnwise=False),
+    Case(96, torch.bfloat16, "e2m1", "floor", "stochastic", 64, columnwise=True),
+    Case(64, torch.float32, "e2m1", "floor", "stochastic", 0, columnwise=True),
+    Case(128, torch.float32, "e2m1", "even", "nearest_even", 32, columnwise=False),
+]
+
+
+def operand_differences(case: Case, device: str) -> list[str]:
+    """What the launch for all matrices and the reference disagree about."""
+    from megatron_lowprec.kernels.grouped_quantize import triton
+
+    generator = torch.Generator().manual_seed(case.columns)
+    sources = [torch.randn(rows, case.columns, generator=generator) * 2.0**i for i, rows in enumerate(ROWS)]
+    sources[2][:, :32] = 0
+    sources[3][7, 5], sources[0][1, 40] = torch.inf, torch.nan
+    sources = [source.to(device, case.dtype) for source in sources]
+    headroom = 0.75 if case.rounding == "stochastic" else 1.0
+    rule = MxRule(FORMATS[case.fmt], case.scale_rule, case.rounding, headroom=headroom)
+    rng_step = torch.tensor(MOMENT, dtype=torch.int32, device=device)
+    keys = [Key.of((0x9E3779B9 * (i + 1) & 0xFFFFFFFF, i)) for i in range(len(ROWS))]
+    signs, found = None, []
+    if case.block:
+        signs = reference.scaled_signs_of_groups(keys, rng_step, case.block)
+        drawn = triton.scaled_signs_of_groups(keys, rng_step, case.block)
+        found += difference(f"signs of {case}", drawn == signs, drawn, signs)
+    want, got = (
+        module.quantize_mx_groups(
+            sources, rule, columnwise=case.columnwise, keys=keys, signs=signs, rng_step=rng_step, spans=SPANS
+        )
+        for module in (reference, triton)
+    )
+    if got.shape != want.shape:
+        return [*found, f"{case}: {tuple(got.shape)} instead of {tuple(want.shape)}"]
+    bits = torch.int16 if case.dtype == torch.bfloat16 else torch.int32
+    same = (got.view(bits) == want.contiguous().view(bits)) | (got.isnan() & want.isnan())
+    return found + difference(str(case), same, got, want)
+
+
+def product_differences(device: str, size: int = 1, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Products of small integers, whose sums are exact in any order.
+
+    The interpreter multiplies bf16 numbers as their bits: elsewhere pass bf16.
+    """
+    from megatron_lowprec.kernels.grouped_gemm import triton
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
+
+    generator = torch.Generator().manual_seed(0)
+    rows, n, k = [count * size for count in ROWS], 48 * size, 80 * size
+    a = integers(sum(rows), k)
+    found = []
+    for b in ([integers(n, k) for _ in rows], [integers(k, n).t() for _ in rows]):
+        want, got = (module.grouped_gemm(a, b, rows, alpha=0.5, out_dtype=dtype) for module in (gemm_reference, triton))
+        found += difference(f"product, strides {b[0].stride()}", got == want, got, want)
+    dy, overwrite = integers(sum(rows), n), [i % 2 == 0 for i in range(len(rows))]
+    for total_dtype, writes in ((torch.float32, overwrite), (torch.bfloat16, [True] * len(rows))):
+        before = [torch.full((n, k), 7.0, dtype=total_dtype, device=device) for _ in rows]
+        totals = [[total.clone() for total in before] for _ in range(2)]
+        for module, own in zip((gemm_reference, triton), totals, strict=True):
+            module.grouped_wgrad_(dy, a, rows, own, alpha=0.5, overwrite=writes)
+        want, got = torch.stack(totals[0]), torch.stack(totals[1])
+        found += difference(f"weight gradient, {total_dtype}", got == want, got, want)
+    return found
+
+
+def differences(device: str) -> tuple[int, list[str]]:
+    """Number of cases, and what differs."""
+    found = [line for case in CASES for line in operand_differences(case, device)]
+    return len(CASES) + 1, found + product_differences(device)
+
+
+if __name__ == "__main__":
+    main(differences)

@@ -83,21 +83,15 @@ class GroupedEmulatedGemms:
         x_TI: torch.Tensor,
         tokens: Sequence[int],
         rng_step: RngStep,
-        accumulate_into: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor]:
-        """``dw = dy.T @ x`` of each expert, as ``GroupedLinearGemms.backward``."""
+        totals: Sequence[torch.Tensor],
+        overwrite: Sequence[bool],
+    ) -> None:
+        """Adds ``dy.T @ x`` of each expert's rows to its total [O, I], or overwrites it."""
         dy = self._tokens("wgrad", "grad_output", dy_TO, tokens, rng_step)
         x = self._tokens("wgrad", "input", x_TI, tokens, rng_step)
         padding = self._padding("wgrad")
         rows = [-(-count // padding) * padding for count in tokens]
-        totals, overwrite = [], []
-        for gemms, total in zip(self._experts, accumulate_into, strict=True):
-            overwrite.append(total is None or gemms.main_grad_is_zero)
-            if total is not None:
-                gemms.main_grad_is_zero = False
-            totals.append(dy.new_empty(dy.shape[1], x.shape[1]) if total is None else total)
         load("grouped_gemm").grouped_wgrad_(dy, x, rows, totals, alpha=self._first.alpha["wgrad"], overwrite=overwrite)
-        return totals
 
     def _supports(self, name: str, weight_shape: torch.Size) -> bool:
         gemms, specs = self._experts[0], [self._first.specs[name, tensor] for tensor in GEMM_OPERANDS[name]]

@@ -75,7 +75,7 @@ class NativeGemms:
                     part.copy_(reduce(part))
         cast = casts.cast_fp8(
             matrix,
-            _rule_of(spec),
+            rule_of(spec),
             rowwise=rowwise,
             columnwise=columnwise,
             amax=amax,
@@ -140,5 +140,6 @@ class NativeGemms:
 
 
 @lru_cache(maxsize=64)
-def _rule_of(spec: QuantSpec) -> Fp8Rule:
+def rule_of(spec: QuantSpec) -> Fp8Rule:
+    """The ``Fp8Rule`` of a spec, for the casts; one object for equal specs, since it caches kernels."""
     return Fp8Rule(FORMATS[spec.format], spec.granularity, spec.scale_rule, spec.amax_floor, spec.margin)

@@ -1,8 +1,7 @@
 """Per-step cache of quantized weights: the first microbatch fills it, the others reuse it."""
 
 from collections.abc import Iterable
-
-import torch
+from typing import Any
 
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -23,7 +22,7 @@ class QuantizedWeightCache:
         self.under_capture = False
         self._gemms = frozenset(gemms)
         self._weights: dict[str, tuple[bool, QuantizedTensor]] = {}
-        self._groups: dict[str, torch.Tensor] = {}
+        self._groups: dict[str, Any] = {}
 
     def holds(self, gemm: str) -> bool:
         """Whether the cache covers this GEMM's weight."""
@@ -38,11 +37,11 @@ class QuantizedWeightCache:
         found = self._weights.get(gemm) if self.holds(gemm) else None
         return None if found is None or found[0] != native else found[1]
 
-    def put_group(self, gemm: str, weights: torch.Tensor) -> None:
-        """Cache the weights of all experts in the cache of the first, [experts, R, K]."""
+    def put_group(self, gemm: str, weights: Any) -> None:
+        """Cache the weights of all experts in the cache of the first, in the form of one grouped backend."""
         self._groups[gemm] = weights
 
-    def get_group(self, gemm: str) -> torch.Tensor | None:
+    def get_group(self, gemm: str) -> Any:
         """The weights of ``put_group``, or None."""
         return self._groups.get(gemm) if self.holds(gemm) else None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.grouped_fp8_gemm import reference as fp8_reference
 from megatron_lowprec.kernels.grouped_gemm import reference as gemm_reference
 from megatron_lowprec.kernels.grouped_quantize import reference
 from megatron_lowprec.kernels.philox.key import Key
@@ -102,10 +103,48 @@ def product_differences(device: str, size: int = 1, dtype: torch.dtype = torch.f
     return found
 
 
+def fp8_differences(device: str, size: int = 1) -> list[str]:
+    """Products of FP8 integers under scales that are powers of two, whose sums are exact in any order."""
+    from megatron_lowprec.kernels.grouped_fp8_gemm import triton
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).to(device, torch.float32).to(torch.float8_e4m3fn)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.exp2(torch.randint(-1, 2, shape, generator=generator).float()).to(device)
+
+    generator = torch.Generator().manual_seed(0)
+    rows, n, k = [count * size for count in (5, 0, 130, 128)], 256, 256 * size
+    x = torch.randn(sum(rows), 48, generator=generator).to(device, torch.bfloat16)
+    padded, want = triton.pad_groups(x, rows), fp8_reference.pad_groups(x, rows)
+    found = difference("padding", padded == want, padded, want)
+    tokens = len(want)
+    a = codes(tokens, k), scales(k // 128, tokens).t()  # 1x128 scales have tokens last in memory
+    by_rows = (
+        codes(len(rows) * n, k).view(-1, n, k),
+        scales(len(rows) * n // 128, k // 128).view(-1, n // 128, k // 128),
+    )
+    by_columns = (
+        codes(n, len(rows) * k).view(n, -1, k).transpose(0, 1),
+        scales(n // 128, len(rows) * k // 128).view(n // 128, -1, k // 128).transpose(0, 1),
+    )
+    for b in (by_rows, by_columns):
+        want, got = (
+            module.grouped_fp8_gemm(*a, *b, rows, out_dtype=torch.float32) for module in (fp8_reference, triton)
+        )
+        found += difference(f"FP8 product, strides {b[0].stride()}", got == want, got, want)
+    dy, x8 = (codes(n, tokens), scales(tokens // 128, n).t()), (codes(k, tokens), scales(tokens // 128, k).t())
+    totals = [[torch.full((n, k), 7.0, device=device) for _ in rows] for _ in range(2)]
+    for module, own in zip((fp8_reference, triton), totals, strict=True):
+        module.grouped_fp8_wgrad_(*dy, *x8, rows, own, overwrite=[True, True, False, False])
+    want, got = torch.stack(totals[0]), torch.stack(totals[1])
+    return found + difference("FP8 weight gradient", got == want, got, want)
+
+
 def differences(device: str) -> tuple[int, list[str]]:
     """Number of cases, and what differs."""
     found = [line for case in CASES for line in operand_differences(case, device)]
-    return len(CASES) + 1, found + product_differences(device)
+    return len(CASES) + 2, found + product_differences(device) + fp8_differences(device)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.grouped_cases import CASES, Case, operand_differences, product_differences
+from tests.kernels.grouped_cases import CASES, Case, fp8_differences, operand_differences, product_differences
 from tests.kernels.interpreted import assert_no_differences
 
 
@@ -22,3 +22,9 @@ def test_compiled_quantizer_equals_the_reference(case: Case) -> None:
 @pytest.mark.parametrize("size", [1, 16])
 def test_compiled_products_equal_the_reference(size: int) -> None:
     assert product_differences("cuda", size, torch.bfloat16) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 8])
+def test_compiled_fp8_products_equal_the_reference(size: int) -> None:
+    assert fp8_differences("cuda", size) == []

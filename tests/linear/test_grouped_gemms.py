@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from unittest.mock import patch
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.linear import grouped_emulated
+from megatron_lowprec.linear import grouped_emulated, grouped_native, linear_gemms
 from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -19,25 +19,29 @@ from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.registry import get_recipe
 
-TOKENS, IN, OUT = (5, 0, 70, 32), 128, 192
+TOKENS, IN, OUT = (5, 0, 150, 32), 128, 256
 ROUNDED = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-18}  # sums of another order, rounded once
-SHARD = {"O": ShardSlice(192, gate_offset=96, gate_stride=192)}
+SHARD = {"O": ShardSlice(256, gate_offset=128, gate_stride=256)}
 
 
 @contextmanager
-def grouped_ops() -> Iterator[list[str]]:
-    """The grouped path on a CPU, with the ops' references; the ops that were taken."""
+def grouped_ops(arch: str = "cpu") -> Iterator[list[str]]:
+    """The grouped paths on a CPU, as on ``arch``, with the ops' references; the ops that were taken."""
     taken = []
 
     def load(op: str) -> object:
         taken.append(op)
         return import_module(f"megatron_lowprec.kernels.{op}.reference")
 
-    with patch.object(grouped_emulated, "load", load), patch.object(grouped_emulated, "fuses", lambda _: True):
+    with ExitStack() as stack:
+        for module in (grouped_emulated, grouped_native):
+            stack.enter_context(patch.object(module, "load", load))
+            stack.enter_context(patch.object(module, "fuses", lambda _: True))
+        stack.enter_context(patch.object(linear_gemms, "arch_of", lambda _: arch))
         yield taken
 
 
-def passes(name: str, accumulates: bool) -> dict[str, torch.Tensor]:
+def passes(name: str, accumulates: bool, saves: bool = True) -> dict[str, torch.Tensor]:
     """Two microbatches through the experts of one layer."""
     experts = [
         LinearGemms(
@@ -53,7 +57,7 @@ def passes(name: str, accumulates: bool) -> dict[str, torch.Tensor]:
     for microbatch, tokens in enumerate((TOKENS, TOKENS[::-1])):
         group, rng_step = GroupedLinearGemms(experts), RngStep(7, microbatch)
         x, dy = (torch.randn(sum(tokens), size, generator=generator).bfloat16() for size in (IN, OUT))
-        found[f"y {microbatch}"], saved = group.forward(x, tokens, weights, rng_step, save_input=True)
+        found[f"y {microbatch}"], saved = group.forward(x, tokens, weights, rng_step, save_input=saves)
         saved = saved.without_tensors().with_tensors(saved.tensors())
         found[f"dx {microbatch}"], dw = group.backward(dy, tokens, saved, rng_step, totals)
         found[f"dw {microbatch}"] = torch.stack(dw).clone()
@@ -71,6 +75,20 @@ def test_grouped_ops_compute_what_the_loop_does(name: str, products: int, accumu
         got = passes(name, accumulates)
     assert taken.count("grouped_gemm") == 2 * products
     assert ("grouped_quantize" in taken) == (name != "bf16")
+    for what, value in want.items():
+        assert got[what].dtype == value.dtype
+        bound = ROUNDED[value.dtype] * value.abs().max()
+        assert (got[what] - value).abs().max() <= bound, what
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("saves", [True, False])
+def test_grouped_fp8_blocks_compute_what_the_loop_does(accumulates: bool, saves: bool) -> None:
+    want = passes("fp8_blockwise", accumulates)
+    with grouped_ops("sm90") as taken:
+        got = passes("fp8_blockwise", accumulates, saves)
+    # of two microbatches x and dy, x again if it was not saved, and both directions of the weights once
+    assert taken.count("cast_fp8") == 2 * (3 - saves) + 2
     for what, value in want.items():
         assert got[what].dtype == value.dtype
         bound = ROUNDED[value.dtype] * value.abs().max()

@@ -1,0 +1,100 @@
+"""FP8 products of a group with scales of 1x128 and 128x128 blocks; partial sums over 128 are scaled and added in fp32.
+
+Rows of a group's tokens are padded with zeros to whole blocks of 128, so that no block has tokens of two groups.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_lowprec.kernels.gemm.reference import gemm
+
+BLOCK = 128
+
+
+def padded_rows(rows: Sequence[int]) -> list[int]:
+    """Rows of each group, rounded up to whole blocks."""
+    return [-(-count // BLOCK) * BLOCK for count in rows]
+
+
+def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """x [T, N], sorted by group, with each group's rows padded by zeros to whole blocks; x itself if none is padded.
+
+    Args:
+        rows: rows of each group; their sum is T.
+    """
+    whole = padded_rows(rows)
+    if whole == list(rows):
+        return x
+    parts = zip(x.split(list(rows)), rows, whole, strict=True)
+    return torch.cat([torch.nn.functional.pad(part, (0, 0, 0, height - count)) for part, count, height in parts])
+
+
+def grouped_fp8_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    rows: Sequence[int],
+    *,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``a @ b.T`` of each group's rows of a, [T, N] without padding.
+
+    Args:
+        a: FP8 [padded T, K], rows of ``pad_groups``.
+        a_scale: fp32 decode scales of 1x128 blocks, [padded T, K / 128], any strides.
+        b: FP8 [groups, N, K], the last dimension contiguous.
+        b_scale: fp32 decode scales of 128x128 blocks, [groups, N / 128, K / 128 or more], the last contiguous.
+        rows: rows of each group before padding; their sum is T.
+    """
+    own, products = padded_rows(rows), []
+    for i, (data, scale) in enumerate(zip(a.split(own), a_scale.split(own), strict=True)):
+        product = gemm(
+            data.float(),
+            b[i].float(),
+            a_scale=scale,
+            b_scale=b_scale[i, :, : a_scale.shape[1]],
+            a_block=(1, BLOCK),
+            b_block=(BLOCK, BLOCK),
+            out_dtype=out_dtype,
+        )
+        products.append(product[: rows[i]])
+    return torch.cat(products)
+
+
+def grouped_fp8_wgrad_(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    rows: Sequence[int],
+    totals: Sequence[torch.Tensor],
+    *,
+    overwrite: Sequence[bool],
+) -> None:
+    """``total += a @ b.T`` over each group's columns, in fp32; written instead of added where ``overwrite``.
+
+    Args:
+        a, b: FP8 [M, padded T] and [N, padded T], transposed rows of ``pad_groups``.
+        a_scale, b_scale: fp32 decode scales of 1x128 blocks, [M, padded T / 128] and [N, padded T / 128].
+        rows: columns of each group before padding.
+        totals: [M, N] of each group, contiguous: fp32; or of any dtype, rounded once, where all are overwritten.
+    """
+    first = 0
+    for height, total, writes in zip(padded_rows(rows), totals, overwrite, strict=True):
+        columns = slice(first, first + height)
+        blocks = slice(first // BLOCK, (first + height) // BLOCK)
+        first += height
+        product = torch.zeros(total.shape, device=total.device)
+        if height:
+            product = gemm(
+                a[:, columns].float(),
+                b[:, columns].float(),
+                a_scale=a_scale[:, blocks],
+                b_scale=b_scale[:, blocks],
+                a_block=(1, BLOCK),
+                b_block=(1, BLOCK),
+                out_dtype=torch.float32,
+            )
+        total.copy_(product) if writes else total.add_(product)

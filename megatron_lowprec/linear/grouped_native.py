@@ -1,4 +1,4 @@
-"""FP8 GEMMs of a layer's experts with block scales on tensor cores: one launch per operand and one per product."""
+"""FP8 GEMMs of a layer's experts on tensor cores: a few launches per operand and one per product."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 _BLOCK = 128
+_TENSORS = dict.fromkeys(SIDES, "tensor")
+_BLOCKS = {"input": "1x128", "weight": "128x128", "grad_output": "1x128"}
 
 Operand = tuple[torch.Tensor, torch.Tensor]
 """FP8 codes and fp32 decode scales."""
 
 
 class GroupedNativeGemms:
-    """The three GEMMs of a layer's experts: 1x128 blocks of tokens' features, 128x128 of weights.
+    """The three GEMMs of a layer's experts, with a scale per tensor, or per block: 1x128 of tokens, 128x128 of weights.
 
-    Rows of an expert are padded with zeros to whole blocks, so the casts of one matrix serve all experts: a block has
-    entries of one expert only.
+    Rows of an expert are padded with zeros to whole blocks of 128. With block scales the casts of one matrix then serve
+    all experts: a block has entries of one expert only.
 
     Args:
         experts: each expert's GEMMs, by one recipe.
@@ -35,16 +37,15 @@ class GroupedNativeGemms:
     def gemms(self, weight: torch.Tensor) -> frozenset[str]:
         """GEMMs that the kernels run, with a weight [O, I]: all three, or none."""
         first = self._experts[0]
-        if isinstance(weight, Fp8Weight) or not fuses(weight) or any(size % _BLOCK for size in weight.shape):
+        if isinstance(weight, Fp8Weight) or not fuses(weight):
             return frozenset()
         first.choose_products(weight)
-        of_tensors = {tensor: {getattr(first.recipe.gemms[name], tensor) for name in SIDES[tensor]} for tensor in SIDES}
-        for tensor, specs in of_tensors.items():
-            granularities = [None if spec is None else spec.granularity for spec in specs]
-            if granularities != ["128x128" if tensor == "weight" else "1x128"]:
-                return frozenset()
         native = all(first.backend(name) is first.native for name in GEMM_OPERANDS)
-        return frozenset(GEMM_OPERANDS if native else ())
+        if not native or any(self._spec(tensor) != self._spec(tensor, columnwise=True) for tensor in SIDES):
+            return frozenset()
+        granularities = {tensor: self._spec(tensor).granularity for tensor in SIDES}
+        # with blocks, tensor cores take whole ones of weights, which the choice of native GEMMs ensures
+        return frozenset(GEMM_OPERANDS if granularities in (_TENSORS, _BLOCKS) else ())
 
     def supports(self, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
         """Whether the kernels run the GEMMs on the input or output gradient of all experts, and their weights."""
@@ -62,10 +63,10 @@ class GroupedNativeGemms:
         save_input: bool,
     ) -> tuple[torch.Tensor, Operand | None]:
         """``y = x @ w.T`` of each expert's rows, [T, O]; and x for ``wgrad``, from the same read, if asked."""
-        x, for_wgrad = self._tokens("input", x_TI, tokens, rowwise=True, columnwise=save_input)
+        x, for_wgrad = self._tokens("input", x_TI, tokens, rowwise=True, columnwise=save_input, update_amax=update_amax)
         assert x is not None
         w = self._weights("fprop", weights, update_amax)
-        return load("grouped_fp8_gemm").grouped_fp8_gemm(*x, *w, tokens, out_dtype=x_TI.dtype), for_wgrad
+        return self._product("fprop", x, w, tokens, x_TI.dtype), for_wgrad
 
     def backward(
         self,
@@ -81,48 +82,105 @@ class GroupedNativeGemms:
         Args:
             x: the input [T, I], or from ``fprop``.
         """
-        op = load("grouped_fp8_gemm")
         by_row, by_column = self._tokens("grad_output", dy_TO, tokens, rowwise=True, columnwise=True)
         assert by_row is not None
         assert by_column is not None
-        dx: torch.Tensor = op.grouped_fp8_gemm(*by_row, *self._weights("dgrad", weights), tokens, out_dtype=dy_TO.dtype)
-        if isinstance(x, torch.Tensor):
-            found = self._tokens("input", x, tokens, rowwise=False, columnwise=True)[1]
+        dx = self._product("dgrad", by_row, self._weights("dgrad", weights), tokens, dy_TO.dtype)
+        if isinstance(x, torch.Tensor):  # the forward pass has recorded its amaxes
+            found = self._tokens("input", x, tokens, rowwise=False, columnwise=True, update_amax=False)[1]
             assert found is not None
             x = found
-        op.grouped_fp8_wgrad_(*by_column, *x, tokens, totals, overwrite=overwrite)
+        load("grouped_fp8_gemm").grouped_fp8_wgrad_(
+            *by_column,
+            *x,
+            tokens,
+            totals,
+            overwrite=overwrite,
+            fast_accumulation=self._experts[0].native.fast_accumulation["wgrad"],
+        )
         return dx
 
+    def _product(
+        self, name: str, rows: Operand, weights: Operand, tokens: Sequence[int], out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        product: torch.Tensor = load("grouped_fp8_gemm").grouped_fp8_gemm(
+            *rows,
+            *weights,
+            tokens,
+            out_dtype=out_dtype,
+            fast_accumulation=self._experts[0].native.fast_accumulation[name],
+        )
+        return product
+
     def _tokens(
-        self, tensor: str, matrix: torch.Tensor, tokens: Sequence[int], *, rowwise: bool, columnwise: bool
+        self,
+        tensor: str,
+        matrix: torch.Tensor,
+        tokens: Sequence[int],
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        update_amax: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
         """Rowwise and columnwise operands of all experts, rows padded."""
-        padded = load("grouped_fp8_gemm").pad_groups(matrix.contiguous(), tokens)
-        cast = load("cast_fp8").cast_fp8(padded, rule_of(self._spec(tensor)), rowwise=rowwise, columnwise=columnwise)
+        spec, matrix = self._spec(tensor), matrix.contiguous()
+        if spec.granularity == "tensor":
+            return self._cast(tensor, matrix.split(list(tokens)), rowwise, columnwise, update_amax)
+        padded = load("grouped_fp8_gemm").pad_groups(matrix, tokens)
+        cast = load("cast_fp8").cast_fp8(padded, rule_of(spec), rowwise=rowwise, columnwise=columnwise)
         return (cast[:2] if rowwise else None), (cast[2:4] if columnwise else None)
 
-    def _weights(self, name: str, weights: Sequence[torch.Tensor], store: bool = True) -> Operand:
+    def _weights(self, name: str, weights: Sequence[torch.Tensor], update_amax: bool = True) -> Operand:
         """Weights of all experts for a GEMM, [experts, N, K]; from the first expert's cache if that holds them."""
-        cache = self._experts[0].weight_cache
+        cache, columnwise = self._experts[0].weight_cache, name == "dgrad"
         found: Operand | None = cache.get_group(name)
         if found is None:
-            experts, columnwise = len(weights), name == "dgrad"
-            # one matrix: with whole blocks of rows no block has two experts
-            cast = load("cast_fp8").cast_fp8(
-                torch.cat(list(weights)), rule_of(self._spec("weight")), rowwise=not columnwise, columnwise=columnwise
-            )
-            data, scale = cast[2:4] if columnwise else cast[:2]
-            if columnwise:
-                blocks = data.shape[1] // _BLOCK
-                data = data.unflatten(1, (experts, -1)).transpose(0, 1)
-                scale = scale[:, :blocks].unflatten(1, (experts, -1)).transpose(0, 1)
-            else:
-                data, scale = data.unflatten(0, (experts, -1)), scale.unflatten(0, (experts, -1))
-            found = data, scale
-            if store and cache.holds(name):
+            quantized = self._weight_blocks if self._spec("weight").granularity != "tensor" else self._weight_tensors
+            found = quantized(weights, columnwise, update_amax)
+            if update_amax and cache.holds(name):
                 cache.put_group(name, found)
         return found
 
-    def _spec(self, tensor: str) -> QuantSpec:
-        spec: QuantSpec = getattr(self._experts[0].recipe.gemms[SIDES[tensor][0]], tensor)
+    def _weight_tensors(self, weights: Sequence[torch.Tensor], columnwise: bool, update_amax: bool) -> Operand:
+        """With a scale per expert; rows are padded, which adds rows that no product has, or columns beyond K."""
+        operand = self._cast("weight", weights, not columnwise, columnwise, update_amax)[columnwise]
+        assert operand is not None
+        (data, scale), rows = operand, weights[0].shape[0]
+        if columnwise:
+            return data.unflatten(1, (len(weights), -1)).transpose(0, 1)[:, :, :rows], scale
+        return data.unflatten(0, (len(weights), -1))[:, :rows], scale
+
+    def _weight_blocks(self, weights: Sequence[torch.Tensor], columnwise: bool, update_amax: bool) -> Operand:
+        """With 128x128 blocks, cast as one matrix: with whole blocks of rows no block has two experts."""
+        cast = load("cast_fp8").cast_fp8(
+            torch.cat(list(weights)), rule_of(self._spec("weight")), rowwise=not columnwise, columnwise=columnwise
+        )
+        data, scale = cast[2:4] if columnwise else cast[:2]
+        if columnwise:
+            blocks = data.shape[1] // _BLOCK
+            data = data.unflatten(1, (len(weights), -1)).transpose(0, 1)
+            return data, scale[:, :blocks].unflatten(1, (len(weights), -1)).transpose(0, 1)
+        return data.unflatten(0, (len(weights), -1)), scale.unflatten(0, (len(weights), -1))
+
+    def _cast(
+        self, tensor: str, sources: Sequence[torch.Tensor], rowwise: bool, columnwise: bool, update_amax: bool
+    ) -> tuple[Operand | None, Operand | None]:
+        """Rowwise and columnwise codes of each expert's tensor, with a scale each."""
+        spec, op, observed = self._spec(tensor), load("grouped_cast_fp8"), None
+        if spec.scaling == "delayed":
+            histories = [gemms.histories[tensor] for gemms in self._experts]
+            amax, newest = zip(*(history.cells(slot) for history, slot in histories), strict=True)
+            observed = newest if update_amax else None
+        else:
+            found = op.amax_of_groups(sources)
+            reduce = self._experts[0].native.reductions[tensor, not rowwise]
+            amax = (found if reduce is None else reduce(found)).split(1)
+        cast = op.cast_fp8_groups(
+            sources, rule_of(spec), amax=amax, observed=observed, rowwise=rowwise, columnwise=columnwise
+        )
+        by_row = None if cast.rowwise_data is None else (cast.rowwise_data, cast.scale)
+        return by_row, None if cast.columnwise_data is None else (cast.columnwise_data, cast.scale)
+
+    def _spec(self, tensor: str, columnwise: bool = False) -> QuantSpec:
+        spec: QuantSpec = getattr(self._experts[0].recipe.gemms[SIDES[tensor][columnwise]], tensor)
         return spec

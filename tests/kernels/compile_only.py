@@ -107,13 +107,20 @@ def mx_operands() -> None:
 
 
 def groups() -> None:
-    from tests.kernels.grouped_cases import CASES, fp8_differences, operand_differences, product_differences
+    from tests.kernels.grouped_cases import (
+        CASES,
+        cast_differences,
+        fp8_differences,
+        operand_differences,
+        product_differences,
+    )
 
     for case in CASES:
         operand_differences(case, "cpu")  # there are some: nothing has run
     product_differences("cpu")
     product_differences("cpu", dtype=torch.bfloat16)
     fp8_differences("cpu")
+    cast_differences("cpu")
 
 
 def around_linears() -> None:

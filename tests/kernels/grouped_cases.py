@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.grouped_cast_fp8 import reference as cast_reference
 from megatron_lowprec.kernels.grouped_fp8_gemm import reference as fp8_reference
 from megatron_lowprec.kernels.grouped_gemm import reference as gemm_reference
 from megatron_lowprec.kernels.grouped_quantize import reference
@@ -133,18 +135,61 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
             module.grouped_fp8_gemm(*a, *b, rows, out_dtype=torch.float32) for module in (fp8_reference, triton)
         )
         found += difference(f"FP8 product, strides {b[0].stride()}", got == want, got, want)
+    whole = codes(len(rows), n, k + 16)[:, :, : k - 48], scales(len(rows))  # K is no multiple of 128
+    for fast in (True, False):
+        want, got = (
+            module.grouped_fp8_gemm(
+                a[0][:, : k - 48].contiguous(), whole[1], *whole, rows, out_dtype=torch.float32, fast_accumulation=fast
+            )
+            for module in (fp8_reference, triton)
+        )
+        found += difference("FP8 product of matrices with one scale", got == want, got, want)
     dy, x8 = (codes(n, tokens), scales(tokens // 128, n).t()), (codes(k, tokens), scales(tokens // 128, k).t())
-    totals = [[torch.full((n, k), 7.0, device=device) for _ in rows] for _ in range(2)]
-    for module, own in zip((fp8_reference, triton), totals, strict=True):
-        module.grouped_fp8_wgrad_(*dy, *x8, rows, own, overwrite=[True, True, False, False])
-    want, got = torch.stack(totals[0]), torch.stack(totals[1])
-    return found + difference("FP8 weight gradient", got == want, got, want)
+    for dy_scale, x_scale in ((dy[1], x8[1]), (scales(len(rows)), scales(len(rows)))):
+        totals = [[torch.full((n, k), 7.0, device=device) for _ in rows] for _ in range(2)]
+        for module, own in zip((fp8_reference, triton), totals, strict=True):
+            fmt = torch.float8_e4m3fn if dy_scale.dim() > 1 else torch.float8_e5m2
+            operands = dy[0].float().to(fmt), dy_scale, x8[0], x_scale
+            module.grouped_fp8_wgrad_(*operands, rows, own, overwrite=[True, True, False, False])
+        want, got = torch.stack(totals[0]), torch.stack(totals[1])
+        found += difference("FP8 weight gradient", got == want, got, want)
+    return found
+
+
+def cast_differences(device: str) -> list[str]:
+    """Codes, scales and amaxes of matrices with a scale each."""
+    from megatron_lowprec.kernels.grouped_cast_fp8 import triton
+
+    generator, found = torch.Generator().manual_seed(0), []
+    sources = [
+        torch.randn(rows, 48, generator=generator).bfloat16().to(device) * 2.0**power
+        for rows, power in ((5, 3), (0, 0), (130, -9), (1, 0))
+    ]
+    sources[3].zero_()
+    observed = [torch.tensor([value], device=device) for value in (1e9, 3.0, 0.0, 0.0)]
+    for fmt, margin, observes in (("e4m3", 0, False), ("e5m2", 1, True)):
+        rule = Fp8Rule(FORMATS[fmt], "tensor", margin=margin)
+        amaxes = [module.amax_of_groups(sources) for module in (cast_reference, triton)]
+        found += difference("amax", amaxes[0] == amaxes[1], amaxes[1], amaxes[0])
+        results = []
+        for module in (cast_reference, triton):
+            raised = [cell.clone() for cell in observed] if observes else None
+            cast = module.cast_fp8_groups(
+                sources, rule, amax=amaxes[0].split(1), observed=raised, rowwise=True, columnwise=True
+            )
+            assert cast.rowwise_data is not None
+            assert cast.columnwise_data is not None
+            both = cast.rowwise_data.view(torch.uint8), cast.columnwise_data.view(torch.uint8)
+            results.append((*both, cast.scale, torch.cat(raised or observed)))
+        for name, want, got in zip(("rows", "columns", "scale", "observed"), *results, strict=True):
+            found += difference(f"{name} of {fmt}", got == want, got, want)
+    return found
 
 
 def differences(device: str) -> tuple[int, list[str]]:
     """Number of cases, and what differs."""
     found = [line for case in CASES for line in operand_differences(case, device)]
-    return len(CASES) + 2, found + product_differences(device) + fp8_differences(device)
+    return len(CASES) + 3, found + product_differences(device) + fp8_differences(device) + cast_differences(device)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tests.kernels.grouped_cases import CASES, Case, fp8_differences, operand_differences, product_differences
+from tests.kernels.grouped_cases import (
+    CASES,
+    Case,
+    cast_differences,
+    fp8_differences,
+    operand_differences,
+    product_differences,
+)
 from tests.kernels.interpreted import assert_no_differences
 
 
@@ -28,3 +35,8 @@ def test_compiled_products_equal_the_reference(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 8])
 def test_compiled_fp8_products_equal_the_reference(size: int) -> None:
     assert fp8_differences("cuda", size) == []
+
+
+@pytest.mark.gpu
+def test_compiled_fp8_casts_equal_the_reference() -> None:
+    assert cast_differences("cuda") == []

@@ -61,6 +61,11 @@ def passes(name: str, accumulates: bool, saves: bool = True) -> dict[str, torch.
         saved = saved.without_tensors().with_tensors(saved.tensors())
         found[f"dx {microbatch}"], dw = group.backward(dy, tokens, saved, rng_step, totals)
         found[f"dw {microbatch}"] = torch.stack(dw).clone()
+        for tensor in experts[0].histories:
+            histories = [gemms.histories[tensor][0] for gemms in experts]
+            found[f"amax of {tensor} {microbatch}"] = torch.cat([history.newest for history in histories])
+            for history in histories:
+                history.update()
     return found
 
 
@@ -83,12 +88,16 @@ def test_grouped_ops_compute_what_the_loop_does(name: str, products: int, accumu
 
 @pytest.mark.parametrize("accumulates", [True, False])
 @pytest.mark.parametrize("saves", [True, False])
-def test_grouped_fp8_blocks_compute_what_the_loop_does(accumulates: bool, saves: bool) -> None:
-    want = passes("fp8_blockwise", accumulates)
+@pytest.mark.parametrize(
+    ("name", "cast"),
+    [("fp8_blockwise", "cast_fp8"), ("fp8_current", "grouped_cast_fp8"), ("fp8_delayed", "grouped_cast_fp8")],
+)
+def test_grouped_fp8_gemms_compute_what_the_loop_does(name: str, cast: str, accumulates: bool, saves: bool) -> None:
+    want = passes(name, accumulates)
     with grouped_ops("sm90") as taken:
-        got = passes("fp8_blockwise", accumulates, saves)
+        got = passes(name, accumulates, saves)
     # of two microbatches x and dy, x again if it was not saved, and both directions of the weights once
-    assert taken.count("cast_fp8") == 2 * (3 - saves) + 2
+    assert taken.count(cast) == 2 * (3 - saves) + 2
     for what, value in want.items():
         assert got[what].dtype == value.dtype
         bound = ROUNDED[value.dtype] * value.abs().max()
@@ -103,7 +112,7 @@ def test_the_weights_of_a_step_are_quantized_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise"])
-def test_recipes_without_mx_operands_take_the_loop(name: str) -> None:
+def test_emulated_fp8_takes_the_loop(name: str) -> None:
     with grouped_ops() as taken:
         passes(name, accumulates=True)
     assert not taken

@@ -1,6 +1,7 @@
-"""FP8 products of a group with scales of 1x128 and 128x128 blocks; partial sums over 128 are scaled and added in fp32.
+"""FP8 products of a group: a scale per matrix, or scales of 1x128 and 128x128 blocks.
 
-Rows of a group's tokens are padded with zeros to whole blocks of 128, so that no block has tokens of two groups.
+With blocks, partial sums over 128 are scaled and added in fp32. Rows of a group's tokens are padded with zeros to whole
+blocks of 128, so that no block has tokens of two groups.
 """
 
 from collections.abc import Sequence
@@ -8,13 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_lowprec.kernels.gemm.reference import gemm
-
-BLOCK = 128
-
-
-def padded_rows(rows: Sequence[int]) -> list[int]:
-    """Rows of each group, rounded up to whole blocks."""
-    return [-(-count // BLOCK) * BLOCK for count in rows]
+from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK, padded_rows
 
 
 def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -38,25 +33,31 @@ def grouped_fp8_gemm(
     rows: Sequence[int],
     *,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """``a @ b.T`` of each group's rows of a, [T, N] without padding.
 
     Args:
-        a: FP8 [padded T, K], rows of ``pad_groups``.
-        a_scale: fp32 decode scales of 1x128 blocks, [padded T, K / 128], any strides.
+        a: FP8 [padded T, K], rows of ``pad_groups``; K a multiple of 16, of 128 with blocks.
+        a_scale: fp32 decode scales, [groups]; or of 1x128 blocks, [padded T, K / 128], any strides.
         b: FP8 [groups, N, K], the last dimension contiguous.
-        b_scale: fp32 decode scales of 128x128 blocks, [groups, N / 128, K / 128 or more], the last contiguous.
+        b_scale: fp32 decode scales, [groups]; or of 128x128 blocks, [groups, N / 128, K / 128 or more], the last
+            contiguous.
         rows: rows of each group before padding; their sum is T.
+        fast_accumulation: keep sums in the tensor cores' accumulator, instead of promoting them to fp32 every 128
+            terms; blocks are always promoted.
     """
     own, products = padded_rows(rows), []
-    for i, (data, scale) in enumerate(zip(a.split(own), a_scale.split(own), strict=True)):
+    blocks = a_scale.dim() > 1
+    scales = a_scale.split(own) if blocks else a_scale.view(-1, 1, 1).unbind()
+    for i, (data, scale) in enumerate(zip(a.split(own), scales, strict=True)):
         product = gemm(
             data.float(),
             b[i].float(),
             a_scale=scale,
-            b_scale=b_scale[i, :, : a_scale.shape[1]],
+            b_scale=b_scale[i, :, : a_scale.shape[1]] if blocks else b_scale[i].view(1, 1),
             a_block=(1, BLOCK),
-            b_block=(BLOCK, BLOCK),
+            b_block=(BLOCK if blocks else 1, BLOCK),
             out_dtype=out_dtype,
         )
         products.append(product[: rows[i]])
@@ -72,17 +73,19 @@ def grouped_fp8_wgrad_(
     totals: Sequence[torch.Tensor],
     *,
     overwrite: Sequence[bool],
+    fast_accumulation: bool = False,
 ) -> None:
     """``total += a @ b.T`` over each group's columns, in fp32; written instead of added where ``overwrite``.
 
     Args:
         a, b: FP8 [M, padded T] and [N, padded T], transposed rows of ``pad_groups``.
-        a_scale, b_scale: fp32 decode scales of 1x128 blocks, [M, padded T / 128] and [N, padded T / 128].
+        a_scale, b_scale: fp32 decode scales, [groups]; or of 1x128 blocks, [M, padded T / 128] and [N, padded T / 128].
         rows: columns of each group before padding.
         totals: [M, N] of each group, contiguous: fp32; or of any dtype, rounded once, where all are overwritten.
+        fast_accumulation: as in ``grouped_fp8_gemm``.
     """
     first = 0
-    for height, total, writes in zip(padded_rows(rows), totals, overwrite, strict=True):
+    for i, (height, total, writes) in enumerate(zip(padded_rows(rows), totals, overwrite, strict=True)):
         columns = slice(first, first + height)
         blocks = slice(first // BLOCK, (first + height) // BLOCK)
         first += height
@@ -91,8 +94,8 @@ def grouped_fp8_wgrad_(
             product = gemm(
                 a[:, columns].float(),
                 b[:, columns].float(),
-                a_scale=a_scale[:, blocks],
-                b_scale=b_scale[:, blocks],
+                a_scale=a_scale[:, blocks] if a_scale.dim() > 1 else a_scale[i].view(1, 1),
+                b_scale=b_scale[:, blocks] if b_scale.dim() > 1 else b_scale[i].view(1, 1),
                 a_block=(1, BLOCK),
                 b_block=(1, BLOCK),
                 out_dtype=torch.float32,

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.grouped_fp8_gemm import reference
+from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK, padded_rows
 from megatron_lowprec.kernels.grouped_quantize.triton import group_of
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_BLOCK = tl.constexpr(reference.BLOCK)
+_BLOCK = tl.constexpr(BLOCK)
 _WARPS, _STAGES = 8, 3  # not tuned
 
 
@@ -45,10 +45,12 @@ def _grouped_fp8_gemm_kernel(
     b_n,
     b_scale_group,
     b_scale_n,
+    BLOCKS: tl.constexpr,
+    FAST: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Tiles and steps of one block. Table as in ``_pad_kernel``."""
+    """Tiles and steps of one block; ``BLOCKS`` for scales of blocks. Table as in ``_pad_kernel``."""
     tiles_n = tl.cdiv(N, _BLOCK)
     row_tile = tl.program_id(0) // tiles_n
     tile_n = tl.program_id(0) % tiles_n
@@ -62,12 +64,19 @@ def _grouped_fp8_gemm_kernel(
     b_rows = b_ptr + group * b_group + n.to(tl.int64)[None, :] * b_n
     b_scales = b_scale_ptr + group * b_scale_group + tile_n * b_scale_n
     total = tl.zeros([_BLOCK, _BLOCK], tl.float32)
-    for block in range(K // _BLOCK):
+    for block in range(tl.cdiv(K, _BLOCK)):
         at = block * _BLOCK + k
-        a = tl.load(a_rows + at[None, :])
-        b = tl.load(b_rows + at[:, None], mask=(n < N)[None, :], other=0.0)
-        a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k)
-        total += tl.dot(a, b) * a_scale[:, None] * tl.load(b_scales + block)
+        a = tl.load(a_rows + at[None, :], mask=(at < K)[None, :], other=0.0)
+        b = tl.load(b_rows + at[:, None], mask=(n < N)[None, :] & (at < K)[:, None], other=0.0)
+        if BLOCKS:
+            a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k)
+            total += tl.dot(a, b) * a_scale[:, None] * tl.load(b_scales + block)
+        elif FAST:
+            total = tl.dot(a, b, total)
+        else:
+            total += tl.dot(a, b)
+    if not BLOCKS:
+        total = total * tl.load(a_scale_ptr + matrix) * tl.load(b_scale_ptr + matrix)
     rows = tl.load(table_ptr + 2 * GROUPS + matrix) + own
     mask = (own < tl.load(table_ptr + matrix))[:, None] & (n < N)[None, :]
     tl.store(out_ptr + rows[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -88,6 +97,8 @@ def _grouped_fp8_wgrad_kernel(
     b_scale_n,
     b_scale_k,
     TOTAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FAST: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
     """Table, int64 [4, GROUPS]: address of the total, blocks of rows, first block, whether it is overwritten."""
@@ -108,9 +119,17 @@ def _grouped_fp8_wgrad_kernel(
         at = block * _BLOCK + k
         a = tl.load(a_ptr + m[:, None] * tokens + at[None, :], mask=(m < M)[:, None], other=0.0)
         b = tl.load(b_ptr + n[None, :] * tokens + at[:, None], mask=(n < N)[None, :], other=0.0)
-        a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k, mask=m < M, other=0.0)
-        b_scale = tl.load(b_scale_ptr + n * b_scale_n + block * b_scale_k, mask=n < N, other=0.0)
-        product += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+        if BLOCKS:
+            a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k, mask=m < M, other=0.0)
+            b_scale = tl.load(b_scale_ptr + n * b_scale_n + block * b_scale_k, mask=n < N, other=0.0)
+            product += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+        elif FAST:
+            product = tl.dot(a, b, product)
+        else:
+            product += tl.dot(a, b)
+    if not BLOCKS:
+        # the scale of a matrix without rows may be anything
+        product = tl.where(blocks > 0, product * tl.load(a_scale_ptr + matrix) * tl.load(b_scale_ptr + matrix), 0.0)
     at = total_ptr + m[:, None] * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     before = tl.load(at, mask=inside & (overwrite == 0), other=0.0).to(tl.float32)
@@ -119,11 +138,11 @@ def _grouped_fp8_wgrad_kernel(
 
 def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """As the reference."""
-    whole = reference.padded_rows(rows)
+    whole = padded_rows(rows)
     if whole == list(rows):
         return x
     out = torch.empty((sum(whole), x.shape[1]), dtype=x.dtype, device=x.device)
-    grid = (sum(whole) // reference.BLOCK, triton.cdiv(x.shape[1], 64))
+    grid = (sum(whole) // BLOCK, triton.cdiv(x.shape[1], 64))
     groups = {"GROUPS": len(rows), "PADDED": triton.next_power_of_2(len(rows))}
     _pad_kernel[grid](x, out, _table(rows, x.device), x.shape[1], **groups, BN=64)
     return out
@@ -137,11 +156,12 @@ def grouped_fp8_gemm(
     rows: Sequence[int],
     *,
     out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """As the reference."""
-    groups, N, K = b.shape
+    (groups, N, K), blocks = b.shape, a_scale.dim() > 1
     out = torch.empty((sum(rows), N), dtype=out_dtype, device=a.device)
-    _grouped_fp8_gemm_kernel[(sum(reference.padded_rows(rows)) // reference.BLOCK * triton.cdiv(N, reference.BLOCK),)](
+    _grouped_fp8_gemm_kernel[(sum(padded_rows(rows)) // BLOCK * triton.cdiv(N, BLOCK),)](
         a,
         a_scale,
         b,
@@ -150,9 +170,11 @@ def grouped_fp8_gemm(
         _table(rows, a.device),
         N,
         K,
-        *a_scale.stride(),
+        *(a_scale.stride() if blocks else (0, 0)),
         *b.stride()[:2],
-        *b_scale.stride()[:2],
+        *(b_scale.stride()[:2] if blocks else (0, 0)),
+        BLOCKS=blocks,
+        FAST=fast_accumulation,
         GROUPS=groups,
         PADDED=triton.next_power_of_2(groups),
         num_warps=_WARPS,
@@ -170,10 +192,11 @@ def grouped_fp8_wgrad_(
     totals: Sequence[torch.Tensor],
     *,
     overwrite: Sequence[bool],
+    fast_accumulation: bool = False,
 ) -> None:
     """As the reference."""
-    (M, tokens), N = a.shape, b.shape[0]
-    blocks = np.array(reference.padded_rows(rows), dtype=np.int64) // reference.BLOCK
+    (M, tokens), N, of_blocks = a.shape, b.shape[0], a_scale.dim() > 1
+    blocks = np.array(padded_rows(rows), dtype=np.int64) // BLOCK
     table = np.stack(
         (
             np.array([total.data_ptr() for total in totals]),
@@ -182,7 +205,7 @@ def grouped_fp8_wgrad_(
             np.array(overwrite, dtype=np.int64),
         )
     )
-    tiles = triton.cdiv(M, reference.BLOCK) * triton.cdiv(N, reference.BLOCK)
+    tiles = triton.cdiv(M, BLOCK) * triton.cdiv(N, BLOCK)
     _grouped_fp8_wgrad_kernel[(len(totals) * tiles,)](
         a,
         a_scale,
@@ -192,9 +215,11 @@ def grouped_fp8_wgrad_(
         M,
         N,
         tokens,
-        *a_scale.stride(),
-        *b_scale.stride(),
+        *(a_scale.stride() if of_blocks else (0, 0)),
+        *(b_scale.stride() if of_blocks else (0, 0)),
         TOTAL=_DTYPES[totals[0].dtype],
+        BLOCKS=of_blocks,
+        FAST=fast_accumulation,
         GROUPS=len(totals),
         num_warps=_WARPS,
         num_stages=_STAGES,
@@ -203,7 +228,7 @@ def grouped_fp8_wgrad_(
 
 def _table(rows: Sequence[int], device: torch.device) -> torch.Tensor:
     """Rows, first padded row, first row and first block of each group."""
-    count, whole = np.array(rows, dtype=np.int64), np.array(reference.padded_rows(rows), dtype=np.int64)
+    count, whole = np.array(rows, dtype=np.int64), np.array(padded_rows(rows), dtype=np.int64)
     first = whole.cumsum() - whole
-    table = np.stack((count, first, count.cumsum() - count, first // reference.BLOCK))
+    table = np.stack((count, first, count.cumsum() - count, first // BLOCK))
     return torch.from_numpy(table).to(device, non_blocking=True)

@@ -98,7 +98,7 @@ class GroupedLinearGemms:
             x_TI = x_TI.contiguous()
             y = self._emulated.fprop(x_TI, tokens, weights, rng_step, update_amax)
             return y, SavedGroup.of(x_TI, weights)
-        if self._native.supports(x_TI, weights):
+        if self._native.supports("fprop", x_TI, weights):
             y, for_wgrad = self._native.fprop(x_TI, tokens, weights, update_amax, save_input)
             return y, SavedGroup.of(x_TI, weights) if for_wgrad is None else SavedGroup.of(
                 for_wgrad[0], weights, for_wgrad[1]
@@ -135,7 +135,7 @@ class GroupedLinearGemms:
             totals, overwrite = self._totals(accumulate_into, weights)
             self._emulated.wgrad(dy_TO, saved.x, tokens, rng_step, totals, overwrite)
             return dx, totals
-        if saved.x is not None and self._native.supports(dy_TO, weights):
+        if saved.x is not None and self._native.supports("wgrad", dy_TO, weights):
             x_or_codes = saved.x if saved.x_scale is None else (saved.x, saved.x_scale)
             totals, overwrite = self._totals(accumulate_into, weights)
             return self._native.backward(dy_TO, x_or_codes, tokens, weights, totals, overwrite), totals

@@ -14,7 +14,6 @@ from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 _BLOCK = 128
-_TENSORS = dict.fromkeys(SIDES, "tensor")
 _BLOCKS = {"input": "1x128", "weight": "128x128", "grad_output": "1x128"}
 
 Operand = tuple[torch.Tensor, torch.Tensor]
@@ -35,24 +34,20 @@ class GroupedNativeGemms:
         self._experts = experts
 
     def gemms(self, weight: torch.Tensor) -> frozenset[str]:
-        """GEMMs that the kernels run, with a weight [O, I]: all three, or none."""
-        first = self._experts[0]
+        """GEMMs that the kernels run, with a weight [O, I]; dgrad and wgrad are among them only together."""
         if isinstance(weight, Fp8Weight) or not fuses(weight):
             return frozenset()
-        first.choose_products(weight)
-        native = all(first.backend(name) is first.native for name in GEMM_OPERANDS)
-        if not native or any(self._spec(tensor) != self._spec(tensor, columnwise=True) for tensor in SIDES):
-            return frozenset()
-        granularities = {tensor: self._spec(tensor).granularity for tensor in SIDES}
-        # with blocks, tensor cores take whole ones of weights, which the choice of native GEMMs ensures
-        return frozenset(GEMM_OPERANDS if granularities in (_TENSORS, _BLOCKS) else ())
+        self._experts[0].choose_products(weight)
+        found = {name for name in GEMM_OPERANDS if self._supports(name)}
+        together = found >= {"dgrad", "wgrad"} and self._one_spec("grad_output")
+        return frozenset(found if together else found & {"fprop"})
 
-    def supports(self, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether the kernels run the GEMMs on the input or output gradient of all experts, and their weights."""
+    def supports(self, name: str, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernels run a GEMM on the input or output gradient of all experts, and their weights."""
         if not all(isinstance(gemms, LinearGemms) for gemms in self._experts):  # instrumented
             return False
         alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
-        return alike and rows.shape[0] > 0 and bool(self.gemms(weights[0]))
+        return alike and rows.shape[0] > 0 and name in self.gemms(weights[0])
 
     def fprop(
         self,
@@ -62,8 +57,9 @@ class GroupedNativeGemms:
         update_amax: bool,
         save_input: bool,
     ) -> tuple[torch.Tensor, Operand | None]:
-        """``y = x @ w.T`` of each expert's rows, [T, O]; and x for ``wgrad``, from the same read, if asked."""
-        x, for_wgrad = self._tokens("input", x_TI, tokens, rowwise=True, columnwise=save_input, update_amax=update_amax)
+        """``y = x @ w.T`` of each expert's rows, [T, O]; and x for ``backward``, if one cast serves both."""
+        both = save_input and self._one_spec("input") and "wgrad" in self.gemms(weights[0])
+        x, for_wgrad = self._tokens("input", x_TI, tokens, rowwise=True, columnwise=both, update_amax=update_amax)
         assert x is not None
         w = self._weights("fprop", weights, update_amax)
         return self._product("fprop", x, w, tokens, x_TI.dtype), for_wgrad
@@ -86,8 +82,9 @@ class GroupedNativeGemms:
         assert by_row is not None
         assert by_column is not None
         dx = self._product("dgrad", by_row, self._weights("dgrad", weights), tokens, dy_TO.dtype)
-        if isinstance(x, torch.Tensor):  # the forward pass has recorded its amaxes
-            found = self._tokens("input", x, tokens, rowwise=False, columnwise=True, update_amax=False)[1]
+        if isinstance(x, torch.Tensor):
+            update_amax = not self._one_spec("input")  # else the forward pass has recorded it
+            found = self._tokens("input", x, tokens, rowwise=False, columnwise=True, update_amax=update_amax)[1]
             assert found is not None
             x = found
         load("grouped_fp8_gemm").grouped_fp8_wgrad_(
@@ -99,6 +96,14 @@ class GroupedNativeGemms:
             fast_accumulation=self._experts[0].native.fast_accumulation["wgrad"],
         )
         return dx
+
+    def _supports(self, name: str) -> bool:
+        first = self._experts[0]
+        specs = {tensor: getattr(first.recipe.gemms[name], tensor) for tensor in GEMM_OPERANDS[name]}
+        found = {tensor: None if spec is None else spec.granularity for tensor, spec in specs.items()}
+        # with blocks, native GEMMs take whole ones of weights
+        known = found in (dict.fromkeys(specs, "tensor"), {tensor: _BLOCKS[tensor] for tensor in specs})
+        return known and first.backend(name) is first.native
 
     def _product(
         self, name: str, rows: Operand, weights: Operand, tokens: Sequence[int], out_dtype: torch.dtype
@@ -123,7 +128,7 @@ class GroupedNativeGemms:
         update_amax: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
         """Rowwise and columnwise operands of all experts, rows padded."""
-        spec, matrix = self._spec(tensor), matrix.contiguous()
+        spec, matrix = self._spec(tensor, columnwise=not rowwise), matrix.contiguous()
         if spec.granularity == "tensor":
             return self._cast(tensor, matrix.split(list(tokens)), rowwise, columnwise, update_amax)
         padded = load("grouped_fp8_gemm").pad_groups(matrix, tokens)
@@ -135,7 +140,8 @@ class GroupedNativeGemms:
         cache, columnwise = self._experts[0].weight_cache, name == "dgrad"
         found: Operand | None = cache.get_group(name)
         if found is None:
-            quantized = self._weight_blocks if self._spec("weight").granularity != "tensor" else self._weight_tensors
+            tensors = self._spec("weight", columnwise).granularity == "tensor"
+            quantized = self._weight_tensors if tensors else self._weight_blocks
             found = quantized(weights, columnwise, update_amax)
             if update_amax and cache.holds(name):
                 cache.put_group(name, found)
@@ -152,9 +158,8 @@ class GroupedNativeGemms:
 
     def _weight_blocks(self, weights: Sequence[torch.Tensor], columnwise: bool, update_amax: bool) -> Operand:
         """With 128x128 blocks, cast as one matrix: with whole blocks of rows no block has two experts."""
-        cast = load("cast_fp8").cast_fp8(
-            torch.cat(list(weights)), rule_of(self._spec("weight")), rowwise=not columnwise, columnwise=columnwise
-        )
+        rule = rule_of(self._spec("weight", columnwise))
+        cast = load("cast_fp8").cast_fp8(torch.cat(list(weights)), rule, rowwise=not columnwise, columnwise=columnwise)
         data, scale = cast[2:4] if columnwise else cast[:2]
         if columnwise:
             blocks = data.shape[1] // _BLOCK
@@ -166,7 +171,7 @@ class GroupedNativeGemms:
         self, tensor: str, sources: Sequence[torch.Tensor], rowwise: bool, columnwise: bool, update_amax: bool
     ) -> tuple[Operand | None, Operand | None]:
         """Rowwise and columnwise codes of each expert's tensor, with a scale each."""
-        spec, op, observed = self._spec(tensor), load("grouped_cast_fp8"), None
+        spec, op, observed = self._spec(tensor, columnwise=not rowwise), load("grouped_cast_fp8"), None
         if spec.scaling == "delayed":
             histories = [gemms.histories[tensor] for gemms in self._experts]
             amax, newest = zip(*(history.cells(slot) for history, slot in histories), strict=True)
@@ -180,6 +185,9 @@ class GroupedNativeGemms:
         )
         by_row = None if cast.rowwise_data is None else (cast.rowwise_data, cast.scale)
         return by_row, None if cast.columnwise_data is None else (cast.columnwise_data, cast.scale)
+
+    def _one_spec(self, tensor: str) -> bool:
+        return self._spec(tensor) == self._spec(tensor, columnwise=True)
 
     def _spec(self, tensor: str, columnwise: bool = False) -> QuantSpec:
         spec: QuantSpec = getattr(self._experts[0].recipe.gemms[SIDES[tensor][columnwise]], tensor)

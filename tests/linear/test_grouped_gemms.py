@@ -104,6 +104,16 @@ def test_grouped_fp8_gemms_compute_what_the_loop_does(name: str, cast: str, accu
         assert (got[what] - value).abs().max() <= bound, what
 
 
+def test_an_fp8_forward_pass_and_an_mx_backward_pass_are_both_grouped() -> None:
+    want = passes("fp8_mxfp4_rht_sr", accumulates=True)
+    with grouped_ops("sm90") as taken:
+        got = passes("fp8_mxfp4_rht_sr", accumulates=True)
+    assert (taken.count("grouped_cast_fp8"), taken.count("grouped_fp8_gemm")) == (2 + 1, 2)
+    assert taken.count("grouped_gemm") == 2 * 2
+    for what, value in want.items():
+        assert (got[what] - value).abs().max() <= ROUNDED[value.dtype] * value.abs().max(), what
+
+
 def test_the_weights_of_a_step_are_quantized_once() -> None:
     with grouped_ops() as taken:
         passes("mxfp8", accumulates=True)

@@ -21,7 +21,7 @@ Operand = tuple[torch.Tensor, torch.Tensor]
 
 
 class GroupedNativeGemms:
-    """The three GEMMs of a layer's experts, with a scale per tensor, or per block: 1x128 of tokens, 128x128 of weights.
+    """The three GEMMs of a layer's experts, with scales per tensor, row, or block: 1x128 of tokens, 128x128 of weights.
 
     Rows of an expert are padded with zeros to whole blocks of 128. With block scales the casts of one matrix then serve
     all experts: a block has entries of one expert only.
@@ -92,6 +92,7 @@ class GroupedNativeGemms:
             *x,
             tokens,
             totals,
+            granularity=self._spec("grad_output", columnwise=True).granularity,
             overwrite=overwrite,
             fast_accumulation=self._experts[0].native.fast_accumulation["wgrad"],
         )
@@ -102,7 +103,8 @@ class GroupedNativeGemms:
         specs = {tensor: getattr(first.recipe.gemms[name], tensor) for tensor in GEMM_OPERANDS[name]}
         found = {tensor: None if spec is None else spec.granularity for tensor, spec in specs.items()}
         # with blocks, native GEMMs take whole ones of weights
-        known = found in (dict.fromkeys(specs, "tensor"), {tensor: _BLOCKS[tensor] for tensor in specs})
+        blocks = {tensor: _BLOCKS[tensor] for tensor in specs}
+        known = found in (dict.fromkeys(specs, "tensor"), dict.fromkeys(specs, "row"), blocks)
         return known and first.backend(name) is first.native
 
     def _product(
@@ -112,6 +114,7 @@ class GroupedNativeGemms:
             *rows,
             *weights,
             tokens,
+            granularity=self._spec("input").granularity if name == "fprop" else self._spec("grad_output").granularity,
             out_dtype=out_dtype,
             fast_accumulation=self._experts[0].native.fast_accumulation[name],
         )
@@ -129,9 +132,14 @@ class GroupedNativeGemms:
     ) -> tuple[Operand | None, Operand | None]:
         """Rowwise and columnwise operands of all experts, rows padded."""
         spec, matrix = self._spec(tensor, columnwise=not rowwise), matrix.contiguous()
+        experts = matrix.split(list(tokens))
         if spec.granularity == "tensor":
-            return self._cast(tensor, matrix.split(list(tokens)), rowwise, columnwise, update_amax)
-        padded = load("grouped_fp8_gemm").pad_groups(matrix, tokens)
+            return self._cast(tensor, experts, rowwise, columnwise, update_amax)
+        pad_groups = load("grouped_fp8_gemm").pad_groups
+        if spec.granularity == "row":
+            by_row = self._cast_rows(tensor, pad_groups(matrix, tokens)) if rowwise else None
+            return by_row, self._cast_columns(tensor, experts) if columnwise else None
+        padded = pad_groups(matrix, tokens)
         cast = load("cast_fp8").cast_fp8(padded, rule_of(spec), rowwise=rowwise, columnwise=columnwise)
         return (cast[:2] if rowwise else None), (cast[2:4] if columnwise else None)
 
@@ -140,23 +148,33 @@ class GroupedNativeGemms:
         cache, columnwise = self._experts[0].weight_cache, name == "dgrad"
         found: Operand | None = cache.get_group(name)
         if found is None:
-            tensors = self._spec("weight", columnwise).granularity == "tensor"
-            quantized = self._weight_tensors if tensors else self._weight_blocks
-            found = quantized(weights, columnwise, update_amax)
+            blocks = self._spec("weight", columnwise).granularity == "128x128"
+            found = (
+                self._weight_blocks(weights, columnwise)
+                if blocks
+                else self._weight_tensors(weights, columnwise, update_amax)
+            )
             if update_amax and cache.holds(name):
                 cache.put_group(name, found)
         return found
 
     def _weight_tensors(self, weights: Sequence[torch.Tensor], columnwise: bool, update_amax: bool) -> Operand:
-        """With a scale per expert; rows are padded, which adds rows that no product has, or columns beyond K."""
-        operand = self._cast("weight", weights, not columnwise, columnwise, update_amax)[columnwise]
-        assert operand is not None
-        (data, scale), rows = operand, weights[0].shape[0]
+        """With a scale per expert or row; padding adds rows that no product has, or columns beyond K."""
+        experts, rows = len(weights), weights[0].shape[0]
+        if self._spec("weight", columnwise).granularity == "row" and not columnwise:
+            data, scale = self._cast_rows("weight", torch.cat(list(weights)))
+            return data.unflatten(0, (experts, -1)), scale.view(experts, -1)
+        if self._spec("weight", columnwise).granularity == "row":
+            data, scale = self._cast_columns("weight", weights)
+        else:
+            operand = self._cast("weight", weights, not columnwise, columnwise, update_amax)[columnwise]
+            assert operand is not None
+            data, scale = operand
         if columnwise:
-            return data.unflatten(1, (len(weights), -1)).transpose(0, 1)[:, :, :rows], scale
-        return data.unflatten(0, (len(weights), -1))[:, :rows], scale
+            return data.unflatten(1, (experts, -1)).transpose(0, 1)[:, :, :rows], scale
+        return data.unflatten(0, (experts, -1))[:, :rows], scale
 
-    def _weight_blocks(self, weights: Sequence[torch.Tensor], columnwise: bool, update_amax: bool) -> Operand:
+    def _weight_blocks(self, weights: Sequence[torch.Tensor], columnwise: bool) -> Operand:
         """With 128x128 blocks, cast as one matrix: with whole blocks of rows no block has two experts."""
         rule = rule_of(self._spec("weight", columnwise))
         cast = load("cast_fp8").cast_fp8(torch.cat(list(weights)), rule, rowwise=not columnwise, columnwise=columnwise)
@@ -166,6 +184,25 @@ class GroupedNativeGemms:
             data = data.unflatten(1, (len(weights), -1)).transpose(0, 1)
             return data, scale[:, :blocks].unflatten(1, (len(weights), -1)).transpose(0, 1)
         return data.unflatten(0, (len(weights), -1)), scale.unflatten(0, (len(weights), -1))
+
+    def _cast_rows(self, tensor: str, matrix: torch.Tensor) -> Operand:
+        """Codes and scales of rows, which are of one expert each."""
+        casts = load("cast_fp8")
+        amax = casts.amax_of(matrix, vectors=True)
+        reduce = self._experts[0].native.reductions[tensor, False]
+        if reduce is not None:
+            amax[: matrix.shape[0]] = reduce(amax[: matrix.shape[0]])
+        cast = casts.cast_fp8(matrix, rule_of(self._spec(tensor)), rowwise=True, columnwise=False, amax=amax)
+        return cast.rowwise_data, cast.rowwise_scale
+
+    def _cast_columns(self, tensor: str, sources: Sequence[torch.Tensor]) -> Operand:
+        """Columnwise codes, with a scale for each column of each expert."""
+        op, spec = load("grouped_cast_fp8"), self._spec(tensor, columnwise=True)
+        amax = op.amax_of_groups(sources, columns=True)
+        reduce = self._experts[0].native.reductions[tensor, True]
+        amax = (amax if reduce is None else reduce(amax)).unbind()
+        cast = op.cast_fp8_groups(sources, rule_of(spec), amax=amax, rowwise=False, columnwise=True)
+        return cast.columnwise_data, cast.scale
 
     def _cast(
         self, tensor: str, sources: Sequence[torch.Tensor], rowwise: bool, columnwise: bool, update_amax: bool

@@ -132,27 +132,32 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
     )
     for b in (by_rows, by_columns):
         want, got = (
-            module.grouped_fp8_gemm(*a, *b, rows, out_dtype=torch.float32) for module in (fp8_reference, triton)
-        )
-        found += difference(f"FP8 product, strides {b[0].stride()}", got == want, got, want)
-    whole = codes(len(rows), n, k + 16)[:, :, : k - 48], scales(len(rows))  # K is no multiple of 128
-    for fast in (True, False):
-        want, got = (
-            module.grouped_fp8_gemm(
-                a[0][:, : k - 48].contiguous(), whole[1], *whole, rows, out_dtype=torch.float32, fast_accumulation=fast
-            )
+            module.grouped_fp8_gemm(*a, *b, rows, granularity="1x128", out_dtype=torch.float32)
             for module in (fp8_reference, triton)
         )
-        found += difference("FP8 product of matrices with one scale", got == want, got, want)
+        found += difference(f"FP8 product, strides {b[0].stride()}", got == want, got, want)
+    data = a[0][:, : k - 48].contiguous(), codes(len(rows), n, k + 16)[:, :, : k - 48]  # K is no multiple of 128
+    of_a, of_b = (scales(len(rows)), scales(tokens, 1)), (scales(len(rows)), scales(len(rows), n))
+    for granularity, a_scale, b_scale in zip(("tensor", "row"), of_a, of_b, strict=True):
+        for fast in (True, False):
+            options = {"granularity": granularity, "out_dtype": torch.float32, "fast_accumulation": fast}
+            want, got = (
+                module.grouped_fp8_gemm(data[0], a_scale, data[1], b_scale, rows, **options)
+                for module in (fp8_reference, triton)
+            )
+            found += difference(f"FP8 product, {granularity} scales", got == want, got, want)
     dy, x8 = (codes(n, tokens), scales(tokens // 128, n).t()), (codes(k, tokens), scales(tokens // 128, k).t())
-    for dy_scale, x_scale in ((dy[1], x8[1]), (scales(len(rows)), scales(len(rows)))):
+    of_dy = {"1x128": dy[1], "tensor": scales(len(rows)), "row": scales(len(rows), n)}
+    of_x = {"1x128": x8[1], "tensor": scales(len(rows)), "row": scales(len(rows), k)}
+    for granularity, dy_scale in of_dy.items():
         totals = [[torch.full((n, k), 7.0, device=device) for _ in rows] for _ in range(2)]
         for module, own in zip((fp8_reference, triton), totals, strict=True):
-            fmt = torch.float8_e4m3fn if dy_scale.dim() > 1 else torch.float8_e5m2
-            operands = dy[0].float().to(fmt), dy_scale, x8[0], x_scale
-            module.grouped_fp8_wgrad_(*operands, rows, own, overwrite=[True, True, False, False])
+            fmt = torch.float8_e5m2 if granularity == "tensor" else torch.float8_e4m3fn
+            operands = dy[0].float().to(fmt), dy_scale, x8[0], of_x[granularity]
+            overwrite = [True, True, False, False]
+            module.grouped_fp8_wgrad_(*operands, rows, own, granularity=granularity, overwrite=overwrite)
         want, got = torch.stack(totals[0]), torch.stack(totals[1])
-        found += difference("FP8 weight gradient", got == want, got, want)
+        found += difference(f"FP8 weight gradient, {granularity} scales", got == want, got, want)
     return found
 
 
@@ -183,7 +188,16 @@ def cast_differences(device: str) -> list[str]:
             results.append((*both, cast.scale, torch.cat(raised or observed)))
         for name, want, got in zip(("rows", "columns", "scale", "observed"), *results, strict=True):
             found += difference(f"{name} of {fmt}", got == want, got, want)
-    return found
+    rule = Fp8Rule(FORMATS["e4m3"], "row", "amax_pow2", 1e-12)
+    amaxes = [module.amax_of_groups(sources, columns=True) for module in (cast_reference, triton)]
+    found += difference("amax of columns", amaxes[0] == amaxes[1], amaxes[1], amaxes[0])
+    casts = [
+        module.cast_fp8_groups(sources, rule, amax=amaxes[0].unbind(), rowwise=False, columnwise=True)
+        for module in (cast_reference, triton)
+    ]
+    codes = [cast.columnwise_data.view(torch.uint8) for cast in casts if cast.columnwise_data is not None]
+    found += difference("columns with a scale each", codes[0] == codes[1], codes[1], codes[0])
+    return found + difference("their scales", casts[0].scale == casts[1].scale, casts[1].scale, casts[0].scale)
 
 
 def differences(device: str) -> tuple[int, list[str]]:

@@ -90,7 +90,11 @@ def test_grouped_ops_compute_what_the_loop_does(name: str, products: int, accumu
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize(
     ("name", "cast"),
-    [("fp8_blockwise", "cast_fp8"), ("fp8_current", "grouped_cast_fp8"), ("fp8_delayed", "grouped_cast_fp8")],
+    [
+        ("fp8_blockwise", "cast_fp8"),
+        ("fp8_current", "grouped_cast_fp8"),
+        ("fp8_delayed", "grouped_cast_fp8"),
+    ],
 )
 def test_grouped_fp8_gemms_compute_what_the_loop_does(name: str, cast: str, accumulates: bool, saves: bool) -> None:
     want = passes(name, accumulates)
@@ -102,6 +106,17 @@ def test_grouped_fp8_gemms_compute_what_the_loop_does(name: str, cast: str, accu
         assert got[what].dtype == value.dtype
         bound = ROUNDED[value.dtype] * value.abs().max()
         assert (got[what] - value).abs().max() <= bound, what
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_grouped_row_wise_gemms_compute_what_the_loop_does(saves: bool) -> None:
+    want = passes("fp8_rowwise", accumulates=True)
+    with grouped_ops("sm90") as taken:
+        got = passes("fp8_rowwise", accumulates=True, saves=saves)
+    # rows of x and dy in two microbatches and of the weights once; and their columns
+    assert (taken.count("cast_fp8"), taken.count("grouped_cast_fp8")) == (2 * 2 + 1, 2 * 2 + 1)
+    for what, value in want.items():
+        assert (got[what] - value).abs().max() <= ROUNDED[value.dtype] * value.abs().max(), what
 
 
 def test_an_fp8_forward_pass_and_an_mx_backward_pass_are_both_grouped() -> None:

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowprec.kernels.amax.triton_ops import amax_along, raise_to_amax
+from megatron_lowprec.kernels.amax.triton_ops import amax_along
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-from megatron_lowprec.kernels.cast_fp8.triton_ops import encode_scale, observe, to_fp8
+from megatron_lowprec.kernels.cast_fp8.triton_ops import ROW, encode_scale, observe, to_fp8
 from megatron_lowprec.kernels.grouped_cast_fp8 import reference
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import GroupedFp8Cast
 from megatron_lowprec.kernels.grouped_quantize.triton import group_of
@@ -19,7 +19,15 @@ _COLUMNS, _WARPS = 64, 4  # not tuned
 
 
 @triton.jit
-def _amax_of_groups_kernel(amax_ptr, table_ptr, N, GROUPS: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr):
+def _amax_of_groups_kernel(
+    amax_ptr,
+    table_ptr,
+    N,
+    OF_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Table, int64 [3, GROUPS]: address, rows, first block."""
     block = tl.program_id(0)
     matrix = group_of(table_ptr + 2 * GROUPS, block, GROUPS, PADDED)
@@ -27,7 +35,18 @@ def _amax_of_groups_kernel(amax_ptr, table_ptr, N, GROUPS: tl.constexpr, PADDED:
     m = (block - tl.load(table_ptr + 2 * GROUPS + matrix)) * _BLOCK + tl.arange(0, _BLOCK)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = (m < tl.load(table_ptr + GROUPS + matrix))[:, None] & (n < N)[None, :]
-    raise_to_amax(amax_ptr + matrix, tl.load(x_ptr + m[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32))
+    x = tl.load(x_ptr + m[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    amax = amax_along(tl.abs(x), 0)
+    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    if OF_COLUMNS:
+        cells = amax_ptr + matrix.to(tl.int64) * N + n[None, :]
+        within = (n < N)[None, :]
+    else:
+        amax = amax_along(amax, 1)
+        cells = amax_ptr + matrix + tl.zeros([1, 1], tl.int32)
+        within = tl.full([1, 1], True, tl.int1)
+    # nonnegative numbers compare as their bits do
+    tl.atomic_max(cells, amax.to(tl.int32, bitcast=True), mask=within, sem="relaxed")
 
 
 @triton.jit
@@ -53,8 +72,12 @@ def _cast_groups_kernel(
     if CAST.OBSERVES:
         observed = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
         observe(observed, amax_along(amax_along(tl.abs(x), 1), 0))
-    amax = tl.load(tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.pointer_type(tl.float32)))
-    scale = encode_scale(tl.full([1, 1], 0.0, tl.float32) + amax, CAST)
+    amax_ptr = tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
+    if CAST.GRANULARITY == ROW:
+        amax = tl.load(amax_ptr + n, mask=n < N, other=0.0)[None, :]
+    else:
+        amax = tl.full([1, 1], 0.0, tl.float32) + tl.load(amax_ptr)
+    scale = encode_scale(amax, CAST)
     codes = to_fp8(tl.where(mask, x * scale, 0.0), CAST.CODES)
     m = block.to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     inside = (n < N)[None, :]
@@ -65,21 +88,28 @@ def _cast_groups_kernel(
 
 
 @triton.jit
-def _scale_of_groups_kernel(scale_ptr, table_ptr, CAST: tl.constexpr, GROUPS: tl.constexpr):
-    """Decode scale of each group; table as in ``_cast_groups_kernel``."""
+def _scale_of_groups_kernel(scale_ptr, table_ptr, length, CAST: tl.constexpr, GROUPS: tl.constexpr, BN: tl.constexpr):
+    """``length`` decode scales of each group; table as in ``_cast_groups_kernel``."""
     matrix = tl.program_id(0)
-    amax = tl.load(tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.pointer_type(tl.float32)))
-    scale = encode_scale(tl.full([1], 0.0, tl.float32) + amax, CAST)
-    tl.store(scale_ptr + matrix + tl.zeros([1], tl.int32), tl.div_rn(tl.full([1], 1.0, tl.float32), scale))
+    at = tl.program_id(1) * BN + tl.arange(0, BN)
+    amax_ptr = tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
+    scale = encode_scale(tl.load(amax_ptr + at, mask=at < length, other=0.0), CAST)
+    decode = tl.div_rn(tl.full([BN], 1.0, tl.float32), scale)
+    tl.store(scale_ptr + matrix.to(tl.int64) * length + at, decode, mask=at < length)
 
 
-def amax_of_groups(sources: Sequence[torch.Tensor]) -> torch.Tensor:
+def amax_of_groups(sources: Sequence[torch.Tensor], *, columns: bool = False) -> torch.Tensor:
     """As the reference."""
-    found = torch.zeros(len(sources), dtype=torch.float32, device=sources[0].device)
+    shape = (len(sources), sources[0].shape[1]) if columns else (len(sources),)
+    found = torch.zeros(shape, dtype=torch.float32, device=sources[0].device)
     table, blocks = _table(sources)
     if blocks:
         _amax_of_groups_kernel[(blocks, triton.cdiv(sources[0].shape[1], _COLUMNS))](
-            found, torch.from_numpy(table).to(found.device, non_blocking=True), sources[0].shape[1], **_groups(sources)
+            found,
+            torch.from_numpy(table).to(found.device, non_blocking=True),
+            sources[0].shape[1],
+            columns,
+            **_groups(sources),
         )
     return found
 
@@ -103,7 +133,8 @@ def cast_fp8_groups(
     padded = blocks * reference.BLOCK
     rows = torch.empty((padded, N), dtype=torch.uint8, device=device) if rowwise else None
     columns = torch.empty((N, padded), dtype=torch.uint8, device=device) if columnwise else None
-    scale = torch.empty(len(sources), dtype=torch.float32, device=device)
+    of_columns = rule.granularity == "row"
+    scale = torch.empty((len(sources), N) if of_columns else len(sources), dtype=torch.float32, device=device)
     if blocks:
         # placeholders for an absent direction, which the kernel does not access
         _cast_groups_kernel[(blocks, triton.cdiv(N, _COLUMNS))](
@@ -117,7 +148,10 @@ def cast_fp8_groups(
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-    _scale_of_groups_kernel[(len(sources),)](scale, table, CAST=constants, GROUPS=len(sources), num_warps=1)
+    length = N if of_columns else 1
+    _scale_of_groups_kernel[(len(sources), triton.cdiv(length, _COLUMNS))](
+        scale, table, length, CAST=constants, GROUPS=len(sources), BN=_COLUMNS, num_warps=1
+    )
     return GroupedFp8Cast(
         None if rows is None else rows.view(rule.dtype), None if columns is None else columns.view(rule.dtype), scale
     )

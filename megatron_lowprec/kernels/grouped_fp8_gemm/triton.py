@@ -14,6 +14,10 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _BLOCK = tl.constexpr(BLOCK)
 _WARPS, _STAGES = 8, 3  # not tuned
 
+_NUMBERS = {"tensor": 0, "row": 1, "1x128": 2}
+# named values of SCALES
+ROW, BLOCKS = tl.constexpr(_NUMBERS["row"]), tl.constexpr(_NUMBERS["1x128"])
+
 
 @triton.jit
 def _pad_kernel(x_ptr, out_ptr, table_ptr, N, GROUPS: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr):
@@ -45,12 +49,12 @@ def _grouped_fp8_gemm_kernel(
     b_n,
     b_scale_group,
     b_scale_n,
-    BLOCKS: tl.constexpr,
+    SCALES: tl.constexpr,
     FAST: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Tiles and steps of one block; ``BLOCKS`` for scales of blocks. Table as in ``_pad_kernel``."""
+    """Tiles and steps of one block. Table as in ``_pad_kernel``."""
     tiles_n = tl.cdiv(N, _BLOCK)
     row_tile = tl.program_id(0) // tiles_n
     tile_n = tl.program_id(0) % tiles_n
@@ -68,14 +72,17 @@ def _grouped_fp8_gemm_kernel(
         at = block * _BLOCK + k
         a = tl.load(a_rows + at[None, :], mask=(at < K)[None, :], other=0.0)
         b = tl.load(b_rows + at[:, None], mask=(n < N)[None, :] & (at < K)[:, None], other=0.0)
-        if BLOCKS:
+        if SCALES == BLOCKS:
             a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k)
             total += tl.dot(a, b) * a_scale[:, None] * tl.load(b_scales + block)
         elif FAST:
             total = tl.dot(a, b, total)
         else:
             total += tl.dot(a, b)
-    if not BLOCKS:
+    if SCALES == ROW:
+        b_scale = tl.load(b_scale_ptr + group * N + n, mask=n < N, other=0.0)
+        total = total * tl.load(a_scale_ptr + m)[:, None] * b_scale[None, :]
+    elif SCALES != BLOCKS:
         total = total * tl.load(a_scale_ptr + matrix) * tl.load(b_scale_ptr + matrix)
     rows = tl.load(table_ptr + 2 * GROUPS + matrix) + own
     mask = (own < tl.load(table_ptr + matrix))[:, None] & (n < N)[None, :]
@@ -97,7 +104,7 @@ def _grouped_fp8_wgrad_kernel(
     b_scale_n,
     b_scale_k,
     TOTAL: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SCALES: tl.constexpr,
     FAST: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -119,7 +126,7 @@ def _grouped_fp8_wgrad_kernel(
         at = block * _BLOCK + k
         a = tl.load(a_ptr + m[:, None] * tokens + at[None, :], mask=(m < M)[:, None], other=0.0)
         b = tl.load(b_ptr + n[None, :] * tokens + at[:, None], mask=(n < N)[None, :], other=0.0)
-        if BLOCKS:
+        if SCALES == BLOCKS:
             a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k, mask=m < M, other=0.0)
             b_scale = tl.load(b_scale_ptr + n * b_scale_n + block * b_scale_k, mask=n < N, other=0.0)
             product += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
@@ -127,9 +134,14 @@ def _grouped_fp8_wgrad_kernel(
             product = tl.dot(a, b, product)
         else:
             product += tl.dot(a, b)
-    if not BLOCKS:
-        # the scale of a matrix without rows may be anything
-        product = tl.where(blocks > 0, product * tl.load(a_scale_ptr + matrix) * tl.load(b_scale_ptr + matrix), 0.0)
+    # the scale of a matrix without rows may be anything
+    group = matrix.to(tl.int64)
+    if SCALES == ROW:
+        a_scale = tl.load(a_scale_ptr + group * M + m, mask=m < M, other=0.0)
+        b_scale = tl.load(b_scale_ptr + group * N + n, mask=n < N, other=0.0)
+        product = tl.where(blocks > 0, product * a_scale[:, None] * b_scale[None, :], 0.0)
+    elif SCALES != BLOCKS:
+        product = tl.where(blocks > 0, product * tl.load(a_scale_ptr + group) * tl.load(b_scale_ptr + group), 0.0)
     at = total_ptr + m[:, None] * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     before = tl.load(at, mask=inside & (overwrite == 0), other=0.0).to(tl.float32)
@@ -155,11 +167,12 @@ def grouped_fp8_gemm(
     b_scale: torch.Tensor,
     rows: Sequence[int],
     *,
+    granularity: str,
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """As the reference."""
-    (groups, N, K), blocks = b.shape, a_scale.dim() > 1
+    (groups, N, K), blocks = b.shape, granularity == "1x128"
     out = torch.empty((sum(rows), N), dtype=out_dtype, device=a.device)
     _grouped_fp8_gemm_kernel[(sum(padded_rows(rows)) // BLOCK * triton.cdiv(N, BLOCK),)](
         a,
@@ -173,7 +186,7 @@ def grouped_fp8_gemm(
         *(a_scale.stride() if blocks else (0, 0)),
         *b.stride()[:2],
         *(b_scale.stride()[:2] if blocks else (0, 0)),
-        BLOCKS=blocks,
+        SCALES=_NUMBERS[granularity],
         FAST=fast_accumulation,
         GROUPS=groups,
         PADDED=triton.next_power_of_2(groups),
@@ -191,11 +204,12 @@ def grouped_fp8_wgrad_(
     rows: Sequence[int],
     totals: Sequence[torch.Tensor],
     *,
+    granularity: str,
     overwrite: Sequence[bool],
     fast_accumulation: bool = False,
 ) -> None:
     """As the reference."""
-    (M, tokens), N, of_blocks = a.shape, b.shape[0], a_scale.dim() > 1
+    (M, tokens), N, of_blocks = a.shape, b.shape[0], granularity == "1x128"
     blocks = np.array(padded_rows(rows), dtype=np.int64) // BLOCK
     table = np.stack(
         (
@@ -218,7 +232,7 @@ def grouped_fp8_wgrad_(
         *(a_scale.stride() if of_blocks else (0, 0)),
         *(b_scale.stride() if of_blocks else (0, 0)),
         TOTAL=_DTYPES[totals[0].dtype],
-        BLOCKS=of_blocks,
+        SCALES=_NUMBERS[granularity],
         FAST=fast_accumulation,
         GROUPS=len(totals),
         num_warps=_WARPS,

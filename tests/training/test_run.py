@@ -180,6 +180,7 @@ def test_experts_have_biases_by_default(drive: Drive) -> None:
     assert len(losses(Path("out"))) == 2
 
 
+@pytest.mark.slow
 def test_grouped_and_sequential_experts_continue_each_other(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"num_experts": 2, "recipe": "fp8_delayed", "bf16": True, "disable_bias_linear": True, "train_iters": 2}
     options["log_quantization_interval"] = 1

@@ -40,6 +40,11 @@ class EmulatedGemms:
         layer_amax: amax histories, and the ranks that share scales.
         emulate_accumulator: sum the GEMMs that ask for fast accumulation as Hopper's tensor cores do;
             ``native_support.check_accumulator`` must pass.
+
+    Attributes:
+        specs: spec by GEMM and tensor; None if not quantized.
+        alpha: factor of each GEMM's fp32 sum.
+        products: GEMMs that ``emulate_accumulator`` sums otherwise.
     """
 
     def __init__(
@@ -50,23 +55,23 @@ class EmulatedGemms:
         layer_amax: LayerAmax,
         emulate_accumulator: bool = False,
     ) -> None:
-        self._rounding, self._transforms, self._amax = rounding, transforms, layer_amax
-        self._specs: dict[tuple[str, str], QuantSpec | None] = {
+        self.rounding, self.transforms, self._amax = rounding, transforms, layer_amax
+        self.specs: dict[tuple[str, str], QuantSpec | None] = {
             (name, tensor): getattr(recipe.gemms[name], tensor)
             for name, tensors in GEMM_OPERANDS.items()
             for tensor in tensors
         }
         # divides the headroom of both operands out of the product
-        self._alpha = {
-            name: 1.0 / math.prod(spec.headroom for tensor in tensors if (spec := self._specs[name, tensor]))
+        self.alpha = {
+            name: 1.0 / math.prod(spec.headroom for tensor in tensors if (spec := self.specs[name, tensor]))
             for name, tensors in GEMM_OPERANDS.items()
         }
 
-        self._products: dict[str, Product] = {
+        self.products: dict[str, Product] = {
             name: partial(fp8_product, a_format=formats[0], b_format=formats[1])
             for name, tensors in GEMM_OPERANDS.items()
             if emulate_accumulator and recipe.gemms[name].quantized and recipe.gemms[name].fast_accumulation
-            if (formats := [FORMATS[spec.format] for tensor in tensors if (spec := self._specs[name, tensor])])
+            if (formats := [FORMATS[spec.format] for tensor in tensors if (spec := self.specs[name, tensor])])
         }
 
     def quantize(
@@ -89,7 +94,7 @@ class EmulatedGemms:
         """
         matrix = in_memory(matrix)
         name = SIDES[tensor][not rowwise]
-        spec, transform = self._specs[name, tensor], self.transform(name, rng_step)
+        spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         operand = matrix if rowwise else matrix.t()
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
             data = operand if transform is None else transform.apply(operand).to(operand.dtype)
@@ -113,12 +118,12 @@ class EmulatedGemms:
             operand,
             spec,
             transform=transform,
-            dequantize=spec.power_of_two_scale and name not in self._products and not codes,
+            dequantize=spec.power_of_two_scale and name not in self.products and not codes,
             **self._arguments(name, tensor, spec, rng_step),
         )
         if codes:
             return _quantized(matrix, spec, rowwise, data.to(DTYPES[spec.format]), scale), None
-        kept = None if spec.power_of_two_scale and name not in self._products else scale  # else in the data
+        kept = None if spec.power_of_two_scale and name not in self.products else scale  # else in the data
         return _quantized(matrix, spec, rowwise, data.to(matrix.dtype), kept), None
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -126,7 +131,7 @@ class EmulatedGemms:
         (codes, scale), spec = quantized.rowwise(), quantized.spec
         assert spec is not None
         assert scale is not None
-        in_data = spec.power_of_two_scale and not self._products
+        in_data = spec.power_of_two_scale and not self.products
         values = (codes.to(torch.float32) * scale if in_data else codes).to(quantized.dtype)
         # contiguous, as ``quantize`` writes it: a CPU's GEMM may sum strided operands in another order
         return values.t().contiguous() if columnwise else values, None if in_data else scale
@@ -134,7 +139,7 @@ class EmulatedGemms:
     def fuses_both_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """Whether one kernel reads a matrix once for both GEMMs that contract it; these share its spec."""
         by_row, by_column = SIDES[tensor]
-        spec = self._specs[by_row, tensor]
+        spec = self.specs[by_row, tensor]
         if spec is None or not isinstance(matrix, torch.Tensor) or matrix.stride(1) != 1:
             return False
         groups = [one.block if one else 1 for one in (self.transform(g, rng_step) for g in (by_row, by_column))]
@@ -160,11 +165,11 @@ class EmulatedGemms:
             b_scale=b_scale,
             a_block=(1, 1) if a.spec is None else block_sizes(a.spec, a_data),
             b_block=(1, 1) if b.spec is None else block_sizes(b.spec, b_data),
-            alpha=self._alpha[name],
+            alpha=self.alpha[name],
             out_dtype=out_dtype,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
-            product=None if a_scale is None else self._products.get(name),  # an expert without tokens has no scales
+            product=None if a_scale is None else self.products.get(name),  # an expert without tokens has no scales
         )
         return y if bias is None else add_bias_(y, bias)
 
@@ -173,7 +178,7 @@ class EmulatedGemms:
 
         All ranks that share the operand's scale must call it. The tensor is not empty, and the recipe quantizes it.
         """
-        spec, transform = self._specs[name, tensor], self.transform(name, rng_step)
+        spec, transform = self.specs[name, tensor], self.transform(name, rng_step)
         assert spec is not None
         operand = matrix.t() if name == SIDES[tensor][1] else matrix
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):
@@ -189,7 +194,7 @@ class EmulatedGemms:
 
     def transform(self, name: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's Hadamard transform at an RNG step."""
-        return self._transforms.at(name, rng_step)
+        return self.transforms.at(name, rng_step)
 
     def _mx_arguments(
         self, name: str, tensor: str, operand: torch.Tensor, rng_step: RngStep, other: Direction | None = None
@@ -200,7 +205,7 @@ class EmulatedGemms:
             operand: [R, K], contracted dimension last, rows or columns contiguous.
             other: the direction along its columns, if rows are contiguous.
         """
-        stream, by_rows = self._rounding[name, tensor], operand.stride(1) == 1
+        stream, by_rows = self.rounding[name, tensor], operand.stride(1) == 1
         direction = self._direction(name, tensor, self.transform(name, rng_step), operand.device)
         spans = (stream.row_span, stream.column_span)
         return operand if by_rows else operand.t(), {
@@ -212,7 +217,7 @@ class EmulatedGemms:
 
     def _direction(self, name: str, tensor: str, transform: Transform | None, device: torch.device) -> Direction:
         signs = None if transform is None else transform.scaled_signs(device)
-        return Direction(Key.of(self._rounding[name, tensor].key), signs)
+        return Direction(Key.of(self.rounding[name, tensor].key), signs)
 
     def _arguments(self, name: str, tensor: str, spec: QuantSpec, rng_step: RngStep) -> dict[str, Any]:
         """Arguments of ``quantize_by_reference`` other than matrix, spec and transform."""
@@ -221,7 +226,7 @@ class EmulatedGemms:
             history, slot = self._amax.histories[tensor]
             encode_scale = delayed_encode_scale(history.in_effect[slot], spec)
         return {
-            "random": self._rounding[name, tensor].at(rng_step),
+            "random": self.rounding[name, tensor].at(rng_step),
             "encode_scale": encode_scale,
             "reduce_amax": self._amax.reduction(name, tensor, spec),
         }

@@ -20,20 +20,25 @@ from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 
 
 class NativeGemms:
-    """``GemmBackend`` on FP8 tensor cores; its gemm adds a bias before it rounds to bf16."""
+    """``GemmBackend`` on FP8 tensor cores; its gemm adds a bias before it rounds to bf16.
+
+    Attributes:
+        fast_accumulation: by GEMM, whether sums stay in the tensor cores' accumulator.
+        reductions: (tensor, columnwise) -> amax reduction over ranks that share its current scale, or None.
+    """
 
     def __init__(self, recipe: Recipe, layer_amax: LayerAmax) -> None:
         self._amax = layer_amax
-        self._fast = {name: gemm.fast_accumulation for name, gemm in recipe.gemms.items()}
-        # (tensor, columnwise) -> its spec and the reduction over ranks that share its current scale
+        self.fast_accumulation = {name: gemm.fast_accumulation for name, gemm in recipe.gemms.items()}
+        # (tensor, columnwise) -> its spec
         self._specs: dict[tuple[str, bool], QuantSpec] = {}
-        self._reductions: dict[tuple[str, bool], Reduce | None] = {}
+        self.reductions: dict[tuple[str, bool], Reduce | None] = {}
         for tensor, gemms in SIDES.items():
             for columnwise, gemm in enumerate(gemms):
                 spec = getattr(recipe.gemms[gemm], tensor)
                 if spec is not None:
                     self._specs[tensor, bool(columnwise)] = spec
-                    self._reductions[tensor, bool(columnwise)] = layer_amax.reduction(gemm, tensor, spec)
+                    self.reductions[tensor, bool(columnwise)] = layer_amax.reduction(gemm, tensor, spec)
 
     def quantize(
         self,
@@ -64,18 +69,18 @@ class NativeGemms:
         elif spec.granularity == "tensor":
             if amax is None:
                 # both directions share the tensor's ranks
-                reduce = self._reductions[tensor, not rowwise]
+                reduce = self.reductions[tensor, not rowwise]
                 amax = casts.amax_of(matrix, vectors=False) if local_amax is None else local_amax
                 amax = amax if reduce is None else reduce(amax)
         elif spec.granularity == "row":
             amax = casts.amax_of(matrix, vectors=True)
             for part, direction in zip(amax.split(matrix.shape), (False, True), strict=True):
-                reduce = self._reductions.get((tensor, direction))
+                reduce = self.reductions.get((tensor, direction))
                 if reduce is not None:
                     part.copy_(reduce(part))
         cast = casts.cast_fp8(
             matrix,
-            _rule_of(spec),
+            rule_of(spec),
             rowwise=rowwise,
             columnwise=columnwise,
             amax=amax,
@@ -130,7 +135,7 @@ class NativeGemms:
             a_granularity=a.spec.granularity,
             b_granularity=b.spec.granularity,
             out_dtype=out_dtype,
-            fast_accumulation=self._fast[name],
+            fast_accumulation=self.fast_accumulation[name],
             bias=bias,
             accumulate_into=accumulate_into,
             overwrite=overwrite,
@@ -140,5 +145,6 @@ class NativeGemms:
 
 
 @lru_cache(maxsize=64)
-def _rule_of(spec: QuantSpec) -> Fp8Rule:
+def rule_of(spec: QuantSpec) -> Fp8Rule:
+    """The ``Fp8Rule`` of a spec, for the casts; one object for equal specs, since it caches kernels."""
     return Fp8Rule(FORMATS[spec.format], spec.granularity, spec.scale_rule, spec.amax_floor, spec.margin)

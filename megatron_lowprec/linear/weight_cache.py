@@ -1,6 +1,7 @@
 """Per-step cache of quantized weights: the first microbatch fills it, the others reuse it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -21,6 +22,7 @@ class QuantizedWeightCache:
         self.under_capture = False
         self._gemms = frozenset(gemms)
         self._weights: dict[str, tuple[bool, QuantizedTensor]] = {}
+        self._groups: dict[str, Any] = {}
 
     def holds(self, gemm: str) -> bool:
         """Whether the cache covers this GEMM's weight."""
@@ -35,10 +37,19 @@ class QuantizedWeightCache:
         found = self._weights.get(gemm) if self.holds(gemm) else None
         return None if found is None or found[0] != native else found[1]
 
+    def put_group(self, gemm: str, weights: Any) -> None:
+        """Cache the weights of all experts in the cache of the first, in the form of one grouped backend."""
+        self._groups[gemm] = weights
+
+    def get_group(self, gemm: str) -> Any:
+        """The weights of ``put_group``, or None."""
+        return self._groups.get(gemm) if self.holds(gemm) else None
+
     def tensors(self) -> list[QuantizedTensor]:
-        """All cached weights."""
+        """All cached weights but those of groups, whose layers no graph captures."""
         return [weight for _, weight in self._weights.values()]
 
     def clear(self) -> None:
         """Drop all weights, after the weight has changed."""
         self._weights.clear()
+        self._groups.clear()

@@ -15,6 +15,7 @@ from megatron_lowprec.comm.maximum import max_over, maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Consumer, LayerNorm, RMSNorm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
@@ -65,6 +66,7 @@ class RecipeRuntime:
 
     Attributes:
         layers: GEMMs of the layers bound so far.
+        grouped: experts of the layers bound so far that run together.
         kept: paths of layers that the recipe leaves in the compute dtype.
         emulated: reason -> the GEMMs, of all layers or of one, that are emulated for it.
     """
@@ -100,6 +102,7 @@ class RecipeRuntime:
         self.recomputes_gelu: bool | None = None
         self.notes: list[str] = []
         self.layers: list[LinearGemms] = []
+        self.grouped: list[LowPrecGroupedMLP] = []
         self._histories: dict[tuple[HistorySpec, bool], AmaxHistory] = {}
         self._unfinished: int | None = None  # the step in progress
         self._ran: set[tuple[nn.Module, RngStep]] = set()  # training forward passes of that step
@@ -310,6 +313,10 @@ class RecipeRuntime:
             )
         if self.rerun_in_bf16:
             lines.append(f"--rerun-in-bf16, on this stage: {', '.join(self.rerun_in_bf16)}")
+        if self.grouped:
+            together = frozenset.intersection(*(experts.in_one_launch() for experts in self.grouped))
+            launches = [f"{name} {'in one launch' if name in together else 'in a loop'}" for name in self.recipe.gemms]
+            lines.append(f"--moe-grouped-gemm: experts of a layer run {', '.join(launches)}")
         return lines + self.notes
 
 
@@ -350,6 +357,7 @@ def bind_layer(runtime: RecipeRuntime, layer: TransformerLayer) -> None:
     """Bind a layer's linears, and link its norms to them; UserError as ``RecipeRuntime.bind_linear``."""
     for name, expert, module in linears(layer):
         runtime.bind_linear(module, layer.layer_number, name, expert)
+    runtime.grouped += [module for module in layer.modules() if isinstance(module, LowPrecGroupedMLP)]
     link_norms(layer)
 
 

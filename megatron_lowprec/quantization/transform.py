@@ -73,6 +73,11 @@ class Transforms:
         self._streams = streams
         self._last: tuple[RngStep, dict[str, Transform]] | None = None
 
+    def of(self, gemm: str) -> tuple[HadamardSpec, RandomStream] | None:
+        """Spec of the GEMM's transform, and the stream of its signs; None if it has none."""
+        spec = self._specs.get(gemm)
+        return None if spec is None else (spec, self._streams[gemm])
+
     def at(self, gemm: str, rng_step: RngStep) -> Transform | None:
         """The GEMM's transform, one object for all callers at an RNG step; None if it has none."""
         if gemm not in self._specs:

@@ -21,7 +21,7 @@ from megatron_lowprec.report.runs import Run, Status
 # Runs that differ in any other option are in different groups.
 _NAMES = """
     config recipe recipe_set recipe_override seed transformer_impl stock_linears no_lowprec_linears
-    fp8_param_gather fp8_sequence_parallel_gather emulate
+    fp8_param_gather fp8_sequence_parallel_gather emulate moe_grouped_gemm
     no_gradient_accumulation_fusion attention_backend deterministic_mode cuda_graph_impl list_recipes explain_recipe
     micro_batch_size recompute_granularity recompute_method recompute_num_layers
     exit_interval exit_duration_in_mins exit_signal_handler profile profile_step_start profile_step_end

@@ -137,6 +137,18 @@ def cases() -> dict[str, dict[str, Any]]:
         "recipe": "mxfp8",
         "bf16": True,
     }
+    found["experts, tensor"] = {
+        "num_experts": 4,
+        "moe_aux_loss_coeff": 1e-2,
+        "disable_bias_linear": True,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "recipe": "fp8_current",
+        "bf16": True,
+        "no_save": True,
+    }
+    for name in ("experts", "experts, tensor"):
+        found[f"{name}, grouped"] = found[name] | {"moe_grouped_gemm": True, "no_save": True}
     found["chat start"] = TEXT | {"exit_interval": 1}
     for layout, sizes in {**LAYOUTS, "distributed": OVERLAP}.items():
         found[f"chat {layout}"] = CHAT | sizes | {"load": "chat start"}
@@ -239,8 +251,10 @@ def test_unquantized_linears_are_megatron_s_own(launch: Launch, precision: str) 
 
 
 @pytest.mark.slow
-def test_experts_over_two_ranks(launch: Launch) -> None:
-    assert len(launch.losses("experts")) == 2
+@pytest.mark.parametrize("experts", ["experts", "experts, tensor"])
+def test_experts_over_two_ranks(launch: Launch, experts: str) -> None:
+    assert len(launch.losses(experts)) == 2
+    assert launch.losses(f"{experts}, grouped") == launch.losses(experts)
 
 
 @pytest.mark.slow

@@ -281,7 +281,7 @@ _FOREIGN = {
     # Megatron-LM's, which tests/clients runs
     *("--spec", "--qk-layernorm", "--fp4-format", "--te-precision-config-file", "--attention-backend"),
     "--reset-attention-mask",
-    *("--moe-grouped-gemm", "--moe-layer-freq", "--ckpt-format", "--dist-ckpt-strictness", "--fp8-format"),
+    *("--moe-layer-freq", "--ckpt-format", "--dist-ckpt-strictness", "--fp8-format"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,
 }

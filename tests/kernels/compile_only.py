@@ -106,6 +106,23 @@ def mx_operands() -> None:
         differences(case, "cpu")  # there are some: nothing has run
 
 
+def groups() -> None:
+    from tests.kernels.grouped_cases import (
+        CASES,
+        cast_differences,
+        fp8_differences,
+        operand_differences,
+        product_differences,
+    )
+
+    for case in CASES:
+        operand_differences(case, "cpu")  # there are some: nothing has run
+    product_differences("cpu")
+    product_differences("cpu", dtype=torch.bfloat16)
+    fp8_differences("cpu")
+    cast_differences("cpu")
+
+
 def around_linears() -> None:
     from megatron_lowprec.kernels.bias.triton import add_bias_
     from megatron_lowprec.kernels.cross_entropy import triton as cross_entropy
@@ -179,7 +196,7 @@ def main(arch: int) -> None:
     ):
         for user in users:
             stack.enter_context(patch(f"megatron_lowprec.kernels.{user}.code_constants", code_constants))
-        for part in (casts, mx_operands, around_linears, updates, operand_statistics):
+        for part in (casts, mx_operands, groups, around_linears, updates, operand_statistics):
             part()
     print(f"{len(compiled)} specializations of {len(set(compiled))} kernels compiled")
     left = _kernels() - set(compiled)

@@ -24,6 +24,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gated attention": {"attention_output_gate": True},
     "experts": EXPERTS,
     "shared experts": {"moe_shared_expert_intermediate_size": 64, **EXPERTS},
+    "grouped experts": {"moe_grouped_gemm": True, **EXPERTS},
+    "gated and grouped experts": {"moe_grouped_gemm": True, "gated_linear_unit": True, **EXPERTS},
     "experts in every second layer": {"moe_layer_freq": 2, **EXPERTS},
     "experts by a list": {"moe_layer_freq": [0, 1, 1, 0], "qk_layernorm": True, **EXPERTS},
 }
@@ -87,7 +89,7 @@ def test_the_layers_are_megatron_core_s(options: dict[str, Any]) -> None:
 
     config = config_of(**options)
     stock = get_gpt_decoder_block_spec(
-        config,
+        config_of(**{**options, "moe_grouped_gemm": False}),
         use_transformer_engine=False,
         normalization=config.normalization,
         qk_l2_norm=options.get("qk_l2_norm", False),
@@ -183,10 +185,17 @@ def test_what_would_be_another_model_is_refused(field: str, value: Any, what: st
         gpt_block_spec(config)
 
 
-def test_experts_in_one_product_are_refused() -> None:
-    from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
+def test_grouped_experts_of_a_spec_become_this_project_s() -> None:
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
-    config = config_of(**EXPERTS)
-    config.moe_grouped_gemm = True
-    with pytest.raises(UserError, match="--moe-grouped-gemm has no low-precision path"):
-        gpt_block_spec(config)
+    from megatron_lowprec.mcore.layers.gpt_spec import low_precision
+    from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
+    from megatron_lowprec.mcore.releases import GROUPED_EXPERTS
+
+    sequential = get_moe_module_spec(use_te=False, num_experts=4)
+    assert low_precision(sequential, moe_grouped_gemm=True).submodules.experts.module is LowPrecGroupedMLP
+    with pytest.raises(UserError, match="leave it or --moe-grouped-gemm out"):
+        low_precision(sequential, moe_grouped_gemm=True, no_lowprec_linears=True)
+    if GROUPED_EXPERTS is not None:
+        grouped = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=True)
+        assert low_precision(grouped).submodules.experts.module is LowPrecGroupedMLP

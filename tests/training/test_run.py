@@ -195,6 +195,20 @@ def test_experts_have_biases_by_default(drive: Drive) -> None:
     assert len(losses(Path("out"))) == 2
 
 
+@pytest.mark.slow
+def test_grouped_and_sequential_experts_continue_each_other(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"num_experts": 2, "recipe": "fp8_delayed", "bf16": True, "disable_bias_linear": True, "train_iters": 2}
+    options["log_quantization_interval"] = 1
+    drive(argv(save="whole", **options))
+    for grouped in (False, True):
+        drive(argv(save=f"out {grouped}", moe_grouped_gemm=grouped or None, exit_interval=1, **options))
+        drive(argv(save=f"out {grouped}", moe_grouped_gemm=None if grouped else True, **options))
+        assert losses(Path(f"out {grouped}")) == losses(Path("whole"))
+        log = Path(f"out {grouped}/quantization.jsonl").read_text()
+        assert log == Path("whole/quantization.jsonl").read_text()
+    assert "--moe-grouped-gemm: experts of a layer run fprop in a loop, dgrad in a loop" in capsys.readouterr().out
+
+
 def test_an_older_run_is_kept_by_a_run_from_elsewhere(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="seed", train_iters=1))
     drive(argv(save="out", train_iters=2))

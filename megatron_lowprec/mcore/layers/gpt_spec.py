@@ -1,6 +1,7 @@
 """Layer specs of a GPT: Megatron-core's local specs with this project's linears, norms and attention."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -22,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.layers.attention import SdpaAttention
 from megatron_lowprec.mcore.layers.bias_dropout_add import get_bias_dropout_add
+from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
@@ -48,10 +51,15 @@ _REFUSED = {
     "fp8": "FP8 layers of TransformerEngine",
     "fp4": "FP4 layers of TransformerEngine",
 }
-_NO_GROUPED_GEMM = "--moe-grouped-gemm has no low-precision path; leave it out, experts then run one after the other"
+_STOCK_GROUPED_GEMM = (
+    "--no-lowprec-linears keeps Megatron-core's linear layers, which have no grouped GEMMs here; leave it or "
+    "--moe-grouped-gemm out"
+)
 
 
-def low_precision(spec: Any, *, attention_backend: str = "auto", no_lowprec_linears: bool = False) -> Any:
+def low_precision(
+    spec: Any, *, attention_backend: str = "auto", no_lowprec_linears: bool = False, moe_grouped_gemm: bool = False
+) -> Any:
     """A local spec of Megatron-core with its modules replaced by this project's, however it nests them.
 
     Args:
@@ -59,19 +67,27 @@ def low_precision(spec: Any, *, attention_backend: str = "auto", no_lowprec_line
         attention_backend: ``"auto"`` is torch's scaled_dot_product_attention, ``"local"`` Megatron-core's unfused
             attention.
         no_lowprec_linears: keep Megatron-core's own linear layers, which ignore the recipe (for comparisons).
+        moe_grouped_gemm: run the experts of a layer in one call per GEMM, also those that the spec runs one after the
+            other. Megatron-core's grouped experts become this project's without it.
 
     Raises:
-        UserError: an unknown attention backend, or grouped GEMMs of experts.
+        UserError: an unknown attention backend, or grouped GEMMs of Megatron-core's own linear layers.
     """
     if attention_backend not in _ATTENTIONS:
         raise UserError(f"--attention-backend {attention_backend} is not available; use {' or '.join(_ATTENTIONS)}")
-    linears = {} if no_lowprec_linears else _LINEARS
-    return _replaced(spec, {**_OTHERS, **linears, DotProductAttention: _ATTENTIONS[attention_backend]})
+    if no_lowprec_linears and moe_grouped_gemm:
+        raise UserError(_STOCK_GROUPED_GEMM)
+    modules: dict[Any, Any] = {**_OTHERS, DotProductAttention: _ATTENTIONS[attention_backend]}
+    if not no_lowprec_linears:
+        modules |= _LINEARS
+        if GROUPED_EXPERTS is not None:
+            modules[GROUPED_EXPERTS] = LowPrecGroupedMLP
+    if moe_grouped_gemm:
+        modules[SequentialMLP] = LowPrecGroupedMLP
+    return _replaced(spec, modules)
 
 
 def _replaced(spec: Any, by: Mapping[Any, Any]) -> Any:
-    if spec is not None and spec is GROUPED_EXPERTS:
-        raise UserError(_NO_GROUPED_GEMM)
     if isinstance(spec, MLASelfAttentionSubmodules):
         spec = _with_known_projections(spec)
     if isinstance(spec, ModuleSpec):
@@ -115,8 +131,6 @@ def check_supported(config: TransformerConfig) -> None:
             raise UserError(
                 f"TransformerConfig.{field} is {value!r}, but {what} cannot run under a recipe: leave it at its default"
             )
-    if config.moe_grouped_gemm:
-        raise UserError(_NO_GROUPED_GEMM)
 
 
 def gpt_block_spec(
@@ -140,13 +154,21 @@ def gpt_block_spec(
         UserError: as ``low_precision`` and ``check_supported``.
     """
     check_supported(config)
+    # Megatron-core's own grouped experts need other packages
+    sequential = copy(config)
+    sequential.moe_grouped_gemm = False
     block = get_gpt_decoder_block_spec(
-        config,
+        sequential,
         use_transformer_engine=False,
         normalization=config.normalization,
         qk_l2_norm=qk_l2_norm(config),
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )
-    block = low_precision(block, attention_backend=attention_backend, no_lowprec_linears=no_lowprec_linears)
+    block = low_precision(
+        block,
+        attention_backend=attention_backend,
+        no_lowprec_linears=no_lowprec_linears,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
     return replace(block, layer_norm=Norm)  # apex's norm knows no RMSNorm

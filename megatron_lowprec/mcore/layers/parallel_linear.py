@@ -193,6 +193,12 @@ class LowPrecLinearMixin:
         self.bound_gemms.choose_products(self.weight)
         return True
 
+    def fp32_main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The fp32 ``main_grad`` to which wgrad adds, [O, I]; None if autograd receives the weight gradient."""
+        main_grad = writable_main_grad(weight)
+        accumulates = self.accumulates_in_fp32 and main_grad is not None and main_grad.dtype == torch.float32
+        return main_grad if accumulates else None
+
     def accumulate_wgrad(
         self,
         linear_gemms: LinearGemms,
@@ -203,10 +209,10 @@ class LowPrecLinearMixin:
         amax: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weight gradient; or, once accumulated into an fp32 ``main_grad``, a dummy that DDP's hook drops."""
-        main_grad = writable_main_grad(weight)
-        if not self.accumulates_in_fp32 or main_grad is None or main_grad.dtype != torch.float32:
-            return linear_gemms.wgrad(dy, x, rng_step, amax=amax)
-        linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax)
+        main_grad = self.fp32_main_grad(weight)
+        dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax)
+        if main_grad is None:
+            return dw
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.empty_like(weight)
 

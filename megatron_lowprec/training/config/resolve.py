@@ -291,6 +291,7 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         "share_rng_across_dp": False,
         "emulate_accumulator": False,
         "fp8_sequence_parallel_gather": False,
+        "moe_grouped_gemm": False,
     }
     for name, wanted in ours.items():
         if getattr(config, name) != wanted:

@@ -103,6 +103,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "disable_bias_linear": True,
     },
+    "grouped experts": {
+        "num_experts": 4,
+        "squared_relu": True,
+        "disable_bias_linear": True,
+        "moe_ffn_hidden_size": 192,
+        "moe_grouped_gemm": True,
+    },
     "selective recompute": {"recompute_granularity": "selective", "attention_backend": "local"},
     "full recompute": {
         "num_layers": 4,

@@ -112,6 +112,7 @@ def transformer_fields(config: Config) -> dict[str, Any]:
         "moe_z_loss_coeff": config.moe_z_loss_coeff,
         "moe_router_dtype": config.moe_router_dtype,
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
         "moe_permute_fusion": False,
     }
 
@@ -175,8 +176,10 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
 
 
 def backward_bytes(config: Config) -> float:
-    """Bytes of the widest activation, of an expert for its share of the tokens under a balanced load, or of others."""
+    """Bytes of the widest activation under a balanced load: of an expert, of all here if grouped, or of others."""
     share = config.moe_router_topk / require(config.num_experts) * config.expert_model_parallel_size
+    if config.moe_grouped_gemm:
+        share *= require(config.num_experts) // config.expert_model_parallel_size
     ffn = require(config.moe_ffn_hidden_size) * share / expert_tensor_ranks(config)
     tensor = config.tensor_model_parallel_size
     others = [ffn, (config.moe_shared_expert_intermediate_size or 0) / tensor]

@@ -41,4 +41,5 @@ class MoeOptions:
     moe_aux_loss_coeff: float = arg(0.0, "weight of the load-balancing loss; 1e-2 is a good start")
     moe_z_loss_coeff: float | None = arg(None, "weight of the router's z-loss")
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(None, "dtype of the router's product; default: the model's")
+    moe_grouped_gemm: bool = arg(False, "run the experts of a layer in one call per GEMM")
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = arg("alltoall", "how tokens reach their experts")

@@ -1,0 +1,92 @@
+"""FP8 codes of a group of matrices, with a scale each or one a column; ``cast_fp8/reference.py`` casts each alone."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_lowprec.kernels.cast_fp8 import reference
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
+
+BLOCK = 128
+
+
+class GroupedFp8Cast(NamedTuple):
+    """FP8 codes of all matrices, one after the other, each padded with zeros to whole blocks of 128 rows.
+
+    Attributes:
+        rowwise_data: [padded rows, N], or None.
+        columnwise_data: [N, padded rows], or None.
+        scale: fp32 decode scales, [groups], or [groups, N] with one a column.
+    """
+
+    rowwise_data: torch.Tensor | None
+    columnwise_data: torch.Tensor | None
+    scale: torch.Tensor
+
+
+def padded_rows(rows: Sequence[int]) -> list[int]:
+    """Rows of each group, rounded up to whole blocks."""
+    return [-(-count // BLOCK) * BLOCK for count in rows]
+
+
+def amax_of_groups(sources: Sequence[torch.Tensor], *, columns: bool = False) -> torch.Tensor:
+    """Largest magnitude of each matrix, fp32 [groups], or of each of its columns, [groups, N].
+
+    An empty matrix has 0. NaN propagates.
+    """
+    found = []
+    for source in sources:
+        rows, N = source.shape
+        if not rows:
+            found.append(torch.zeros(N if columns else 1, device=source.device))
+        else:
+            found.append(reference.amax_of(source, vectors=columns)[rows if columns else 0 :])
+    return torch.stack(found) if columns else torch.cat(found)
+
+
+def cast_fp8_groups(
+    sources: Sequence[torch.Tensor],
+    rule: Fp8Rule,
+    *,
+    amax: Sequence[torch.Tensor],
+    observed: Sequence[torch.Tensor] | None = None,
+    rowwise: bool,
+    columnwise: bool,
+) -> GroupedFp8Cast:
+    """Rowwise data, columnwise data or both of all matrices, with their decode scales.
+
+    Args:
+        sources: [M, N] each, bf16, contiguous; N a multiple of 16; any M, also 0.
+        rule: granularity "tensor"; or "row", for columnwise data alone.
+        amax: of each, from which its scales follow: fp32 [1], or [N] of its columns for "row".
+        observed: fp32 [1] of each, raised to the amax of its matrix if that is not empty, NaN as Inf.
+    """
+    by_rows, by_columns = [], []
+    for i, source in enumerate(sources):
+        if not source.numel():
+            continue
+        of_columns = rule.granularity == "row"
+        cast = reference.cast_fp8(
+            source,
+            rule,
+            rowwise=not of_columns,
+            columnwise=of_columns,
+            amax=torch.cat((amax[i].new_zeros(source.shape[0]), amax[i])) if of_columns else amax[i],
+            observed=None if observed is None else observed[i],
+        )
+        data = cast.columnwise_data if of_columns else cast.rowwise_data
+        assert data is not None
+        codes = data.view(torch.uint8).t()[: source.shape[0]] if of_columns else data.view(torch.uint8)
+        codes = pad(codes, (0, 0, 0, -source.shape[0] % BLOCK))
+        by_rows.append(codes.view(rule.dtype))
+        by_columns.append(codes.t().contiguous().view(rule.dtype))
+    join = torch.stack if rule.granularity == "row" else torch.cat
+    encode = fp32_encode_scale(join(list(amax)), rule.fmt, rule.scale_rule, rule.amax_floor, rule.margin)
+    return GroupedFp8Cast(
+        torch.cat(by_rows) if rowwise else None,
+        torch.cat([codes.view(torch.uint8) for codes in by_columns], dim=1).view(rule.dtype) if columnwise else None,
+        torch.ones_like(encode) / encode,
+    )

@@ -1,0 +1,169 @@
+"""One launch for the FP8 codes of a group of matrices, with addresses in a table; bits equal ``reference.py``."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.amax.triton_ops import amax_along
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.cast_fp8.triton_ops import ROW, encode_scale, observe, to_fp8
+from megatron_lowprec.kernels.grouped_cast_fp8 import reference
+from megatron_lowprec.kernels.grouped_cast_fp8.reference import GroupedFp8Cast
+from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+
+_BLOCK = tl.constexpr(reference.BLOCK)
+_COLUMNS, _WARPS = 64, 4  # not tuned
+
+
+@triton.jit
+def _amax_of_groups_kernel(
+    amax_ptr,
+    table_ptr,
+    N,
+    OF_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Table, int64 [3, GROUPS]: address, rows, first block."""
+    block = tl.program_id(0)
+    matrix = group_of(table_ptr + 2 * GROUPS, block, GROUPS, PADDED)
+    x_ptr = tl.multiple_of(tl.load(table_ptr + matrix).to(tl.pointer_type(tl.bfloat16)), 16)
+    m = (block - tl.load(table_ptr + 2 * GROUPS + matrix)) * _BLOCK + tl.arange(0, _BLOCK)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = (m < tl.load(table_ptr + GROUPS + matrix))[:, None] & (n < N)[None, :]
+    x = tl.load(x_ptr + m[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    amax = amax_along(tl.abs(x), 0)
+    amax_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    if OF_COLUMNS:
+        cells = amax_ptr + matrix.to(tl.int64) * N + n[None, :]
+        within = (n < N)[None, :]
+    else:
+        amax = amax_along(amax, 1)
+        cells = amax_ptr + matrix + tl.zeros([1, 1], tl.int32)
+        within = tl.full([1, 1], True, tl.int1)
+    # nonnegative numbers compare as their bits do
+    tl.atomic_max(cells, amax.to(tl.int32, bitcast=True), mask=within, sem="relaxed")
+
+
+@triton.jit
+def _cast_groups_kernel(
+    row_ptr,
+    col_ptr,
+    table_ptr,
+    N,
+    padded,
+    CAST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Table, int64 [5, GROUPS]: address, rows, first block, and addresses of the amax and of the observed amax."""
+    block = tl.program_id(0)
+    matrix = group_of(table_ptr + 2 * GROUPS, block, GROUPS, PADDED)
+    x_ptr = tl.multiple_of(tl.load(table_ptr + matrix).to(tl.pointer_type(tl.bfloat16)), 16)
+    own = (block - tl.load(table_ptr + 2 * GROUPS + matrix)) * _BLOCK + tl.arange(0, _BLOCK)
+    n = (tl.program_id(1) * BN + tl.arange(0, BN)).to(tl.int64)
+    mask = (own < tl.load(table_ptr + GROUPS + matrix))[:, None] & (n < N)[None, :]
+    x = tl.load(x_ptr + own[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    if CAST.OBSERVES:
+        observed = tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
+        observe(observed, amax_along(amax_along(tl.abs(x), 1), 0))
+    amax_ptr = tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
+    if CAST.GRANULARITY == ROW:
+        amax = tl.load(amax_ptr + n, mask=n < N, other=0.0)[None, :]
+    else:
+        amax = tl.full([1, 1], 0.0, tl.float32) + tl.load(amax_ptr)
+    scale = encode_scale(amax, CAST)
+    codes = to_fp8(tl.where(mask, x * scale, 0.0), CAST.CODES)
+    m = block.to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = (n < N)[None, :]
+    if CAST.ALONG_ROWS:
+        tl.store(row_ptr + m[:, None] * N + n[None, :], codes, mask=inside)
+    if CAST.ALONG_COLUMNS:
+        tl.store(col_ptr + n[:, None] * padded + m[None, :], tl.trans(codes), mask=tl.trans(inside))
+
+
+@triton.jit
+def _scale_of_groups_kernel(scale_ptr, table_ptr, length, CAST: tl.constexpr, GROUPS: tl.constexpr, BN: tl.constexpr):
+    """``length`` decode scales of each group; table as in ``_cast_groups_kernel``."""
+    matrix = tl.program_id(0)
+    at = tl.program_id(1) * BN + tl.arange(0, BN)
+    amax_ptr = tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.pointer_type(tl.float32))
+    scale = encode_scale(tl.load(amax_ptr + at, mask=at < length, other=0.0), CAST)
+    decode = tl.div_rn(tl.full([BN], 1.0, tl.float32), scale)
+    tl.store(scale_ptr + matrix.to(tl.int64) * length + at, decode, mask=at < length)
+
+
+def amax_of_groups(sources: Sequence[torch.Tensor], *, columns: bool = False) -> torch.Tensor:
+    """As the reference."""
+    shape = (len(sources), sources[0].shape[1]) if columns else (len(sources),)
+    found = torch.zeros(shape, dtype=torch.float32, device=sources[0].device)
+    table, blocks = _table(sources)
+    if blocks:
+        _amax_of_groups_kernel[(blocks, triton.cdiv(sources[0].shape[1], _COLUMNS))](
+            found,
+            torch.from_numpy(table).to(found.device, non_blocking=True),
+            sources[0].shape[1],
+            columns,
+            **_groups(sources),
+        )
+    return found
+
+
+def cast_fp8_groups(
+    sources: Sequence[torch.Tensor],
+    rule: Fp8Rule,
+    *,
+    amax: Sequence[torch.Tensor],
+    observed: Sequence[torch.Tensor] | None = None,
+    rowwise: bool,
+    columnwise: bool,
+) -> GroupedFp8Cast:
+    """As the reference."""
+    N, device = sources[0].shape[1], sources[0].device
+    first, blocks = _table(sources)
+    addresses = [[cell.data_ptr() for cell in cells] for cells in (amax, observed or amax)]
+    table = torch.from_numpy(np.concatenate((first, np.array(addresses, dtype=np.int64))))
+    table = table.to(device, non_blocking=True)
+    constants = rule.constants(rowwise, columnwise, observed is not None, False, 0, (0, 0), device)
+    padded = blocks * reference.BLOCK
+    rows = torch.empty((padded, N), dtype=torch.uint8, device=device) if rowwise else None
+    columns = torch.empty((N, padded), dtype=torch.uint8, device=device) if columnwise else None
+    of_columns = rule.granularity == "row"
+    scale = torch.empty((len(sources), N) if of_columns else len(sources), dtype=torch.float32, device=device)
+    if blocks:
+        # placeholders for an absent direction, which the kernel does not access
+        _cast_groups_kernel[(blocks, triton.cdiv(N, _COLUMNS))](
+            scale if rows is None else rows,
+            scale if columns is None else columns,
+            table,
+            N,
+            padded,
+            CAST=constants,
+            **_groups(sources),
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+    length = N if of_columns else 1
+    _scale_of_groups_kernel[(len(sources), triton.cdiv(length, _COLUMNS))](
+        scale, table, length, CAST=constants, GROUPS=len(sources), BN=_COLUMNS, num_warps=1
+    )
+    return GroupedFp8Cast(
+        None if rows is None else rows.view(rule.dtype), None if columns is None else columns.view(rule.dtype), scale
+    )
+
+
+def _table(sources: Sequence[torch.Tensor]) -> tuple[np.ndarray, int]:
+    """Address, rows and first block of each matrix; and the number of blocks."""
+    rows = [source.shape[0] for source in sources]
+    blocks = np.array(reference.padded_rows(rows), dtype=np.int64) // reference.BLOCK
+    addresses = np.array([source.data_ptr() for source in sources], dtype=np.int64)
+    return np.stack((addresses, np.array(rows, dtype=np.int64), blocks.cumsum() - blocks)), int(blocks.sum())
+
+
+def _groups(sources: Sequence[torch.Tensor]) -> dict[str, int]:
+    return {"GROUPS": len(sources), "PADDED": triton.next_power_of_2(len(sources)), "BN": _COLUMNS}

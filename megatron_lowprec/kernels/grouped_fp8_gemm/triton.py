@@ -1,0 +1,248 @@
+"""One launch for all FP8 products of a group; equal to ``reference.py`` but for the sums over 128 of tensor cores."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK, padded_rows
+from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_BLOCK = tl.constexpr(BLOCK)
+_WARPS, _STAGES = 8, 3  # not tuned
+
+_NUMBERS = {"tensor": 0, "row": 1, "1x128": 2}
+# named values of SCALES
+ROW, BLOCKS = tl.constexpr(_NUMBERS["row"]), tl.constexpr(_NUMBERS["1x128"])
+
+
+@triton.jit
+def _pad_kernel(x_ptr, out_ptr, table_ptr, N, GROUPS: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr):
+    """Copies blocks of rows. Table, int64 [4, GROUPS]: rows, first padded row, first row, first block."""
+    block = tl.program_id(0)
+    matrix = group_of(table_ptr + 3 * GROUPS, block, GROUPS, PADDED)
+    inside = (block - tl.load(table_ptr + 3 * GROUPS + matrix)) * _BLOCK + tl.arange(0, _BLOCK)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    source = (tl.load(table_ptr + 2 * GROUPS + matrix) + inside)[:, None] * N + n[None, :]
+    target = (tl.load(table_ptr + GROUPS + matrix) + inside)[:, None] * N + n[None, :]
+    mask = (n < N)[None, :]
+    x = tl.load(x_ptr + source, mask=mask & (inside < tl.load(table_ptr + matrix))[:, None], other=0.0)
+    tl.store(out_ptr + target, x, mask=mask)
+
+
+@triton.jit
+def _grouped_fp8_gemm_kernel(
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    out_ptr,
+    table_ptr,
+    N,
+    K,
+    a_scale_m,
+    a_scale_k,
+    b_group,
+    b_n,
+    b_scale_group,
+    b_scale_n,
+    SCALES: tl.constexpr,
+    FAST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Tiles and steps of one block. Table as in ``_pad_kernel``."""
+    tiles_n = tl.cdiv(N, _BLOCK)
+    row_tile = tl.program_id(0) // tiles_n
+    tile_n = tl.program_id(0) % tiles_n
+    matrix = group_of(table_ptr + 3 * GROUPS, row_tile, GROUPS, PADDED)
+    own = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix)) * _BLOCK + tl.arange(0, _BLOCK)
+    m = tl.load(table_ptr + GROUPS + matrix) + own
+    n = tile_n * _BLOCK + tl.arange(0, _BLOCK)
+    k = tl.arange(0, _BLOCK)
+    group = matrix.to(tl.int64)
+    a_rows = a_ptr + m[:, None] * K
+    b_rows = b_ptr + group * b_group + n.to(tl.int64)[None, :] * b_n
+    b_scales = b_scale_ptr + group * b_scale_group + tile_n * b_scale_n
+    total = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+    for block in range(tl.cdiv(K, _BLOCK)):
+        at = block * _BLOCK + k
+        a = tl.load(a_rows + at[None, :], mask=(at < K)[None, :], other=0.0)
+        b = tl.load(b_rows + at[:, None], mask=(n < N)[None, :] & (at < K)[:, None], other=0.0)
+        if SCALES == BLOCKS:
+            a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k)
+            total += tl.dot(a, b) * a_scale[:, None] * tl.load(b_scales + block)
+        elif FAST:
+            total = tl.dot(a, b, total)
+        else:
+            total += tl.dot(a, b)
+    if SCALES == ROW:
+        b_scale = tl.load(b_scale_ptr + group * N + n, mask=n < N, other=0.0)
+        total = total * tl.load(a_scale_ptr + m)[:, None] * b_scale[None, :]
+    elif SCALES != BLOCKS:
+        total = total * tl.load(a_scale_ptr + matrix) * tl.load(b_scale_ptr + matrix)
+    rows = tl.load(table_ptr + 2 * GROUPS + matrix) + own
+    mask = (own < tl.load(table_ptr + matrix))[:, None] & (n < N)[None, :]
+    tl.store(out_ptr + rows[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _grouped_fp8_wgrad_kernel(
+    a_ptr,
+    a_scale_ptr,
+    b_ptr,
+    b_scale_ptr,
+    table_ptr,
+    M,
+    N,
+    tokens,
+    a_scale_m,
+    a_scale_k,
+    b_scale_n,
+    b_scale_k,
+    TOTAL: tl.constexpr,
+    SCALES: tl.constexpr,
+    FAST: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Table, int64 [4, GROUPS]: address of the total, blocks of rows, first block, whether it is overwritten."""
+    tiles_n = tl.cdiv(N, _BLOCK)
+    tiles = tl.cdiv(M, _BLOCK) * tiles_n
+    matrix = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    total_ptr = tl.load(table_ptr + matrix).to(tl.pointer_type(TOTAL))
+    blocks = tl.load(table_ptr + GROUPS + matrix).to(tl.int32)
+    first_block = tl.load(table_ptr + 2 * GROUPS + matrix)
+    overwrite = tl.load(table_ptr + 3 * GROUPS + matrix) != 0
+    m = (tile // tiles_n).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
+    n = (tile % tiles_n).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
+    k = tl.arange(0, _BLOCK)
+    product = tl.zeros([_BLOCK, _BLOCK], tl.float32)
+    for step in range(blocks):
+        block = first_block + step
+        at = block * _BLOCK + k
+        a = tl.load(a_ptr + m[:, None] * tokens + at[None, :], mask=(m < M)[:, None], other=0.0)
+        b = tl.load(b_ptr + n[None, :] * tokens + at[:, None], mask=(n < N)[None, :], other=0.0)
+        if SCALES == BLOCKS:
+            a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k, mask=m < M, other=0.0)
+            b_scale = tl.load(b_scale_ptr + n * b_scale_n + block * b_scale_k, mask=n < N, other=0.0)
+            product += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
+        elif FAST:
+            product = tl.dot(a, b, product)
+        else:
+            product += tl.dot(a, b)
+    # the scale of a matrix without rows may be anything
+    group = matrix.to(tl.int64)
+    if SCALES == ROW:
+        a_scale = tl.load(a_scale_ptr + group * M + m, mask=m < M, other=0.0)
+        b_scale = tl.load(b_scale_ptr + group * N + n, mask=n < N, other=0.0)
+        product = tl.where(blocks > 0, product * a_scale[:, None] * b_scale[None, :], 0.0)
+    elif SCALES != BLOCKS:
+        product = tl.where(blocks > 0, product * tl.load(a_scale_ptr + group) * tl.load(b_scale_ptr + group), 0.0)
+    at = total_ptr + m[:, None] * N + n[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    before = tl.load(at, mask=inside & (overwrite == 0), other=0.0).to(tl.float32)
+    tl.store(at, (before + product).to(TOTAL), mask=inside)
+
+
+def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """As the reference."""
+    whole = padded_rows(rows)
+    if whole == list(rows):
+        return x
+    out = torch.empty((sum(whole), x.shape[1]), dtype=x.dtype, device=x.device)
+    grid = (sum(whole) // BLOCK, triton.cdiv(x.shape[1], 64))
+    groups = {"GROUPS": len(rows), "PADDED": triton.next_power_of_2(len(rows))}
+    _pad_kernel[grid](x, out, _table(rows, x.device), x.shape[1], **groups, BN=64)
+    return out
+
+
+def grouped_fp8_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    rows: Sequence[int],
+    *,
+    granularity: str,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
+) -> torch.Tensor:
+    """As the reference."""
+    (groups, N, K), blocks = b.shape, granularity == "1x128"
+    out = torch.empty((sum(rows), N), dtype=out_dtype, device=a.device)
+    _grouped_fp8_gemm_kernel[(sum(padded_rows(rows)) // BLOCK * triton.cdiv(N, BLOCK),)](
+        a,
+        a_scale,
+        b,
+        b_scale,
+        out,
+        _table(rows, a.device),
+        N,
+        K,
+        *(a_scale.stride() if blocks else (0, 0)),
+        *b.stride()[:2],
+        *(b_scale.stride()[:2] if blocks else (0, 0)),
+        SCALES=_NUMBERS[granularity],
+        FAST=fast_accumulation,
+        GROUPS=groups,
+        PADDED=triton.next_power_of_2(groups),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    return out
+
+
+def grouped_fp8_wgrad_(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    rows: Sequence[int],
+    totals: Sequence[torch.Tensor],
+    *,
+    granularity: str,
+    overwrite: Sequence[bool],
+    fast_accumulation: bool = False,
+) -> None:
+    """As the reference."""
+    (M, tokens), N, of_blocks = a.shape, b.shape[0], granularity == "1x128"
+    blocks = np.array(padded_rows(rows), dtype=np.int64) // BLOCK
+    table = np.stack(
+        (
+            np.array([total.data_ptr() for total in totals]),
+            blocks,
+            blocks.cumsum() - blocks,
+            np.array(overwrite, dtype=np.int64),
+        )
+    )
+    tiles = triton.cdiv(M, BLOCK) * triton.cdiv(N, BLOCK)
+    _grouped_fp8_wgrad_kernel[(len(totals) * tiles,)](
+        a,
+        a_scale,
+        b,
+        b_scale,
+        torch.from_numpy(table).to(a.device, non_blocking=True),
+        M,
+        N,
+        tokens,
+        *(a_scale.stride() if of_blocks else (0, 0)),
+        *(b_scale.stride() if of_blocks else (0, 0)),
+        TOTAL=_DTYPES[totals[0].dtype],
+        SCALES=_NUMBERS[granularity],
+        FAST=fast_accumulation,
+        GROUPS=len(totals),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+
+
+def _table(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Rows, first padded row, first row and first block of each group."""
+    count, whole = np.array(rows, dtype=np.int64), np.array(padded_rows(rows), dtype=np.int64)
+    first = whole.cumsum() - whole
+    table = np.stack((count, first, count.cumsum() - count, first // BLOCK))
+    return torch.from_numpy(table).to(device, non_blocking=True)

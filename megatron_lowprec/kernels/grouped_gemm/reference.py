@@ -1,0 +1,47 @@
+"""Products of a group: rows of a, or of both operands, belong to matrices of one size; one ``gemm`` each."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_lowprec.kernels.gemm.reference import gemm
+
+
+def grouped_gemm(
+    a: torch.Tensor, b: Sequence[torch.Tensor], rows: Sequence[int], *, alpha: float, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``alpha * a @ b.T`` of each group's rows of a, [T, N], summed in fp32 and rounded once.
+
+    Args:
+        a: bf16 [T, K], contiguous, sorted by group.
+        b: bf16 [N, K] of each group, of one layout: contiguous, or a transposed view of a contiguous matrix.
+        rows: rows of each group; their sum is T.
+    """
+    parts = zip(a.split(list(rows)), b, strict=True)
+    return torch.cat([gemm(own, other, alpha=alpha, out_dtype=out_dtype) for own, other in parts])
+
+
+def grouped_wgrad_(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rows: Sequence[int],
+    totals: Sequence[torch.Tensor],
+    *,
+    alpha: float,
+    overwrite: Sequence[bool],
+) -> None:
+    """``total += alpha * a.T @ b`` over each group's rows, in fp32; written instead of added where ``overwrite``.
+
+    Args:
+        a: bf16 [T, M], contiguous, sorted by group.
+        b: bf16 [T, N], likewise.
+        rows: rows of each group, also 0; their sum is T.
+        totals: [M, N] of each group, contiguous: fp32; or of any dtype, rounded once, where all are overwritten.
+    """
+    size = list(rows)
+    for own, other, total, writes in zip(a.split(size), b.split(size), totals, overwrite, strict=True):
+        if total.dtype == torch.float32:
+            gemm(own.t(), other.t(), alpha=alpha, out_dtype=a.dtype, accumulate_into=total, overwrite=writes)
+        else:
+            assert writes
+            total.copy_(gemm(own.t(), other.t(), alpha=alpha, out_dtype=total.dtype))

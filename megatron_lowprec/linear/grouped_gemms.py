@@ -1,0 +1,166 @@
+"""fprop, dgrad and wgrad of a layer's experts, over tokens that are sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_lowprec.linear.grouped_emulated import GroupedEmulatedGemms
+from megatron_lowprec.linear.grouped_native import GroupedNativeGemms
+from megatron_lowprec.linear.layer_tensors import SavedForBackward
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.quantization.random_stream import RngStep
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """Tensors of a group's forward pass for its backward pass.
+
+    Attributes:
+        x: the input of all experts, [T, I], or its codes from ``GroupedNativeGemms.fprop``; None if each expert saves
+            quantized data.
+        x_scale: decode scales of the codes, or None.
+        experts: weight, and the columnwise data of the quantized input if saved, of each expert.
+    """
+
+    x: torch.Tensor | None
+    x_scale: torch.Tensor | None
+    experts: tuple[SavedForBackward, ...]
+
+    @staticmethod
+    def of(x: torch.Tensor, weights: Sequence[torch.Tensor], x_scale: torch.Tensor | None = None) -> SavedGroup:
+        """Saves x for all experts."""
+        experts = (SavedForBackward(weight, None, None, None, None, x.shape) for weight in weights)
+        return SavedGroup(x, x_scale, tuple(experts))
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All tensors, for ``save_for_backward``."""
+        return self.x, self.x_scale, *(tensor for expert in self.experts for tensor in expert.tensors())
+
+    def without_tensors(self) -> SavedGroup:
+        """The rest, to keep beside ``save_for_backward``."""
+        return self.with_tensors([None] * len(self.tensors()))
+
+    def with_tensors(self, tensors: Sequence[Any]) -> SavedGroup:
+        """The same with other ``tensors``."""
+        x, x_scale, *rest = tensors
+        fields = SavedForBackward._fields[: len(rest) // len(self.experts)]
+        experts = zip(self.experts, zip(*[iter(rest)] * len(fields), strict=True), strict=True)
+        return SavedGroup(x, x_scale, tuple(one._replace(**dict(zip(fields, values))) for one, values in experts))
+
+
+class GroupedLinearGemms:
+    """The three GEMMs of equally shaped linear layers, the experts of a layer, in one call each.
+
+    Tokens are sorted by expert: the first ``tokens[0]`` rows are the first expert's, and so on. An expert may have
+    none. Each expert keeps its ``LinearGemms``: its key of random draws, its amax histories and its cached weights.
+    Rows of an expert are numbered from 0, and blocks along tokens begin with its first row. Operands, draws and amaxes
+    are therefore those of the experts run one after the other.
+
+    The reference runs the experts' GEMMs in a loop. On a GPU ``GroupedEmulatedGemms`` and ``GroupedNativeGemms`` take
+    the GEMMs that they support; operands have the same bits, products may sum in another order.
+
+    Args:
+        experts: the GEMMs of each expert, in the order of their tokens.
+    """
+
+    def __init__(self, experts: Sequence[LinearGemms]) -> None:
+        self.experts = tuple(experts)
+        self._emulated = GroupedEmulatedGemms(self.experts)
+        self._native = GroupedNativeGemms(self.experts)
+
+    def in_one_launch(self, weight: torch.Tensor) -> frozenset[str]:
+        """GEMMs that run for all experts in one launch, with a weight [O, I]; others run one expert after the other."""
+        return self._emulated.gemms(weight) | self._native.gemms(weight)
+
+    def forward(
+        self,
+        x_TI: torch.Tensor,
+        tokens: Sequence[int],
+        weights: Sequence[torch.Tensor],
+        rng_step: RngStep,
+        update_amax: bool = True,
+        save_input: bool = False,
+    ) -> tuple[torch.Tensor, SavedGroup]:
+        """``y = x @ w.T`` of each expert's rows, [T, O], and the tensors saved for ``backward``.
+
+        Args:
+            x_TI: rows of all experts.
+            tokens: rows of each expert; their sum is T.
+            weights: [O, I] of each expert.
+            update_amax: record amaxes of delayed scaling; False in evaluation.
+            save_input: quantize x for wgrad from the same read, where ``LinearGemms.forward`` can.
+        """
+        if self._emulated.supports("fprop", x_TI, weights):
+            x_TI = x_TI.contiguous()
+            y = self._emulated.fprop(x_TI, tokens, weights, rng_step, update_amax)
+            return y, SavedGroup.of(x_TI, weights)
+        if self._native.supports("fprop", x_TI, weights):
+            y, for_wgrad = self._native.fprop(x_TI, tokens, weights, update_amax, save_input)
+            return y, SavedGroup.of(x_TI, weights) if for_wgrad is None else SavedGroup.of(
+                for_wgrad[0], weights, for_wgrad[1]
+            )
+        products, saved = [], []
+        for gemms, x, w in zip(self.experts, x_TI.split(list(tokens)), weights, strict=True):
+            y, one = gemms.forward(x, w, rng_step, update_amax, save_input=save_input)
+            products.append(y)
+            saved.append(one)
+        whole = x_TI if any(one.x_spec is None for one in saved) else None
+        return torch.cat(products), SavedGroup(
+            whole, None, tuple(one._replace(x=None) if one.x_spec is None else one for one in saved)
+        )
+
+    def backward(
+        self,
+        dy_TO: torch.Tensor,
+        tokens: Sequence[int],
+        saved: SavedGroup,
+        rng_step: RngStep,
+        accumulate_into: Sequence[torch.Tensor | None],
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """``dx = dy @ w`` of each expert's rows, [T, I], and each expert's ``dw = dy.T @ x``, [O, I].
+
+        Args:
+            dy_TO: rows of all experts.
+            tokens, saved, rng_step: of the forward pass.
+            accumulate_into: fp32 [O, I] of each expert, to which its dw is added, or None for a new dw in dy's dtype.
+        """
+        weights = [one.weight for one in saved.experts]
+        if saved.x is not None and self._emulated.supports("wgrad", dy_TO, weights):
+            dy_TO = dy_TO.contiguous()
+            dx = self._emulated.dgrad(dy_TO, tokens, weights, rng_step)
+            totals, overwrite = self._totals(accumulate_into, weights)
+            self._emulated.wgrad(dy_TO, saved.x, tokens, rng_step, totals, overwrite)
+            return dx, totals
+        if saved.x is not None and self._native.supports("wgrad", dy_TO, weights):
+            x_or_codes = saved.x if saved.x_scale is None else (saved.x, saved.x_scale)
+            totals, overwrite = self._totals(accumulate_into, weights)
+            return self._native.backward(dy_TO, x_or_codes, tokens, weights, totals, overwrite), totals
+        assert saved.x_scale is None
+        rows = list(tokens)
+        inputs = [None] * len(rows) if saved.x is None else saved.x.split(rows)
+        parts, dw = [], []
+        for gemms, dy, x, one, total in zip(
+            self.experts, dy_TO.split(rows), inputs, saved.experts, accumulate_into, strict=True
+        ):
+            grad = gemms.grad_output(dy, rng_step)
+            parts.append(gemms.dgrad(grad, one.weight, rng_step, one.weight_amax))
+            x_or_data = x if one.x_spec is None else one.input()
+            assert x_or_data is not None
+            dw.append(gemms.wgrad(grad, x_or_data, rng_step, accumulate_into=total))
+        return torch.cat(parts), dw
+
+    def _totals(
+        self, accumulate_into: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[bool]]:
+        """Each expert's output of wgrad, new if it has no fp32 one; and whether to overwrite it."""
+        totals, overwrite = [], []
+        for gemms, total, weight in zip(self.experts, accumulate_into, weights, strict=True):
+            overwrite.append(total is None or gemms.main_grad_is_zero)
+            if total is not None:
+                gemms.main_grad_is_zero = False
+            totals.append(torch.empty_like(weight) if total is None else total)
+        return totals, overwrite

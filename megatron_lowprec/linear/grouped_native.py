@@ -1,0 +1,231 @@
+"""FP8 GEMMs of a layer's experts on tensor cores: a few launches per operand and one per product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_lowprec.kernels.dispatch import fuses, load
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.linear.native_gemms import rule_of
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
+
+_BLOCK = 128
+_BLOCKS = {"input": "1x128", "weight": "128x128", "grad_output": "1x128"}
+
+Operand = tuple[torch.Tensor, torch.Tensor]
+"""FP8 codes and fp32 decode scales."""
+
+
+class GroupedNativeGemms:
+    """The three GEMMs of a layer's experts, with scales per tensor, row, or block: 1x128 of tokens, 128x128 of weights.
+
+    Rows of an expert are padded with zeros to whole blocks of 128. With block scales the casts of one matrix then serve
+    all experts: a block has entries of one expert only.
+
+    Args:
+        experts: each expert's GEMMs, by one recipe.
+    """
+
+    def __init__(self, experts: Sequence[LinearGemms]) -> None:
+        self._experts = experts
+
+    def gemms(self, weight: torch.Tensor) -> frozenset[str]:
+        """GEMMs that the kernels run, with a weight [O, I]; dgrad and wgrad are among them only together."""
+        if isinstance(weight, Fp8Weight) or not fuses(weight):
+            return frozenset()
+        self._experts[0].choose_products(weight)
+        found = {name for name in GEMM_OPERANDS if self._supports(name)}
+        together = found >= {"dgrad", "wgrad"} and self._one_spec("grad_output")
+        return frozenset(found if together else found & {"fprop"})
+
+    def supports(self, name: str, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernels run a GEMM on the input or output gradient of all experts, and their weights."""
+        if not all(isinstance(gemms, LinearGemms) for gemms in self._experts):  # instrumented
+            return False
+        alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
+        return alike and rows.shape[0] > 0 and name in self.gemms(weights[0])
+
+    def fprop(
+        self,
+        x_TI: torch.Tensor,
+        tokens: Sequence[int],
+        weights: Sequence[torch.Tensor],
+        update_amax: bool,
+        save_input: bool,
+    ) -> tuple[torch.Tensor, Operand | None]:
+        """``y = x @ w.T`` of each expert's rows, [T, O]; and x for ``backward``, if one cast serves both."""
+        both = save_input and self._one_spec("input") and "wgrad" in self.gemms(weights[0])
+        x, for_wgrad = self._tokens("input", x_TI, tokens, rowwise=True, columnwise=both, update_amax=update_amax)
+        assert x is not None
+        w = self._weights("fprop", weights, update_amax)
+        return self._product("fprop", x, w, tokens, x_TI.dtype), for_wgrad
+
+    def backward(
+        self,
+        dy_TO: torch.Tensor,
+        x: torch.Tensor | Operand,
+        tokens: Sequence[int],
+        weights: Sequence[torch.Tensor],
+        totals: Sequence[torch.Tensor],
+        overwrite: Sequence[bool],
+    ) -> torch.Tensor:
+        """``dx = dy @ w`` of each expert's rows, [T, I]; adds ``dy.T @ x`` to each total or overwrites it.
+
+        Args:
+            x: the input [T, I], or from ``fprop``.
+        """
+        by_row, by_column = self._tokens("grad_output", dy_TO, tokens, rowwise=True, columnwise=True)
+        assert by_row is not None
+        assert by_column is not None
+        dx = self._product("dgrad", by_row, self._weights("dgrad", weights), tokens, dy_TO.dtype)
+        if isinstance(x, torch.Tensor):
+            update_amax = not self._one_spec("input")  # else the forward pass has recorded it
+            found = self._tokens("input", x, tokens, rowwise=False, columnwise=True, update_amax=update_amax)[1]
+            assert found is not None
+            x = found
+        load("grouped_fp8_gemm").grouped_fp8_wgrad_(
+            *by_column,
+            *x,
+            tokens,
+            totals,
+            granularity=self._spec("grad_output", columnwise=True).granularity,
+            overwrite=overwrite,
+            fast_accumulation=self._experts[0].native.fast_accumulation["wgrad"],
+        )
+        return dx
+
+    def _supports(self, name: str) -> bool:
+        first = self._experts[0]
+        specs = {tensor: getattr(first.recipe.gemms[name], tensor) for tensor in GEMM_OPERANDS[name]}
+        found = {tensor: None if spec is None else spec.granularity for tensor, spec in specs.items()}
+        # with blocks, native GEMMs take whole ones of weights
+        blocks = {tensor: _BLOCKS[tensor] for tensor in specs}
+        known = found in (dict.fromkeys(specs, "tensor"), dict.fromkeys(specs, "row"), blocks)
+        return known and first.backend(name) is first.native
+
+    def _product(
+        self, name: str, rows: Operand, weights: Operand, tokens: Sequence[int], out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        product: torch.Tensor = load("grouped_fp8_gemm").grouped_fp8_gemm(
+            *rows,
+            *weights,
+            tokens,
+            granularity=self._spec("input").granularity if name == "fprop" else self._spec("grad_output").granularity,
+            out_dtype=out_dtype,
+            fast_accumulation=self._experts[0].native.fast_accumulation[name],
+        )
+        return product
+
+    def _tokens(
+        self,
+        tensor: str,
+        matrix: torch.Tensor,
+        tokens: Sequence[int],
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        update_amax: bool = True,
+    ) -> tuple[Operand | None, Operand | None]:
+        """Rowwise and columnwise operands of all experts, rows padded."""
+        spec, matrix = self._spec(tensor, columnwise=not rowwise), matrix.contiguous()
+        experts = matrix.split(list(tokens))
+        if spec.granularity == "tensor":
+            return self._cast(tensor, experts, rowwise, columnwise, update_amax)
+        pad_groups = load("grouped_fp8_gemm").pad_groups
+        if spec.granularity == "row":
+            by_row = self._cast_rows(tensor, pad_groups(matrix, tokens)) if rowwise else None
+            return by_row, self._cast_columns(tensor, experts) if columnwise else None
+        padded = pad_groups(matrix, tokens)
+        cast = load("cast_fp8").cast_fp8(padded, rule_of(spec), rowwise=rowwise, columnwise=columnwise)
+        return (cast[:2] if rowwise else None), (cast[2:4] if columnwise else None)
+
+    def _weights(self, name: str, weights: Sequence[torch.Tensor], update_amax: bool = True) -> Operand:
+        """Weights of all experts for a GEMM, [experts, N, K]; from the first expert's cache if that holds them."""
+        cache, columnwise = self._experts[0].weight_cache, name == "dgrad"
+        found: Operand | None = cache.get_group(name)
+        if found is None:
+            blocks = self._spec("weight", columnwise).granularity == "128x128"
+            found = (
+                self._weight_blocks(weights, columnwise)
+                if blocks
+                else self._weight_tensors(weights, columnwise, update_amax)
+            )
+            if update_amax and cache.holds(name):
+                cache.put_group(name, found)
+        return found
+
+    def _weight_tensors(self, weights: Sequence[torch.Tensor], columnwise: bool, update_amax: bool) -> Operand:
+        """With a scale per expert or row; padding adds rows that no product has, or columns beyond K."""
+        experts, rows = len(weights), weights[0].shape[0]
+        if self._spec("weight", columnwise).granularity == "row" and not columnwise:
+            data, scale = self._cast_rows("weight", torch.cat(list(weights)))
+            return data.unflatten(0, (experts, -1)), scale.view(experts, -1)
+        if self._spec("weight", columnwise).granularity == "row":
+            data, scale = self._cast_columns("weight", weights)
+        else:
+            operand = self._cast("weight", weights, not columnwise, columnwise, update_amax)[columnwise]
+            assert operand is not None
+            data, scale = operand
+        if columnwise:
+            return data.unflatten(1, (experts, -1)).transpose(0, 1)[:, :, :rows], scale
+        return data.unflatten(0, (experts, -1))[:, :rows], scale
+
+    def _weight_blocks(self, weights: Sequence[torch.Tensor], columnwise: bool) -> Operand:
+        """With 128x128 blocks, cast as one matrix: with whole blocks of rows no block has two experts."""
+        rule = rule_of(self._spec("weight", columnwise))
+        cast = load("cast_fp8").cast_fp8(torch.cat(list(weights)), rule, rowwise=not columnwise, columnwise=columnwise)
+        data, scale = cast[2:4] if columnwise else cast[:2]
+        if columnwise:
+            blocks = data.shape[1] // _BLOCK
+            data = data.unflatten(1, (len(weights), -1)).transpose(0, 1)
+            return data, scale[:, :blocks].unflatten(1, (len(weights), -1)).transpose(0, 1)
+        return data.unflatten(0, (len(weights), -1)), scale.unflatten(0, (len(weights), -1))
+
+    def _cast_rows(self, tensor: str, matrix: torch.Tensor) -> Operand:
+        """Codes and scales of rows, which are of one expert each."""
+        casts = load("cast_fp8")
+        amax = casts.amax_of(matrix, vectors=True)
+        reduce = self._experts[0].native.reductions[tensor, False]
+        if reduce is not None:
+            amax[: matrix.shape[0]] = reduce(amax[: matrix.shape[0]])
+        cast = casts.cast_fp8(matrix, rule_of(self._spec(tensor)), rowwise=True, columnwise=False, amax=amax)
+        return cast.rowwise_data, cast.rowwise_scale
+
+    def _cast_columns(self, tensor: str, sources: Sequence[torch.Tensor]) -> Operand:
+        """Columnwise codes, with a scale for each column of each expert."""
+        op, spec = load("grouped_cast_fp8"), self._spec(tensor, columnwise=True)
+        amax = op.amax_of_groups(sources, columns=True)
+        reduce = self._experts[0].native.reductions[tensor, True]
+        amax = (amax if reduce is None else reduce(amax)).unbind()
+        cast = op.cast_fp8_groups(sources, rule_of(spec), amax=amax, rowwise=False, columnwise=True)
+        return cast.columnwise_data, cast.scale
+
+    def _cast(
+        self, tensor: str, sources: Sequence[torch.Tensor], rowwise: bool, columnwise: bool, update_amax: bool
+    ) -> tuple[Operand | None, Operand | None]:
+        """Rowwise and columnwise codes of each expert's tensor, with a scale each."""
+        spec, op, observed = self._spec(tensor, columnwise=not rowwise), load("grouped_cast_fp8"), None
+        if spec.scaling == "delayed":
+            histories = [gemms.histories[tensor] for gemms in self._experts]
+            amax, newest = zip(*(history.cells(slot) for history, slot in histories), strict=True)
+            observed = newest if update_amax else None
+        else:
+            found = op.amax_of_groups(sources)
+            reduce = self._experts[0].native.reductions[tensor, not rowwise]
+            amax = (found if reduce is None else reduce(found)).split(1)
+        cast = op.cast_fp8_groups(
+            sources, rule_of(spec), amax=amax, observed=observed, rowwise=rowwise, columnwise=columnwise
+        )
+        by_row = None if cast.rowwise_data is None else (cast.rowwise_data, cast.scale)
+        return by_row, None if cast.columnwise_data is None else (cast.columnwise_data, cast.scale)
+
+    def _one_spec(self, tensor: str) -> bool:
+        return self._spec(tensor) == self._spec(tensor, columnwise=True)
+
+    def _spec(self, tensor: str, columnwise: bool = False) -> QuantSpec:
+        spec: QuantSpec = getattr(self._experts[0].recipe.gemms[SIDES[tensor][columnwise]], tensor)
+        return spec

@@ -1,0 +1,165 @@
+"""Megatron-core's experts with all experts of a layer in one call per GEMM."""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.mcore.layers.parallel_linear import (
+    LowPrecColumnParallelLinear,
+    LowPrecRowParallelLinear,
+    await_weights,
+)
+from megatron_lowprec.mcore.rng_step import current_rng_step
+
+Linears = Sequence[LowPrecColumnParallelLinear | LowPrecRowParallelLinear]
+"""The same layer of each expert on a rank."""
+
+
+class _GroupedLinearFunction(torch.autograd.Function):
+    """Gradient accumulation around a group's GEMMs; experts communicate only in the token dispatcher."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx,
+        x_TI: torch.Tensor,
+        tokens: list[int],
+        linears: Linears,
+        training: bool,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.group = GroupedLinearGemms([linear.bound_gemms for linear in linears])
+        ctx.linears, ctx.tokens, ctx.rng_step = linears, tokens, current_rng_step()
+        y, saved = ctx.group.forward(x_TI, tokens, weights, ctx.rng_step, training, save_input=training)
+        ctx.save_for_backward(*saved.tensors())
+        ctx.plain = saved.without_tensors()
+        return y
+
+    @staticmethod
+    def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
+        saved = ctx.plain.with_tensors(ctx.saved_tensors)
+        weights = [one.weight for one in saved.experts]
+        main_grads = [linear.fp32_main_grad(weight) for linear, weight in zip(ctx.linears, weights, strict=True)]
+        dx, dw = ctx.group.backward(dy_TO, ctx.tokens, saved, ctx.rng_step, main_grads)
+        dummy = None
+        for i, (weight, main_grad) in enumerate(zip(weights, main_grads, strict=True)):
+            if main_grad is not None:
+                weight.grad_added_to_main_grad = True
+                # DDP's hook drops it: views of one tensor, which autograd neither copies nor reads
+                dummy = torch.empty_like(weight) if dummy is None else dummy
+                dw[i] = dummy.detach()
+        return dx, None, None, None, *dw
+
+
+class _ExpertBias(torch.autograd.Function):
+    """The bias of each token's expert, [T, O]; sums each expert's gradient as its own addition would."""
+
+    @staticmethod
+    def forward(ctx, tokens: list[int], *biases: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        ctx.tokens = tokens
+        return torch.cat([bias.expand(count, -1) for bias, count in zip(biases, tokens, strict=True)])
+
+    @staticmethod
+    def backward(ctx, dbias_TO):  # type: ignore[no-untyped-def]
+        return None, *(rows.sum(dim=0) for rows in dbias_TO.split(ctx.tokens))
+
+
+class GroupedLinear:
+    """The same linear layer of all experts on a rank, for one forward pass.
+
+    Args:
+        linears: the layer of each expert; their weights keep their place in the model.
+        tokens: tokens of each expert.
+    """
+
+    def __init__(self, linears: Linears, tokens: list[int]) -> None:
+        self.linears, self.tokens = linears, tokens
+
+    def product(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """[T, I] sorted by expert -> [T, O], without bias."""
+        for linear in self.linears:
+            await_weights(linear)
+        weights = [linear.weight for linear in self.linears]
+        training = torch.is_grad_enabled() and weights[0].requires_grad
+        y: torch.Tensor = _GroupedLinearFunction.apply(x_TI, self.tokens, self.linears, training, *weights)
+        return y
+
+    def bias(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The bias of each token's expert, [T, O]; None without biases.
+
+        Args:
+            dtype: in which the gradient is summed; None for the biases'.
+        """
+        biases: list[Any] = [linear.bias for linear in self.linears]
+        if biases[0] is None:
+            return None
+        return _ExpertBias.apply(self.tokens, *(bias.to(dtype or bias.dtype) for bias in biases))
+
+    def __call__(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As linear_fc1 of ``MLP``: the product, and the bias that the caller adds."""
+        return self.product(x_TI), self.bias()
+
+
+class _GroupedOutput(GroupedLinear):
+    """linear_fc2 of ``MLP``, whose bias ``LowPrecGroupedMLP`` adds."""
+
+    def __call__(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.product(x_TI), None
+
+
+class LowPrecGroupedMLP(SequentialMLP):
+    """``SequentialMLP`` with one call per GEMM for all experts of the rank.
+
+    Modules, weights, initialization and sharded state are those of ``SequentialMLP``, so checkpoints and optimizer
+    state are the same for both. On a CPU losses are equal, bit for bit.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        **options: Any,
+    ) -> None:
+        submodules = submodules or MLPSubmodules(
+            linear_fc1=LowPrecColumnParallelLinear, linear_fc2=LowPrecRowParallelLinear
+        )
+        super().__init__(num_local_experts, config, submodules, **options)
+
+    def in_one_launch(self) -> frozenset[str]:
+        """GEMMs that run for all experts in one launch, in both linear layers."""
+        layers = [[getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")]
+        found = [
+            GroupedLinearGemms([linear.bound_gemms for linear in linears]).in_one_launch(linears[0].weight)
+            for linears in layers
+        ]
+        return found[0] & found[1]
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        """As ``SequentialMLP``: tokens [T, h] sorted by expert, int64 [experts], probabilities fp32 [T] -> [T, h]."""
+        x, probs = permuted_local_hidden_states, permuted_probs
+        if self.config.moe_apply_probs_on_input:
+            x, probs = (probs.unsqueeze(-1) * x).to(x.dtype), torch.ones_like(probs)
+        tokens = tokens_per_expert.tolist()
+        fc1 = GroupedLinear([expert.linear_fc1 for expert in self.local_experts], tokens)
+        fc2 = _GroupedOutput([expert.linear_fc2 for expert in self.local_experts], tokens)
+        y, _ = _with_linears(self.local_experts[0], fc1, fc2)(x, probs)
+        bias = fc2.bias(probs.dtype)
+        return (y if bias is None else (y + bias * probs.unsqueeze(-1)).to(y.dtype)), None
+
+
+def _with_linears(expert: MLP, fc1: GroupedLinear, fc2: GroupedLinear) -> MLP:
+    """An expert with other linear layers: its activation is elementwise, and so is that of all experts."""
+    whole = copy(expert)
+    whole._modules = {**expert._modules, "linear_fc1": fc1, "linear_fc2": fc2}
+    return whole

@@ -1,0 +1,210 @@
+"""Cases of the grouped kernels against their references; run interpreted on a CPU, and natively on a GPU.
+
+``python -m tests.kernels.grouped_cases`` runs all under Triton's interpreter and prints what differs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
+from megatron_lowprec.kernels.grouped_cast_fp8 import reference as cast_reference
+from megatron_lowprec.kernels.grouped_fp8_gemm import reference as fp8_reference
+from megatron_lowprec.kernels.grouped_gemm import reference as gemm_reference
+from megatron_lowprec.kernels.grouped_quantize import reference
+from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.kernels.quantize.rule import MxRule
+from tests.kernels.interpreted import main
+from tests.kernels.mx_cases import MOMENT, difference
+
+ROWS = (5, 0, 33, 64, 1, 0)
+SPANS = (ShardSlice(1 << 20, gate_offset=16, gate_stride=4096), ShardSlice(512))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch on ``ROWS`` rows of ``columns``, behind a transform of ``block``, 0 for none."""
+
+    columns: int
+    dtype: torch.dtype
+    fmt: str
+    scale_rule: str
+    rounding: str
+    block: int
+    columnwise: bool
+
+
+CASES = [
+    Case(64, torch.bfloat16, "e4m3", "round_up", "nearest_even", 0, columnwise=False),
+    Case(64, torch.bfloat16, "e4m3", "floor", "nearest_even", 0, columnwise=True),
+    Case(128, torch.bfloat16, "e2m1", "floor", "stochastic", 64, columnwise=False),
+    Case(96, torch.bfloat16, "e2m1", "floor", "stochastic", 64, columnwise=True),
+    Case(64, torch.float32, "e2m1", "floor", "stochastic", 0, columnwise=True),
+    Case(128, torch.float32, "e2m1", "even", "nearest_even", 32, columnwise=False),
+]
+
+
+def operand_differences(case: Case, device: str) -> list[str]:
+    """What the launch for all matrices and the reference disagree about."""
+    from megatron_lowprec.kernels.grouped_quantize import triton
+
+    generator = torch.Generator().manual_seed(case.columns)
+    sources = [torch.randn(rows, case.columns, generator=generator) * 2.0**i for i, rows in enumerate(ROWS)]
+    sources[2][:, :32] = 0
+    sources[3][7, 5], sources[0][1, 40] = torch.inf, torch.nan
+    sources = [source.to(device, case.dtype) for source in sources]
+    headroom = 0.75 if case.rounding == "stochastic" else 1.0
+    rule = MxRule(FORMATS[case.fmt], case.scale_rule, case.rounding, headroom=headroom)
+    rng_step = torch.tensor(MOMENT, dtype=torch.int32, device=device)
+    keys = [Key.of((0x9E3779B9 * (i + 1) & 0xFFFFFFFF, i)) for i in range(len(ROWS))]
+    signs, found = None, []
+    if case.block:
+        signs = reference.scaled_signs_of_groups(keys, rng_step, case.block)
+        drawn = triton.scaled_signs_of_groups(keys, rng_step, case.block)
+        found += difference(f"signs of {case}", drawn == signs, drawn, signs)
+    want, got = (
+        module.quantize_mx_groups(
+            sources, rule, columnwise=case.columnwise, keys=keys, signs=signs, rng_step=rng_step, spans=SPANS
+        )
+        for module in (reference, triton)
+    )
+    if got.shape != want.shape:
+        return [*found, f"{case}: {tuple(got.shape)} instead of {tuple(want.shape)}"]
+    bits = torch.int16 if case.dtype == torch.bfloat16 else torch.int32
+    same = (got.view(bits) == want.contiguous().view(bits)) | (got.isnan() & want.isnan())
+    return found + difference(str(case), same, got, want)
+
+
+def product_differences(device: str, size: int = 1, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Products of small integers, whose sums are exact in any order.
+
+    The interpreter multiplies bf16 numbers as their bits: elsewhere pass bf16.
+    """
+    from megatron_lowprec.kernels.grouped_gemm import triton
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
+
+    generator = torch.Generator().manual_seed(0)
+    rows, n, k = [count * size for count in ROWS], 48 * size, 80 * size
+    a = integers(sum(rows), k)
+    found = []
+    for b in ([integers(n, k) for _ in rows], [integers(k, n).t() for _ in rows]):
+        want, got = (module.grouped_gemm(a, b, rows, alpha=0.5, out_dtype=dtype) for module in (gemm_reference, triton))
+        found += difference(f"product, strides {b[0].stride()}", got == want, got, want)
+    dy, overwrite = integers(sum(rows), n), [i % 2 == 0 for i in range(len(rows))]
+    for total_dtype, writes in ((torch.float32, overwrite), (torch.bfloat16, [True] * len(rows))):
+        before = [torch.full((n, k), 7.0, dtype=total_dtype, device=device) for _ in rows]
+        totals = [[total.clone() for total in before] for _ in range(2)]
+        for module, own in zip((gemm_reference, triton), totals, strict=True):
+            module.grouped_wgrad_(dy, a, rows, own, alpha=0.5, overwrite=writes)
+        want, got = torch.stack(totals[0]), torch.stack(totals[1])
+        found += difference(f"weight gradient, {total_dtype}", got == want, got, want)
+    return found
+
+
+def fp8_differences(device: str, size: int = 1) -> list[str]:
+    """Products of FP8 integers under scales that are powers of two, whose sums are exact in any order."""
+    from megatron_lowprec.kernels.grouped_fp8_gemm import triton
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).to(device, torch.float32).to(torch.float8_e4m3fn)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.exp2(torch.randint(-1, 2, shape, generator=generator).float()).to(device)
+
+    generator = torch.Generator().manual_seed(0)
+    rows, n, k = [count * size for count in (5, 0, 130, 128)], 256, 256 * size
+    x = torch.randn(sum(rows), 48, generator=generator).to(device, torch.bfloat16)
+    padded, want = triton.pad_groups(x, rows), fp8_reference.pad_groups(x, rows)
+    found = difference("padding", padded == want, padded, want)
+    tokens = len(want)
+    a = codes(tokens, k), scales(k // 128, tokens).t()  # 1x128 scales have tokens last in memory
+    by_rows = (
+        codes(len(rows) * n, k).view(-1, n, k),
+        scales(len(rows) * n // 128, k // 128).view(-1, n // 128, k // 128),
+    )
+    by_columns = (
+        codes(n, len(rows) * k).view(n, -1, k).transpose(0, 1),
+        scales(n // 128, len(rows) * k // 128).view(n // 128, -1, k // 128).transpose(0, 1),
+    )
+    for b in (by_rows, by_columns):
+        want, got = (
+            module.grouped_fp8_gemm(*a, *b, rows, granularity="1x128", out_dtype=torch.float32)
+            for module in (fp8_reference, triton)
+        )
+        found += difference(f"FP8 product, strides {b[0].stride()}", got == want, got, want)
+    data = a[0][:, : k - 48].contiguous(), codes(len(rows), n, k + 16)[:, :, : k - 48]  # K is no multiple of 128
+    of_a, of_b = (scales(len(rows)), scales(tokens, 1)), (scales(len(rows)), scales(len(rows), n))
+    for granularity, a_scale, b_scale in zip(("tensor", "row"), of_a, of_b, strict=True):
+        for fast in (True, False):
+            options = {"granularity": granularity, "out_dtype": torch.float32, "fast_accumulation": fast}
+            want, got = (
+                module.grouped_fp8_gemm(data[0], a_scale, data[1], b_scale, rows, **options)
+                for module in (fp8_reference, triton)
+            )
+            found += difference(f"FP8 product, {granularity} scales", got == want, got, want)
+    dy, x8 = (codes(n, tokens), scales(tokens // 128, n).t()), (codes(k, tokens), scales(tokens // 128, k).t())
+    of_dy = {"1x128": dy[1], "tensor": scales(len(rows)), "row": scales(len(rows), n)}
+    of_x = {"1x128": x8[1], "tensor": scales(len(rows)), "row": scales(len(rows), k)}
+    for granularity, dy_scale in of_dy.items():
+        totals = [[torch.full((n, k), 7.0, device=device) for _ in rows] for _ in range(2)]
+        for module, own in zip((fp8_reference, triton), totals, strict=True):
+            fmt = torch.float8_e5m2 if granularity == "tensor" else torch.float8_e4m3fn
+            operands = dy[0].float().to(fmt), dy_scale, x8[0], of_x[granularity]
+            overwrite = [True, True, False, False]
+            module.grouped_fp8_wgrad_(*operands, rows, own, granularity=granularity, overwrite=overwrite)
+        want, got = torch.stack(totals[0]), torch.stack(totals[1])
+        found += difference(f"FP8 weight gradient, {granularity} scales", got == want, got, want)
+    return found
+
+
+def cast_differences(device: str) -> list[str]:
+    """Codes, scales and amaxes of matrices with a scale each."""
+    from megatron_lowprec.kernels.grouped_cast_fp8 import triton
+
+    generator, found = torch.Generator().manual_seed(0), []
+    sources = [
+        torch.randn(rows, 48, generator=generator).bfloat16().to(device) * 2.0**power
+        for rows, power in ((5, 3), (0, 0), (130, -9), (1, 0))
+    ]
+    sources[3].zero_()
+    observed = [torch.tensor([value], device=device) for value in (1e9, 3.0, 0.0, 0.0)]
+    for fmt, margin, observes in (("e4m3", 0, False), ("e5m2", 1, True)):
+        rule = Fp8Rule(FORMATS[fmt], "tensor", margin=margin)
+        amaxes = [module.amax_of_groups(sources) for module in (cast_reference, triton)]
+        found += difference("amax", amaxes[0] == amaxes[1], amaxes[1], amaxes[0])
+        results = []
+        for module in (cast_reference, triton):
+            raised = [cell.clone() for cell in observed] if observes else None
+            cast = module.cast_fp8_groups(
+                sources, rule, amax=amaxes[0].split(1), observed=raised, rowwise=True, columnwise=True
+            )
+            assert cast.rowwise_data is not None
+            assert cast.columnwise_data is not None
+            both = cast.rowwise_data.view(torch.uint8), cast.columnwise_data.view(torch.uint8)
+            results.append((*both, cast.scale, torch.cat(raised or observed)))
+        for name, want, got in zip(("rows", "columns", "scale", "observed"), *results, strict=True):
+            found += difference(f"{name} of {fmt}", got == want, got, want)
+    rule = Fp8Rule(FORMATS["e4m3"], "row", "amax_pow2", 1e-12)
+    amaxes = [module.amax_of_groups(sources, columns=True) for module in (cast_reference, triton)]
+    found += difference("amax of columns", amaxes[0] == amaxes[1], amaxes[1], amaxes[0])
+    casts = [
+        module.cast_fp8_groups(sources, rule, amax=amaxes[0].unbind(), rowwise=False, columnwise=True)
+        for module in (cast_reference, triton)
+    ]
+    codes = [cast.columnwise_data.view(torch.uint8) for cast in casts if cast.columnwise_data is not None]
+    found += difference("columns with a scale each", codes[0] == codes[1], codes[1], codes[0])
+    return found + difference("their scales", casts[0].scale == casts[1].scale, casts[1].scale, casts[0].scale)
+
+
+def differences(device: str) -> tuple[int, list[str]]:
+    """Number of cases, and what differs."""
+    found = [line for case in CASES for line in operand_differences(case, device)]
+    return len(CASES) + 3, found + product_differences(device) + fp8_differences(device) + cast_differences(device)
+
+
+if __name__ == "__main__":
+    main(differences)

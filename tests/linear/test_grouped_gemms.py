@@ -1,0 +1,154 @@
+"""GEMMs of experts by the grouped ops are those of the loop: keys, padding, caches and main gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear import grouped_emulated, grouped_native, linear_gemms
+from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.registry import get_recipe
+
+TOKENS, IN, OUT = (5, 0, 150, 32), 128, 256
+ROUNDED = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-18}  # sums of another order, rounded once
+SHARD = {"O": ShardSlice(256, gate_offset=128, gate_stride=256)}
+
+
+@contextmanager
+def grouped_ops(arch: str = "cpu") -> Iterator[list[str]]:
+    """The grouped paths on a CPU, as on ``arch``, with the ops' references; the ops that were taken."""
+    taken = []
+
+    def load(op: str) -> object:
+        taken.append(op)
+        return import_module(f"megatron_lowprec.kernels.{op}.reference")
+
+    with ExitStack() as stack:
+        for module in (grouped_emulated, grouped_native):
+            stack.enter_context(patch.object(module, "load", load))
+            stack.enter_context(patch.object(module, "fuses", lambda _: True))
+        stack.enter_context(patch.object(linear_gemms, "arch_of", lambda _: arch))
+        yield taken
+
+
+def passes(name: str, accumulates: bool, saves: bool = True) -> dict[str, torch.Tensor]:
+    """Two microbatches through the experts of one layer."""
+    experts = [
+        LinearGemms(
+            get_recipe(name), LinearId(3, "fc1", expert, spans=SHARD, split="O"), 1, AmaxHistory, cache_weights=True
+        )
+        for expert in range(4)
+    ]
+    generator, found = torch.Generator().manual_seed(4), {}
+    weights = [torch.randn(OUT, IN, generator=generator).bfloat16() for _ in experts]
+    totals = [torch.full((OUT, IN), torch.nan) if accumulates else None for _ in experts]
+    for gemms in experts:
+        gemms.main_grad_is_zero = accumulates
+    for microbatch, tokens in enumerate((TOKENS, TOKENS[::-1])):
+        group, rng_step = GroupedLinearGemms(experts), RngStep(7, microbatch)
+        x, dy = (torch.randn(sum(tokens), size, generator=generator).bfloat16() for size in (IN, OUT))
+        found[f"y {microbatch}"], saved = group.forward(x, tokens, weights, rng_step, save_input=saves)
+        saved = saved.without_tensors().with_tensors(saved.tensors())
+        found[f"dx {microbatch}"], dw = group.backward(dy, tokens, saved, rng_step, totals)
+        found[f"dw {microbatch}"] = torch.stack(dw).clone()
+        for tensor in experts[0].histories:
+            histories = [gemms.histories[tensor][0] for gemms in experts]
+            found[f"amax of {tensor} {microbatch}"] = torch.cat([history.newest for history in histories])
+            for history in histories:
+                history.update()
+    return found
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [("bf16", 3), ("mxfp8", 3), ("mxfp4_sr", 3), ("mxfp4_rht_sr", 3), ("fp8_mxfp4_rht_sr", 2)],
+)
+def test_grouped_ops_compute_what_the_loop_does(name: str, products: int, accumulates: bool) -> None:
+    want = passes(name, accumulates)
+    with grouped_ops() as taken:
+        got = passes(name, accumulates)
+    assert taken.count("grouped_gemm") == 2 * products
+    assert ("grouped_quantize" in taken) == (name != "bf16")
+    for what, value in want.items():
+        assert got[what].dtype == value.dtype
+        bound = ROUNDED[value.dtype] * value.abs().max()
+        assert (got[what] - value).abs().max() <= bound, what
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize(
+    ("name", "cast"),
+    [
+        ("fp8_blockwise", "cast_fp8"),
+        ("fp8_current", "grouped_cast_fp8"),
+        ("fp8_delayed", "grouped_cast_fp8"),
+    ],
+)
+def test_grouped_fp8_gemms_compute_what_the_loop_does(name: str, cast: str, accumulates: bool, saves: bool) -> None:
+    want = passes(name, accumulates)
+    with grouped_ops("sm90") as taken:
+        got = passes(name, accumulates, saves)
+    # of two microbatches x and dy, x again if it was not saved, and both directions of the weights once
+    assert taken.count(cast) == 2 * (3 - saves) + 2
+    for what, value in want.items():
+        assert got[what].dtype == value.dtype
+        bound = ROUNDED[value.dtype] * value.abs().max()
+        assert (got[what] - value).abs().max() <= bound, what
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_grouped_row_wise_gemms_compute_what_the_loop_does(saves: bool) -> None:
+    want = passes("fp8_rowwise", accumulates=True)
+    with grouped_ops("sm90") as taken:
+        got = passes("fp8_rowwise", accumulates=True, saves=saves)
+    # rows of x and dy in two microbatches and of the weights once; and their columns
+    assert (taken.count("cast_fp8"), taken.count("grouped_cast_fp8")) == (2 * 2 + 1, 2 * 2 + 1)
+    for what, value in want.items():
+        assert (got[what] - value).abs().max() <= ROUNDED[value.dtype] * value.abs().max(), what
+
+
+def test_an_fp8_forward_pass_and_an_mx_backward_pass_are_both_grouped() -> None:
+    want = passes("fp8_mxfp4_rht_sr", accumulates=True)
+    with grouped_ops("sm90") as taken:
+        got = passes("fp8_mxfp4_rht_sr", accumulates=True)
+    assert (taken.count("grouped_cast_fp8"), taken.count("grouped_fp8_gemm")) == (2 + 1, 2)
+    assert taken.count("grouped_gemm") == 2 * 2
+    for what, value in want.items():
+        assert (got[what] - value).abs().max() <= ROUNDED[value.dtype] * value.abs().max(), what
+
+
+def test_the_weights_of_a_step_are_quantized_once() -> None:
+    with grouped_ops() as taken:
+        passes("mxfp8", accumulates=True)
+    # in each microbatch x for fprop, dy and x for the others; in the first both directions of the weights
+    assert taken.count("grouped_quantize") == 2 * 4 + 2
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise"])
+def test_emulated_fp8_takes_the_loop(name: str) -> None:
+    with grouped_ops() as taken:
+        passes(name, accumulates=True)
+    assert not taken
+
+
+def test_instrumented_experts_take_the_loop() -> None:
+    from megatron_lowprec.mcore.debug.instrumented import InstrumentedGemms
+
+    experts = [LinearGemms(get_recipe("mxfp8"), LinearId(3, "fc1", expert), 1, AmaxHistory) for expert in range(2)]
+    group = GroupedLinearGemms([InstrumentedGemms(gemms) for gemms in experts])  # type: ignore[list-item]
+    x, w = torch.zeros(8, IN).bfloat16(), torch.zeros(OUT, IN).bfloat16()
+    with grouped_ops() as taken:
+        group.forward(x, (3, 5), (w, w), RngStep(0, 0))
+    assert not taken

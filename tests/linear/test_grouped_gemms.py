@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
-from megatron_lowprec.linear import grouped_emulated, grouped_native, linear_gemms
-from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.linear import linear_gemms
+from megatron_lowprec.linear.grouped import grouped_emulated, grouped_native
+from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory

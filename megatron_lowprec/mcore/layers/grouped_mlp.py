@@ -9,7 +9,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lowprec.linear.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.mcore.layers.parallel_linear import (
     LowPrecColumnParallelLinear,
     LowPrecRowParallelLinear,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.linear.grouped_emulated import GroupedEmulatedGemms
-from megatron_lowprec.linear.grouped_native import GroupedNativeGemms
+from megatron_lowprec.linear.grouped.grouped_emulated import GroupedEmulatedGemms
+from megatron_lowprec.linear.grouped.grouped_native import GroupedNativeGemms
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.random_stream import RngStep

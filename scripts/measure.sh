@@ -7,6 +7,7 @@
 #   step       a step of 345M and 1.3B under the FP8 recipes, and with TransformerEngine if it is installed
 #   graphs     a step of 345M with and without CUDA graphs, at batch 16 and 2
 #   linear     a linear layer under each recipe and with TransformerEngine and torchao, and the quantizers
+#   experts    the experts of a 16B layer, grouped and one after the other, with torch and TransformerEngine
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
 #   configs    100 steps of the configs gpt_345m and gpt_1.3b, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
@@ -33,7 +34,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear experts memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -76,6 +77,13 @@ linear() {
     run python -m tools.bench linear --recipes fp8_delayed,fp8_current,fp8_rowwise,fp8_blockwise,mxfp4_rht_sr \
         --peers te,torchao --out "$out/linear.json" &&
         run python -m tools.bench quantize --out "$out/quantize.json"
+}
+
+experts() {
+    local tokens
+    for tokens in 8192 32768; do
+        run python -m tools.bench experts --tokens "$tokens" --peers te --out "$out/experts-$tokens.json" || return
+    done
 }
 
 memory() {

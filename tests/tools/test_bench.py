@@ -278,6 +278,21 @@ def test_ops_end_to_end_by_tritons_interpreter(tmp_path: Path) -> None:
     assert len(ours) == 11
 
 
+@pytest.mark.slow
+def test_experts_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "experts.json"
+    asked = ["--shapes", "smoke", "--tokens", "24", "--recipes", "bf16,fp8_current", "--rounds", "1", "--peers", "te"]
+    done = bench("experts", *asked, "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = json.loads(out.read_text())["tables"]
+    rows = {row["experts"]: row for row in table["rows"]}
+    ours = {f"{recipe}{how}" for recipe in ("bf16", "fp8_current") for how in ("", ", grouped")}
+    assert set(rows) == {"Megatron-core, bf16", "torch grouped product, bf16", *ours}
+    assert all(row["ms"] > 0 and "failed" not in row for row in rows.values())
+    assert rows["bf16, grouped"]["over_stock"] == rows["bf16, grouped"]["ms"] / rows["Megatron-core, bf16"]["ms"]
+    assert "peer te is missing: " in done.stdout
+
+
 def test_an_op_with_another_result_has_no_number() -> None:
     right, wrong = torch.ones(4), torch.ones(4) * 1.1
     case = OpCase("x", "4", 1, 16, {"torch": lambda: None, "ours": lambda: None}, lambda: [(wrong, right)])

@@ -20,6 +20,7 @@ PARTS = (
     "step",
     "graphs",
     "linear",
+    "experts",
     "memory",
     "configs",
     "large",

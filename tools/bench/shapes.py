@@ -60,6 +60,27 @@ MODELS: dict[str, ModelShape] = {
 }
 
 
+@dataclass(frozen=True)
+class ExpertShape:
+    """Gated experts of a layer, of which each token goes to ``topk``."""
+
+    name: str
+    experts: int
+    topk: int
+    hidden: int
+    ffn: int
+
+    def flops(self, tokens: int) -> float:
+        """Floating-point operations of both layers' three GEMMs, of this many tokens before routing."""
+        return 3 * 2.0 * tokens * self.topk * 3 * self.hidden * self.ffn
+
+
+EXPERTS: dict[str, ExpertShape] = {
+    shape.name: shape
+    for shape in (ExpertShape("deepseek_16b", 64, 6, 2048, 1408), ExpertShape("smoke", 4, 2, 128, 128))
+}
+
+
 def models(names: Sequence[str]) -> list[ModelShape]:
     """The models of these names.
 

@@ -60,8 +60,7 @@ def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> li
     check_tokenizer(found, tokenizer)
     name = dtype or ("bfloat16" if config.bf16 else "float32")
     about = to_hf_config(config, tokenizer.vocab_size, tokenizer.eod, name)
-    weights = to_hf_weights(config, read_weights(found.folder), tokenizer.vocab_size)
-    tensors = {key: tensor.to(getattr(torch, name)) for key, tensor in weights.items()}
+    tensors = to_hf_weights(config, read_weights(found.folder), tokenizer.vocab_size, getattr(torch, name))
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_lowprec.mcore.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config.options import Config
@@ -25,18 +26,19 @@ PASSES = 3
 def calibrate(
     trainer: Trainer, batches: Callable[[], list[Batches]], config: Config, iteration: int, device: torch.device
 ) -> None:
-    """Fill the amax histories; weights, moments and random state are unchanged.
+    """Fill the amax histories; weights, moments, balancing biases and random state are unchanged.
 
     Args:
         batches: returns new iterators over the next step's batches.
         iteration: completed iterations.
     """
-    before = random_state.capture()
+    before, restore_biases = random_state.capture(), keep_expert_biases(trainer.chunks)
     for _ in range(PASSES):
         forward_backward(trainer, batches(), config, iteration, device)
         trainer.runtime.end_step()
         finalize(trainer.optimizer, trainer.chunks)
         random_state.restore(before)
+        restore_biases()
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     trainer.optimizer.zero_grad()

@@ -345,7 +345,8 @@ def _header(plan: _Plan, layers: str, device: str, splits: Data, world_size: int
         ),
     ]
     if plan.config.capture_step:
-        rows.append(("capture", capture_line(plan.config, plan.paths, world_size)))
+        completed = plan.found.progress["iteration"] if plan.found is not None else 0
+        rows.append(("capture", capture_line(plan.config, plan.paths, world_size, completed)))
     return [f"{what + ':':<13}{text}" for what, text in rows]
 
 

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.mcore.debug.operand_capture import OperandCapture
 from megatron_lowprec.mcore.debug.operand_probe import OperandId, OperandProbe
+from megatron_lowprec.mcore.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 from megatron_lowprec.mcore.optim.state_stats import state_stats
 from megatron_lowprec.quantization.error_stats import QuantizationError
@@ -51,8 +52,8 @@ def train_step(
 ) -> StepResult:
     """Run one iteration over the current global batch; ``iteration`` counts those completed before.
 
-    If the loss or the gradient norm is not finite, weights, moments, amax histories and the gradient factor are
-    unchanged.
+    If the loss or the gradient norm is not finite, weights, moments, balancing biases, amax histories and the gradient
+    factor are unchanged.
     """
     interval = config.log_quantization_interval
     probe = None
@@ -60,6 +61,7 @@ def train_step(
         probe = OperandProbe(trainer.chunks, config.seed, counterfactual_recipes(config))
     captures = iteration + 1 in config.capture_step
     capture = OperandCapture(trainer.chunks, config.capture_layers, config.seed) if captures else None
+    restore_biases = keep_expert_biases(trainer.chunks) if trainer.config.moe_router_enable_expert_bias else None
     with ExitStack() as stack:
         for inspection in (probe, capture):
             if inspection is not None:
@@ -72,6 +74,8 @@ def train_step(
         chunk_batches.prefetch()
     updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer, loss.mean)
     trainer.runtime.end_step(updated)
+    if restore_biases is not None and not updated:
+        restore_biases()
     if updated and trainer.gradient_factor is not None:
         trainer.gradient_factor.end_step()
     norm = None

@@ -177,7 +177,7 @@ def draw_row(signal: torch.Tensor, draws: Iterable[torch.Tensor]) -> dict[str, f
         "mean": _decibels(power, mean),
         # below the spread of the estimate, which is near one / count for many entries, it is not resolved
         "bias": _decibels(power, shared) if shared > 0.1 * one / count else None,
-        "slope": float((total * signal).sum()) / (count * power) - 1.0,
+        "slope": float((total * signal).sum()) / (count * power) - 1.0 if power else None,
     }
 
 

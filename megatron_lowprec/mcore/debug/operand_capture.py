@@ -48,10 +48,10 @@ class OperandCapture:
         self._undo.close()
 
     def found(self) -> list[Capture]:
-        """Captures of this rank, in the order of its layers; without layers that had no backward pass."""
+        """Captures of this rank, in the order of its layers; without layers that had no tokens or no backward pass."""
         captures = []
         for module, gemms in self._layers:
-            if gemms.tensors.keys() == {"x", "w", "dy"}:
+            if gemms.tensors.keys() == {"x", "w", "dy"} and len(gemms.tensors["x"]):
                 linear_id: Any = gemms.linear_id
                 captures.append(
                     Capture(

@@ -25,13 +25,18 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.layers.attention import SdpaAttention
 from megatron_lowprec.mcore.layers.bias_dropout_add import get_bias_dropout_add
 from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
+from megatron_lowprec.mcore.layers.latent_projection import DownProjection, LowPrecDownProjection
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 from megatron_lowprec.mcore.layers.self_attention import LowPrecSelfAttention
 from megatron_lowprec.mcore.releases import GROUPED_EXPERTS, qk_l2_norm
 
-_LINEARS = {ColumnParallelLinear: LowPrecColumnParallelLinear, RowParallelLinear: LowPrecRowParallelLinear}
+_LINEARS = {
+    ColumnParallelLinear: LowPrecColumnParallelLinear,
+    RowParallelLinear: LowPrecRowParallelLinear,
+    DownProjection: LowPrecDownProjection,
+}
 _OTHERS: dict[Any, Any] = {
     SelfAttention: LowPrecSelfAttention,
     stock_bias_dropout_add: get_bias_dropout_add,
@@ -115,7 +120,7 @@ class _ColumnParallelSpec(ModuleSpec):
 def _with_known_projections(submodules: MLASelfAttentionSubmodules) -> MLASelfAttentionSubmodules:
     # Without TransformerEngine its TELinear is no class, which isinstance refuses.
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
-    down = _ColumnParallelSpec(module=ColumnParallelLinear)
+    down = _ColumnParallelSpec(module=DownProjection)
     return replace(submodules, linear_q_down_proj=down, linear_kv_down_proj=down)
 
 
@@ -131,6 +136,11 @@ def check_supported(config: TransformerConfig) -> None:
             raise UserError(
                 f"TransformerConfig.{field} is {value!r}, but {what} cannot run under a recipe: leave it at its default"
             )
+    if config.multi_latent_attention and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise UserError(
+            f"--multi-latent-attention with --tensor-model-parallel-size {config.tensor_model_parallel_size} needs "
+            "--sequence-parallel: without it Megatron-core does not sum the gradient of the shared key over heads"
+        )
 
 
 def gpt_block_spec(

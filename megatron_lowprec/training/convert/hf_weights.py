@@ -13,8 +13,8 @@ from megatron_lowprec.training.convert.names import Weights
 from megatron_lowprec.training.models.common.interface import TensorMap
 
 
-def to_hf_weights(config: Config, weights: Weights, vocab_size: int) -> Weights:
-    """Tensors of model.safetensors, without padding rows of the vocabulary.
+def to_hf_weights(config: Config, weights: Weights, vocab_size: int, dtype: torch.dtype) -> Weights:
+    """Tensors of model.safetensors in ``dtype``, without padding rows of the vocabulary.
 
     Raises:
         UserError: a missing weight, or one without a counterpart.
@@ -23,7 +23,8 @@ def to_hf_weights(config: Config, weights: Weights, vocab_size: int) -> Weights:
     for entry in maps:
         if entry.ours not in rest:
             raise UserError(f"the checkpoint has no weight {entry.ours}: it is damaged or of another model")
-        found |= zip(entry.theirs, entry.to_hf(rest.pop(entry.ours)), strict=True)
+        parts = entry.to_hf(rest.pop(entry.ours))
+        found |= zip(entry.theirs, parts if entry.keeps_dtype else (part.to(dtype) for part in parts), strict=True)
     if rest:
         raise UserError(f"the checkpoint has weights that have no place: {', '.join(sorted(rest)[:5])}")
     for name in _of_vocabulary(maps):

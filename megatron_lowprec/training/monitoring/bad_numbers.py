@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.mcore.debug.finite_check import Finding, FiniteCheck
+from megatron_lowprec.mcore.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training.checkpoint import random_state
@@ -46,7 +47,7 @@ def diagnose(
         iteration: iterations completed before the step.
         before: this rank's random state at the step's start, so that dropout is the same.
     """
-    after = random_state.capture()
+    after, restore_biases = random_state.capture(), keep_expert_biases(trainer.chunks)
     random_state.restore(before)
     with FiniteCheck(trainer.chunks) as check:
         loss = forward_backward(trainer, batches, config, iteration, device)
@@ -54,7 +55,8 @@ def diagnose(
     dist.all_gather_object(found, check.first)
     first = min((finding for finding in found if finding is not None), default=None)
     found_here = Diagnosis(str(first), first.gemm) if first is not None else _reduced_gradients(trainer, loss.mean())
-    # Undo the repetition: drop gradients and recorded amaxes.
+    # Undo the repetition: drop gradients, recorded amaxes and moves of balancing biases.
+    restore_biases()
     trainer.runtime.end_step(updated=False)
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
@@ -13,8 +15,13 @@ from megatron_lowprec.training.models.sizes import linear_sites
 
 
 def counterfactual_recipes(config: Config) -> list[Recipe]:
-    """The recipes, in order; an option's value may name several, separated by commas."""
-    return [load_recipe(str(find(name))) for value in config.log_quantization_also for name in value.split(",")]
+    """The recipes, in order; an option's value may name several, separated by commas. Files are read once."""
+    return list(_recipes(tuple(config.log_quantization_also)))
+
+
+@cache
+def _recipes(values: tuple[str, ...]) -> tuple[Recipe, ...]:
+    return tuple(load_recipe(str(find(name))) for value in values for name in value.split(","))
 
 
 def check_counterfactuals(config: Config) -> None:

@@ -32,13 +32,15 @@ def check_capture(config: Config) -> None:
             raise UserError(f"--capture-layers {glob} matches no linear layer; this model has {_summary(config)}")
 
 
-def capture_line(config: Config, paths: RunPaths, world_size: int) -> str:
-    """Header line: number of layers, bytes of all ranks' files, and their folder."""
+def capture_line(config: Config, paths: RunPaths, world_size: int, completed: int) -> str:
+    """Header line: number of layers, bytes of all ranks' files, and their folder, after ``completed`` iterations."""
     sites = linear_sites(config)
     matched = {site: count for site in sites if (count := _matched(config, site))}
     size = sum(count * _bytes(config, site, world_size) for site, count in matched.items())
     about = "about " if any(sharding(config, site).experts for site in matched) else ""
-    steps = ", ".join(str(step) for step in sorted(set(config.capture_step)))
+    asked = sorted(set(config.capture_step))
+    behind = " (behind: written before, or never)"
+    steps = ", ".join(f"{step}{behind if step <= completed else ''}" for step in asked)
     number = sum(matched.values())
     return (
         f"operands of {number} linear layer{'s' if number > 1 else ''} in iteration {steps}: {about}{size / GIB:.3f} "

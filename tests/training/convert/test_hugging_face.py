@@ -99,6 +99,18 @@ def test_a_bf16_model_under_a_recipe_keeps_its_bits(drive: Drive) -> None:
     assert load_file("fp32/model.safetensors")["transformer.wpe.weight"].dtype == torch.float32
 
 
+def test_balancing_biases_stay_in_fp32(drive: Drive) -> None:
+    drive(arguments(DEEPSEEK, save="out", bf16=True, train_iters=3, moe_router_bias_update_rate=1e-3))
+    assert export_hf.main(["--load", "out", "--out", "hf"]) == 0
+    weights, found = read_weights(Path("out/iter_0000003")), load_file("hf/model.safetensors")
+    for layer in (1, 2):
+        bias = found[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+        assert bias.dtype == torch.float32
+        assert bias.count_nonzero() > 0
+        assert torch.equal(bias, weights[f"decoder.layers.{layer}.mlp.router.expert_bias"])
+    assert found["model.norm.weight"].dtype == torch.bfloat16
+
+
 def test_an_imported_model_trains_on(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(arguments(GPT, save="out"))
     export_hf.main(["--load", "out", "--out", "hf"])

@@ -14,7 +14,7 @@ from megatron_lowprec.training.models import architectures
 from megatron_lowprec.training.models.architectures import architecture_of, model_options
 from megatron_lowprec.training.models.common import attention
 from megatron_lowprec.training.models.gpt2.architecture import GPT2
-from megatron_lowprec.training.models.moe.layer_pattern import layers_with_experts
+from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, layers_with_experts
 from megatron_lowprec.training.models.sizes import has_experts, num_parameters
 from tests.training.conftest import Drive
 from tests.training.convert.models import LLAMA as LLAMA_OPTIONS
@@ -55,7 +55,9 @@ def test_options_select_an_architecture(options: dict[str, Any], name: str) -> N
 )
 def test_layers_with_experts(asked: str, layers: list[bool]) -> None:
     """Megatron-LM evaluates the same text as Python, and takes a number as every Nth layer."""
-    assert layers_with_experts(Config(num_layers=4, moe_layer_freq=asked)) == layers
+    config = Config(num_layers=4, moe_layer_freq=asked)
+    assert layers_with_experts(config) == layers
+    assert layers_with_experts(replace(config, moe_layer_freq=canonical_pattern(config))) == layers
     if asked not in ("1", "2"):
         assert [bool(number) for number in eval(asked)] == layers
 

@@ -75,6 +75,26 @@ def test_the_factor_of_gradients_follows_steps_that_update_alone(drive: Drive, m
     assert first < after == second == skipped == third < last  # nor is one that looks for a bad number
 
 
+def test_balancing_biases_follow_steps_that_update_alone(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiling(monkeypatch, "fprop", at(2, "self_attention.linear_proj", step=1, microbatch=1))
+    iterate, biases = loop._train_iteration, list[list[float]]()
+
+    def recorded(run: Any, *rest: Any) -> Any:
+        (router,) = [m for m in run.trainer.chunks[0].modules() if getattr(m, "expert_bias", None) is not None]
+        biases.append(router.expert_bias.tolist())
+        row = iterate(run, *rest)
+        biases.append(router.expert_bias.tolist())
+        return row
+
+    monkeypatch.setattr(loop, "_train_iteration", recorded)
+    experts = {"num_experts": 4, "moe_layer_freq": "[0,1]", "moe_router_score_function": "sigmoid"}
+    biased = {"moe_router_enable_expert_bias": True, "train_iters": 3, "calibrate_amax": True}
+    drive(argv(**COMMON | {"recipe": "fp8_delayed"} | experts | biased))
+    (first, after), (second, skipped), (third, last) = zip(biases[::2], biases[1::2], strict=True)
+    assert first == [0.0] * 4  # passes that fill histories are no steps
+    assert first != after == second == skipped == third != last  # nor is one that looks for a bad number
+
+
 @pytest.mark.parametrize(("gemm", "value"), [("fprop", math.inf), ("dgrad", math.nan), ("wgrad", -math.inf)])
 def test_the_gemm_that_a_bad_number_comes_from_is_named(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gemm: str, value: float

@@ -90,12 +90,16 @@ class Mlp(Part, Protocol):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """One weight by GPTModel's name, and the tensors of a Hugging Face file that store it."""
+    """One weight by GPTModel's name, and the tensors of a Hugging Face file that store it.
+
+    ``keeps_dtype``: the file has it in its own dtype, whatever the others have.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     to_hf: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda tensor: [tensor]
     from_hf: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda tensors: tensors[0]
+    keeps_dtype: bool = False
 
 
 class HFConfig(Protocol):

@@ -43,7 +43,8 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
             yield from gated_mlp_maps(f"{ours}.mlp", f"{theirs}.mlp")
             continue
         yield TensorMap(f"{ours}.mlp.router.weight", (f"{theirs}.mlp.gate.weight",))
-        yield TensorMap(f"{ours}.mlp.router.expert_bias", (f"{theirs}.mlp.gate.e_score_correction_bias",))
+        bias = f"{theirs}.mlp.gate.e_score_correction_bias"
+        yield TensorMap(f"{ours}.mlp.router.expert_bias", (bias,), keeps_dtype=True)  # fp32: its steps are small
         yield from gated_mlp_maps(f"{ours}.mlp.shared_experts", f"{theirs}.mlp.shared_experts")
         for expert in range(require(config.num_experts)):
             yield from gated_mlp_maps(f"{ours}.mlp.experts.local_experts.{expert}", f"{theirs}.mlp.experts.{expert}")

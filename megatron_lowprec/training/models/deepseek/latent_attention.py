@@ -52,6 +52,10 @@ def _flag(name: str) -> str:
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
     """Reject a tensor-parallel size that does not divide heads and latents."""
     tensor = config.tensor_model_parallel_size
+    if tensor > 1 and not config.sequence_parallel:
+        raise UserError(
+            f"--multi-latent-attention with --tensor-model-parallel-size {tensor} needs --sequence-parallel; add it"
+        )
     check_divisible(
         "--num-attention-heads", require(config.num_attention_heads), "--tensor-model-parallel-size", tensor
     )

@@ -31,6 +31,12 @@ def layers_with_experts(config: Config) -> list[bool]:
     return pattern
 
 
+def canonical_pattern(config: Config) -> str:
+    """The option's one spelling of these layers, so that checkpoints compare."""
+    pattern = layers_with_experts(config)
+    return "1" if all(pattern) else f"[{','.join(str(int(experts)) for experts in pattern)}]"
+
+
 def has_experts(config: Config, layer: int) -> bool:
     """Whether a layer, numbered from 1, has experts."""
     return layers_with_experts(config)[layer - 1]

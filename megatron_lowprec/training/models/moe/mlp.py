@@ -15,12 +15,16 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import mlp
 from megatron_lowprec.training.models.common.interface import Sharding
 from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, tokens_of, width_of
-from megatron_lowprec.training.models.moe.layer_pattern import has_experts, layers_with_experts
+from megatron_lowprec.training.models.moe.layer_pattern import canonical_pattern, has_experts, layers_with_experts
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Runs
 
 _EXPERTS, _SHARED = "mlp.experts", "mlp.shared_experts"
+_NOT_OF_SINKHORN = (
+    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+)
 
 
 def resolve(config: Config) -> Config:
@@ -34,13 +38,30 @@ def resolve(config: Config) -> Config:
         raise UserError("shared experts have no biases; add --disable-bias-linear")
     _check_router(config)
     config = mlp.resolve(config)
-    return replace(config, moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    return replace(
+        config,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        moe_layer_freq=canonical_pattern(config),
+    )
 
 
 def _check_router(config: Config) -> None:
     """Reject options of the router that Megatron-core refuses or ignores."""
     sigmoid, biased = config.moe_router_score_function == "sigmoid", config.moe_router_enable_expert_bias
     groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
+    balance = config.moe_router_load_balancing_type
+    if balance == "sinkhorn":
+        for name in _NOT_OF_SINKHORN:
+            if getattr(config, name) != getattr(Config(), name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(config, name)} does nothing with "
+                    "--moe-router-load-balancing-type sinkhorn; leave one of the two out"
+                )
+    if config.moe_aux_loss_coeff and not balance.endswith("aux_loss"):
+        raise UserError(
+            f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff} does nothing with --moe-router-load-balancing-type "
+            f"{balance}; use aux_loss or seq_aux_loss, or leave the coefficient out"
+        )
     if config.moe_router_pre_softmax and sigmoid:
         raise UserError("--moe-router-pre-softmax is for softmax scores; leave it out with sigmoid ones")
     if config.moe_router_topk_scaling_factor is not None and not (sigmoid or config.moe_router_pre_softmax):
@@ -60,6 +81,12 @@ def _check_router(config: Config) -> None:
     if groups is not None and chosen is not None:
         check_divisible("--num-experts", require(config.num_experts), "--moe-router-num-groups", groups)
         check_divisible("--moe-router-topk", config.moe_router_topk, "--moe-router-group-topk", chosen)
+        a_group, wanted = require(config.num_experts) // groups, config.moe_router_topk // chosen
+        if a_group < wanted:
+            raise UserError(
+                f"--moe-router-topk {config.moe_router_topk} ranks groups by their best {wanted} scores, and each of "
+                f"--moe-router-num-groups {groups} has {a_group}; lower --moe-router-num-groups"
+            )
         if chosen > groups:
             raise UserError(f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; lower it")
 

@@ -58,14 +58,12 @@ def look(optimizer: Any, chunks: Any, own_scales: bool) -> dict[str, str]:
             assert weight.codes.untyped_storage().data_ptr() in {b.param_data.data_ptr() for b in part.buffers}
             main, fmt, block = whole_main_weight(weight, part), FORMATS[weight.spec.format], weight.spec.block
             amax = main.abs().amax().view(1) if block is None else block_amax(main, block)
-            scale = None
-            if block is not None:
-                pass  # the reference's own scale of each block
-            elif weight.spec.scaling == "delayed":
+            scale = None  # the reference's own, of each block
+            if weight.spec.scaling == "delayed":
                 history, slot = weight.scaled.history
                 scale = fp32_encode_scale(history.in_effect[slot : slot + 1], fmt, weight.spec.scale_rule)
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-            else:
+            elif block is None:
                 if not own_scales:
                     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
                 scale = fp32_encode_scale(amax, fmt, weight.spec.scale_rule)

@@ -23,6 +23,7 @@ from megatron_lowprec.kernels.gelu import reference as gelu
 from megatron_lowprec.kernels.layernorm import reference as layernorm
 from megatron_lowprec.kernels.multi_tensor_cast import reference as multi_tensor_cast
 from megatron_lowprec.kernels.operand_stats import reference as operand_stats_reference
+from megatron_lowprec.kernels.partial_cast import reference as partial_cast
 from megatron_lowprec.kernels.scaled_adam import reference as scaled_adam
 
 P = ParamSpec("P")
@@ -120,6 +121,8 @@ update_history_ = _op(amax_history.update_history_)
 multi_tensor_cast_ = _op(
     multi_tensor_cast.multi_tensor_cast_, lambda _, encode_scale, *__: encode_scale.is_cuda and have_triton()
 )
+partial_amax = _op(partial_cast.partial_amax, lambda shards, *_: shards[0].values.is_cuda and have_triton())
+partial_cast_ = _op(partial_cast.partial_cast_, lambda _, encode_scale, *__: encode_scale.is_cuda and have_triton())
 adam_update_amax = _op(scaled_adam.update_amax, _on_gpu)
 """All slots have the same dtypes."""
 adam_update_ = _op(scaled_adam.update_, _on_gpu)

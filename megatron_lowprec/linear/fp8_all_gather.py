@@ -50,13 +50,16 @@ def enable_fp8_all_gather(model: nn.Module, param_dtype: torch.dtype | None = No
     weights = [
         _Weight(path, layer, spec)
         for path, layer in layers.items()
-        if path not in transposed and (spec := primary_weight_spec(layer.linear_gemms.recipe)) is not None
+        if path not in transposed
+        and (spec := primary_weight_spec(layer.linear_gemms.recipe)) is not None
+        and spec.block is None
     ]
     if not weights:
         recipe = next(iter(layers.values())).recipe.name
         raise UserError(
             f"enable_fp8_all_gather needs nn.Linear weights with one scale per tensor, the same in fprop and dgrad; "
-            f"recipe {recipe} has none here. fp8_current and fp8_delayed have them"
+            f"recipe {recipe} has none here. fp8_current and fp8_delayed have them; FSDP2's shards cut "
+            "the blocks of fp8_blockwise"
         )
     _Gather(weights, param_dtype).attach(model)
     if transposed:

@@ -1,4 +1,4 @@
-"""FP8 primary weights: FP8 codes and one scale, without a copy in the compute dtype.
+"""FP8 primary weights: FP8 codes and their scales, without a copy in the compute dtype.
 
 The codes are quantized from the optimizer's fp32 main weight. The usual path rounds the main weight to bf16 first;
 codes differ where that rounding crosses the midpoint between two of them.
@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import multi_tensor_cast_
-from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES, fp8_codes
-from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
-from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.kernels.dispatch import multi_tensor_cast_, partial_cast_
+from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
+from megatron_lowprec.kernels.partial_cast.reference import Shard
+from megatron_lowprec.kernels.quantize.reference import block_amax, fp32_encode_scale, scale_blocks
+from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.recipe.schema import QuantSpec
 
 _ATEN = torch.ops.aten
@@ -28,16 +30,16 @@ _NEW = (_ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.new_empty.defa
 
 
 class Fp8Weight(torch.Tensor):
-    """Weight [O, I] with value ``codes * decode_scale``; to autograd a tensor of the compute dtype.
+    """Weight [O, I] with value ``codes * decode_scale`` of the block; to autograd a tensor of the compute dtype.
 
     Ops that read it get its value in that dtype. ``copy_`` is the only op that writes. It stores the values on the
     host until ``set_codes`` writes the codes of the main weights that the optimizer initialized from them.
 
     Attributes:
         codes: uint8 [O, I].
-        decode_scale: fp32 [1], multiplies a decoded element.
-        main_amax: fp32 [1], amax of the quantized values over all ranks that share the scale.
-        spec: quantization of the weight in fprop and dgrad; granularity "tensor".
+        decode_scale: fp32 [1], multiplies a decoded element; [ceil(O / rows), ceil(I / columns)] of blocks.
+        main_amax: fp32, as decode_scale: amax of the quantized values over all ranks that share the scale.
+        spec: quantization of the weight in fprop and dgrad; granularity "tensor", or square blocks, which both share.
         source: the values given to ``copy_``, in the compute dtype on the host, or None.
     """
 
@@ -73,19 +75,26 @@ class Fp8Weight(torch.Tensor):
     @classmethod
     def of(cls, values: torch.Tensor, spec: QuantSpec) -> Fp8Weight:
         """A weight from values in the compute dtype, by the rules of ``copy_``."""
-        one = torch.ones(1, dtype=torch.float32, device=values.device)
+        rows, columns = block_sizes(spec, values)
+        blocks = (1,) if spec.block is None else (-(-values.shape[0] // rows), -(-values.shape[1] // columns))
+        one = torch.ones(blocks, dtype=torch.float32, device=values.device)
         weight = cls(torch.empty_like(values, dtype=torch.uint8), one, one.clone(), spec, values.dtype)
         return weight.take(values)
 
     def take(self, values: torch.Tensor) -> Fp8Weight:
-        """Quantize ``values`` [O, I] by their own amax, without a history, and store them in ``source``."""
-        self.source = values.detach().to("cpu", self.dtype, copy=True)
+        """Quantize ``values`` [O, I] by their own amaxes, without a history, and store them in ``source``."""
         fp32 = values.detach().to(self.codes.device, torch.float32)
-        self.main_amax.copy_(fp32.abs().amax().view(1))
+        self.main_amax.copy_(block_amax(fp32, block_sizes(self.spec, fp32)).view_as(self.main_amax))
         encode_scale = weight_encode_scale(self.main_amax, self.spec)
         self.decode_scale.copy_(torch.ones_like(encode_scale) / encode_scale)
-        self.codes.copy_(fp8_codes(fp32, encode_scale, FORMATS[self.spec.format]))
+        set_codes([(self, fp32.contiguous().view(-1), 0)], [encode_scale])
+        self.source = values.detach().to("cpu", self.dtype, copy=True)
         return self
+
+    def shard(self, values: torch.Tensor | None, start: int) -> Shard:
+        """fp32 ``values`` [entries] of the weight from its entry ``start`` on; None for no entries."""
+        held = self.decode_scale.new_empty(0) if values is None else values
+        return Shard(held, start, (self.shape[0], self.shape[1]))
 
     def elements(self) -> torch.Tensor:
         """Codes as numbers of torch's FP8 dtype, [O, I]."""
@@ -95,7 +104,7 @@ class Fp8Weight(torch.Tensor):
         """The value as a plain tensor: ``source`` if present, else codes times decode scale."""
         if self.source is not None:
             return self.source.to(self.codes.device)
-        return (self.elements().float() * self.decode_scale).to(self.dtype)
+        return self._scaled(self.elements())
 
     def quantized(self, *, columnwise: bool, codes: bool) -> QuantizedTensor:
         """The weight for a GEMM that contracts its rows or its columns.
@@ -104,19 +113,32 @@ class Fp8Weight(torch.Tensor):
             columnwise: [I, O] for dgrad, a copy if of codes; else [O, I].
             codes: FP8 codes for a native GEMM; else the same values in the compute dtype for an emulated one.
         """
-        scale = self.decode_scale.view(1, 1)
+        elements, scale = self.elements(), torch.atleast_2d(self.decode_scale)
         quantized = QuantizedTensor(self.shape, self.dtype, self.spec)
-        if not columnwise:
-            quantized.rowwise_data, quantized.rowwise_scale = (
-                self.elements() if codes else self.elements().to(self.dtype),
-                scale,
-            )
-        elif codes:
-            quantized.columnwise_data = self.codes.t().contiguous().view(DTYPES[self.spec.format])
-            quantized.columnwise_scale = scale
+        if not codes:
+            # as EmulatedGemms: scales that are powers of two are multiplied into the data
+            plain = self._scaled(elements) if self.spec.power_of_two_scale else elements.to(self.dtype)
+            kept = None if self.spec.power_of_two_scale else scale
+            if columnwise:
+                quantized.columnwise_data, quantized.columnwise_scale = plain.t(), None if kept is None else kept.t()
+            else:
+                quantized.rowwise_data, quantized.rowwise_scale = plain, kept
+        elif columnwise:
+            transposed = self.codes.t().contiguous().view(DTYPES[self.spec.format])
+            quantized.columnwise_data, quantized.columnwise_scale = transposed, self._native_scale(scale.t())
         else:
-            quantized.columnwise_data, quantized.columnwise_scale = self.elements().to(self.dtype).t(), scale
+            quantized.rowwise_data, quantized.rowwise_scale = elements, self._native_scale(scale)
         return quantized
+
+    def _scaled(self, elements: torch.Tensor) -> torch.Tensor:
+        """The elements times the scales of their blocks, in the compute dtype."""
+        scale = torch.atleast_2d(self.decode_scale)
+        return scale_blocks(elements.float(), scale, block_sizes(self.spec, elements)).to(self.dtype)
+
+    def _native_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """Scales for a native GEMM: those of blocks row-major, with columns zero-padded to multiples of 4."""
+        missing = 0 if self.spec.block is None else -scale.shape[1] % 4
+        return pad(scale, (0, missing)) if missing else scale.contiguous()
 
     # Megatron-core's names for ``source``, from which its optimizer initializes main weights
     def get_high_precision_init_val(self) -> torch.Tensor:
@@ -127,7 +149,8 @@ class Fp8Weight(torch.Tensor):
         """No-op: ``set_codes`` drops ``source``."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Fp8Weight({tuple(self.shape)}, {self.spec.format}, decode scale {self.decode_scale.item():.4g})"
+        scale = f"decode scale {self.decode_scale.item():.4g}" if self.decode_scale.numel() == 1 else "block scales"
+        return f"Fp8Weight({tuple(self.shape)}, {self.spec.format}, {scale})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -163,18 +186,21 @@ def weight_encode_scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 def set_codes(
     shards: Sequence[tuple[Fp8Weight, torch.Tensor | None, int]], encode_scales: Sequence[torch.Tensor]
 ) -> None:
-    """Write codes of shards of many weights, one launch for each format, and drop each weight's ``source``.
+    """Write codes of shards of many weights, one launch for each spec, and drop each weight's ``source``.
 
     Args:
         shards: of each, (weight, fp32 values of the shard or None, row-major index of its first entry).
-        encode_scales: of each, fp32 [1].
+        encode_scales: of each, fp32, as many entries as the weight has scales, in row-major order.
     """
-    by_format: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+    by_spec: dict[QuantSpec, list[tuple[Shard, torch.Tensor, torch.Tensor]]] = {}
     for (weight, values, start), scale in zip(shards, encode_scales, strict=True):
         weight.source = None
         if values is not None:
             codes = weight.codes.view(-1)[start : start + values.numel()]
-            by_format.setdefault(weight.spec.format, []).append((values, scale, codes))
-    for name, parts in by_format.items():
+            by_spec.setdefault(weight.spec, []).append((weight.shard(values, start), scale.view(-1), codes))
+    for spec, parts in by_spec.items():
         many, scales, into = zip(*parts, strict=True)
-        multi_tensor_cast_(many, torch.cat(scales), FORMATS[name], into)
+        if spec.block is None:
+            multi_tensor_cast_([shard.values for shard in many], torch.cat(scales), FORMATS[spec.format], into)
+        else:
+            partial_cast_(many, torch.cat(scales), FORMATS[spec.format], spec.block, into)

@@ -72,18 +72,15 @@ def weight_serves_microbatches(gemm: GemmSpec) -> bool:
 def primary_weight_spec(recipe: Recipe) -> QuantSpec | None:
     """Spec of a weight that a layer can store as FP8 codes only; None if it cannot.
 
-    fprop and dgrad must use the same spec, with one scale; otherwise dgrad would need the unquantized weight.
+    fprop and dgrad must use the same spec, and the same scales: one of the tensor, or those of square blocks, which the
+    transpose shares. Otherwise dgrad would need the unquantized weight.
     """
     spec, gemms = recipe.fprop.weight, (recipe.fprop, recipe.dgrad)
     if spec is None or spec != recipe.dgrad.weight or any(gemm.hadamard is not None for gemm in gemms):
         return None
-    plain = (spec.granularity, spec.scale_format, spec.rounding, spec.headroom) == (
-        "tensor",
-        "fp32",
-        "nearest_even",
-        1.0,
-    )
-    return spec if plain and spec.format in ("e4m3", "e5m2") else None
+    plain = (spec.scale_format, spec.rounding, spec.headroom) == ("fp32", "nearest_even", 1.0)
+    shared = spec.granularity in ("tensor", "128x128")
+    return spec if plain and shared and spec.format in ("e4m3", "e5m2") else None
 
 
 def check_primary_weights(recipe: Recipe) -> None:
@@ -96,9 +93,9 @@ def check_primary_weights(recipe: Recipe) -> None:
         taken = {name: getattr(recipe, name).weight for name in ("fprop", "dgrad")}
         found = ", ".join(f"{n} {f'{w.format} by {w.granularity}' if w else 'unquantized'}" for n, w in taken.items())
         raise UserError(
-            "FP8 weights (fp8_weights, --fp8-param-gather) have one scale, which fprop and dgrad must then share; "
-            f"recipe {recipe.name} takes the weight in {found}: use the GEMMs of fp8_delayed or fp8_current, or leave "
-            "FP8 weights out"
+            "FP8 weights (fp8_weights, --fp8-param-gather) have fp32 scales by tensor or by 128x128, which fprop and "
+            f"dgrad must then share; recipe {recipe.name} takes the weight in {found}: use the GEMMs of fp8_delayed, "
+            "fp8_current or fp8_blockwise, or leave FP8 weights out"
         )
 
 

@@ -18,8 +18,10 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
+from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
 from megatron_lowprec.mcore.optim.fp8_param_gather import sharded_weights
 from megatron_lowprec.quantization.primary_weight import weight_encode_scale
+from megatron_lowprec.quantization.tensor import block_sizes
 from megatron_lowprec.training import loop
 from tests.training.conftest import driving
 from tests.training.helpers import argv, losses, many_runs, rows
@@ -272,26 +274,42 @@ def test_what_it_needs_is_switched_on_and_said(tmp_path: Path, capfd: pytest.Cap
     assert "gradients: exchanged by data-parallel ranks in E4M3" in said
 
 
-def test_fp8_weights_are_cast_from_the_narrow_main_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "main_dtype", "options"),
+    [
+        ("fp8_current+fp8_lm_o3", torch.float16, {}),
+        ("fp8_blockwise+fp8_lm_o3", torch.float16, {"hidden_size": 128}),
+        (
+            "fp8_blockwise",
+            torch.float32,
+            {"hidden_size": 128, "fp8_param_gather": True, "recipe_override": "optimizer.exp_avg=bf16"},
+        ),
+    ],
+)
+def test_fp8_weights_are_cast_from_the_main_weight_of_scaled_adam(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, main_dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     seen, inner = [], loop.train_step
 
     def step(trainer: Any, *rest: Any) -> Any:
         result = inner(trainer, *rest)
         (part,) = trainer.optimizer.chained_optimizers
-        assert all(shard.decoupled_grad is None for shard in part.get_parameters())  # fp32, freed by the update
+        if "fp8_lm_o3" in recipe:  # fp32, freed by the update
+            assert all(shard.decoupled_grad is None for shard in part.get_parameters())
         for weight, main, start in sharded_weights(part):
             assert main is not None
-            assert (main.stored.dtype, start, weight.source) == (torch.float16, 0, None)
-            values = main.values()
-            scale = weight_encode_scale(values.abs().amax().view(1), weight.spec)
-            codes = fp8_codes(values, scale, FORMATS["e4m3"])
-            assert torch.equal(weight.codes.view(-1), codes)
+            assert (main.stored.dtype, start, weight.source) == (main_dtype, 0, None)
+            values = main.values().view(weight.shape)
+            block = block_sizes(weight.spec, values)
+            scale = weight_encode_scale(block_amax(values, block), weight.spec)
+            codes = fp8_codes(scale_blocks(values, scale, block), torch.ones(1), FORMATS["e4m3"])
+            assert torch.equal(weight.codes, codes)
             seen.append(codes)
         return result
 
     monkeypatch.setattr(loop, "train_step", step)
     with driving(tmp_path) as call:
-        call(argv(**LM | {"recipe": "fp8_current+fp8_lm_o3", "train_iters": 2}, save="out", no_save=True))
+        call(argv(**LM | {"recipe": recipe, "train_iters": 2} | options, save="out", no_save=True))
     first, second = seen[:8], seen[8:]
     assert len(second) == 8
     assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -303,8 +321,8 @@ def test_fp8_weights_are_cast_from_the_narrow_main_weight(tmp_path: Path, monkey
         ({"recipe": "fp8_lm_o1", "cuda_graph_impl": "local"}, "captured graphs write gradients to fixed addresses"),
         ({"recipe": "fp8_lm_o2", "grad_reduce_in_bf16": True}, "set --recipe-override gradients.accumulation=buffer"),
         (
-            {"recipe": "fp8_blockwise+fp8_lm_o3", "hidden_size": 128},
-            "fp8_blockwise.fp8_lm_o3 takes the weight in fprop e4m3",
+            {"recipe": "mxfp8+fp8_lm_o3"},
+            "mxfp8.fp8_lm_o3 takes the weight in fprop e4m3 by 1x32",
         ),
         ({"recipe": "fp8_lm_o3", "bf16": None}, "stores FP8 weights, which needs --bf16"),
         ({"recipe": "fp8_delayed+mxfp8"}, "takes optimizer state, gradients and weights from mxfp8"),

@@ -151,6 +151,8 @@ def updates() -> None:
     from megatron_lowprec.formats import FORMATS
     from megatron_lowprec.kernels.amax_history.triton import update_history_
     from megatron_lowprec.kernels.multi_tensor_cast import triton as multi_tensor_cast
+    from megatron_lowprec.kernels.partial_cast import triton as partial_cast
+    from megatron_lowprec.kernels.partial_cast.reference import Shard
     from megatron_lowprec.kernels.scaled_adam import triton as adam
     from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters
     from tests.kernels.scaled_adam_cases import SIZES, STATES, STREAMS, slots_of
@@ -162,6 +164,10 @@ def updates() -> None:
         adam.update_(slots, step, torch.ones(len(slots), 3))
     codes = torch.zeros(4096, dtype=torch.uint8)
     multi_tensor_cast.multi_tensor_cast_([torch.zeros(4096)], torch.ones(1), FORMATS["e4m3"], [codes])
+    for start in (0, 3):
+        shards = [Shard(torch.zeros(4096), start, (256, 256))]
+        amax = partial_cast.partial_amax(shards, (128, 128))
+        partial_cast.partial_cast_(shards, amax, FORMATS["e4m3"], (128, 128), [codes])
     update_history_(torch.zeros(16), torch.zeros(64, 16), torch.zeros(16), True)
 
 
@@ -184,7 +190,7 @@ def main(arch: int) -> None:
         return plain(fmt, torch.device("cuda"))
 
     plain = rule.code_constants
-    users = ("cast_fp8.rule", "multi_tensor_cast.triton", "scaled_adam.triton")
+    users = ("cast_fp8.rule", "multi_tensor_cast.triton", "partial_cast.triton", "scaled_adam.triton")
     large = 0 if arch == 90 else 1 << 62  # all tilings where kernels are tuned; the first one elsewhere, to save time
     driver.set_active(_Driver(arch))
     with (

@@ -62,10 +62,10 @@ def tables_made_again(device: str) -> Iterator[str]:
     from megatron_lowprec.kernels.multi_tensor_cast import triton
 
     for _ in range(2):
-        before = triton._table.cache_info().misses
+        before = triton.address_table.cache_info().misses
         for bucket in range(BUCKETS):
-            triton._table(((64 * bucket, 16 * bucket, 16),), torch.device(device))
-    if made := triton._table.cache_info().misses - before:
+            triton.address_table(((64 * bucket, 16 * bucket, 16),), torch.device(device))
+    if made := triton.address_table.cache_info().misses - before:
         yield f"{made} of {BUCKETS} tables are copied to the device again in the second step"
 
 

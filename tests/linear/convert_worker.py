@@ -236,7 +236,8 @@ def an_fp8_all_gather_is_refused() -> None:
         enable_fp8_all_gather(wrapped("fsdp", build()))
     with pytest.raises(UserError, match=r"weight is not sharded: call fully_shard\(model\)"):
         enable_fp8_all_gather(convert(build(), "fp8_current"))
-    for recipe, block in (("mxfp8", LlamaBlock), ("fp8_rowwise", LlamaBlock), ("fp8_current", Gpt2Block)):
+    for recipe in ("mxfp8", "fp8_rowwise", "fp8_blockwise", "fp8_current"):
+        block = Gpt2Block if recipe == "fp8_current" else LlamaBlock
         with pytest.raises(UserError, match=r"one scale per tensor") as refused:
             enable_fp8_all_gather(wrapped("fsdp", convert(build(block), recipe)))
         assert f"recipe {recipe} has none here" in str(refused.value)

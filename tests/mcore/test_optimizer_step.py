@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from megatron.core import fp8_utils, parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_lowprec.kernels.partial_cast.reference import Shard
+from megatron_lowprec.mcore.optim import fp8_param_gather
 from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, grad_norm, optimizer_step
 from megatron_lowprec.quantization import primary_weight
@@ -182,17 +184,28 @@ def test_launches_do_not_grow_with_the_number_of_weights(build: Build, distribut
     assert waiting == 4 * 12, found
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_blockwise"])
 def test_casts_of_fp8_weights_do_not_grow_with_their_number(
     build: Build, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """Around the cast itself, which the reference does tensor by tensor and a kernel at once."""
+    """Around cast and amaxes of blocks themselves, which references compute one by one and kernels at once."""
     casts: list[int] = []
-    monkeypatch.setattr(primary_weight, "multi_tensor_cast_", lambda values, *_: casts.append(len(values)))
+    for name in ("multi_tensor_cast_", "partial_cast_"):
+        monkeypatch.setattr(primary_weight, name, lambda values, *_: casts.append(len(values)))
+
+    def partial_amax(shards: Sequence[Shard], block: tuple[int, int]) -> torch.Tensor:
+        return torch.zeros(sum(math.prod(shard.blocks(block)) for shard in shards))
+
+    monkeypatch.setattr(fp8_param_gather, "partial_amax", partial_amax)
     found = []
     for layers in (2, 6):
         trainer = build(
-            bf16=True, use_distributed_optimizer=True, fp8_param_gather=True, num_layers=layers, recipe=recipe
+            bf16=True,
+            use_distributed_optimizer=True,
+            fp8_param_gather=True,
+            num_layers=layers,
+            recipe=recipe,
+            hidden_size=128,
         )
         (part,) = trainer.optimizer.chained_optimizers
         casts.clear()

@@ -12,16 +12,16 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_lowprec import LowPrecLinear, QuantSpec, get_recipe
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
-from megatron_lowprec.kernels.quantize.reference import decode, encode, quantize_operand
+from megatron_lowprec.kernels.quantize.reference import block_amax, decode, encode, quantize_operand
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, set_codes, weight_encode_scale
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
-from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 
-RECIPES = ["fp8_current", "fp8_delayed"]
-T, IN, OUT = 40, 64, 96
+RECIPES = ["fp8_current", "fp8_delayed", "fp8_blockwise"]
+T, IN, OUT = 40, 256, 384
 
 
 def spec_of(name: str = "fp8_current") -> QuantSpec:
@@ -57,20 +57,30 @@ def test_codes_are_the_reference_s(name: str, scale: float) -> None:
     assert number.any() == math.isfinite(scale)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_blockwise"])
 @pytest.mark.parametrize("changes", [{}, {"scale_rule": "amax_pow2"}, {"amax_floor": 1e-4}])
-def test_taken_values_are_quantized_as_an_operand_is(changes: dict[str, object]) -> None:
-    spec = replace(spec_of(), **changes)  # type: ignore[arg-type]
+def test_taken_values_are_quantized_as_an_operand_is(recipe: str, changes: dict[str, object]) -> None:
+    spec = replace(spec_of(recipe), **changes)  # type: ignore[arg-type]
     weight = Fp8Weight.of(values(), spec)
     assert weight.source is not None
     assert torch.equal(weight.source, values())
-    assert weight.main_amax == values().float().abs().max()
+    assert weight.main_amax.shape == ((1,) if recipe == "fp8_current" else (OUT // 128, IN // 128))
+    assert torch.equal(weight.main_amax, amaxes_of(weight, values()))
     for transposed in (False, True):
         matrix = values().t() if transposed else values()
-        elements, scale = quantize_by_reference(matrix.float(), spec)
+        # scales that are powers of two are in the data
+        elements, scale = quantize_by_reference(matrix.float(), spec, dequantize=spec.power_of_two_scale)
         quantized = weight.quantized(columnwise=transposed, codes=False)
         data, found = quantized.columnwise() if transposed else quantized.rowwise()
         assert torch.equal(data.float(), elements)
-        assert torch.equal(found, scale)  # type: ignore[arg-type]
+        if spec.power_of_two_scale:
+            assert found is None
+        else:
+            assert torch.equal(found, scale)  # type: ignore[arg-type]
+
+
+def amaxes_of(weight: Fp8Weight, main: torch.Tensor) -> torch.Tensor:
+    return block_amax(main.float(), block_sizes(weight.spec, main)).view_as(weight.main_amax)
 
 
 def test_margin_is_of_delayed_scaling() -> None:
@@ -79,6 +89,26 @@ def test_margin_is_of_delayed_scaling() -> None:
     assert weight_encode_scale(amax, replace(delayed, margin=2)) == weight_encode_scale(amax, delayed) / 4
     assert weight_encode_scale(amax, delayed) == weight_encode_scale(amax, current)
     assert weight_encode_scale(torch.zeros(1), delayed) == 1.0
+
+
+@pytest.mark.parametrize("shape", [(384, 256), (300, 200)])
+def test_block_scales_of_a_native_product_are_padded_to_columns_of_four(shape: tuple[int, int]) -> None:
+    weight = Fp8Weight.of(torch.randn(shape).bfloat16(), spec_of("fp8_blockwise"))
+    scale = weight.decode_scale
+    assert scale.shape == (3, 2)
+    for columnwise in (False, True):
+        quantized = weight.quantized(columnwise=columnwise, codes=True)
+        data, padded = quantized.columnwise() if columnwise else quantized.rowwise()
+        wanted = scale.t() if columnwise else scale
+        assert padded is not None
+        assert padded.is_contiguous()
+        assert padded.shape == (wanted.shape[0], 4)
+        assert torch.equal(padded[:, : wanted.shape[1]], wanted)
+        assert not padded[:, wanted.shape[1] :].any()
+        codes = weight.codes.t() if columnwise else weight.codes
+        assert torch.equal(data.view(torch.uint8), codes)
+        weight.source = None
+        assert torch.equal(quantized.dequantize(torch.bfloat16), weight + 0)
 
 
 def shards(device: str) -> tuple[list[Fp8Weight], list[torch.Tensor], list[torch.Tensor]]:
@@ -160,7 +190,7 @@ def update(ordinary: LowPrecLinear, primary: LowPrecLinear, main: torch.Tensor) 
         ordinary.weight.copy_(main)
     weight = primary.weight
     assert isinstance(weight, Fp8Weight)
-    follows = weight.main_amax.copy_(main.float().abs().amax())
+    follows = weight.main_amax.copy_(amaxes_of(weight, main))
     if weight.spec.scaling == "delayed":
         history, slot = primary.linear_gemms.histories["weight"]
         follows = history.upcoming()[slot : slot + 1]
@@ -222,7 +252,10 @@ def test_native_products_read_the_codes_and_one_copy_a_step(recipe: str) -> None
         assert data.dtype == torch.float8_e4m3fn
         assert data.is_contiguous()
         assert scale is not None
-        assert scale.data_ptr() == weight.decode_scale.data_ptr()
+        if recipe == "fp8_blockwise":
+            assert scale.shape[1] == 4
+        else:
+            assert scale.data_ptr() == weight.decode_scale.data_ptr()
         return found
 
     by_rows, by_columns = operand("fprop"), operand("dgrad")

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from megatron_lowprec.recipe.native_support import (
     native_gemms,
     why_emulated,
 )
-from megatron_lowprec.recipe.registry import FP8_CURRENT, FP8_DELAYED
+from megatron_lowprec.recipe.registry import FP8_128X128, FP8_CURRENT, FP8_DELAYED
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 
@@ -281,16 +282,15 @@ def test_accumulators_that_can_be_emulated() -> None:
 def test_recipes_with_primary_weights() -> None:
     for name in recipes():
         weights = get_recipe(name).fprop.weight, get_recipe(name).dgrad.weight
-        # (fp8_lm's products would take them; its main weights, from which they are made, are no fp32 ones.)
-        one_tensor_scale = weights in ((FP8_CURRENT, FP8_CURRENT), (FP8_DELAYED, FP8_DELAYED))
-        assert (primary_weight_spec(get_recipe(name)) is not None) == one_tensor_scale, name
+        shared = weights in [(spec, spec) for spec in (FP8_CURRENT, FP8_DELAYED, FP8_128X128)]
+        assert (primary_weight_spec(get_recipe(name)) is not None) == shared, name
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("bf16", "fprop unquantized, dgrad unquantized"),
-        ("fp8_blockwise", "fprop e4m3 by 128x128, dgrad e4m3 by 128x128"),
+        ("mxfp8", "fprop e4m3 by 1x32, dgrad e4m3 by 1x32"),
         ("fp8_rowwise_gw_hp", "fprop e4m3 by row, dgrad e4m3 by tensor"),
         ("fp8_mxfp4_rht_sr", "fprop e4m3 by tensor, dgrad e2m1 by 1x32"),
     ],
@@ -298,14 +298,16 @@ def test_recipes_with_primary_weights() -> None:
 def test_recipes_without_primary_weights_are_refused(name: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as error:
         check_primary_weights(get_recipe(name))
-    assert "use the GEMMs of fp8_delayed or fp8_current" in str(error.value)
+    assert "use the GEMMs of fp8_delayed, fp8_current or fp8_blockwise" in str(error.value)
 
 
 def test_primary_weights_are_rounded_plainly_and_alike() -> None:
     spec = get_recipe("fp8_current").fprop.weight
     assert spec is not None
-    for change in ({"rounding": "stochastic"}, {"headroom": 0.75}, {"format": "e2m1"}, {"granularity": "row"}):
-        other = replace(spec, **change)  # type: ignore[arg-type]
+    changes: list[dict[str, Any]] = [{"rounding": "stochastic"}, {"headroom": 0.75}, {"format": "e2m1"}]
+    changes += [{"granularity": name} for name in ("row", "1x128", "64x64")]
+    for change in changes:
+        other = replace(spec, **change)
         recipe = replace(get_recipe("fp8_current"), fprop=GemmSpec(weight=other), dgrad=GemmSpec(weight=other))
         assert primary_weight_spec(recipe) is None
         recipe = replace(get_recipe("fp8_current"), fprop=GemmSpec(weight=other))

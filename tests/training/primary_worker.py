@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.quantize.reference import encode, fp32_encode_scale, quantize_operand
+from megatron_lowprec.kernels.quantize.reference import block_amax, encode, fp32_encode_scale, quantize_operand
 from megatron_lowprec.training.distributed import startup
 from tests.training.many_runs import Meetings
 
@@ -56,29 +56,31 @@ def look(optimizer: Any, chunks: Any, own_scales: bool) -> dict[str, str]:
             assert weight.dtype == torch.bfloat16
             assert weight.source is None
             assert weight.codes.untyped_storage().data_ptr() in {b.param_data.data_ptr() for b in part.buffers}
-            main, fmt = whole_main_weight(weight, part), FORMATS[weight.spec.format]
-            amax = main.abs().amax().view(1)
+            main, fmt, block = whole_main_weight(weight, part), FORMATS[weight.spec.format], weight.spec.block
+            amax = main.abs().amax().view(1) if block is None else block_amax(main, block)
+            scale = None  # the reference's own, of each block
             if weight.spec.scaling == "delayed":
                 history, slot = weight.scaled.history
                 scale = fp32_encode_scale(history.in_effect[slot : slot + 1], fmt, weight.spec.scale_rule)
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-            else:
+            elif block is None:
                 if not own_scales:
                     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
                 scale = fp32_encode_scale(amax, fmt, weight.spec.scale_rule)
             elements, decode_scale = quantize_operand(
                 main,
                 fmt,
-                tuple(main.shape),
+                block or tuple(main.shape),
                 scale_format="fp32",
                 scale_rule=weight.spec.scale_rule,
-                encode_scale=scale.view(1, 1),
+                encode_scale=None if scale is None else scale.view(1, 1),
             )
             assert torch.equal(weight.codes, encode(elements, fmt)), names[weight]
-            assert torch.equal(weight.decode_scale, decode_scale.view(1)), names[weight]
+            assert torch.equal(weight.decode_scale, decode_scale.view_as(weight.decode_scale)), names[weight]
             assert torch.equal(weight.main_amax, amax), names[weight]
             codes = joined(weight.codes, weight.partition_dim, group)
-            digest = hashlib.sha256(codes.cpu().numpy().tobytes() + weight.decode_scale.cpu().numpy().tobytes())
+            scales = weight.decode_scale if block is None else joined(weight.decode_scale, weight.partition_dim, group)
+            digest = hashlib.sha256(codes.cpu().numpy().tobytes() + scales.cpu().numpy().tobytes())
             digests[names[weight]] = digest.hexdigest()[:16]
     return digests
 

@@ -39,7 +39,12 @@ from tests.training.primary_worker import Digests, looking
 from tests.waiting import PATIENCE
 from tools import evaluate, export_hf
 
-RECIPES = ("fp8_current", "fp8_delayed")
+RECIPES: dict[str, dict[str, Any]] = {
+    "fp8_current": {"recipe": "fp8_current"},
+    "fp8_delayed": {"recipe": "fp8_delayed"},
+    # whole blocks on each of two tensor-parallel ranks
+    "fp8_blockwise": {"recipe": "fp8_blockwise", "hidden_size": 256, "ffn_hidden_size": 256},
+}
 COMMON: dict[str, Any] = {"bf16": True, "use_distributed_optimizer": True, "train_iters": 4, "lr_decay_iters": 10}
 FLAG: dict[str, Any] = {"fp8_param_gather": True}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
@@ -53,6 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "overlapped": OVERLAP,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True, "swiglu": True}
+EXPERT_RECIPES = ("fp8_delayed", "fp8_blockwise")
 
 
 # Weights that a checkpoint stores in two parts, gradients in bf16, and a forward pass that is run twice.
@@ -77,18 +83,19 @@ def halves(name: str, options: dict[str, Any], before: dict[str, Any], after: di
 def cases() -> dict[str, dict[str, Any]]:
     """Name -> options on two processes."""
     found: dict[str, dict[str, Any]] = {}
-    for recipe in RECIPES:
+    for recipe, options in RECIPES.items():
         for layout, sizes in LAYOUTS.items():
-            found[f"{recipe} {layout}"] = COMMON | FLAG | sizes | {"recipe": recipe, "no_save": True}
+            found[f"{recipe} {layout}"] = COMMON | FLAG | sizes | options | {"no_save": True}
         for layout in ("data", "tensor", "overlapped"):
-            found |= halves(f"{recipe} {layout}", LAYOUTS[layout] | {"recipe": recipe}, FLAG, FLAG)
-        found |= halves(f"{recipe} data to tensor", {"recipe": recipe}, FLAG, FLAG | TP2)
+            found |= halves(f"{recipe} {layout}", LAYOUTS[layout] | options, FLAG, FLAG)
+        found |= halves(f"{recipe} data to tensor", options, FLAG, FLAG | TP2)
     gated = GATED | TP2 | {"recipe": "fp8_current"}
     found["gated tensor"] = COMMON | FLAG | gated | {"no_save": True}
     found |= halves("gated tensor", gated, FLAG, FLAG)
     found["own scales"] = COMMON | FLAG | TP2 | {"recipe": "fp8_current", "no_amax_reduce": True, "no_save": True}
-    expert = COMMON | FLAG | EXPERTS | {"recipe": "fp8_delayed", "expert_model_parallel_size": 2}
-    found["experts"] = expert | {"save": "experts"}
+    for recipe in EXPERT_RECIPES:
+        expert = COMMON | FLAG | EXPERTS | RECIPES[recipe] | {"expert_model_parallel_size": 2}
+        found[f"{recipe} experts"] = expert | {"save": f"{recipe} experts"}
     return found
 
 
@@ -108,7 +115,7 @@ def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """A recipe, a folder with a run of it on one process, with checkpoints of iterations 2 and 4, and its digests."""
     folder = tmp_path_factory.mktemp("one")
     with driving(folder) as call, looking() as digests:
-        call(argv(save="out", recipe=request.param, save_interval=2, **COMMON, **FLAG))
+        call(argv(save="out", save_interval=2, **COMMON, **FLAG, **RECIPES[request.param]))
     return request.param, folder, digests
 
 
@@ -173,10 +180,11 @@ def test_a_part_s_own_scale_is_honoured(launch: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts(launch: Path) -> None:
-    first = digests_of(launch, "experts")[0]
+@pytest.mark.parametrize("recipe", EXPERT_RECIPES)
+def test_experts(launch: Path, recipe: str) -> None:
+    first = digests_of(launch, f"{recipe} experts")[0]
     assert len(first) == 2 * (2 + 2 * 2)  # of each layer attention's, and both of two experts here
-    assert all_finite(launch / "experts")
+    assert all_finite(launch / f"{recipe} experts")
 
 
 def all_finite(folder: Path) -> bool:
@@ -192,7 +200,7 @@ def lm_losses(folder: Path) -> list[float]:
 def test_it_trains_as_with_bf16_weights(one: tuple[str, Path, Digests]) -> None:
     recipe, folder, _ = one
     with driving(folder) as call:
-        call(argv(save="plain", recipe=recipe, no_save=True, **COMMON))
+        call(argv(save="plain", no_save=True, **COMMON, **RECIPES[recipe]))
     plain, primary = lm_losses(folder / "plain"), lm_losses(folder / "out")
     # the first weights are bf16's own, later main weights are not rounded to it
     assert primary[0] == plain[0]
@@ -224,7 +232,7 @@ def test_a_main_weight_that_is_not_finite_is_seen(drive: Drive, monkeypatch: pyt
         return result
 
     monkeypatch.setattr(loop, "train_step", step)
-    drive(argv(save="out", recipe=recipe, no_save=True, **COMMON | FLAG | {"train_iters": 1}))
+    drive(argv(save="out", no_save=True, **COMMON | FLAG | RECIPES[recipe] | {"train_iters": 1}))
     assert seen == [True, False]
 
 
@@ -246,7 +254,7 @@ def stored(folder: Path, marker: str) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_what_a_run_without_the_flag_writes(one: tuple[str, Path, Digests]) -> None:
     recipe, folder, _ = one
     with driving(folder) as call:
-        call(argv(save="stored plain", recipe=recipe, **COMMON | {"train_iters": 2}))
+        call(argv(save="stored plain", **COMMON | RECIPES[recipe] | {"train_iters": 2}))
     primary, plain = (stored(folder / name / "iter_0000002", "") for name in ("out", "stored plain"))
     described = [{name: (t.shape, t.dtype) for name, t in found.items()} for found in (primary, plain)]
     assert described[0] == described[1]
@@ -266,22 +274,22 @@ def test_the_flag_may_come_and_go(one: tuple[str, Path, Digests]) -> None:
     shutil.copytree(folder / "out" / "iter_0000002", half / "iter_0000002")
     (half / "latest_checkpointed_iteration.txt").write_text("2\n")
     with driving(folder) as call:
-        call(argv(save="without", load="half", recipe=recipe, save_interval=3, **COMMON))
+        call(argv(save="without", load="half", save_interval=3, **COMMON, **RECIPES[recipe]))
     assert lm_losses(folder / "without") == pytest.approx(lm_losses(folder / "out")[2:], rel=1e-3)
     again = folder / "again"
     shutil.copytree(folder / "without" / "iter_0000003", again / "iter_0000003")
     (again / "latest_checkpointed_iteration.txt").write_text("3\n")
     with driving(folder) as call, looking() as found:
-        call(argv(save="with", load="again", recipe=recipe, no_save=True, **COMMON, **FLAG))
+        call(argv(save="with", load="again", no_save=True, **COMMON, **FLAG, **RECIPES[recipe]))
     # looked at: a new model, what was loaded, and a step
     assert len(found) == 3
     assert lm_losses(folder / "with") == pytest.approx(lm_losses(folder / "without")[1:], rel=1e-3)
     # nothing is lost on the way: after a step that is skipped, codes are what they were
     with driving(folder) as call, pytest.MonkeyPatch.context() as monkeypatch:
         spoiling(monkeypatch, "wgrad", at(2, "mlp.linear_fc1", step=2, microbatch=0))
-        call(argv(save="through", load="half", recipe=recipe, **COMMON | {"train_iters": 3}))
+        call(argv(save="through", load="half", **COMMON | RECIPES[recipe] | {"train_iters": 3}))
     with driving(folder) as call, looking() as found:
-        call(argv(save="end", load="through", recipe=recipe, no_save=True, **COMMON, **FLAG))
+        call(argv(save="end", load="through", no_save=True, **COMMON, **FLAG, **RECIPES[recipe]))
     assert found[1] == digests[2]
 
 
@@ -293,9 +301,9 @@ def expected_digest(weight: torch.Tensor, spec: QuantSpec) -> str:
 
 @pytest.mark.slow
 def test_weights_alone_begin_a_fine_tuning(one: tuple[str, Path, Digests]) -> None:
-    _, folder, _ = one
+    recipe, folder, _ = one
     with driving(folder) as call, looking() as found:
-        options = COMMON | FLAG | {"recipe": "fp8_current", "train_iters": 1}
+        options = COMMON | FLAG | RECIPES[recipe] | {"recipe": "fp8_current", "train_iters": 1}
         call(argv(save="tuned", load="out", finetune=True, no_save=True, **options))
     spec, weights = get_recipe("fp8_current").fprop.weight, read_weights(folder / "out" / "iter_0000004")
     assert spec is not None
@@ -333,34 +341,52 @@ def test_it_is_evaluated_and_exported(one: tuple[str, Path, Digests], monkeypatc
 
 
 # ---- memory and refusals
-def test_the_plan_counts_their_bytes(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("fp8_current_bf16_ends", {"num_layers": 3, "hidden_size": 64}),  # one layer of three is in FP8
+        ("fp8_blockwise", {"num_layers": 1, "hidden_size": 128}),
+    ],
+)
+def test_the_plan_counts_their_bytes(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, recipe: str, options: dict[str, int]
+) -> None:
+    linear = 12 * options["hidden_size"] ** 2  # weights in FP8
+    scales = 8 * linear // 128**2 if recipe == "fp8_blockwise" else 0
     held = []
 
     def step(trainer: Any, *rest: Any, inner: Any = loop.train_step) -> Any:
         (chunk,) = trainer.chunks
-        held.append(sum(w.numel() * (1 if isinstance(w, Fp8Weight) else w.itemsize) for w in chunk.parameters()))
+        held.append(sum(bytes_of(w) for w in chunk.parameters()))
         buffers = {b.param_data.untyped_storage().data_ptr(): b.param_data.nbytes for b in chunk.buffers}
         held.append(sum(buffers.values()))
         return inner(trainer, *rest)
 
     monkeypatch.setattr(loop, "train_step", step)
-    flags = argv(save="out", recipe="fp8_current_bf16_ends", **COMMON | FLAG | {"train_iters": 1, "num_layers": 3})
+    flags = argv(save="out", recipe=recipe, **COMMON | FLAG | {"train_iters": 1} | options)
     drive([*flags, "--no-save"])
     config = resolve_run(resolve_model(parse(flags)[0]), 1, gpus=False)
-    recipe = get_recipe("fp8_current_bf16_ends")
-    found = plan(config, recipe, 256, 1)
+    numerics = get_recipe(recipe)
+    found = plan(config, numerics, 256, 1)
     assert found.resident["weights"] == held[0]
-    assert held[0] <= held[1] < 1.02 * held[0]  # padded to whole buckets
-    assert found.resident["kept quantized weights"] == 12 * 64**2  # a transposed copy for two microbatches
-    assert plan(config, recipe, 256, 1, arch="cpu").resident["kept quantized weights"] == 0
-    ordinary = plan(replace(config, fp8_param_gather=False), recipe, 256, 1).resident
-    assert ordinary["weights"] - found.resident["weights"] == 12 * 64**2  # one layer of three is in FP8
-    assert ordinary["kept quantized weights"] == 2 * 12 * 64**2
+    assert held[0] <= held[1] + scales < 1.02 * held[0]  # padded to whole buckets
+    assert found.resident["kept quantized weights"] == linear  # a transposed copy for two microbatches
+    assert plan(config, numerics, 256, 1, arch="cpu").resident["kept quantized weights"] == 0
+    ordinary = plan(replace(config, fp8_param_gather=False), numerics, 256, 1).resident
+    assert ordinary["weights"] - found.resident["weights"] == linear - scales
+    assert ordinary["kept quantized weights"] == 2 * linear
+
+
+def bytes_of(weight: torch.Tensor) -> int:
+    if not isinstance(weight, Fp8Weight):
+        return weight.nbytes
+    blocks = (weight.decode_scale, weight.main_amax) if weight.spec.block else ()
+    return weight.codes.nbytes + sum(each.nbytes for each in blocks)
 
 
 def test_recipes_without_one_fp8_weight_are_refused(drive: Drive) -> None:
-    with pytest.raises(UserError, match="fp8_blockwise takes the weight in fprop e4m3 by 128x128"):
-        drive(argv(save="out", recipe="fp8_blockwise", hidden_size=128, **COMMON, **FLAG))
+    with pytest.raises(UserError, match="mxfp8 takes the weight in fprop e4m3 by 1x32"):
+        drive(argv(save="out", recipe="mxfp8", **COMMON, **FLAG))
     assert not torch.distributed.is_initialized()
 
 
@@ -376,7 +402,7 @@ def test_layers_that_stay_in_bf16_are_ordinary(drive: Drive, capsys: pytest.Capt
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_native_runs_are_near_emulated_ones(tmp_path: Path, recipe: str) -> None:
-    common = COMMON | FLAG | {"recipe": recipe, "hidden_size": 128, "train_iters": 20, "lr_decay_style": "constant"}
+    common = COMMON | FLAG | {"hidden_size": 128, "train_iters": 20, "lr_decay_style": "constant"} | RECIPES[recipe]
     runs = {"native": {}, "emulated": {"emulate": True}, "overlapped": OVERLAP, "ordinary": {"fp8_param_gather": None}}
     command_lines = {name: argv(**{"save": name, "no_save": True} | common | more) for name, more in runs.items()}
     (tmp_path / "cases.json").write_text(json.dumps(command_lines))

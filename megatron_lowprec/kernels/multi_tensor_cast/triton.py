@@ -42,7 +42,8 @@ def _multi_tensor_cast_kernel(
 
 
 @lru_cache(maxsize=16384)  # above the casts of a step, one a weight: with fewer entries each lookup would miss
-def _table(rows: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+def address_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    """The rows as int64 [tensors, columns] on ``device``; a row that was not used before costs a wait."""
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
@@ -60,7 +61,7 @@ def multi_tensor_cast_(
         return
     device = encode_scale.device
     _multi_tensor_cast_kernel[min(_MOST_PARTS, triton.cdiv(largest, _BLOCK)), len(rows)](
-        _table(rows, device),
+        address_table(rows, device),
         encode_scale.contiguous(),
         ALIGNED=all(number % _ALIGNMENT == 0 for row in rows for number in row),
         CODES=code_constants(fmt, device),

@@ -24,6 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
+from megatron_lowprec.kernels.dispatch import partial_amax
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.optimizer.adamw import ScaledAdamW
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -77,8 +78,8 @@ def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = T
     optimizer is built and ``finalize`` was called.
 
     Args:
-        reduce_amax: reduce the amax of a current scale over all tensor-parallel ranks; if False, each rank scales its
-            shard by the shard's amax. (A delayed scale always spans them.)
+        reduce_amax: reduce the amax of a tensor's current scale over all tensor-parallel ranks; if False, each rank
+            scales its shard by the shard's amax. (A delayed scale always spans them.)
     """
     register_fp8_weights()
     count = 0
@@ -94,7 +95,8 @@ def use_primary_weights(model_chunks: Sequence[nn.Module], reduce_amax: bool = T
             module.weight = nn.Parameter(Fp8Weight.of(plain.data, spec))
             module.weight.__dict__.update(plain.__dict__)  # attributes that Megatron-core sets on parameters
             delayed = spec.scaling == "delayed"
-            shares = module.tp_group.size() > 1 and (reduce_amax or delayed)
+            # blocks lie within a rank
+            shares = spec.block is None and module.tp_group.size() > 1 and (reduce_amax or delayed)
             history = module.bound_gemms.histories["weight"] if delayed else None
             module.weight.scaled = ScaleGroup(module.tp_group if shares else None, history)  # type: ignore[attr-defined]
     return count
@@ -150,27 +152,55 @@ def quantize_main_weights(part: Any, ahead: bool) -> None:
     found = sharded_weights(part)
     if not found:
         return
-    amax = torch.stack(_amaxes([main for _, main, _ in found], found[0][0].device))
-    amax = max_over(amax, part.data_parallel_group)
-    parts = _max_over_sharers([w.scaled for w, _, _ in found], amax)  # type: ignore[attr-defined]
-    torch._foreach_copy_([w.main_amax for w, _, _ in found], parts)
-    encode_scales = _encode_scales([w for w, _, _ in found], ahead)
-    encode_scale = torch.cat(encode_scales)
-    decode_scales = (torch.ones_like(encode_scale) / encode_scale).split(1)
-    torch._foreach_copy_([w.decode_scale for w, _, _ in found], decode_scales)
-    fp32 = [i for i, (_, main, _) in enumerate(found) if main is None or main.decode_scale is None]
-    set_codes(
-        [(weight, None if main is None else main.stored, start) for weight, main, start in (found[i] for i in fp32)],
-        [encode_scales[i] for i in fp32],
-    )
-    for i in sorted(set(range(len(found))) - set(fp32)):  # one at a time: fp32 copies of all might not fit in memory
-        weight, main, start = found[i]
-        assert main is not None
-        set_codes([(weight, main.values(), start)], [encode_scales[i]])
+    weights = [weight for weight, _, _ in found]
+    sizes = [weight.decode_scale.numel() for weight in weights]
+    amax = max_over(torch.cat(_amaxes(found)), part.data_parallel_group).split(sizes)
+    parts = _max_over_sharers([w.scaled for w in weights], amax)  # type: ignore[attr-defined]
+    torch._foreach_copy_([w.main_amax.view(-1) for w in weights], parts)
+    encode_scale = torch.cat(_encode_scales(weights, ahead))
+    decode_scales = (torch.ones_like(encode_scale) / encode_scale).split(sizes)
+    torch._foreach_copy_([w.decode_scale.view(-1) for w in weights], decode_scales)
+    encode_scales = encode_scale.split(sizes)
+    for batch in _batches(found):
+        shards = [(weight, _values(main), start) for weight, main, start in (found[i] for i in batch)]
+        set_codes(shards, [encode_scales[i] for i in batch])
 
 
-def _amaxes(mains: Sequence[MainShard | None], device: torch.device) -> list[torch.Tensor]:
-    """Amax of each shard's values, fp32 scalars; 0 for None."""
+def _values(main: MainShard | None) -> torch.Tensor | None:
+    return None if main is None else main.values()
+
+
+def _batches(found: Sequence[tuple[Fp8Weight, MainShard | None, int]]) -> list[list[int]]:
+    """Indices of weights to process at once: all fp32 ones, each other alone, since fp32 copies of all might not fit in
+    memory.
+    """
+    narrow = [i for i, (_, main, _) in enumerate(found) if main is not None and main.decode_scale is not None]
+    batches = [sorted(set(range(len(found))) - set(narrow)), *([i] for i in narrow)]
+    return [batch for batch in batches if batch]
+
+
+def _amaxes(found: Sequence[tuple[Fp8Weight, MainShard | None, int]]) -> list[torch.Tensor]:
+    """Amaxes of each weight over this rank's shard, fp32, one a scale; 0 without an entry."""
+    tensors = [main for weight, main, _ in found if weight.spec.block is None]
+    of_tensors = iter(_tensor_amaxes(tensors, found[0][0].device))
+    of_blocks = iter(_block_amaxes([entry for entry in found if entry[0].spec.block is not None]))
+    return [next(of_tensors if weight.spec.block is None else of_blocks) for weight, _, _ in found]
+
+
+def _block_amaxes(found: Sequence[tuple[Fp8Weight, MainShard | None, int]]) -> list[torch.Tensor]:
+    """Amaxes of each weight's blocks over this rank's shard, fp32 [blocks]."""
+    amaxes: dict[int, torch.Tensor] = {}
+    for batch in _batches(found):
+        (block,) = {found[i][0].spec.block for i in batch}
+        assert block is not None
+        shards = [weight.shard(_values(main), start) for weight, main, start in (found[i] for i in batch)]
+        sizes = [found[i][0].decode_scale.numel() for i in batch]
+        amaxes.update(zip(batch, partial_amax(shards, block).split(sizes), strict=True))
+    return [amaxes[i] for i in range(len(found))]
+
+
+def _tensor_amaxes(mains: Sequence[MainShard | None], device: torch.device) -> list[torch.Tensor]:
+    """Amax of each shard's values, fp32 [1]; 0 for None."""
     held = [main for main in mains if main is not None]
     fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
     stored = [main.stored.float() if main.stored.dtype in fp8 else main.stored for main in held]
@@ -178,27 +208,27 @@ def _amaxes(mains: Sequence[MainShard | None], device: torch.device) -> list[tor
     amaxes = []
     for main in mains:
         if main is None:
-            amaxes.append(torch.zeros((), device=device))
+            amaxes.append(torch.zeros(1, device=device))
         else:
             held_main, norm = next(norms)
             scale = held_main.decode_scale
-            amaxes.append(norm.float() if scale is None else norm.float() * scale.view(()))
+            amaxes.append(norm.float().view(1) if scale is None else norm.float() * scale.view(1))
     return amaxes
 
 
-def _max_over_sharers(scaled: Sequence[ScaleGroup], amax: torch.Tensor) -> list[torch.Tensor]:
-    """Reduced amax of each weight, fp32 [1], by one collective for each group of ranks."""
-    parts = list(amax.split(1))
+def _max_over_sharers(scaled: Sequence[ScaleGroup], amaxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Reduced amaxes of each weight, fp32, by one collective for each group of ranks."""
+    parts = list(amaxes)
     for group in dict.fromkeys(s.group for s in scaled if s.group is not None):
         members = [i for i, s in enumerate(scaled) if s.group is group]
         reduced = max_over(torch.cat([parts[i] for i in members]), group)
-        for i, part in zip(members, reduced.split(1), strict=True):
+        for i, part in zip(members, reduced.split([parts[i].numel() for i in members]), strict=True):
             parts[i] = part
     return parts
 
 
 def _encode_scales(weights: Sequence[Fp8Weight], ahead: bool) -> list[torch.Tensor]:
-    """Encode scale of each weight, fp32 [1]."""
+    """Encode scales of each weight, fp32, one a scale."""
     follows: list[torch.Tensor] = []
     in_effect: dict[int, torch.Tensor] = {}
     by_spec: dict[QuantSpec, list[int]] = {}
@@ -206,7 +236,7 @@ def _encode_scales(weights: Sequence[Fp8Weight], ahead: bool) -> list[torch.Tens
         by_spec.setdefault(weight.spec, []).append(i)
         scaled: ScaleGroup = weight.scaled  # type: ignore[attr-defined]
         if scaled.history is None:
-            follows.append(weight.main_amax)
+            follows.append(weight.main_amax.view(-1))
             continue
         history, slot = scaled.history
         if id(history) not in in_effect:
@@ -215,7 +245,7 @@ def _encode_scales(weights: Sequence[Fp8Weight], ahead: bool) -> list[torch.Tens
     scales: dict[int, torch.Tensor] = {}
     for spec, members in by_spec.items():
         encoded = weight_encode_scale(torch.cat([follows[i] for i in members]), spec)
-        scales |= dict(zip(members, encoded.split(1), strict=True))
+        scales.update(zip(members, encoded.split([follows[i].numel() for i in members]), strict=True))
     return [scales[i] for i in range(len(weights))]
 
 

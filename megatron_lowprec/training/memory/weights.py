@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lowprec.recipe.coverage import LinearSite, kept_in_bf16, weight_serves_microbatches
+from megatron_lowprec.recipe.coverage import (
+    LinearSite,
+    kept_in_bf16,
+    primary_weight_spec,
+    weight_serves_microbatches,
+)
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
@@ -69,7 +75,7 @@ def lasting(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: int) 
     first, second, main = (_STATE_BYTES[form] for form in state.formats.values())
     half_gradients, stored = config.bf16 and config.grad_reduce_in_bf16, runs.recipe.gradients.stored
     resident = {
-        "weights": total * width_of(config) - _primary_weights(config, runs, stage) * (width_of(config) - 1.0),
+        "weights": total * width_of(config) - _saved_by_primary_weights(config, runs, stage),
         "main weights": owned * main if config.bf16 or state.quantized else 0.0,
         "moments": owned * (first + second),
         "gradients": total * (1.0 if stored else 2.0 if half_gradients else 4.0),
@@ -122,11 +128,14 @@ def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:
     return total
 
 
-def _primary_weights(config: Config, runs: Runs, stage: int) -> float:
-    """Number of one rank's weights stored as FP8 codes without a copy in the compute dtype."""
+def _saved_by_primary_weights(config: Config, runs: Runs, stage: int) -> float:
+    """Bytes saved by storing one rank's weights as FP8 codes: the compute dtype's less a code's and its scale's."""
     if not runs.keeps_primary_weights(config):
         return 0.0
-    return sum(weights for _, weights in _quantized_layers(config, runs, stage))
+    spec = primary_weight_spec(runs.recipe)
+    assert spec is not None
+    code = 1.0 + (8.0 / math.prod(spec.block) if spec.block else 0.0)  # a block's decode scale and amax, fp32
+    return sum(weights * (width_of(config) - code) for _, weights in _quantized_layers(config, runs, stage))
 
 
 def _quantized_layers(config: Config, runs: Runs, stage: int) -> Iterator[tuple[LinearSite, float]]:

@@ -5,15 +5,14 @@ All runs that end well share one launch of torchrun, which costs more than they 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.once import once
 from tests.training.conftest import driving
 from tests.training.helpers import REPOSITORY, argv, losses, many_runs, rows, torchrun
 
@@ -159,17 +158,9 @@ def cases() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """One for all workers of xdist: the first that comes makes it, the others wait."""
-    common = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        common = common.parent
-    folder, runs = common / "launch", cases()
-    with (common / "launch.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            folder.mkdir()
-            many_runs(2, [argv(**{"save": name} | options) for name, options in runs.items()], folder)
-    assert (folder / "errors.json").exists(), "the launch failed in another worker"
+    runs = cases()
+    command_lines = [argv(**{"save": name} | options) for name, options in runs.items()]
+    folder = once(tmp_path_factory, "driver", lambda folder: many_runs(2, command_lines, folder))
     names, errors = list(runs), json.loads((folder / "errors.json").read_text())
     return Launch(folder, {names[int(number)]: error for number, error in errors.items()})
 

@@ -5,10 +5,8 @@ All runs share one launch of torchrun, but those of one process.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from megatron_lowprec.mcore.optim.fp8_param_gather import sharded_weights
 from megatron_lowprec.quantization.primary_weight import weight_encode_scale
 from megatron_lowprec.quantization.tensor import block_sizes
 from megatron_lowprec.training import loop
+from tests.once import once
 from tests.training.conftest import driving
 from tests.training.helpers import argv, losses, many_runs, rows
 
@@ -130,16 +129,7 @@ def cases() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all workers of xdist: the first that comes makes it, the others wait."""
-    common = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        common = common.parent
-    folder = common / "fp8_lm"
-    with (common / "fp8_lm.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            folder.mkdir()
-            many_runs(2, list(cases().values()), folder)
+    folder = once(tmp_path_factory, "fp8_lm", lambda folder: many_runs(2, list(cases().values()), folder))
     errors = json.loads((folder / "errors.json").read_text())
     assert list(errors) == [str(list(cases()).index("bad numbers"))], errors
     return folder

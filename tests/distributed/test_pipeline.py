@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.once import once
 from tests.training.helpers import argv, losses, torchrun
 
 STEPS, MICROBATCHES = 3, 4
@@ -46,11 +47,15 @@ SENT_AT_ONCE = [name for name in RUNS if "interleaved" not in name]
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of all runs, and what was said beside their logs."""
-    folder = tmp_path_factory.mktemp("launch")
-    (folder / "cases.json").write_text(json.dumps({name: argv(**COMMON | more) for name, more in RUNS.items()}))
-    done = torchrun(2, ["cases.json"], folder, script="tests/distributed/pipeline_worker.py")
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    return folder, done.stderr
+
+    def run(folder: Path) -> None:
+        (folder / "cases.json").write_text(json.dumps({name: argv(**COMMON | more) for name, more in RUNS.items()}))
+        done = torchrun(2, ["cases.json"], folder, script="tests/distributed/pipeline_worker.py")
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+        (folder / "said").write_text(done.stderr)
+
+    folder = once(tmp_path_factory, "pipeline", run)
+    return folder, (folder / "said").read_text()
 
 
 def freed(folder: Path, stage: int) -> dict[str, list[bool]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_lowprec.linear.capture_file import Capture, read_capture
+from tests.once import once
 from tests.training.conftest import driving
 from tests.training.helpers import argv, many_runs, rows
 
@@ -58,7 +59,10 @@ def cases() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
+    return once(tmp_path_factory, "quantization_log", run)
+
+
+def run(folder: Path) -> None:
     with driving(folder) as drive:
         drive(argv(save="start", **START))
         for recipe in RECIPES:
@@ -68,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         drive(argv(save="experts one", **COMMON, **EXPERTS, recipe="mxfp8", load="experts start", no_save=True))
     many_runs(2, [argv(save=name, **options) for name, options in cases().items()], folder)
     assert json.loads((folder / "errors.json").read_text()) == {}
-    return folder
 
 
 def operands(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:

@@ -225,7 +225,7 @@ def probed(model: Any, step: int) -> Any:
     """Operands inspected in the second step: they must be in memory, so it gathers bf16."""
     from megatron_lowprec.mcore.debug.operand_probe import OperandProbe
 
-    return OperandProbe([model]) if step == 1 else nullcontext()
+    return OperandProbe([model], 1) if step == 1 else nullcontext()
 
 
 def anomalies(_: Any, step: int) -> Any:

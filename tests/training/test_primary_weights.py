@@ -32,6 +32,7 @@ from megatron_lowprec.training.convert.store import read_weights
 from megatron_lowprec.training.memory.plan import plan
 from megatron_lowprec.training.monitoring.bad_numbers import weights_are_finite
 from tests.environment import python_path
+from tests.once import once
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import REPOSITORY, argv, losses, rows, torchrun
 from tests.training.monitoring.test_bad_numbers import at, spoiling
@@ -102,12 +103,14 @@ def cases() -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs of ``cases`` on two processes, in one launch."""
-    folder = tmp_path_factory.mktemp("launch")
-    command_lines = {name: argv(**{"save": name} | options) for name, options in cases().items()}
-    (folder / "cases.json").write_text(json.dumps(command_lines))
-    done = torchrun(2, [str(folder / "cases.json")], folder, script="tests/training/primary_worker.py")
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    return folder
+
+    def run(folder: Path) -> None:
+        command_lines = {name: argv(**{"save": name} | options) for name, options in cases().items()}
+        (folder / "cases.json").write_text(json.dumps(command_lines))
+        done = torchrun(2, [str(folder / "cases.json")], folder, script="tests/training/primary_worker.py")
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+
+    return once(tmp_path_factory, "primary_weights", run)
 
 
 @pytest.fixture(scope="module", params=RECIPES)

@@ -342,7 +342,8 @@ class LinearGemms:
             history.update_amax(slot, w_OI.main_amax)
         if cached is not None and update_amax:
             return cached
-        weight = w_OI.quantized(columnwise=gemm == "dgrad", codes=is_native)
+        on_grid = gemm in self.emulated.products
+        weight = w_OI.quantized(columnwise=gemm == "dgrad", codes=is_native, on_grid=on_grid)
         if is_native and gemm == "dgrad":  # a transposed copy; other cases alias the codes or are cheap
             self._store_weight(gemm, weight, native, update_amax)
         return weight

@@ -106,19 +106,21 @@ class Fp8Weight(torch.Tensor):
             return self.source.to(self.codes.device)
         return self._scaled(self.elements())
 
-    def quantized(self, *, columnwise: bool, codes: bool) -> QuantizedTensor:
+    def quantized(self, *, columnwise: bool, codes: bool, on_grid: bool = False) -> QuantizedTensor:
         """The weight for a GEMM that contracts its rows or its columns.
 
         Args:
             columnwise: [I, O] for dgrad, a copy if of codes; else [O, I].
             codes: FP8 codes for a native GEMM; else the same values in the compute dtype for an emulated one.
+            on_grid: for an emulated GEMM keep scales apart from the values, powers of two as well.
         """
         elements, scale = self.elements(), torch.atleast_2d(self.decode_scale)
         quantized = QuantizedTensor(self.shape, self.dtype, self.spec)
         if not codes:
             # as EmulatedGemms: scales that are powers of two are multiplied into the data
-            plain = self._scaled(elements) if self.spec.power_of_two_scale else elements.to(self.dtype)
-            kept = None if self.spec.power_of_two_scale else scale
+            in_data = self.spec.power_of_two_scale and not on_grid
+            plain = self._scaled(elements) if in_data else elements.to(self.dtype)
+            kept = None if in_data else scale
             if columnwise:
                 quantized.columnwise_data, quantized.columnwise_scale = plain.t(), None if kept is None else kept.t()
             else:

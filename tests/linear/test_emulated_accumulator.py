@@ -11,8 +11,10 @@ from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import Recipe
 
 
@@ -43,6 +45,17 @@ def test_fprop_alone_is_summed_as_on_hopper(name: str) -> None:
     assert bool(((emulated[0] - plain[0]).abs() <= 16 * 34 * 2.0**-13 * plain[0]).all())
     for ours, theirs in zip(emulated[1:], plain[1:]):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rule", ["amax", "amax_pow2"])
+def test_fp8_weights_are_summed_as_others(rule: str) -> None:
+    """Scales that are powers of two stay apart from the codes, which the sums take."""
+    recipe = load_recipe("fp8_current", [f"{name}.weight.scale_rule={rule}" for name in ("fprop", "dgrad")])
+    gemms = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory, emulate_accumulator=True)
+    x, w, _ = operands()
+    spec = recipe.fprop.weight
+    assert spec is not None
+    assert torch.equal(gemms.fprop(x, Fp8Weight.of(w, spec), RngStep(0, 0)), gemms.fprop(x, w, RngStep(0, 0)))
 
 
 def all_fast() -> Recipe:

@@ -258,7 +258,7 @@ for part in "$@"; do
         part=layouts
     fi
     if ! declare -F "$part" >/dev/null || [[ $part =~ ^(run|train|study|megatron_lm)$ ]]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear experts memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

@@ -87,7 +87,7 @@ def test_balancing_biases_follow_steps_that_update_alone(drive: Drive, monkeypat
         return row
 
     monkeypatch.setattr(loop, "_train_iteration", recorded)
-    experts = {"num_experts": 4, "moe_layer_freq": "[0,1]", "moe_router_score_function": "sigmoid"}
+    experts = {"num_experts": 4, "moe_layer_freq": "[0,0,1]", "moe_router_score_function": "sigmoid"}
     biased = {"moe_router_enable_expert_bias": True, "train_iters": 3, "calibrate_amax": True}
     drive(argv(**COMMON | {"recipe": "fp8_delayed"} | experts | biased))
     (first, after), (second, skipped), (third, last) = zip(biases[::2], biases[1::2], strict=True)

@@ -60,6 +60,7 @@ def measure(changes: dict[str, Any], ranks: startup.Ranks, forward: bool = True)
     saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()  # a node that holds its own output is never freed, nor are its process groups
         address = tensor.untyped_storage().data_ptr()
         if address not in owned:
             saved.setdefault(address, tensor)  # holds it, so that no other one gets its address

@@ -7,7 +7,7 @@
 # Runs srun. When this shell gets SIGUSR1 or SIGTERM, all processes of the step get SIGUSR1 and save. If they write
 # SAVE/requeue, the job is requeued. Exit codes cannot tell, because torchrun turns all of them into 1.
 save_and_requeue() {
-    local save=$1 step="" teller="" again=yes code job state
+    local save=$1 step="" teller="" asked="" again=yes code job state
     shift
     # SLURM_JOB_ID of an array's last task is the ID of the whole array.
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -15,8 +15,11 @@ save_and_requeue() {
     rm -f "$save/requeue" # an old request: a run that cannot start must not be requeued forever
 
     on_signal() {
-        again=yes
+        again=yes asked=yes
         echo "$(date +%FT%T) $1: asking for a checkpoint"
+        tell_step
+    }
+    tell_step() {
         # Repeated, because a process that is just starting has no handler yet, and a second signal does no harm. In its
         # own process group: scancel retries for minutes while a job ends, and must not signal the requeued one.
         if [ -n "$step" ] && [ -z "$teller" ]; then
@@ -37,6 +40,7 @@ save_and_requeue() {
     # bash runs a trap only between commands, and `wait` is the only command that a signal interrupts.
     srun --kill-on-bad-exit=1 "$@" &
     step=$!
+    if [ -n "$asked" ]; then tell_step; fi # a signal came before the line above
     while [ -n "$again" ]; do
         again=""
         wait "$step"

@@ -106,6 +106,18 @@ def test_torchrun_does_not_hear_and_the_ranks_are_told(tmp_path: Path, number: s
 
 
 @pytest.mark.slow
+def test_a_signal_before_the_step_s_number_is_known_is_passed_on(tmp_path: Path) -> None:
+    held = """set -T; trap 'if [[ $BASH_COMMAND = "step=\\$!" ]]; then touch held
+        while [ ! -e signalled ]; do sleep 0.1; done; fi' DEBUG"""
+    (tmp_path / "held.sh").write_text(held)
+    run = """while [ ! -e held ]; do sleep 0.1; done; kill -USR1 $BATCH; touch signalled
+        while [ ! -e told ]; do sleep 0.1; done"""
+    code, calls, printed = submit(tmp_path, run, BASH_ENV=str(tmp_path / "held.sh"))
+    assert code == 0, printed
+    assert "scancel --signal=USR1 7" in calls
+
+
+@pytest.mark.slow
 def test_nothing_tells_the_job_any_more_once_it_is_back_in_the_queue(tmp_path: Path) -> None:
     # scancel tries for minutes where a job is ending, and would tell the next start, too
     tries = 'echo $$ > told; while [ ! -e requeued ]; do sleep 0.1; done; touch "told again"'

@@ -11,6 +11,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
     transformer_engine             how each recipe runs in TransformerEngine, or why not
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
+    quality FILE                   the main table of tools/report.py on an archive of runs
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
@@ -19,6 +20,7 @@ A RECIPE is a registered name or a YAML file. The page of a recipe is the one wh
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from itertools import groupby
@@ -30,11 +32,16 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
 from megatron_lowprec.report.amounts import amount, signed
+from megatron_lowprec.report.build import build
+from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
+from megatron_lowprec.report.runs import find_runs
+from megatron_lowprec.report.tables import quality
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
 from megatron_lowprec.text_tables import markdown_table
+from tools.report import CLAIMS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
@@ -188,7 +195,7 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
     for keep in fields(KeepBf16):
         values = getattr(base.keep_bf16, keep.name), getattr(other.keep_bf16, keep.name)
         pairs[f"keep_bf16.{keep.name}"] = str(values[0]), str(values[1])
-    for part in ("optimizer", "gradients"):
+    for part in ("optimizer", "gradients", "activations"):
         there_is, here_is = (asdict(getattr(recipe, part)) for recipe in (base, other))
         pairs |= {f"{part}.{name}": (there_is[name], here_is[name]) for name in there_is}
     pairs["fp8_weights"] = str(base.fp8_weights).lower(), str(other.fp8_weights).lower()
@@ -263,6 +270,17 @@ def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
         yield ["" if value is None else format(value, form) for value, form in values]
 
 
+def _quality(page: Path, name: str) -> Iterator[Row]:
+    claims = load_claims(CLAIMS)
+    with tempfile.TemporaryDirectory() as scratch:
+        runs, notes = find_runs([str(page.parent / name)], claims.rules.diverged_rise, Path(scratch))
+        report = build(runs, notes, claims, "bf16", name)
+        (group,) = report.groups
+        table = quality(group, report.fits[group.name], claims.rules.confidence)
+    yield [column.replace("\n", ", ") for column in table.columns]
+    yield from table.rows
+
+
 _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "recipes": _recipes,
     "operands": _operands,
@@ -271,6 +289,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "execution": _execution,
     "transformer_engine": _transformer_engine,
     "rounding": _rounding,
+    "quality": _quality,
     "experiment": _experiment,
 }
 

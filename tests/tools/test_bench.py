@@ -13,10 +13,11 @@ import torch
 
 from megatron_lowprec.errors import UserError, current_argv
 from tests.waiting import PATIENCE
-from tools.bench import layer, ops, overhead, quantize, scaling, shapes
+from tools.bench import ops, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import RENAMED, main
+from tools.bench.cases import layer
+from tools.bench.cases.op_cases import OpCase
 from tools.bench.measure import Bench, Copy, Timing, combined, cycle_inputs, rate
-from tools.bench.op_cases import OpCase
 from tools.bench.report import Column, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -15,8 +15,9 @@ import torch
 
 from megatron_lowprec import recipes
 from megatron_lowprec.te.translation import INSTALL
-from tools.bench import layer, shapes, step
+from tools.bench import shapes, step
 from tools.bench.__main__ import main
+from tools.bench.cases import layer
 from tools.bench.peers import layers
 
 REPOSITORY = Path(__file__).resolve().parents[2]

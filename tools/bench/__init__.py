@@ -1,1 +1,4 @@
-"""Speed benchmarks: ``python -m tools.bench quantize|linear|step|scaling|ops|overhead``. README.md describes them."""
+"""Speed benchmarks: ``python -m tools.bench quantize|linear|experts|step|scaling|ops|overhead``.
+
+README.md describes them.
+"""

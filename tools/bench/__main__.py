@@ -129,7 +129,7 @@ def check(args: argparse.Namespace) -> None:
     if args.command == "experts":
         known["shapes"] = tuple(EXPERTS)
     if args.command == "ops":
-        from tools.bench.op_cases import OPS
+        from tools.bench.cases.op_cases import OPS
 
         known["ops"] = tuple(OPS)
     if args.command == "quantize":

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
-from tools.bench import layer
+from tools.bench.cases import layer
 from tools.bench.measure import Bench, Timing, cycle_inputs, errors, one_line
 from tools.bench.peers import layers as peers
 from tools.bench.report import Column, Report, Row, spread_columns

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
-from tools.bench import layer
+from tools.bench.cases import layer
 from tools.bench.measure import Bench, Timing, distance, errors_as_faults, rate
 from tools.bench.report import Column, Report, Row, named
 from tools.bench.shapes import LinearShape, models
@@ -69,7 +69,7 @@ class CastAndMultiply:
     """One linear's forward product from bf16 operands, with or without the transform in the casts."""
 
     def __init__(self, shape: LinearShape, args: argparse.Namespace, bench: Bench, generator: torch.Generator) -> None:
-        from tools.bench import cast_kernel as kernels
+        from tools.bench.cases import cast_kernel as kernels
 
         t = layer.tensors(shape, args.tokens, bench.device, generator)
         self.operands = (t.x.detach(), t.weight.detach())

@@ -15,7 +15,7 @@ import torch
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.te import te_recipe
-from tools.bench.layer import Tensors, tensors
+from tools.bench.cases.layer import Tensors, tensors
 from tools.bench.measure import distance, errors_as_faults, one_line
 from tools.bench.shapes import LinearShape
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.architectures import ARCHITECTURES
+from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
 from megatron_lowprec.training.models.common.interface import HuggingFace
 
 _FORMS: Mapping[str, HuggingFace] = {
@@ -18,7 +18,6 @@ _FORMS: Mapping[str, HuggingFace] = {
     for form in (architecture.hugging_face for architecture in reversed(ARCHITECTURES))
     if form is not None
 }
-_COUNTS = {2: "two", 3: "three"}
 
 
 def hf_form(config: Config) -> HuggingFace:
@@ -28,12 +27,13 @@ def hf_form(config: Config) -> HuggingFace:
         UserError: there is none; names the differences from the nearest.
     """
     differing = {kind: form.config.differing(config) for kind, form in _FORMS.items()}
-    kind = min(differing, key=lambda name: len(differing[name]))
+    selected = architecture_of(config).hugging_face
+    kind = min(differing, key=lambda name: (len(differing[name]), _FORMS[name] is not selected))
     if differing[kind]:
         titles = " nor ".join(f"a {form.config.TITLE}" for form in _FORMS.values())
         raise UserError(
             f"this model is neither {titles} to Hugging Face: {', '.join(differing[kind])} is not {kind}'s; only those "
-            f"{_COUNTS.get(len(_FORMS), len(_FORMS))} can be written"
+            f"{len(_FORMS)} can be written"
         )
     return _FORMS[kind]
 

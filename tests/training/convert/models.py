@@ -30,6 +30,13 @@ LLAMA: dict[str, Any] = {
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }
+MIXTRAL: dict[str, Any] = {
+    **LLAMA,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 48,  # not the unused width of a dense MLP
+    "moe_router_topk": 3,
+    "moe_aux_loss_coeff": 0.01,
+}
 DEEPSEEK: dict[str, Any] = {
     **COMMON,
     "vocab_size": 200,

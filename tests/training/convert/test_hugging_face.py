@@ -18,7 +18,7 @@ from megatron_lowprec.training.convert.hf_config import from_hf_config, hf_form,
 from megatron_lowprec.training.convert.hf_weights import pad_rows
 from megatron_lowprec.training.convert.store import read_weights
 from tests.training.conftest import Drive
-from tests.training.convert.models import DEEPSEEK, GPT, IDS, LLAMA, arguments, our_logits
+from tests.training.convert.models import DEEPSEEK, GPT, IDS, LLAMA, MIXTRAL, arguments, our_logits
 from tests.training.convert.reference import logits
 from tests.training.helpers import REPOSITORY, losses
 from tools import export_hf, import_hf
@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "group_query_attention": None,
         "num_query_groups": None,
     },
+    "mixtral": MIXTRAL,
     "deepseek": DEEPSEEK,
     "deepseek without a latent of queries, groups and dense layers": {
         **DEEPSEEK,
@@ -196,6 +197,7 @@ def test_transformers_reads_the_tokenizer(drive: Drive) -> None:
     assert theirs.decode(ours.tokenize(text), clean_up_tokenization_spaces=False) == text
 
 
+MIXTRAL_OPTIONS = {name: value for name, value in MIXTRAL.items() if name in Config.__dataclass_fields__}
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 16}
 
 
@@ -210,11 +212,17 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_query
             "--disable-bias-linear False",
         ),
         ({"kv_channels": 32}, "--kv-channels 32"),
+        ({**MIXTRAL_OPTIONS, "num_layers": 2, "moe_router_pre_softmax": True}, "--moe-router-pre-softmax True"),
+        (
+            {**MIXTRAL_OPTIONS, "num_layers": 2, "moe_router_load_balancing_type": "sinkhorn"},
+            "--moe-router-load-balancing-type sinkhorn is not mixtral's",
+        ),
+        ({**MIXTRAL_OPTIONS, "num_layers": 2, "moe_layer_freq": "[0,1]"}, "--moe-layer-freq [0,1] is not mixtral's"),
     ],
 )
 def test_other_models_are_refused(changes: dict[str, Any], words: str) -> None:
     assert hf_form(Config(**SIZES)).config.MODEL_TYPE == "gpt2"
-    with pytest.raises(UserError, match="neither a GPT-2 nor a Llama nor a DeepSeek-V3") as error:
+    with pytest.raises(UserError, match="neither a GPT-2 nor a Llama nor a Mixtral nor a DeepSeek-V3") as error:
         hf_form(Config(**{**SIZES, **changes}))
     assert words in str(error.value)
 

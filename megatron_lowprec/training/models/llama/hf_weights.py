@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -17,6 +17,11 @@ def known_name(name: str) -> str | None:
 
 def tensor_maps(config: Config) -> Iterator[TensorMap]:
     """Every weight once, except the output layer's."""
+    return maps_with_mlp(config, lambda ours, theirs: gated_mlp_maps(f"{ours}.mlp", f"{theirs}.mlp"))
+
+
+def maps_with_mlp(config: Config, mlp_maps: Callable[[str, str], Iterable[TensorMap]]) -> Iterator[TensorMap]:
+    """As ``tensor_maps``; ``mlp_maps`` has those of a layer's MLP, from the names of the layer here and there."""
     yield TensorMap("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     for layer in range(require(config.num_layers)):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
@@ -29,5 +34,5 @@ def tensor_maps(config: Config) -> Iterator[TensorMap]:
             from_hf=lambda tensors: join_qkv(config, *tensors),
         )
         yield TensorMap(f"{ours}.self_attention.linear_proj.weight", (f"{theirs}.self_attn.o_proj.weight",))
-        yield from gated_mlp_maps(f"{ours}.mlp", f"{theirs}.mlp")
+        yield from mlp_maps(ours, theirs)
     yield TensorMap("decoder.final_layernorm.weight", ("model.norm.weight",))

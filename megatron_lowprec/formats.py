@@ -48,6 +48,7 @@ class Format:
 
 _OCP_MX = "OCP Microscaling Formats v1.0, section 5.3"
 _OCP_FP8 = "OCP 8-bit Floating Point v1.0; arXiv 2209.05433"
+_E5M6 = "arXiv 2412.19437, section 3.3.3; bias and specials, which it leaves open, as E5M2: the upper 12 bits of FP16"
 
 FORMATS: dict[str, Format] = {
     row.name: row
@@ -57,6 +58,7 @@ FORMATS: dict[str, Format] = {
         Format("e2m3", 2, 3, bias=1, max=7.5, specials="none", source=_OCP_MX),
         Format("e3m2", 3, 2, bias=3, max=28.0, specials="none", source=_OCP_MX),
         Format("e2m1", 2, 1, bias=1, max=6.0, specials="none", source=_OCP_MX),
+        Format("e5m6", 5, 6, bias=15, max=65024.0, specials="ieee", source=_E5M6),
     )
 }
 

@@ -15,13 +15,14 @@ from megatron_lowprec.kernels.quantize.reference import (
 )
 from tests.kernels.exact import exact_value
 
-# from the OCP specifications' tables, not from the rows: (largest, smallest normal, smallest subnormal, bits)
-OCP_TABLE = {
+# from the specifications, not from the rows: (largest, smallest normal, smallest subnormal, bits)
+TABLE = {
     "e4m3": (448, Fraction(1, 2**6), Fraction(1, 2**9), 8),
     "e5m2": (57344, Fraction(1, 2**14), Fraction(1, 2**16), 8),
     "e2m3": (Fraction(15, 2), 1, Fraction(1, 8), 6),
     "e3m2": (28, Fraction(1, 4), Fraction(1, 16), 6),
     "e2m1": (6, 1, Fraction(1, 2), 4),
+    "e5m6": (65024, Fraction(1, 2**14), Fraction(1, 2**20), 12),
 }
 TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -29,11 +30,11 @@ all_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
 def codes_of(fmt: Format) -> torch.Tensor:
-    return torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
+    return torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8 if fmt.bits <= 8 else torch.int16)
 
 
 def test_formats_have_rows_in_the_table_of_this_test() -> None:
-    assert set(OCP_TABLE) <= set(FORMATS)
+    assert set(TABLE) <= set(FORMATS)
 
 
 @all_formats
@@ -41,13 +42,13 @@ def test_row_is_consistent_with_its_own_codes(fmt: Format) -> None:
     finite = [v for v in (exact_value(c, fmt) for c in range(1 << fmt.bits)) if isinstance(v, Fraction)]
     assert max(finite) == Fraction(fmt.max)
     assert 2**fmt.max_exponent <= Fraction(fmt.max) < 2 ** (fmt.max_exponent + 1)
-    assert fmt.bits <= 8  # a code is a uint8
+    assert fmt.bits <= 12  # a code is a uint8 or an int16
     assert fmt.source
 
 
-@pytest.mark.parametrize("name", OCP_TABLE)
+@pytest.mark.parametrize("name", TABLE)
 def test_row_is_the_specifications(name: str) -> None:
-    largest, min_normal, min_subnormal, bits = OCP_TABLE[name]
+    largest, min_normal, min_subnormal, bits = TABLE[name]
     fmt = FORMATS[name]
     assert (Fraction(fmt.max), fmt.bits) == (largest, bits)
     assert Fraction(2) ** fmt.min_exponent == min_normal

@@ -23,6 +23,7 @@ from megatron_lowprec.kernels.gelu import reference as gelu
 from megatron_lowprec.kernels.layernorm import reference as layernorm
 from megatron_lowprec.kernels.multi_tensor_cast import reference as multi_tensor_cast
 from megatron_lowprec.kernels.operand_stats import reference as operand_stats_reference
+from megatron_lowprec.kernels.packed_cast import reference as packed_cast_reference
 from megatron_lowprec.kernels.partial_cast import reference as partial_cast
 from megatron_lowprec.kernels.scaled_adam import reference as scaled_adam
 
@@ -117,6 +118,10 @@ add_bias_ = _op(bias.add_bias_, lambda y, *_: fuses(y) and y.is_contiguous())
 logit_sums = _op(cross_entropy.logit_sums)
 logits_gradient_ = _op(cross_entropy.logits_gradient_)
 operand_stats = _op(operand_stats_reference.operand_stats)
+packed_cast = _op(packed_cast_reference.packed_cast)
+packed_decode = _op(
+    packed_cast_reference.packed_decode, lambda codes, *_: codes.is_cuda and codes.numel() > 0 and have_triton()
+)
 update_history_ = _op(amax_history.update_history_)
 multi_tensor_cast_ = _op(
     multi_tensor_cast.multi_tensor_cast_, lambda _, encode_scale, *__: encode_scale.is_cuda and have_triton()

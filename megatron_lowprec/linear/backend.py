@@ -36,15 +36,16 @@ class GemmBackend(Protocol):
             amax, local_amax: fp32 [1] for a current scale, over all ranks that share it or over this rank's part; None
                 if unknown.
             sums: also sum over rows, [columns], if the same read gives it.
-            codes: return FP8 codes, rowwise only, for ``from_codes`` of either backend; granularity "tensor" only.
+            codes: return codes and scales, rowwise only, for ``from_codes`` of either backend; granularity "tensor",
+                "row" or blocks of one row. Formats without an FP8 dtype of torch are values in the matrix's dtype.
         """
 
     def from_codes(self, quantized: QuantizedTensor, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Data and scale of this backend's operand, with the bits of ``quantize``.
 
         Args:
-            quantized: rowwise FP8 codes [T, K] of granularity "tensor".
-            columnwise: of the transpose, for the GEMM that contracts tokens.
+            quantized: rowwise codes [T, K] of ``quantize``.
+            columnwise: of the transpose, for the GEMM that contracts tokens; granularity "tensor" only.
         """
 
     def gemm(

@@ -221,14 +221,14 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 
 # ---- checks
 def _check_recipe(recipe: Recipe) -> None:
-    parts = [name for name in ("optimizer", "gradients") if getattr(recipe, name).quantized]
+    parts = [name for name in ("optimizer", "gradients", "activations") if getattr(recipe, name).quantized]
     if recipe.fp8_weights:
         parts.append("fp8_weights")
     if parts:
         raise UserError(
             f"recipe {recipe.name} also sets {' and '.join(parts)}, but convert changes linear layers alone: "
             f"train it with pretrain_gpt.py, or pass dataclasses.replace(recipe, optimizer=OptimizerSpec(), "
-            f"gradients=GradientSpec(), fp8_weights=False)"
+            f"gradients=GradientSpec(), activations=ActivationSpec(), fp8_weights=False)"
         )
 
 
@@ -355,9 +355,12 @@ def _requested(
 
 
 def _unsuitable(recipe: Recipe, layer: _Layer, arch: str) -> Exclusion | None:
-    """Reason if the recipe's blocks do not divide the sizes, or FP8 was measured to be slower."""
+    """Reason if the recipe's blocks do not divide the sizes, or FP8 was measured to be slower.
+
+    A layer with partial blocks could only be emulated, and a head of an odd size is one.
+    """
     sizes = layer.in_features, layer.out_features
-    found = indivisible(recipe, LinearSite(layer.number, layer.name, *sizes, "column"))
+    found = indivisible(recipe, LinearSite(layer.number, layer.name, *sizes, "column"), partial_blocks=False)
     if found is not None:
         return Exclusion(" ".join(found), False)
     if slower_than_bf16(recipe, arch, *sizes):

@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import Product, gemm
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.kernels.philox.key import Key
-from megatron_lowprec.kernels.quantize.reference import block_amax
+from megatron_lowprec.kernels.quantize.reference import block_amax, scale_blocks
 from megatron_lowprec.kernels.quantize.rule import Direction
 from megatron_lowprec.linear.backend import gemm_operands
 from megatron_lowprec.linear.layer_tensors import in_memory
@@ -25,7 +25,8 @@ from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.error_stats import error_stats
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale, mx_rule, quantize_by_reference
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
-from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
+from megatron_lowprec.quantization.tensor import QuantizedTensor, as_numbers, block_sizes
+from megatron_lowprec.quantization.token_rows import stored_codes
 from megatron_lowprec.quantization.transform import Transform, Transforms
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec, Recipe
 
@@ -108,8 +109,12 @@ class EmulatedGemms:
                 by_column = SIDES[tensor][1]
                 other = self._direction(by_column, tensor, self.transform(by_column, rng_step), matrix.device)
             source, arguments = self._mx_arguments(name, tensor, operand, rng_step, other)
-            cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments)
+            cast = load("quantize").quantize_mx(source, mx_rule(spec), **arguments, codes=codes)
             data = cast.rowwise_data if source is operand else cast.columnwise_data
+            if codes:
+                return _quantized(
+                    matrix, spec, rowwise, stored_codes(data, spec, matrix.dtype), cast.rowwise_scale
+                ), None
             quantized = _quantized(matrix, spec, rowwise, data)
             if other is not None:
                 quantized.columnwise_data = cast.columnwise_data
@@ -122,7 +127,7 @@ class EmulatedGemms:
             **self._arguments(name, tensor, spec, rng_step),
         )
         if codes:
-            return _quantized(matrix, spec, rowwise, data.to(DTYPES[spec.format]), scale), None
+            return _quantized(matrix, spec, rowwise, data.to(DTYPES.get(spec.format, matrix.dtype)), scale), None
         kept = None if spec.power_of_two_scale and name not in self.products else scale  # else in the data
         return _quantized(matrix, spec, rowwise, data.to(matrix.dtype), kept), None
 
@@ -132,9 +137,13 @@ class EmulatedGemms:
         assert spec is not None
         assert scale is not None
         in_data = spec.power_of_two_scale and not self.products
-        values = (codes.to(torch.float32) * scale if in_data else codes).to(quantized.dtype)
+        values = codes.to(torch.float32)
+        values = (scale_blocks(values, as_numbers(scale), block_sizes(spec, codes)) if in_data else values).to(
+            quantized.dtype
+        )
         # contiguous, as ``quantize`` writes it: a CPU's GEMM may sum strided operands in another order
-        return values.t().contiguous() if columnwise else values, None if in_data else scale
+        kept = None if in_data or not codes.numel() else scale
+        return values.t().contiguous() if columnwise else values, kept
 
     def fuses_both_directions(self, tensor: str, matrix: torch.Tensor | CastPrologue, rng_step: RngStep) -> bool:
         """Whether one kernel reads a matrix once for both GEMMs that contract it; these share its spec."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 
+from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
+from megatron_lowprec.kernels.dispatch import packed_cast, packed_decode
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import QuantSpec
 
@@ -20,13 +24,14 @@ class SavedForBackward(NamedTuple):
 
     Attributes:
         weight: [O, I].
-        x: the layer's input [..., I], columnwise data of the quantized x, [I, T padded], or rowwise FP8 codes of this
+        x: the layer's input [..., I], columnwise data of the quantized x, [I, T padded], or rowwise codes of this
             rank's tokens; None if the backward pass recomputes x.
         x_scale: decode scale of the data; None if x is unquantized.
         weight_amax: fp32 [1], for ``LinearGemms.dgrad``.
         x_spec: spec of the quantized x; None if x is unquantized.
         x_shape: shape of the layer's input.
-        x_rowwise: x holds rowwise codes, which ranks gather in the backward pass.
+        x_rowwise: x holds rowwise codes: of this rank's tokens, which ranks gather in the backward pass, or of an
+            expert's, which it got as codes.
     """
 
     weight: torch.Tensor
@@ -72,6 +77,24 @@ class SavedForBackward(NamedTuple):
         )
 
 
+class CachedInput(NamedTuple):
+    """Tensors saved for backward in place of a linear layer's input.
+
+    Attributes:
+        tensors: for ``save_for_backward``.
+        restore: of the tensors, the x that wgrad takes, [T, I].
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    restore: Callable[..., torch.Tensor]
+
+    @staticmethod
+    def of(x: torch.Tensor, fmt: Format) -> CachedInput:
+        """Packed codes of x [..., I]."""
+        packed = packed_cast(x.detach().reshape(-1, x.shape[-1]).contiguous(), fmt)
+        return CachedInput(packed, partial(packed_decode, fmt=fmt, dtype=x.dtype))
+
+
 @dataclass(frozen=True)
 class GradOutput:
     """dy_TO of a layer for dgrad and wgrad.
@@ -85,6 +108,11 @@ class GradOutput:
     matrix: torch.Tensor
     quantized: QuantizedTensor | None = None
     bias: torch.Tensor | None = None
+
+
+def transposes(x: QuantizedTensor) -> bool:
+    """Whether x has columnwise data, or rowwise ones whose transpose they are: one scale for the whole tensor."""
+    return x.columnwise_data is not None or (x.spec is not None and x.spec.granularity == "tensor")
 
 
 def in_memory(x: torch.Tensor | CastPrologue) -> torch.Tensor:

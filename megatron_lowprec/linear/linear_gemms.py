@@ -9,7 +9,7 @@ from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import arch_of
 from megatron_lowprec.linear.backend import GemmBackend
 from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
-from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory
+from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.linear.native_gemms import NativeGemms
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
@@ -135,7 +135,8 @@ class LinearGemms:
         A native GEMM adds the bias before it rounds to bf16; others round twice, as Megatron-core's layers do.
 
         Args:
-            x_TI: a computed prologue only if ``supported_fusion`` is "source"; a quantized one from ``quantize_input``.
+            x_TI: a computed prologue only if ``supported_fusion`` is "source"; a quantized one from ``quantize_input``,
+                or codes of ``quantize_tokens``, which are saved.
             save_input: quantize x for wgrad from the same read, if both GEMMs are native.
             amax: fp32 [1] of this rank's part of x, if known.
             layer_input: [..., I], saved in place of x: before flattening or gathering.
@@ -159,8 +160,8 @@ class LinearGemms:
                 codes=gather is not None,
             )
         codes = None
-        if gather is not None:
-            codes, x = x, self._from_codes("input", gather(x), columnwise=False)
+        if gather is not None or (isinstance(x_TI, QuantizedTensor) and x.columnwise_data is None):
+            codes, x = x, self._from_codes("input", x if gather is None else gather(x), columnwise=False)
         weight_amax = None
         if save_input and "fprop" in native and not self.weight_cache.holds("fprop"):
             weight_amax = None if isinstance(w_OI, Fp8Weight) else self.native.weight_amax(w_OI)
@@ -174,6 +175,22 @@ class LinearGemms:
         y = backend.gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
         saved = SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
         return y, saved if codes is None else saved.with_codes(codes)
+
+    def quantize_tokens(
+        self, tensor: str, tokens: torch.Tensor, w_OI: torch.Tensor, rng_step: RngStep
+    ) -> QuantizedTensor:
+        """Rowwise codes and scales of "input" or "grad_output", for any layer with this recipe and a weight like this.
+
+        Only if ``why_not_dispatched`` has no reason: a token's codes then depend on the token alone. ``forward`` takes
+        those of x, ``dispatched_grad_output`` those of dy.
+        """
+        self.choose_products(w_OI)
+        backend = self._backend(SIDES[tensor][0], self._native_for(tokens))
+        return backend.quantize(tensor, tokens, rng_step, rowwise=True, columnwise=False, codes=True)[0]
+
+    def dispatched_grad_output(self, codes: QuantizedTensor) -> GradOutput:
+        """dy for ``dgrad``, which takes the codes of ``quantize_tokens``, and ``wgrad``, which dequantizes them."""
+        return GradOutput(codes.dequantize(codes.dtype), self._from_codes("grad_output", codes, columnwise=False))
 
     def quantize_input(self, x_TI: CastPrologue, rng_step: RngStep) -> QuantizedTensor:
         """x for ``forward``, in both directions unless it is gathered; only if ``supported_fusion`` is "source"."""
@@ -262,22 +279,26 @@ class LinearGemms:
         rng_step: RngStep,
         accumulate_into: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
+        restored: bool = False,
     ) -> torch.Tensor:
         """``dw_OI = dy_TO.T @ x_TI`` in the dtype of dy, or added in fp32 to ``accumulate_into``, which is returned.
 
         Args:
             x: x_TI, or the result of ``SavedForBackward.input``; a computed prologue only if ``supported_fusion`` is
-                "source".
+                "source". Rowwise codes with scales along features are dequantized and quantized along tokens.
             amax: the same as in ``forward``.
+            restored: x is decoded from a ``CachedInput``; its amax is not recorded if fprop recorded its source's.
         """
         dy = dy if isinstance(dy, GradOutput) else GradOutput(dy)
         native, quantized = self._native_for(dy.matrix), dy.quantized
         backend = self._backend("wgrad", native)
+        if isinstance(x, QuantizedTensor) and not transposes(x):
+            x = x.dequantize(x.dtype)
         if isinstance(x, QuantizedTensor):
             x = x if x.columnwise_data is not None else self._from_codes("input", x, columnwise=True)
         else:
             # a native fprop by the same spec has recorded the amax
-            update_amax = "wgrad" not in native or not self._one_spec["input"]
+            update_amax = not (restored or "wgrad" in native) or not self._one_spec["input"]
             x, _ = backend.quantize(
                 "input", x, rng_step, rowwise=False, columnwise=True, update_amax=update_amax, local_amax=amax
             )
@@ -319,9 +340,10 @@ class LinearGemms:
     def _from_codes(
         self, tensor: str, codes: QuantizedTensor, *, columnwise: bool, into: QuantizedTensor | None = None
     ) -> QuantizedTensor:
-        """Rowwise FP8 codes [T, K] as the operand of one GEMM of a tensor; added to ``into`` if given."""
+        """Rowwise codes [T, K] as the operand of one GEMM of a tensor; added to ``into`` if given."""
         into = QuantizedTensor(codes.shape, codes.dtype, codes.spec) if into is None else into
-        made = self.backend(SIDES[tensor][columnwise]).from_codes(codes, columnwise=columnwise)
+        backend = self._backend(SIDES[tensor][columnwise], self._native_for(codes))
+        made = backend.from_codes(codes, columnwise=columnwise)
         if columnwise:
             into.columnwise_data, into.columnwise_scale = made
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch.nn.functional import pad
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
@@ -93,7 +94,8 @@ class NativeGemms:
         """As ``GemmBackend``: the codes, or their transpose with tokens zero-padded to the GEMM's multiple."""
         codes, scale = quantized.rowwise()
         if not columnwise:
-            return codes, scale
+            assert quantized.spec is not None
+            return codes_of_blocks(codes, scale) if quantized.spec.granularity == "1x128" else (codes, scale)
         tokens, features = codes.shape
         transposed = codes.new_empty((features, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE), dtype=torch.uint8)
         transposed[:, :tokens].copy_(codes.view(torch.uint8).t())
@@ -142,6 +144,14 @@ class NativeGemms:
         )
         rows = a.shape[1] if name == "wgrad" else a.shape[0]
         return product if product.shape[0] == rows else product[:rows]  # 1x128 data are padded
+
+
+def codes_of_blocks(codes: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [T, K] and scales [T, K / 128] of 1x128 blocks as ``cast_fp8`` writes them: zero-padded, K outermost."""
+    assert scale is not None
+    height = (0, 0, 0, -len(codes) % 128)
+    padded = pad(codes.view(torch.uint8), height).view(codes.dtype) if height[3] else codes
+    return padded, pad(scale, height).t().contiguous().t()
 
 
 @lru_cache(maxsize=64)

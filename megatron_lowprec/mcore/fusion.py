@@ -5,7 +5,7 @@ compute: an amax, quantized operands, a residual whose gradient it can add. It a
 ``TensorMetadata``. ``docs/design/fusion.md`` shows the writers and readers of each field.
 
 A field is valid only for the tensor object and version it was attached at. A view, a copy or an in-place change drops
-it. A dropped field costs one extra pass over the tensor and changes no result.
+it. A dropped field costs one extra pass over the tensor, or the memory of a second copy, and changes no result.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput
+from megatron_lowprec.linear.layer_tensors import CachedInput, CastFusion, GradOutput
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.token_rows import split_rows
 
 _ATTRIBUTE = "lowprec_metadata"
 
@@ -33,7 +34,9 @@ class TensorMetadata:
         version: version of the tensor that the fields describe.
         amax: fp32 [1]. Written by norms, read by the linear layer that casts the tensor.
         quantized_input: the tensor's operands and the only layer that may use them. The tensor is a placeholder.
+        cached_input: packed codes of the tensor, which the linear layer that takes it saves for backward.
         grad_channel: channel through which the consumer of a layer's output returns its gradient.
+        expert_channels: on the output of a rank's experts, through which the dispatcher returns dy as codes.
         residual: weak reference to a norm's input as the norm returns it.
         held_residual: on the norm's output, keeps ``residual`` of the norm's input alive.
     """
@@ -41,7 +44,9 @@ class TensorMetadata:
     version: int
     amax: torch.Tensor | None = None
     quantized_input: tuple[LinearGemms, QuantizedTensor] | None = None
+    cached_input: CachedInput | None = None
     grad_channel: GradOutputChannel | None = None
+    expert_channels: ExpertChannels | None = None
     residual: weakref.ref[torch.Tensor] | None = None
     held_residual: torch.Tensor | None = None
 
@@ -66,6 +71,12 @@ def cached_amax(x: torch.Tensor) -> torch.Tensor | None:
     """The amax of x, fp32 [1], if its producer attached it."""
     found = get_metadata(x)
     return None if found is None else found.amax
+
+
+def attached_cache(x: torch.Tensor) -> CachedInput | None:
+    """The ``CachedInput`` of x, if its producer attached it."""
+    found = get_metadata(x)
+    return None if found is None else found.cached_input
 
 
 def placeholder_like(x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +131,7 @@ class GradOutputChannel:
 
     def __init__(self, linear_gemms: LinearGemms, rng_step: RngStep, fusion: CastFusion, shard: bool = False) -> None:
         self.linear_gemms, self.rng_step, self.fusion, self.shard = linear_gemms, rng_step, fusion, shard
-        self._pending: tuple[GradOutput, torch.Tensor] | None = None
+        self._pending: tuple[GradOutput | QuantizedTensor, torch.Tensor] | None = None
 
     def attach(self, y: torch.Tensor) -> None:
         """Attach the channel to the layer's output."""
@@ -140,6 +151,40 @@ class GradOutputChannel:
 
     def get(self, dy: torch.Tensor) -> GradOutput | None:
         """The stored ``GradOutput`` if dy is its placeholder, in any shape; None if dy is a gradient."""
+        grad = self._take(dy)
+        return self.linear_gemms.dispatched_grad_output(grad) if isinstance(grad, QuantizedTensor) else grad
+
+    def put_codes(self, codes: QuantizedTensor, placeholder: torch.Tensor) -> None:
+        """Store rowwise codes of dy, which the layer receives as this placeholder or a part of its rows."""
+        self._pending = codes, placeholder
+
+    def get_codes(self, dy: torch.Tensor) -> QuantizedTensor | None:
+        """As ``get``, for a layer that takes the codes of all experts."""
+        codes = self._take(dy)
+        assert codes is None or isinstance(codes, QuantizedTensor)
+        return codes
+
+    def _take(self, dy: torch.Tensor) -> GradOutput | QuantizedTensor | None:
         grad, placeholder = self._pending or (None, dy)
         self._pending = None
         return grad if dy.data_ptr() == placeholder.data_ptr() else None
+
+
+@dataclass(frozen=True)
+class ExpertChannels:
+    """Channels of linear_fc2 of the experts on a rank, for dy of all as codes.
+
+    Attributes:
+        channels: of each expert; one for all experts that run together.
+        tokens: tokens of each channel's part.
+    """
+
+    channels: tuple[GradOutputChannel, ...]
+    tokens: tuple[int, ...]
+
+    def put(self, codes: QuantizedTensor) -> torch.Tensor:
+        """Store rowwise codes [T, O] of dy and return its placeholder for autograd."""
+        placeholder = codes.rowwise()[0].new_full((), math.nan, dtype=codes.dtype).expand(codes.shape)
+        for channel, part in zip(self.channels, split_rows(codes, self.tokens), strict=True):
+            channel.put_codes(part, placeholder)
+        return placeholder

@@ -12,7 +12,7 @@ from megatron_lowprec.mcore.step_tracker import StepTracker
 from megatron_lowprec.recipe.schema import Recipe
 
 
-def layer_spec(recipe: Recipe, seed: int | None = None) -> ModuleSpec:
+def layer_spec(recipe: Recipe, seed: int | None = None, *, fp8_dispatch: bool = False) -> ModuleSpec:
     """Spec of every layer of a ``GPTModel``: binds the recipe and follows steps and microbatches without further calls.
 
     Binds two names in Megatron-core that it needs without TransformerEngine and apex: ``te_general_gemm`` of its MoE
@@ -21,13 +21,14 @@ def layer_spec(recipe: Recipe, seed: int | None = None) -> ModuleSpec:
     Args:
         recipe: the recipe to run.
         seed: base of all random draws, the same on all ranks; None for Megatron-LM's ``--seed``, elsewhere 1234.
+        fp8_dispatch: send tokens and gradients to experts as codes, in an all-to-all over expert-parallel ranks.
 
     Raises:
         UserError: the recipe also quantizes optimizer state, gradients or weights.
     """
 
     class Layer(LowPrecTransformerLayer):
-        tracker = StepTracker(recipe, seed)
+        tracker = StepTracker(recipe, seed, fp8_dispatch=fp8_dispatch)
 
     Layer.__name__ = Layer.__qualname__ = LowPrecTransformerLayer.__name__
     bind_te_general_gemm()

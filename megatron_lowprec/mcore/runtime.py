@@ -15,16 +15,19 @@ from megatron_lowprec.comm.maximum import max_over, maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.mcore.activation_cache import bind_activations
 from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Consumer, LayerNorm, RMSNorm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecLinearMixin
 from megatron_lowprec.mcore.placement import linear_id_of, linears, site_of
 from megatron_lowprec.mcore.rng_step import current_rng_step, set_rng_step
+from megatron_lowprec.mcore.token_dispatch import Fp8Dispatch
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 from megatron_lowprec.recipe.coverage import (
+    check_activations,
     check_fp8_gather,
     check_site,
     gemms_in_bf16,
@@ -59,10 +62,11 @@ class RecipeRuntime:
         rerun_in_bf16: globs of single GEMMs to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
         fp8_gather: under sequence parallelism, gather FP8 codes of inputs and output gradients where both GEMMs of a
             layer take them; other layers gather in the compute dtype.
+        fp8_dispatch: send tokens to experts, and gradients back to them, as codes where fc1 and fc2 are quantized.
 
     Raises:
-        UserError: ``fp8_gather`` under a recipe whose codes cannot be gathered; ``emulate_accumulator`` under a recipe
-            or on a device that has no GEMM for it.
+        UserError: ``fp8_gather`` or ``fp8_dispatch`` under a recipe whose codes cannot be sent; ``emulate_accumulator``
+            under a recipe or on a device that has no GEMM for it.
 
     Attributes:
         layers: GEMMs of the layers bound so far.
@@ -86,6 +90,7 @@ class RecipeRuntime:
         emulate_accumulator: bool = False,
         rerun_in_bf16: Sequence[str] = (),
         fp8_gather: bool = False,
+        fp8_dispatch: bool = False,
     ) -> None:
         self.recipe, self.device = recipe, device
         self._num_layers, self._seed, self._accumulate_wgrad = num_layers, seed, accumulate_wgrad
@@ -96,6 +101,7 @@ class RecipeRuntime:
             check_accumulator(recipe, "cpu" if emulate else arch_of(device))
         if fp8_gather:
             check_fp8_gather(recipe, parallel_state.get_pipeline_model_parallel_world_size())
+        self.dispatch = Fp8Dispatch(recipe) if fp8_dispatch else None
         self.kept: list[str] = []
         self.emulated: dict[str, list[str]] = {}
         self.rerun_in_bf16: list[str] = []
@@ -122,7 +128,7 @@ class RecipeRuntime:
             expert: global number of its expert, -1 outside of experts.
 
         Raises:
-            UserError: the recipe's blocks do not divide the layer's sizes, or scales updated each microbatch meet a
+            UserError: blocks of the recipe do not divide the layer's sizes, or scales updated each microbatch meet a
                 pipeline with activation recomputation.
         """
         recipe, config = self.recipe, module.config
@@ -152,8 +158,10 @@ class RecipeRuntime:
             emulate_accumulator=self._emulate_accumulator,
             gathers=self._gathered_in_fp8(module, layer_recipe, expert),
         )
+        site = site_of(module, layer_number, name)
+        check_activations(recipe, [site], tp_group.size())
         if not kept:
-            check_site(module.linear_gemms.recipe, site_of(module, layer_number, name), tp_group.size())
+            check_site(module.linear_gemms.recipe, site, tp_group.size())
             self._note_emulated(module, name, layer_number)
         self.layers.append(module.linear_gemms)
         module.accumulates_in_fp32 = self._accumulate_wgrad
@@ -284,23 +292,18 @@ class RecipeRuntime:
         native = [name for name, runs in self.gemms().items() if runs.startswith("native")]
         if native:
             lines.append(f"{', '.join(native)} native on {arch_of(self.device)}")
-        for reason, gemms in self.emulated.items():
+        for reason, names in self.emulated.items():
             lines.append(
-                f"{', '.join(gemms)} emulated on {self.device.type} ({reason}): the format's numerics, not its speed"
+                f"{', '.join(names)} emulated on {self.device.type} ({reason}): the format's numerics, not its speed"
             )
-        operands = [
-            quant for gemm in self.recipe.gemms.values() for quant in (gemm.input, gemm.weight, gemm.grad_output)
-        ]
-        if any(
-            has_mx_kernel(self.device.type, quant.block, quant.scale_format) for quant in operands if quant is not None
-        ):
+        gemms = self.recipe.gemms.values()
+        operands = [quant for gemm in gemms for quant in (gemm.input, gemm.weight, gemm.grad_output) if quant]
+        if any(has_mx_kernel(self.device.type, quant.block, quant.scale_format) for quant in operands):
             lines.append("MX operands by fused kernels: the first step compiles and tunes them, once a machine")
         elif native:
             lines.append("FP8 operands by fused casts: the first step compiles and tunes them, once a machine")
-        fused = self.device.type == "cuda" and have_triton()
-        lines.append(
-            f"norms, GELU, dropout, biases and loss by {'fused kernels' if fused else 'torch and Megatron-core'}"
-        )
+        by = "fused kernels" if self.device.type == "cuda" and have_triton() else "torch and Megatron-core"
+        lines.append(f"norms, GELU, dropout, biases and loss by {by}")
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
         if self.recomputes_gelu is not None:
@@ -317,6 +320,8 @@ class RecipeRuntime:
             together = frozenset.intersection(*(experts.in_one_launch() for experts in self.grouped))
             launches = [f"{name} {'in one launch' if name in together else 'in a loop'}" for name in self.recipe.gemms]
             lines.append(f"--moe-grouped-gemm: experts of a layer run {', '.join(launches)}")
+        if self.dispatch is not None:
+            lines.append(self.dispatch.header())
         return lines + self.notes
 
 
@@ -354,10 +359,13 @@ def bind_recipe(
 
 
 def bind_layer(runtime: RecipeRuntime, layer: TransformerLayer) -> None:
-    """Bind a layer's linears, and link its norms to them; UserError as ``RecipeRuntime.bind_linear``."""
+    """Bind a layer's linears and saved activations, and link its norms; UserError as ``RecipeRuntime.bind_linear``."""
     for name, expert, module in linears(layer):
         runtime.bind_linear(module, layer.layer_number, name, expert)
     runtime.grouped += [module for module in layer.modules() if isinstance(module, LowPrecGroupedMLP)]
+    bind_activations(runtime.recipe, layer)
+    if runtime.dispatch is not None:
+        runtime.dispatch.bind(layer)
     link_norms(layer)
 
 

@@ -31,6 +31,7 @@ class StepTracker:
     Args:
         recipe: the recipe to run.
         seed: the run's seed; None for Megatron-LM's ``args.seed``, elsewhere ``DEFAULT_SEED``.
+        options: keyword arguments of ``RecipeRuntime``.
 
     Attributes:
         steps: steps ended so far. Set it after loading a checkpoint, except in Megatron-LM.
@@ -39,13 +40,13 @@ class StepTracker:
         UserError: the recipe changes the optimizer or the exchange of gradients, which only the driver sets up.
     """
 
-    def __init__(self, recipe: Recipe, seed: int | None = None) -> None:
+    def __init__(self, recipe: Recipe, seed: int | None = None, **options: Any) -> None:
         if recipe.changes_training:
             raise UserError(
                 f"recipe {recipe.name} also quantizes optimizer state, gradients or weights, which belong to the "
                 "training loop; use this project's pretrain_gpt.py, or a recipe of GEMMs alone such as fp8_delayed"
             )
-        self._recipe, self._seed = recipe, seed
+        self._recipe, self._seed, self._options = recipe, seed, options
         self._runtime: RecipeRuntime | None = None
         self._passes: dict[TransformerLayer, int] = {}  # passes in training of each layer in the step in progress
         self._step: int | None = None  # the step in progress
@@ -91,7 +92,7 @@ class StepTracker:
                 "linears: build the layer's spec by low_precision from one of Megatron-core's local specs"
             )
         if self._runtime is None:
-            self._runtime = _runtime(self._recipe, layer.config, self._seed)
+            self._runtime = _runtime(self._recipe, layer.config, self._seed, self._options)
         bind_layer(self._runtime, layer)
 
     def enter(self, layer: TransformerLayer) -> None:
@@ -147,7 +148,7 @@ class StepTracker:
         self._runtime.end_step(updated)
 
 
-def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None) -> RecipeRuntime:
+def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None, options: dict[str, Any]) -> RecipeRuntime:
     args = megatron_lm_args()
     if seed is None:
         seed = DEFAULT_SEED if args is None else args.seed
@@ -162,6 +163,7 @@ def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None) -> Rec
         # as with Megatron-core's own linears: rounded to the weight's dtype without the fusion
         accumulate_wgrad=config.gradient_accumulation_fusion,
         cache_weights=several,
+        **options,
     )
 
 

@@ -1,10 +1,10 @@
 """Quantization error of an operand, from statistics that combine over ranks and layers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.linalg import vector_norm
 
 from megatron_lowprec.kernels.dispatch import operand_stats
 from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SUMS
@@ -40,9 +40,9 @@ class QuantizationError:
     scale_inv_max: float | None = None
 
     @staticmethod
-    def of(stats: torch.Tensor) -> "QuantizationError":
-        """From ``operand_stats``, whose first SUMS entries may be summed and whose others' maximum may be taken."""
-        entries, nonzero, underflows, saturated, energy, error, projection, amax, largest, reciprocal = stats.tolist()
+    def of(stats: Sequence[float]) -> "QuantizationError":
+        """From ``operand_stats`` as numbers, of which the first SUMS may be sums and the others maxima of several."""
+        entries, nonzero, underflows, saturated, energy, error, projection, amax, largest, reciprocal = stats
         whole = math.isfinite(energy) and math.isfinite(error) and math.isfinite(projection) and energy > 0
         return QuantizationError(
             int(entries),
@@ -84,13 +84,4 @@ def output_stats(exact: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         exact: fp32, product of the unquantized operands.
         output: the GEMM's output of the same shape, in any dtype.
     """
-    output = output.float()
-    norms = [vector_norm(each, dtype=torch.float64).square() for each in (exact, output, output - exact)]
-    energy, of_output, error = norms
-    stats = exact.new_zeros(COUNTS, dtype=torch.float64)
-    stats[0] = exact.numel()
-    underflows = ((output == 0) & (exact != 0)).sum()
-    stats[1:3] = torch.stack((exact.count_nonzero(), underflows))
-    stats[4:SUMS] = torch.stack((energy, error, (energy + of_output - error) / 2))
-    stats[SUMS] = exact.abs().amax()
-    return stats
+    return operand_stats(exact, output, None, None)

@@ -66,7 +66,7 @@ class QuantizedTensor:
 
     @property
     def codes(self) -> torch.Tensor:
-        """uint8 codes in the low bits, one an entry, in the source's layout."""
+        """Codes of ``encode``, one an entry, in the source's layout."""
         return self._as_source(encode(self._rowwise_elements(), self.format))
 
     @property
@@ -95,7 +95,7 @@ class QuantizedTensor:
     def decode_scale(self) -> torch.Tensor:
         """``rowwise_scale`` in fp32."""
         assert self.rowwise_scale is not None
-        return _as_numbers(self.rowwise_scale)
+        return as_numbers(self.rowwise_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values of data and scales in the source's layout, headroom divided out.
@@ -130,7 +130,7 @@ class QuantizedTensor:
         if scale is not None:
             blocks = block_sizes(self._spec, data)
             scale = scale[: -(-data.shape[0] // blocks[0]), : -(-data.shape[1] // blocks[1])]
-            values = scale_blocks(values, _as_numbers(scale), blocks)
+            values = scale_blocks(values, as_numbers(scale), blocks)
         rows = self.shape.numel() // max(1, length)
         return values[:rows, :length] / (self.spec.headroom if self.spec else 1.0)
 
@@ -144,5 +144,6 @@ def block_sizes(spec: QuantSpec, matrix: torch.Tensor) -> tuple[int, int]:
     return granularity_of(spec.granularity).block_of(rows, columns)
 
 
-def _as_numbers(scale: torch.Tensor) -> torch.Tensor:
+def as_numbers(scale: torch.Tensor) -> torch.Tensor:
+    """Decode scales in fp32, from fp32 or E8M0 bytes."""
     return scale if scale.is_floating_point() else e8m0_decode_scale(scale)

@@ -15,6 +15,9 @@ VALUES_PER_DRAW = 8
 Equals ``kernels.philox.reference.VALUES_PER_CALL``, which this package may not import; a test compares them.
 """
 
+ACTIVATION_BLOCK = 128
+"""Entries of a token that share the scale of a saved activation: ``kernels.packed_cast.reference.BLOCK``, as above."""
+
 
 @dataclass(frozen=True)
 class LinearSite:
@@ -213,13 +216,21 @@ def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
         )
 
 
-def indivisible(recipe: Recipe, site: LinearSite, tensor_parallel: int = 1) -> tuple[str, str] | None:
+def indivisible(
+    recipe: Recipe, site: LinearSite, tensor_parallel: int = 1, partial_blocks: bool = True
+) -> tuple[str, str] | None:
     """The first GEMM whose blocks do not divide a layer's sizes, and the block and the size; None if all do.
+
+    A block of fp32 scales may be partial at the end of a dimension that no ranks shard, as in DeepSeek-V3's files.
+
+    Args:
+        partial_blocks: False to ask for whole blocks everywhere.
 
     Raises:
         UserError: ``tensor_parallel`` does not divide the dimension that it shards.
     """
     sizes = _local_sizes(site, tensor_parallel)
+    sharded = {"column": "output", "row": "input"}[site.split] if tensor_parallel > 1 else None
     for gemm_name, gemm in recipe.gemms.items():
         contracted = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}[gemm_name]
         wants: dict[tuple[str, int], str] = {}
@@ -232,10 +243,10 @@ def indivisible(recipe: Recipe, site: LinearSite, tensor_parallel: int = 1) -> t
                     f"{operand} rounded stochastically, {VALUES_PER_DRAW} values a draw"
                 )
             if quant is not None and quant.block is not None:
-                rows, columns = quant.block
-                wants[contracted, columns] = wants[_other(gemm_name, operand), rows] = (
-                    f"{operand} block {quant.granularity}"
-                )
+                for dimension, multiple in zip((_other(gemm_name, operand), contracted), quant.block, strict=True):
+                    whole = not partial_blocks or quant.scale_format == "e8m0" or dimension == sharded
+                    if whole:
+                        wants[dimension, multiple] = f"{operand} block {quant.granularity}"
         for (dimension, multiple), why in wants.items():
             if dimension != "tokens" and sizes[dimension] % multiple:
                 a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
@@ -243,6 +254,35 @@ def indivisible(recipe: Recipe, site: LinearSite, tensor_parallel: int = 1) -> t
                     f"has {why}, but {sizes[dimension]} {dimension} features{a_rank} are no multiple of {multiple}"
                 )
     return None
+
+
+def check_activations(recipe: Recipe, sites: Sequence[LinearSite], tensor_parallel: int) -> None:
+    """Reject formats of saved activations that a model's layers do not support.
+
+    Args:
+        sites: linear layers of the model, or of one part of it.
+
+    Raises:
+        UserError: SwiGLU's input is cached in a model without gated MLPs; or the width of an activation on a rank is
+            no multiple of its blocks.
+    """
+    if recipe.activations.swiglu_input != "none":
+        plain = next((s for s in sites if s.name.endswith(".linear_fc1") and not s.gated), None)
+        if plain is not None:
+            raise UserError(
+                f"activations.swiglu_input={recipe.activations.swiglu_input} caches the input of SwiGLU, and "
+                f"{plain.path} feeds another activation: add --swiglu, or set activations.swiglu_input=none"
+            )
+    behind = {"attention_output": ".linear_proj", "swiglu_input": ".linear_fc2"}
+    for name, form in recipe.activations.formats.items():
+        for site in sites if form != "none" else ():
+            width = _local_sizes(site, tensor_parallel)["input"]
+            if site.name.endswith(behind[name]) and width % ACTIVATION_BLOCK:
+                a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
+                raise UserError(
+                    f"activations.{name}={form} has blocks of {ACTIVATION_BLOCK}, but {width} input features of "
+                    f"{site.path}{a_rank} are no multiple of that: change that size, or set activations.{name}=none"
+                )
 
 
 def _other(gemm: str, operand: str) -> str:

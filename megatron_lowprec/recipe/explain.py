@@ -51,7 +51,7 @@ def describe_gemm(
 
 
 def describe_training_state(recipe: Recipe) -> list[str]:
-    """Lines about optimizer and gradient reduction, if they are not Megatron-core's in fp32."""
+    """Lines about optimizer, gradient reduction and saved activations, if they are not Megatron-core's."""
     lines = []
     if recipe.optimizer.quantized:
         kept = ", ".join(f"{name} {form.upper()}" for name, form in recipe.optimizer.formats.items())
@@ -69,6 +69,11 @@ def describe_training_state(recipe: Recipe) -> list[str]:
         if spec.stored:
             added = "fp32 until the last microbatch" if spec.accumulation == "fp32" else f"{form} after each microbatch"
             lines.append(f"gradients: stored in {form}, one power-of-two scale a tensor; {added}")
+    lines += [
+        f"activations: {name.replace('_', ' ')} saved in {form.upper()}, blocks of 1x128 with power-of-two scales"
+        for name, form in recipe.activations.formats.items()
+        if form != "none"
+    ]
     if recipe.fp8_weights:
         lines.append("weights of quantized layers: FP8 codes, no copy in the compute dtype")
     return lines

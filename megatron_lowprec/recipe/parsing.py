@@ -11,6 +11,7 @@ A recipe file has a base and the fields that differ::
 import dataclasses
 import difflib
 import re
+import sys
 import types
 import typing
 import warnings
@@ -54,6 +55,26 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     if not any(override.startswith("name=") for override in overrides):
         data["name"] = "+".join([data["name"], *overrides])
     return recipe_from_dict(data)
+
+
+class UnknownAttributeError(UserError, AttributeError):
+    """No recipe has a name that a module was asked for; an AttributeError as well, since pickle asks every module."""
+
+
+def recipe_of_attribute(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """``load_recipe`` for a module's ``__getattr__``.
+
+    Raises:
+        UserError: as ``load_recipe``; for an import statement and for Megatron-core no AttributeError, which they
+            would replace by an error of their own, without the reason.
+    """
+    try:
+        return load_recipe(name, overrides)
+    except UserError as error:
+        asks = sys._getframe(2).f_globals.get("__name__", "")
+        if asks.startswith(("importlib.", "megatron.core.")):
+            raise
+        raise UnknownAttributeError(str(error)) from None
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from typing import TypedDict
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.schema import (
     GemmSpec,
     GradientSpec,
@@ -86,6 +87,8 @@ FP8_ROW = QuantSpec("e4m3", granularity="row", scale_rule="amax_pow2", amax_floo
 FP8_TENSOR_POW2 = QuantSpec("e4m3", granularity="tensor", scale_rule="amax_pow2", amax_floor=1e-12)
 FP8_1X128 = QuantSpec("e4m3", granularity="1x128")
 FP8_128X128 = QuantSpec("e4m3", granularity="128x128")
+FP8_1X128_POW2 = replace(FP8_1X128, scale_rule="amax_pow2")
+FP8_128X128_POW2 = replace(FP8_128X128, scale_rule="amax_pow2")
 MXFP8 = QuantSpec("e4m3", granularity="1x32", scale_format="e8m0", scale_rule="round_up")
 MXFP8_E5M2 = replace(MXFP8, format="e5m2")
 MXFP8_OCP = replace(MXFP8, scale_rule="floor")
@@ -127,6 +130,8 @@ def _gemms(x: QuantSpec, w: QuantSpec, dy: QuantSpec, fast_fprop: bool = False) 
 
 
 _DELAYED_GEMMS = _gemms(FP8_DELAYED, FP8_DELAYED, FP8_DELAYED_E5M2, fast_fprop=True)
+_DEEPSEEK_STATE = OptimizerSpec(exp_avg="bf16", exp_avg_sq="bf16", rounding="nearest_even")
+_DEEPSEEK_ACTIVATIONS = ActivationSpec(attention_output="e5m6", swiglu_input="e4m3")
 _FP8_LM_STATE = OptimizerSpec(exp_avg="e4m3", exp_avg_sq="fp16", master="fp16")
 _FP8_LM_GRADIENTS = GradientSpec("e4m3", accumulation="fp32")
 _FP8_DELAYED_FPROP = GemmSpec(input=FP8_DELAYED, weight=FP8_DELAYED, fast_accumulation=True)
@@ -166,6 +171,24 @@ for _recipe in (
         "FP8 E4M3; fp32 scales of 1x128 (activations, gradients) and 128x128 (weights)",
         _DEEPSEEK,
         **_gemms(FP8_1X128, FP8_128X128, FP8_1X128),
+    ),
+    Recipe(
+        "deepseek_v3",
+        "fp8_blockwise with FP8 weights, bf16 moments, attention's output saved in E5M6 and SwiGLU's input in E4M3",
+        _DEEPSEEK,
+        **_gemms(FP8_1X128, FP8_128X128, FP8_1X128),
+        optimizer=_DEEPSEEK_STATE,
+        activations=_DEEPSEEK_ACTIVATIONS,
+        fp8_weights=True,
+    ),
+    Recipe(
+        "deepseek_v32",
+        "deepseek_v3 with power-of-two scales",
+        "arXiv 2412.19437; model card of DeepSeek-V3.1",
+        **_gemms(FP8_1X128_POW2, FP8_128X128_POW2, FP8_1X128_POW2),
+        optimizer=_DEEPSEEK_STATE,
+        activations=_DEEPSEEK_ACTIVATIONS,
+        fp8_weights=True,
     ),
     Recipe("mxfp8", "MXFP8 E4M3, scales rounded up", _MXFP8, **_gemms(MXFP8, MXFP8, MXFP8)),
     Recipe("mxfp8_ocp", "MXFP8 E4M3, scales by the OCP floor rule", _MXFP8, **_gemms(MXFP8_OCP, MXFP8_OCP, MXFP8_OCP)),

@@ -1,5 +1,5 @@
 """Schema of recipes: frozen data with both operands' numerics for each of a linear layer's three GEMMs, and the formats
-of optimizer state and data-parallel gradients if not fp32.
+of saved activations, optimizer state and data-parallel gradients.
 
 Shapes, with T tokens, I input features, O output features::
 
@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, get_args
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.scaling import SCALE_RULES, ScaleFormat, granularity_of, scale_rules
 
 Rounding = Literal["nearest_even", "half_away", "stochastic"]
@@ -325,6 +326,7 @@ class Recipe:
     keep_bf16: KeepBf16 = field(default_factory=KeepBf16)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     gradients: GradientSpec = field(default_factory=GradientSpec)
+    activations: ActivationSpec = field(default_factory=ActivationSpec)
     fp8_weights: bool = False
 
     def __post_init__(self) -> None:

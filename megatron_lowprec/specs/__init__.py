@@ -5,22 +5,27 @@ spec: a registered recipe, an entry point's, or a YAML file, with overrides behi
 
     --spec megatron_lowprec.specs "mxfp8 keep_bf16.last_layers=1"
 
+``--moe-fp8-dispatch`` behind the name sends tokens to their experts as codes.
+
 A package, not a module: only of a package Python's import asks ``__getattr__`` for a name that is not defined. Megatron
 is imported with the first name.
 """
 
 from typing import Any
 
-from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.parsing import recipe_of_attribute
+
+_DISPATCH = "--moe-fp8-dispatch"
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    recipe, *overrides = name.split()
-    recipe_to_run = load_recipe(recipe, overrides)
+    recipe, *words = name.split()
+    overrides = [word for word in words if word != _DISPATCH]
+    recipe_to_run = recipe_of_attribute(recipe, overrides)
     from megatron_lowprec.mcore.layer_spec import layer_spec
 
     # Megatron-LM then reads the name from the module's dictionary
-    spec = globals()[name] = layer_spec(recipe_to_run)
+    spec = globals()[name] = layer_spec(recipe_to_run, fp8_dispatch=_DISPATCH in words)
     return spec

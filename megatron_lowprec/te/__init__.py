@@ -15,7 +15,7 @@ TransformerEngine is imported with the first object.
 
 from typing import Any
 
-from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_of_attribute
 from megatron_lowprec.te.factory import QuantizerFactory, quantizer_factory
 from megatron_lowprec.te.recipe_objects import te_recipe
 
@@ -25,5 +25,5 @@ __all__ = ["QuantizerFactory", "load_recipe", "quantizer_factory", "te_recipe"]
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    factory = globals()[name] = quantizer_factory(load_recipe(name))
+    factory = globals()[name] = quantizer_factory(recipe_of_attribute(name))
     return factory

@@ -96,6 +96,8 @@ def why_not(recipe: Recipe) -> str | None:
     """
     if recipe.changes_training:
         return "it also quantizes optimizer state, gradients or weights, which are no part of a recipe there"
+    if recipe.activations.quantized:
+        return "it also quantizes saved activations, which only this project's layers do"
     reasons = [_gemm_fault(name, gemm) for name, gemm in recipe.gemms.items()]
     reasons += [_delayed_fault(recipe)]
     found = next((reason for reason in reasons if reason is not None), None)

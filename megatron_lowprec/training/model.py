@@ -106,6 +106,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
         emulate_accumulator=config.emulate_accumulator,
         rerun_in_bf16=config.rerun_in_bf16,
         fp8_gather=config.fp8_sequence_parallel_gather,
+        fp8_dispatch=config.moe_fp8_dispatch,
         recompute_gelu=config.recompute_gelu,
     )
 

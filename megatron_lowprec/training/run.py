@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.coverage import check_gemm_globs, check_primary_weights, check_sizes, keeps_all
+from megatron_lowprec.recipe.coverage import (
+    check_activations,
+    check_gemm_globs,
+    check_primary_weights,
+    check_sizes,
+    keeps_all,
+)
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import schedule as schedules
@@ -66,6 +72,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     config = resolve_model(config)
     recipe = load_recipe(str(find(config.recipe)), config.recipe_override)
     check_sizes(recipe, linear_sites(config), require(config.num_layers), config.tensor_model_parallel_size)
+    check_activations(recipe, linear_sites(config), config.tensor_model_parallel_size)
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
     check_capture(config)
     check_counterfactuals(config)

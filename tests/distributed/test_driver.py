@@ -62,6 +62,16 @@ RESUMED: dict[str, dict[str, Any]] = {
     # Shared embeddings have buckets of their own, with padding behind them.
     "pipeline, distributed": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
     "sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recipe": "fp8_delayed"},
+    "FP8 dispatch": {
+        "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+        "recipe": "fp8_blockwise",
+        "hidden_size": 128,
+        "disable_bias_linear": True,
+        "num_experts": 4,
+        "moe_grouped_gemm": True,
+        "moe_fp8_dispatch": True,
+    },
     # DeepSeek's layers; the balancing bias is a state beside the weights.
     "latent attention, experts": {
         "expert_model_parallel_size": 2,
@@ -123,6 +133,8 @@ def cases() -> dict[str, dict[str, Any]]:
         found[f"{name} resumed again"] = common | {"save": f"{name} resumed"}
     sharded = {"bf16": True, "train_iters": 4, "lr_decay_iters": 10, "fp8_sequence_parallel_gather": True}
     found["sequence parallel, FP8 codes"] = RESUMED["sequence parallel"] | sharded | {"no_save": True}
+    plain = {"bf16": True, "train_iters": 4, "lr_decay_iters": 10, "no_save": True, "moe_fp8_dispatch": None}
+    found["bf16 dispatch"] = RESUMED["FP8 dispatch"] | plain
     for precision, options in PRECISIONS.items():
         common = options | {"train_iters": 3, "no_gradient_accumulation_fusion": True, "no_save": True}
         found[f"ours {precision}"] = common
@@ -232,6 +244,17 @@ def test_gathered_codes_change_no_bit(launch: Launch) -> None:
     assert launch.losses("sequence parallel, FP8 codes") == launch.losses("sequence parallel whole")
     log = [row["grad-norm"] for row in launch.rows("sequence parallel, FP8 codes")]
     assert log == [row["grad-norm"] for row in launch.rows("sequence parallel whole")]
+
+
+@pytest.mark.slow
+def test_dispatched_codes_change_one_weight_gradient(launch: Launch) -> None:
+    got, want = (launch.rows(name) for name in ("FP8 dispatch whole", "bf16 dispatch"))
+    # the first step's forward pass has the same bits; then another rounding of x in wgrad reaches the weights
+    assert got[0]["lm loss hex"] == want[0]["lm loss hex"]
+    assert got[0]["grad-norm"] != want[0]["grad-norm"]
+    assert got[0]["grad-norm"] == pytest.approx(want[0]["grad-norm"], rel=1e-3)
+    for row, expected in zip(got, want, strict=True):
+        assert row["lm loss"] == pytest.approx(expected["lm loss"], rel=1e-2)
 
 
 @pytest.mark.slow

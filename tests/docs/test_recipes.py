@@ -15,6 +15,7 @@ import yaml
 from megatron_lowprec import UserError, get_recipe, recipes
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe import registry
+from megatron_lowprec.recipe.activation_spec import ActivationSpec
 from megatron_lowprec.recipe.coverage import LinearSite, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import (
@@ -129,7 +130,12 @@ def test_fields_of_a_gemm_and_of_the_whole() -> None:
     table = table_after(ROOT / "docs/recipes/custom.md", "Fields of a GEMM and of the recipe")
     wanted = {f"hadamard.{field.name}": field.default for field in dataclasses.fields(HadamardSpec)}
     wanted |= {"fast_accumulation": GemmSpec().fast_accumulation}
-    for part, spec in (("keep_bf16", KeepBf16), ("optimizer", OptimizerSpec), ("gradients", GradientSpec)):
+    for part, spec in (
+        ("keep_bf16", KeepBf16),
+        ("optimizer", OptimizerSpec),
+        ("gradients", GradientSpec),
+        ("activations", ActivationSpec),
+    ):
         wanted |= {f"{part}.{field.name}": field.default for field in dataclasses.fields(spec)}
     wanted["fp8_weights"] = Recipe("any", "").fp8_weights
     shown = {name: "none" if value == () else str(value).lower() for name, value in wanted.items()}

@@ -151,6 +151,7 @@ def updates() -> None:
     from megatron_lowprec.formats import FORMATS
     from megatron_lowprec.kernels.amax_history.triton import update_history_
     from megatron_lowprec.kernels.multi_tensor_cast import triton as multi_tensor_cast
+    from megatron_lowprec.kernels.packed_cast import triton as packed_cast
     from megatron_lowprec.kernels.partial_cast import triton as partial_cast
     from megatron_lowprec.kernels.partial_cast.reference import Shard
     from megatron_lowprec.kernels.scaled_adam import triton as adam
@@ -168,6 +169,9 @@ def updates() -> None:
         shards = [Shard(torch.zeros(4096), start, (256, 256))]
         amax = partial_cast.partial_amax(shards, (128, 128))
         partial_cast.partial_cast_(shards, amax, FORMATS["e4m3"], (128, 128), [codes])
+    for name in ("e4m3", "e5m6"):
+        packed = packed_cast.packed_cast(torch.zeros(256, 256).bfloat16(), FORMATS[name])
+        packed_cast.packed_decode(*packed, FORMATS[name], torch.bfloat16)
     update_history_(torch.zeros(16), torch.zeros(64, 16), torch.zeros(16), True)
 
 

@@ -118,8 +118,10 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     rows, n, k = [count * size for count in (5, 0, 130, 128)], 256, 256 * size
     x = torch.randn(sum(rows), 48, generator=generator).to(device, torch.bfloat16)
-    padded, want = triton.pad_groups(x, rows), fp8_reference.pad_groups(x, rows)
-    found = difference("padding", padded == want, padded, want)
+    found = []
+    for matrix in (x, x.view(torch.uint8), x.float()):  # tokens; codes and scales that a dispatcher sent
+        padded, want = triton.pad_groups(matrix, rows), fp8_reference.pad_groups(matrix, rows)
+        found += difference("padding", padded == want, padded, want)
     tokens = len(want)
     a = codes(tokens, k), scales(k // 128, tokens).t()  # 1x128 scales have tokens last in memory
     by_rows = (

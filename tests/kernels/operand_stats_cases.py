@@ -44,6 +44,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     transposed: bool = False  # x is a transposed view
     special: float | None = None  # one entry of x
+    scaled: bool = True  # without, data are plain numbers
 
 
 RECIPES = ("mxfp8", "mxfp4_rht_sr")
@@ -63,6 +64,8 @@ CASES = (
     Case(70, 96, "e4m3", MX, special=torch.nan),
     Case(70, 96, "e5m2", WHOLE, "fp32", "fp8", special=torch.inf),
     Case(300, 4200, "e4m3", WHOLE, "fp32", "fp8"),  # more tiles than programs in this test
+    Case(64, 200, "e4m3", WHOLE, "fp32", "values", dtype=torch.float32, scaled=False),
+    Case(64, 96, "e4m3", WHOLE, "fp32", "values", dtype=torch.float32, scaled=False, special=torch.nan),
 )
 
 
@@ -103,8 +106,8 @@ def arguments(case: Case, device: str) -> dict[str, object]:
     return {
         "x": x,
         "data": data,
-        "scale": scale.to(device),
-        "fmt": fmt,
+        "scale": scale.to(device) if case.scaled else None,
+        "fmt": fmt if case.scaled else None,
         "block": block,
         "headroom": case.headroom,
         "signs": signs,

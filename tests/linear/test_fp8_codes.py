@@ -14,6 +14,8 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
+from megatron_lowprec.recipe.registry import FP8_1X128, FP8_ROW, MXFP4, MXFP8
 
 TOKENS, FEATURES, STEP = 24, 48, RngStep(0, 0)
 
@@ -92,3 +94,57 @@ def test_native_operands_are_padded_as_the_cast_pads_them(tokens: int, name: str
         assert got.dtype == data.dtype
         assert_same_numbers(got.float(), data.float())
         assert scale is cast.rowwise_scale
+
+
+def tokens_of(rows: int = TOKENS) -> torch.Tensor:
+    """``matrix`` with 256 features."""
+    return matrix().repeat(1, 6)[torch.arange(rows) % TOKENS, :256].contiguous()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FP8_1X128,
+        replace(FP8_1X128, scale_rule="amax_pow2"),
+        FP8_ROW,
+        MXFP8,
+        replace(MXFP8, format="e3m2", scale_rule="even"),
+        replace(MXFP4, headroom=0.75),
+    ],
+    ids=lambda spec: f"{spec.format} {spec.granularity} {spec.scale_rule}",
+)
+def test_emulated_operands_of_tokens(spec: QuantSpec) -> None:
+    """With scales along features, a token's codes as bytes give the operand of fprop."""
+    recipe = get_recipe("fp8_blockwise")
+    recipe = replace(recipe, fprop=replace(recipe.fprop, input=spec))
+    gemms = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory)
+    x, w = tokens_of(), torch.zeros(128, 256, dtype=torch.bfloat16)
+    want, _ = gemms.emulated.quantize("input", x, STEP, rowwise=True, columnwise=False)
+    codes = unpack_rows(pack_rows(gemms.quantize_tokens("input", x, w, STEP)), 256, spec, x.dtype)
+    got, scale = gemms.emulated.from_codes(codes, columnwise=False)
+    data, want_scale = want.rowwise()
+    assert_same_numbers(got, data)
+    assert (scale is None) == (want_scale is None) == spec.power_of_two_scale
+    assert scale is None or want_scale is None or torch.equal(scale.isnan(), want_scale.isnan())
+    none = unpack_rows(pack_rows(codes)[:0], 256, spec, x.dtype)
+    assert gemms.emulated.from_codes(none, columnwise=False)[1] is None
+
+
+@pytest.mark.parametrize("tokens", [128, 24])
+@pytest.mark.parametrize("spec", [FP8_1X128, FP8_ROW], ids=lambda spec: spec.granularity)
+def test_native_operands_of_tokens(spec: QuantSpec, tokens: int) -> None:
+    """Codes and scales have the values and strides of the cast's; scales of padded rows are those of no token."""
+    recipe, x = get_recipe("fp8_blockwise"), tokens_of(tokens)
+    recipe = replace(recipe, fprop=replace(recipe.fprop, input=spec))
+    rule = Fp8Rule(FORMATS[spec.format], spec.granularity, spec.scale_rule, spec.amax_floor)
+    cast = reference.cast_fp8(x, rule, rowwise=True, columnwise=False)
+    sent = QuantizedTensor(x.shape, x.dtype, spec, cast.rowwise_data, cast.rowwise_scale)
+    codes = unpack_rows(pack_rows(sent), 256, spec, x.dtype)
+    data, scale = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory).native.from_codes(codes, columnwise=False)
+    assert cast.rowwise_data is not None
+    assert cast.rowwise_scale is not None
+    assert scale is not None
+    assert (data.dtype, data.shape, data.stride()) == (torch.float8_e4m3fn, cast.rowwise_data.shape, (256, 1))
+    assert torch.equal(data.view(torch.uint8), cast.rowwise_data.view(torch.uint8))
+    assert scale.stride() == cast.rowwise_scale.stride()
+    torch.testing.assert_close(scale[:tokens], cast.rowwise_scale[:tokens], rtol=0, atol=0, equal_nan=True)

@@ -17,7 +17,9 @@ from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.registry import get_recipe
 
 TOKENS, IN, OUT = (5, 0, 150, 32), 128, 256
@@ -153,3 +155,34 @@ def test_instrumented_experts_take_the_loop() -> None:
     with grouped_ops() as taken:
         group.forward(x, (3, 5), (w, w), RngStep(0, 0))
     assert not taken
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm90"])
+@pytest.mark.parametrize("name", ["fp8_blockwise", "fp8_rowwise", "mxfp8"])
+def test_codes_of_all_experts_are_the_operand(name: str, arch: str) -> None:
+    """Products and input gradients of x and dy; the weight gradient is that of the dequantized codes."""
+    recipe, rng_step = get_recipe(name), RngStep(7, 0)
+    spec = recipe.fprop.input
+    assert spec is not None
+    generator = torch.Generator().manual_seed(4)
+    weights = [torch.randn(OUT, IN, generator=generator).bfloat16() for _ in TOKENS]
+    x, dy = (torch.randn(sum(TOKENS), size, generator=generator).bfloat16() for size in (IN, OUT))
+    dy_spec = recipe.dgrad.grad_output
+    assert dy_spec is not None
+    tensors, rounded, sent = [x, dy], [], []
+    for tensor, of_tensor in ((x, spec), (dy, dy_spec)):
+        codes = quantize(tensor, of_tensor)
+        rounded.append(codes.dequantize(torch.bfloat16))
+        sent.append(unpack_rows(pack_rows(codes), tensor.shape[1], of_tensor, torch.bfloat16))
+    found = []
+    with grouped_ops(arch) as taken:
+        for given, gradient in (tensors, rounded, sent):
+            group = GroupedLinearGemms([LinearGemms(recipe, LinearId(3, "fc1", i), 1, AmaxHistory) for i in range(4)])
+            y, saved = group.forward(given, TOKENS, weights, rng_step)
+            saved = saved.without_tensors().with_tensors(saved.tensors())
+            found.append((y, *group.backward(gradient, TOKENS, saved, rng_step, [None] * 4)))
+    assert bool(taken) == (name == "mxfp8" or arch == "sm90")
+    (want_y, want_dx, _), (_, _, want_dw), (y, dx, dw) = found
+    assert torch.equal(y, want_y)
+    assert torch.equal(dx, want_dx)
+    assert all(map(torch.equal, dw, want_dw))

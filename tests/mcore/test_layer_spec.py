@@ -56,6 +56,15 @@ def gpt(spec: Any, **options: Any) -> Any:
     return GPTModel(config_of(**options), spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
 
 
+def test_a_flag_behind_the_recipe_s_name() -> None:
+    """--moe-fp8-dispatch reaches the layers, where it is refused: one rank has nothing to send."""
+    experts = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
+    with pytest.raises(UserError, match="--moe-fp8-dispatch sends tokens to experts, and this model has none"):
+        gpt(getattr(specs, "mxfp8 --moe-fp8-dispatch keep_bf16.last_layers=1"))
+    with pytest.raises(UserError, match="--moe-fp8-dispatch does nothing at --expert-model-parallel-size 1"):
+        gpt(getattr(specs, "mxfp8 --moe-fp8-dispatch"), **experts)
+
+
 def tracked(recipe: str, **options: Any) -> Any:
     from megatron_lowprec.mcore.layer_spec import layer_spec
 

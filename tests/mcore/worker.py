@@ -217,7 +217,11 @@ def multiply(linear_gemms: LinearGemms, gemm: str, a: torch.Tensor, b: torch.Ten
 KINDS = ("fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", "mxfp4_rht_sr")
 
 
-@for_each(*((name, True) for name in recipes()), *((name, False) for name in KINDS))
+# the layers here have no SwiGLU
+PLAIN = tuple(name for name in recipes() if not get_recipe(name).activations.quantized)
+
+
+@for_each(*((name, True) for name in PLAIN), *((name, False) for name in KINDS))
 def shards(name: str, sequence_parallel: bool) -> None:
     """Through real transformer layers: every operand of every GEMM, and the amax in effect after a step."""
     config, recipe, rank = config_of(torch.bfloat16, sequence_parallel), get_recipe(name), dist.get_rank()

@@ -51,7 +51,7 @@ STREAM = RandomStream((3, 4), RngStep(5, 6))
 
 def test_specs_are_found() -> None:
     # 2 delayed, 2 current, row, tensor of powers of two, 2 blockwise, 3 mxfp8, 2 mxfp4
-    assert len(specs_of_recipes()) == 13
+    assert len(specs_of_recipes()) == 15
     assert GemmSpec().quantized is False
 
 

@@ -26,7 +26,7 @@ from megatron_lowprec.recipe.native_support import (
     native_gemms,
     why_emulated,
 )
-from megatron_lowprec.recipe.registry import FP8_128X128, FP8_CURRENT, FP8_DELAYED
+from megatron_lowprec.recipe.registry import FP8_128X128, FP8_128X128_POW2, FP8_CURRENT, FP8_DELAYED
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 
@@ -133,7 +133,10 @@ def test_refusal_names_layer_gemm_size_and_multiple() -> None:
         ("mxfp4_rht", 64, 192, "column", 2, "96 output features on each of 2 tensor-parallel ranks"),
         ("mxfp4_rht", 64, 192, "row", 2, None),  # cuts the input features, which no backward GEMM blocks
         ("mxfp8", 96, 64, "row", 2, "48 input features on each of 2 tensor-parallel ranks are no multiple of 32"),
-        ("fp8_blockwise", 128, 192, "column", 1, "128x128, but 192 output features are no multiple of 128"),
+        ("fp8_blockwise", 200, 192, "column", 1, None),  # partial blocks at the ends
+        ("fp8_blockwise", 200, 384, "column", 3, None),
+        ("fp8_blockwise", 128, 384, "column", 2, "128x128, but 192 output features on each of 2 .* multiple of 128"),
+        ("fp8_blockwise", 384, 192, "row", 2, "128x128, but 192 input features on each of 2 .* multiple of 128"),
         ("fp8_current", 33, 7, "column", 1, None),
         ("fp8_rowwise", 33, 7, "column", 1, None),
         ("bf16", 33, 7, "column", 1, None),
@@ -282,7 +285,7 @@ def test_accumulators_that_can_be_emulated() -> None:
 def test_recipes_with_primary_weights() -> None:
     for name in recipes():
         weights = get_recipe(name).fprop.weight, get_recipe(name).dgrad.weight
-        shared = weights in [(spec, spec) for spec in (FP8_CURRENT, FP8_DELAYED, FP8_128X128)]
+        shared = weights in [(spec, spec) for spec in (FP8_CURRENT, FP8_DELAYED, FP8_128X128, FP8_128X128_POW2)]
         assert (primary_weight_spec(get_recipe(name)) is not None) == shared, name
 
 

@@ -1,6 +1,9 @@
 """Names, files and overrides to recipes and back; every way to get it wrong has one line."""
 
+import importlib
 import json
+import pickle
+import types
 from pathlib import Path
 
 import pytest
@@ -217,3 +220,19 @@ def test_dict_of_another_type(data: object) -> None:
 def test_dict_that_lacks_fields() -> None:
     with pytest.raises(UserError, match="the recipe lacks name and summary"):
         recipe_from_dict({})
+
+
+@pytest.mark.parametrize("module", ["megatron_lowprec.specs", "megatron_lowprec.te"])
+def test_a_module_that_answers_recipes_names_has_no_other_attributes(module: str) -> None:
+    found = importlib.import_module(module)
+    with pytest.raises(AttributeError, match="there is no recipe 'fp8_delayd': did you mean fp8_delayed"):
+        found.fp8_delayd  # noqa: B018
+    function = types.FunctionType((lambda: None).__code__, {})
+    function.__qualname__ = "of_no_module"
+    with pytest.raises(pickle.PicklingError):  # asks every module for the function's name
+        pickle.dumps(function)
+
+
+def test_a_wrong_name_in_an_import_is_explained() -> None:
+    with pytest.raises(UserError, match="there is no recipe 'fp8_delayd': did you mean fp8_delayed"):
+        from megatron_lowprec.specs import fp8_delayd  # noqa: F401

@@ -13,9 +13,14 @@ CURRENT, CURRENT_GRAD = "e4m3:tensor:amax", "e5m2:tensor:amax"
 DELAYED, DELAYED_GRAD = CURRENT + ":max of 1024, margin 0", CURRENT_GRAD + ":max of 1024, margin 0"
 ROW, TENSOR_POW2 = "e4m3:row:amax_pow2", "e4m3:tensor:amax_pow2"
 ACT, WEIGHT = "e4m3:1x128:amax", "e4m3:128x128:amax"
+ACT_POW2, WEIGHT_POW2 = "e4m3:1x128:amax_pow2", "e4m3:128x128:amax_pow2"
 MX, MX_OCP, MX_E5M2 = "e4m3:1x32:round_up", "e4m3:1x32:floor", "e5m2:1x32:round_up"
 FP4, FP4_SR = "e2m1:1x32:floor", "e2m1:1x32:floor:stochastic 16 bits, headroom 0.75"
 FP8 = ((DELAYED, DELAYED), (DELAYED_GRAD, DELAYED), (DELAYED_GRAD, DELAYED))
+DEEPSEEK = (
+    "state bf16 bf16 fp32 nearest_even, gradients none fp32 fixed buffer, FP8 weights, "
+    "attention_output e5m6, swiglu_input e4m3"
+)
 TABLE = {
     "bf16": ("- -", "- -", "- -", ""),
     "fp8_delayed": ((DELAYED, DELAYED), (DELAYED_GRAD, DELAYED), (DELAYED_GRAD, DELAYED), ""),
@@ -29,6 +34,8 @@ TABLE = {
     "fp8_rowwise": ((ROW, ROW), (ROW, ROW), (ROW, ROW), ""),
     "fp8_rowwise_gw_hp": ((ROW, ROW), (ROW, TENSOR_POW2), "- -", ""),
     "fp8_blockwise": ((ACT, WEIGHT), (ACT, WEIGHT), (ACT, ACT), ""),
+    "deepseek_v3": ((ACT, WEIGHT), (ACT, WEIGHT), (ACT, ACT), DEEPSEEK),
+    "deepseek_v32": ((ACT_POW2, WEIGHT_POW2), (ACT_POW2, WEIGHT_POW2), (ACT_POW2, ACT_POW2), DEEPSEEK),
     "mxfp8": ((MX, MX), (MX, MX), (MX, MX), ""),
     "mxfp8_ocp": ((MX_OCP, MX_OCP), (MX_OCP, MX_OCP), (MX_OCP, MX_OCP), ""),
     "mxfp8_e5m2_grad": ((MX, MX), (MX_E5M2, MX), (MX_E5M2, MX), ""),
@@ -58,7 +65,8 @@ def words(spec: QuantSpec | None) -> str:
     if spec.scaling == "delayed":
         text += f":{spec.history_rule} of {spec.history}, margin {spec.margin}"
     assert spec.scale_format == ("e8m0" if spec.scale_rule in ("floor", "round_up") else "fp32")
-    assert spec.amax_floor == (1e-12 if spec.scale_rule == "amax_pow2" else 0.0)  # torchao's alone
+    torchao = spec.scale_rule == "amax_pow2" and spec.block is None
+    assert spec.amax_floor == (1e-12 if torchao else 0.0)
     assert spec.rounding == "stochastic" or spec.headroom == 1.0
     return text
 
@@ -88,6 +96,7 @@ def row_of(recipe: Recipe) -> tuple[object, ...]:
             f"state {state.exp_avg} {state.exp_avg_sq} {state.master} {state.rounding}, "
             f"gradients {gradients.format} {gradients.sum} {gradients.mu} {gradients.accumulation}"
             f"{', FP8 weights' if recipe.fp8_weights else ''}"
+            f"{''.join(f', {name} {form}' for name, form in recipe.activations.formats.items() if form != 'none')}"
         )
     return (*("- -" if column == ("-", "-") else column for column in columns), more[0] or blocks or beyond)
 

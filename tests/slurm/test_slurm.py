@@ -5,9 +5,7 @@ All cases happen in one Slurm, at once, and in one of xdist's workers; the tests
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import tempfile
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.once import once
 from tests.slurm import loopback
 from tests.slurm.cases import CASES, CELLS, RUN
 from tests.training.helpers import rows
@@ -56,20 +55,16 @@ def exact(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Cases:
     """One Slurm for all workers: the first that comes lets all cases happen, the others wait."""
-    common = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        common = common.parent
-    folder = common / "slurm"
-    with (common / "slurm.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            folder.mkdir()
-            reason = loopback.missing()
-            if reason is None:
-                asked = {name for item in request.session.items for name in CASES if f"[{name}]" in item.name}
-                _let_happen(folder, asked | {"undisturbed", "finished"})
-            else:
-                (folder / "missing").write_text(reason)
+
+    def happen(folder: Path) -> None:
+        reason = loopback.missing()
+        if reason is None:
+            asked = {name for item in request.session.items for name in CASES if f"[{name}]" in item.name}
+            _let_happen(folder, asked | {"undisturbed", "finished"})
+        else:
+            (folder / "missing").write_text(reason)
+
+    folder = once(tmp_path_factory, "slurm", happen)
     if (folder / "missing").exists():
         pytest.skip((folder / "missing").read_text())
     return Cases(folder)

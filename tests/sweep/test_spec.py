@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.registry import recipes
+from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.sweep.budgets import budgets
 from megatron_lowprec.sweep.jobs import expand
 from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read, seeds_of, size_names
@@ -72,8 +72,9 @@ def test_every_study_pairs_its_recipes_over_two_seeds_at_least(name: str, size: 
     assert name in CHECKS or sweep.needs == ("train_data_path",)
 
 
-def test_all_recipes_are_all_registered_ones() -> None:
-    assert {choice.label for choice in read("configs/sweeps/all_recipes.yaml", "small").recipes} == set(recipes())
+def test_all_recipes_are_all_registered_ones_for_a_model_without_swiglu() -> None:
+    plain = {name for name in recipes() if get_recipe(name).activations.swiglu_input == "none"}
+    assert {choice.label for choice in read("configs/sweeps/all_recipes.yaml", "small").recipes} == plain
 
 
 @pytest.mark.parametrize("name", sorted(NAMES & {"rht_block_size", "mxfp8_rounding", "fp8_forward"}))

@@ -76,7 +76,10 @@ REFUSED = {
     "mxfp4_sr": "dgrad.grad_output.format is e2m1",
     "mxfp4_rht_sr": "dgrad.grad_output.format is e2m1",
     "fp8_mxfp4_rht_sr": "dgrad.grad_output.format is e2m1",
-    **dict.fromkeys(("fp8_lm", "fp8_lm_o1", "fp8_lm_o2", "fp8_lm_o3"), "optimizer state, gradients or weights"),
+    **dict.fromkeys(
+        ("fp8_lm", "fp8_lm_o1", "fp8_lm_o2", "fp8_lm_o3", "deepseek_v3", "deepseek_v32"),
+        "optimizer state, gradients or weights",
+    ),
 }
 
 

@@ -32,17 +32,17 @@ def driving(folder: Path) -> Iterator[Drive]:
         threads = torch.get_num_threads()
 
         def call(arguments: list[str]) -> None:
-            _take_down()
+            take_down()
             monkeypatch.delenv("RANK", raising=False)
             monkeypatch.delenv("MASTER_PORT", raising=False)
             run(arguments, startup.prepare_environment())
 
         yield call
         torch.set_num_threads(threads)
-        _take_down()
+        take_down()
 
 
-def _take_down() -> None:
+def take_down() -> None:
     """Destroy what a run that ended by an error has left, and free the process groups of any run.
 
     Groups lie in reference cycles. Each one keeps threads that wake up a hundred times a second.

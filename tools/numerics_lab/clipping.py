@@ -68,7 +68,7 @@ def run(lab: Lab) -> Result:
 def clipped(x: torch.Tensor, spec: QuantSpec) -> float:
     """Share of the entries of x [blocks, 32] beyond the format's largest value under their scale."""
     operand = x.float()
-    return QuantizationError.of(error_stats(operand, quantize(operand, spec))).saturation
+    return QuantizationError.of(error_stats(operand, quantize(operand, spec)).tolist()).saturation
 
 
 def laplace(uniform: torch.Tensor) -> torch.Tensor:

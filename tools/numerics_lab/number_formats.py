@@ -23,6 +23,7 @@ PUBLISHED = {
     "e2m3": (7.5, 1.0, 0.125),
     "e3m2": (28.0, 0.25, 0.0625),
     "e2m1": (6.0, 1.0, 0.5),
+    "e5m6": (65024.0, 2.0**-14, 2.0**-20),  # FP16 without its last four bits
 }
 # Bits of an entry with its share of the scales; SNR in dB and slope <q, x> / <x, x> of standard normal numbers by an
 # independent float64 simulation, before this.
@@ -94,7 +95,7 @@ def block_table(lab: Lab, vectors: int) -> Table:
 
 def grid_row(fmt: Format, lab: Lab) -> Row:
     """Extremes of the decoded codes, whether they are the published ones, and relative errors of normal numbers."""
-    values = decode(torch.arange(1 << (fmt.bits - 1), dtype=torch.uint8), fmt).double()
+    values = decode(torch.arange(1 << (fmt.bits - 1), dtype=torch.int32), fmt).double()
     finite = values[values.isfinite()]
     positive = finite[finite > 0]
     largest, smallest = float(positive.max()), float(positive.min())

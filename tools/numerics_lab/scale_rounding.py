@@ -89,7 +89,7 @@ def operand_of(lab: Lab, blocks: int) -> Operand:
 def tensor_row(operand: Operand, spec: QuantSpec) -> Row:
     """SNR, gain error, share of saturated entries and of blocks that have one."""
     quantized = quantize(operand.x, spec)
-    error = QuantizationError.of(error_stats(operand.x, quantized))
+    error = QuantizationError.of(error_stats(operand.x, quantized).tolist())
     limit = quantized.format.max * quantized.decode_scale
     return {
         "snr": error.snr,

@@ -78,7 +78,8 @@ def _cast_groups_kernel(
     else:
         amax = tl.full([1, 1], 0.0, tl.float32) + tl.load(amax_ptr)
     scale = encode_scale(amax, CAST)
-    codes = to_fp8(tl.where(mask, x * scale, 0.0), CAST.CODES)
+    CODES: tl.constexpr = CAST.CODES
+    codes = to_fp8(tl.where(mask, x * scale, 0.0), CODES)
     m = block.to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     inside = (n < N)[None, :]
     if CAST.ALONG_ROWS:

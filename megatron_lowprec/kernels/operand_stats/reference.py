@@ -21,9 +21,9 @@ _CHUNK, _GPU_CHUNK = 1 << 20, 1 << 22
 def operand_stats(
     x: torch.Tensor,
     data: torch.Tensor,
-    scale: torch.Tensor,
-    fmt: Format,
-    block: tuple[int, int],
+    scale: torch.Tensor | None,
+    fmt: Format | None,
+    block: tuple[int, int] = (1, 1),
     headroom: float = 1.0,
     signs: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -31,9 +31,10 @@ def operand_stats(
 
     Args:
         x: [R, K], source of the rounding, contracted dimension last; bf16 or fp32, any strides.
-        data: [R, K] or larger: values of the format's grid; or uint8 codes, of 4-bit formats two a byte, the first in
-            the low bits. After a transform K is padded to whole blocks of it.
-        scale: decode scales as fp32 or E8M0 bytes, [ceil(R / rows), ceil(K / columns)] or larger, any strides.
+        data: [R, K] or larger: values of the format's grid; or codes of ``encode``, of 4-bit formats two a byte, the
+            first in the low bits. After a transform K is padded to whole blocks of it.
+        scale: decode scales as fp32 or E8M0 bytes, [ceil(R / rows), ceil(K / columns)] or larger, any strides. None,
+            and no format either: data are numbers in any dtype, which do not saturate.
         block: (rows, columns) that share a scale.
         headroom: factor that multiplied x before the rounding.
         signs: [g] of +1 and -1: the Hadamard transform of x was rounded.
@@ -45,6 +46,10 @@ def operand_stats(
     """
     rows, columns = x.shape
     columns += 0 if signs is None else -columns % signs.numel()
+    has_scale = scale is not None
+    if scale is None:
+        scale, block = torch.ones((1, 1), device=x.device), (rows, columns)
+    largest = torch.inf if fmt is None else fmt.max
     one_scale = scale.shape[0] == 1
     decoder = scale if scale.is_floating_point() else e8m0_decode_scale(scale)
     decoder = decoder[: -(-rows // block[0]), : -(-columns // block[1])]
@@ -58,7 +63,7 @@ def operand_stats(
         scales = decoder if one_scale else decoder[chunk.start // block[0] :][: -(-len(part) // block[0])]
         grid = _values(data[chunk], fmt)[:, :columns]
         q = scale_blocks(grid, scales, here) / headroom
-        reach = scale_blocks(torch.full_like(part, fmt.max * SLACK / headroom), scales, here)
+        reach = scale_blocks(torch.full_like(part, largest * SLACK / headroom), scales, here)
         energy, of_q, error = (vector_norm(each, dtype=torch.float64).square() for each in (part, q, q - part))
         sums = (
             part.count_nonzero(),
@@ -72,15 +77,15 @@ def operand_stats(
         amax = block_amax(part, here)
         counted = torch.where((amax != 0) & scales.isfinite(), scales.double(), torch.nan)
         maxima = [amax.amax().double()]
-        maxima += [each.nan_to_num(nan=0.0).amax() for each in (counted, 1.0 / counted)]
+        maxima += [each.nan_to_num(nan=0.0).amax() * has_scale for each in (counted, 1.0 / counted)]
         total[SUMS:] = torch.maximum(total[SUMS:], torch.stack(maxima))
     total[0] = rows * columns
     return total
 
 
-def _values(data: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _values(data: torch.Tensor, fmt: Format | None) -> torch.Tensor:
     """fp32 values of the format's grid."""
-    if data.dtype != torch.uint8:
+    if fmt is None or data.is_floating_point():
         return data.float()
     if fmt.bits == 4:
         data = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(1)

@@ -1,8 +1,9 @@
 """Statistics of the rounding of an operand in one pass over source, codes and scales.
 
-A program visits tiles, adds each one in fp32 and the tiles in fp64, and writes one row of partial results. There are no
-atomics, and the number of programs depends on the size alone, so the result is deterministic. A tile's squares are
-taken after a division by the power of two of its amax: neither gradients of 1e-30 nor of 1e30 leave fp32.
+A program visits tiles, adds each one in fp32 and the tiles in fp64, and writes one row of partial results. The last
+program to finish combines all rows in their order, in the same launch. The number of programs depends on the size
+alone, so the result is deterministic. A tile's squares are taken after a division by the power of two of its amax:
+neither gradients of 1e-30 nor of 1e30 leave fp32.
 """
 
 from functools import lru_cache
@@ -21,7 +22,9 @@ from megatron_lowprec.kernels.quantize.triton_ops import power_of_two
 
 _PROGRAMS = 1024
 _TILE, _COLUMNS = 2048, 64  # 16 entries a thread, and columns without a transform: whole sectors in both directions
-_COUNTS = tl.constexpr(SUMS + MAXIMA)
+_SUMS, _COUNTS = tl.constexpr(SUMS), tl.constexpr(SUMS + MAXIMA)
+_COUNTED = tl.constexpr(16)  # _COUNTS up to a power of two
+_COMBINED = tl.constexpr(64)  # programs' rows that are combined at a time
 _SPECIALS = {"none": 0, "nan": 1, "ieee": 2}
 
 
@@ -32,7 +35,7 @@ class _Constants(NamedTuple):
         CODE_BITS: bits of a code; 0 where data are values.
         MANTISSA, MIN_EXPONENT, SPECIALS: properties of the format.
         BLOCK_ROWS, BLOCK_COLUMNS: of a scale; 0 for all.
-        SCALES: scales along the columns of a tile.
+        SCALES: scales along the columns of a tile; 0 if the data have none.
         HEADROOM: divides the decoded values.
         REACH: largest source, in units of the decode scale, that does not saturate.
         GROUP: block of the Hadamard transform, 1 without one.
@@ -105,6 +108,8 @@ def _operand_stats_kernel(
     data_ptr,
     scale_ptr,
     signs_ptr,
+    parts_ptr,
+    finished_ptr,
     out_ptr,
     R,
     K,
@@ -142,18 +147,21 @@ def _operand_stats_kernel(
                 grid = _decoded(loaded.to(tl.int32), S)
             else:
                 grid = loaded.to(tl.float32)
-        if S.BLOCK_ROWS:  # noqa: SIM108
-            block_row = row // S.BLOCK_ROWS
+        if S.SCALES:
+            if S.BLOCK_ROWS:  # noqa: SIM108
+                block_row = row // S.BLOCK_ROWS
+            else:
+                block_row = tl.zeros([1, 1], tl.int64)
+            if S.BLOCK_COLUMNS:
+                block_column = (first_column // S.BLOCK_COLUMNS + tl.arange(0, S.SCALES)).to(tl.int64)[None, :]
+            else:
+                block_column = tl.zeros([1, 1], tl.int64)
+            has_scale = (block_row * S.BLOCK_ROWS < R) & (block_column * S.BLOCK_COLUMNS < padded_K)
+            scale = tl.load(scale_ptr + block_row * scale_row + block_column * scale_column, mask=has_scale, other=0)
+            if scale.dtype == tl.uint8:
+                scale = power_of_two(scale.to(tl.int32))
         else:
-            block_row = tl.zeros([1, 1], tl.int64)
-        if S.BLOCK_COLUMNS:
-            block_column = (first_column // S.BLOCK_COLUMNS + tl.arange(0, S.SCALES)).to(tl.int64)[None, :]
-        else:
-            block_column = tl.zeros([1, 1], tl.int64)
-        has_scale = (block_row * S.BLOCK_ROWS < R) & (block_column * S.BLOCK_COLUMNS < padded_K)
-        scale = tl.load(scale_ptr + block_row * scale_row + block_column * scale_column, mask=has_scale, other=0)
-        if scale.dtype == tl.uint8:
-            scale = power_of_two(scale.to(tl.int32))
+            scale = tl.full([1, 1], 1.0, tl.float32)
 
         magnitude = tl.abs(x)
         bits = amax_along(amax_along(magnitude, 1), 0).to(tl.int32, bitcast=True)
@@ -170,33 +178,54 @@ def _operand_stats_kernel(
         counts = _sum(is_nonzero.to(tl.int32) + (is_nonzero & (grid == 0.0)).to(tl.int32) * 65536)
         nonzero += (counts & 65535).to(tl.float64)
         underflows += (counts >> 16).to(tl.float64)
-        saturated += _sum((magnitude > _over_tile(scale * S.REACH, S, ROWS, COLUMNS)).to(tl.int32)).to(tl.float64)
         energy += _sum(small_x * small_x).to(tl.float64) * grow * grow
         error += _sum(difference * difference).to(tl.float64) * grow * grow
         product += _sum(small_q * small_x).to(tl.float64) * grow * grow
-        high = _over_tile(tl.where(scale == scale, scale, 0.0), S, ROWS, COLUMNS)
-        low = _over_tile(tl.where(scale == scale, scale, float("inf")), S, ROWS, COLUMNS)
-        largest = tl.maximum(largest, tl.max(tl.max(tl.where(is_nonzero, high, 0.0), 1), 0))
-        smallest = tl.minimum(smallest, tl.min(tl.min(tl.where(is_nonzero, low, float("inf")), 1), 0))
-    out = out_ptr + tl.program_id(0) * _COUNTS + tl.zeros([1, 1], tl.int32)
-    tl.store(out, (zero + R) * padded_K * (tl.program_id(0) == 0))  # of all programs
-    tl.store(out + 1, nonzero)
-    tl.store(out + 2, underflows)
-    tl.store(out + 3, saturated)
-    tl.store(out + 4, energy)
-    tl.store(out + 5, error)
-    tl.store(out + 6, product)
-    tl.store(out + 7, amax_bits.to(tl.float32, bitcast=True).to(tl.float64))
-    tl.store(out + 8, largest.to(tl.float64))
-    tl.store(out + 9, 1.0 / smallest.to(tl.float64))
+        if S.SCALES:
+            saturated += _sum((magnitude > _over_tile(scale * S.REACH, S, ROWS, COLUMNS)).to(tl.int32)).to(tl.float64)
+            high = _over_tile(tl.where(scale == scale, scale, 0.0), S, ROWS, COLUMNS)
+            low = _over_tile(tl.where(scale == scale, scale, float("inf")), S, ROWS, COLUMNS)
+            largest = tl.maximum(largest, tl.max(tl.max(tl.where(is_nonzero, high, 0.0), 1), 0))
+            smallest = tl.minimum(smallest, tl.min(tl.min(tl.where(is_nonzero, low, float("inf")), 1), 0))
+    part = parts_ptr + tl.program_id(0) * _COUNTS + tl.zeros([1, 1], tl.int32)
+    tl.store(part, (zero + R) * padded_K * (tl.program_id(0) == 0))  # of all programs
+    tl.store(part + 1, nonzero)
+    tl.store(part + 2, underflows)
+    tl.store(part + 3, saturated)
+    tl.store(part + 4, energy)
+    tl.store(part + 5, error)
+    tl.store(part + 6, product)
+    tl.store(part + 7, amax_bits.to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(part + 8, largest.to(tl.float64))
+    tl.store(part + 9, 1.0 / smallest.to(tl.float64))
+    tl.debug_barrier()  # all threads' rows precede the count
+    if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        _combine(parts_ptr, out_ptr)
+
+
+@triton.jit
+def _combine(parts_ptr, out_ptr):
+    """Sums and maxima of all programs' rows."""
+    column = tl.arange(0, _COUNTED)
+    sums = tl.zeros([_COUNTED], tl.float64)
+    # numbers that are not negative compare as their bits do, and so NaN is the largest
+    maxima = tl.zeros([_COUNTED], tl.int64)
+    for first in range(0, tl.num_programs(0), _COMBINED):
+        row = first + tl.arange(0, _COMBINED)
+        inside = (row < tl.num_programs(0))[:, None] & (column < _COUNTS)[None, :]
+        values = tl.load(parts_ptr + row[:, None] * _COUNTS + column[None, :], mask=inside, other=0.0)
+        sums += tl.sum(values, 0)
+        maxima = tl.maximum(maxima, tl.max(values.to(tl.int64, bitcast=True), 0))
+    combined = tl.where(column < _SUMS, sums, maxima.to(tl.float64, bitcast=True))
+    tl.store(out_ptr + column, combined, mask=column < _COUNTS)
 
 
 def operand_stats(
     x: torch.Tensor,
     data: torch.Tensor,
-    scale: torch.Tensor,
-    fmt: Format,
-    block: tuple[int, int],
+    scale: torch.Tensor | None,
+    fmt: Format | None,
+    block: tuple[int, int] = (1, 1),
     headroom: float = 1.0,
     signs: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -212,33 +241,49 @@ def operand_stats(
     tile_columns = _COLUMNS if signs is None else group
     # 16 rows at least for a product, and less than 64: Triton 3.7 cannot compile what follows one in tensor memory
     tile_rows = max(16, min(32, _TILE // tile_columns))
-    constants = _Constants(
-        CODE_BITS=fmt.bits if data.dtype == torch.uint8 else 0,
+    constants = _constants(data, scale, fmt, block, headroom, group, tile_columns)
+    programs = min(_PROGRAMS, triton.cdiv(rows, tile_rows) * triton.cdiv(padded, tile_columns))
+    parts = torch.empty((programs, SUMS + MAXIMA), dtype=torch.float64, device=x.device)
+    finished = torch.zeros(1, dtype=torch.int32, device=x.device)
+    out = torch.empty(SUMS + MAXIMA, dtype=torch.float64, device=x.device)
+    arguments = (
+        x,
+        data,
+        x if scale is None else scale,
+        x if signs is None else signs,
+        *(parts, finished, out),
+        *(rows, columns, padded),
+        *x.stride(),
+        *data.stride(),
+        *((0, 0) if scale is None else scale.stride()),
+    )
+    _launcher(constants, tile_rows, tile_columns).launch(programs, x.device, arguments, _specialized_on(arguments))
+    return out
+
+
+def _constants(
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    fmt: Format | None,
+    block: tuple[int, int],
+    headroom: float,
+    group: int,
+    columns: int,
+) -> _Constants:
+    if scale is None or fmt is None:
+        return _Constants(0, 0, 0, 0, 0, 0, 0, headroom, 0.0, group)
+    return _Constants(
+        CODE_BITS=0 if data.is_floating_point() else fmt.bits,
         MANTISSA=fmt.mantissa_bits,
         MIN_EXPONENT=fmt.min_exponent,
         SPECIALS=_SPECIALS[fmt.specials],
         BLOCK_ROWS=block[0] if scale.shape[0] > 1 else 0,
         BLOCK_COLUMNS=block[1] if scale.shape[1] > 1 else 0,
-        SCALES=max(1, tile_columns // block[1]) if scale.shape[1] > 1 else 1,
+        SCALES=max(1, columns // block[1]) if scale.shape[1] > 1 else 1,
         HEADROOM=headroom,
         REACH=fmt.max * SLACK / headroom,
         GROUP=group,
     )
-    programs = min(_PROGRAMS, triton.cdiv(rows, tile_rows) * triton.cdiv(padded, tile_columns))
-    out = torch.empty((programs, SUMS + MAXIMA), dtype=torch.float64, device=x.device)
-    arguments = (
-        x,
-        data,
-        scale,
-        x if signs is None else signs,
-        out,
-        *(rows, columns, padded),
-        *x.stride(),
-        *data.stride(),
-        *scale.stride(),
-    )
-    _launcher(constants, tile_rows, tile_columns).launch(programs, x.device, arguments, _specialized_on(arguments))
-    return torch.cat((out[:, :SUMS].sum(0), out[:, SUMS:].amax(0)))
 
 
 def _specialized_on(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -75,7 +75,10 @@ def uniform_from_bits(bits: torch.Tensor, random_bits: int) -> torch.Tensor:
 
 
 def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Values on the grid of ``fmt`` -> uint8 codes in the low bits; NaN gives the format's NaN, else code 0."""
+    """Values on the grid of ``fmt`` -> codes in the low bits; NaN gives the format's NaN, else code 0.
+
+    uint8, or int16 for formats of more than 8 bits.
+    """
     v = values.to(torch.float32)
     bits = v.view(torch.int32)
     exponent = ((bits & _EXPONENT_FIELD) >> 23) - 127
@@ -86,11 +89,12 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     magnitude = torch.where(v.isnan(), nan_code, magnitude)
     if fmt.specials == "ieee":
         magnitude = torch.where(v.isinf(), ((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits, magnitude)
-    return (magnitude | (torch.signbit(v).to(torch.int32) << (fmt.bits - 1))).to(torch.uint8)
+    codes = magnitude | (torch.signbit(v).to(torch.int32) << (fmt.bits - 1))
+    return codes.to(torch.uint8 if fmt.bits <= 8 else torch.int16)
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """uint8 codes -> fp32 values, special codes included."""
+    """Codes of ``encode`` -> fp32 values, special codes included."""
     c = codes.to(torch.int32)
     exponent = (c >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     mantissa = c & ((1 << fmt.mantissa_bits) - 1)

@@ -236,6 +236,7 @@ class _MxKernel:
         constants = rule.constants(block, rows, columns, packed, codes)
         self._group, self._transforms = constants.GROUP, constants.HADAMARD
         self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
+        self._code_dtype = torch.uint8 if rule.fmt.bits <= 8 else torch.int16
         self._unit = 1 << max(0, 23 - constants.MANTISSA - constants.RANDOM_BITS)
         tilings = _tilings(self._group, rows, columns, self._transforms, rule.rounding == "stochastic")
         self.specialized = {
@@ -265,10 +266,10 @@ class _MxKernel:
         row_data = row_scale = column_data = column_scale = written = None
         if share:
             if rows is not None:
-                row_data = torch.empty((M, N // share), dtype=torch.uint8, device=device)
+                row_data = torch.empty((M, N // share), dtype=self._code_dtype, device=device)
                 row_scale = torch.empty((M, N // MX_BLOCK.value), dtype=torch.uint8, device=device)
             if columns is not None:
-                written = column_data = torch.empty((N, padded_M // share), dtype=torch.uint8, device=device)
+                written = column_data = torch.empty((N, padded_M // share), dtype=self._code_dtype, device=device)
                 column_scale = torch.empty((N, padded_M // MX_BLOCK.value), dtype=torch.uint8, device=device)
             pitches = (N // share, padded_M // share)
         else:

@@ -134,8 +134,8 @@ def quantize_groups(
 ):
     """[MX.GROUP, P] fp32 -> elements, and scale bytes, int32 [GROUP / 32, P].
 
-    Elements are fp32 [GROUP, P], dequantized; or, with ``MX.CODE_BITS`` above 0, uint8 codes of that width,
-    [GROUP, P], or [GROUP / 2, P] with two 4-bit codes a byte.
+    Elements are fp32 [GROUP, P], dequantized; or, with ``MX.CODE_BITS`` above 0, int32 codes of that width,
+    [GROUP, P], or uint8 [GROUP / 2, P] with two 4-bit codes a byte.
     """
     P: tl.constexpr = y.shape[1]
     GROUP: tl.constexpr = MX.GROUP
@@ -170,5 +170,5 @@ def quantize_groups(
             low, high = tl.split(tl.permute(tl.reshape(codes, [GROUP // 2, 2, P]), (0, 2, 1)))
             out = (low | (high << 4)).to(tl.uint8)
         else:
-            out = tl.reshape(codes, [GROUP, P]).to(tl.uint8)
+            out = tl.reshape(codes, [GROUP, P])  # the store converts them
     return out, byte

@@ -14,6 +14,7 @@ from megatron_lowprec.quantization.device_rng_step import device_rng_step
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 
@@ -41,24 +42,12 @@ class GroupedEmulatedGemms:
         if isinstance(weight, Fp8Weight) or not fuses(weight) or weight.dtype != torch.bfloat16:
             return frozenset()
         self._experts[0].choose_products(weight)
-        found = {name for name in GEMM_OPERANDS if self._supports(name, weight.shape)}
+        found = {name for name in GEMM_OPERANDS if self._runs(name, weight.shape)}
         return frozenset(found if found >= {"dgrad", "wgrad"} else found & {"fprop"})
-
-    def supports(self, name: str, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether the kernels run a GEMM on these tensors.
-
-        Args:
-            rows: input or output gradient of all experts.
-            weights: of each expert.
-        """
-        if not all(isinstance(gemms, LinearGemms) for gemms in self._experts):  # instrumented
-            return False
-        alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
-        return alike and rows.shape[0] > 0 and name in self.gemms(weights[0])
 
     def fprop(
         self,
-        x_TI: torch.Tensor,
+        x_TI: torch.Tensor | QuantizedTensor,
         tokens: Sequence[int],
         weights: Sequence[torch.Tensor],
         rng_step: RngStep,
@@ -70,7 +59,11 @@ class GroupedEmulatedGemms:
         return self._product("fprop", x, w, tokens, x_TI.dtype)
 
     def dgrad(
-        self, dy_TO: torch.Tensor, tokens: Sequence[int], weights: Sequence[torch.Tensor], rng_step: RngStep
+        self,
+        dy_TO: torch.Tensor | QuantizedTensor,
+        tokens: Sequence[int],
+        weights: Sequence[torch.Tensor],
+        rng_step: RngStep,
     ) -> torch.Tensor:
         """``dx = dy @ w`` of each expert's rows, [T, I]."""
         dy = self._tokens("dgrad", "grad_output", dy_TO, tokens, rng_step)
@@ -93,7 +86,7 @@ class GroupedEmulatedGemms:
         rows = [-(-count // padding) * padding for count in tokens]
         load("grouped_gemm").grouped_wgrad_(dy, x, rows, totals, alpha=self._first.alpha["wgrad"], overwrite=overwrite)
 
-    def _supports(self, name: str, weight_shape: torch.Size) -> bool:
+    def _runs(self, name: str, weight_shape: torch.Size) -> bool:
         gemms, specs = self._experts[0], [self._first.specs[name, tensor] for tensor in GEMM_OPERANDS[name]]
         transform = self._first.transforms.of(name)
         quantized = [spec is not None for spec in specs]
@@ -113,9 +106,16 @@ class GroupedEmulatedGemms:
         return 1 if transform is None else transform[0].block
 
     def _tokens(
-        self, name: str, tensor: str, matrix: torch.Tensor, tokens: Sequence[int], rng_step: RngStep
+        self,
+        name: str,
+        tensor: str,
+        matrix: torch.Tensor | QuantizedTensor,
+        tokens: Sequence[int],
+        rng_step: RngStep,
     ) -> torch.Tensor:
         """Operand of a GEMM for all experts, [rows, N]; along tokens each expert's rows are padded."""
+        if isinstance(matrix, QuantizedTensor):
+            return self._first.from_codes(matrix, columnwise=False)[0]
         if self._first.specs[name, tensor] is None:
             return matrix
         return self._quantized(name, tensor, matrix.split(list(tokens)), rng_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from megatron_lowprec.linear.grouped.grouped_native import GroupedNativeGemms
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.quantization.token_rows import split_rows
+from megatron_lowprec.recipe.schema import QuantSpec
 
 
 @dataclass(frozen=True)
@@ -20,21 +23,35 @@ class SavedGroup:
     """Tensors of a group's forward pass for its backward pass.
 
     Attributes:
-        x: the input of all experts, [T, I], or its codes from ``GroupedNativeGemms.fprop``; None if each expert saves
-            quantized data.
+        x: the input of all experts, [T, I], or its codes from ``GroupedNativeGemms.fprop`` or the dispatcher; None if
+            each expert saves quantized data.
         x_scale: decode scales of the codes, or None.
         experts: weight, and the columnwise data of the quantized input if saved, of each expert.
+        dispatched: spec of the dispatcher's codes, which are rowwise; None for others.
     """
 
     x: torch.Tensor | None
     x_scale: torch.Tensor | None
     experts: tuple[SavedForBackward, ...]
+    dispatched: QuantSpec | None = None
 
     @staticmethod
-    def of(x: torch.Tensor, weights: Sequence[torch.Tensor], x_scale: torch.Tensor | None = None) -> SavedGroup:
+    def of(
+        x: torch.Tensor | QuantizedTensor, weights: Sequence[torch.Tensor], x_scale: torch.Tensor | None = None
+    ) -> SavedGroup:
         """Saves x for all experts."""
-        experts = (SavedForBackward(weight, None, None, None, None, x.shape) for weight in weights)
-        return SavedGroup(x, x_scale, tuple(experts))
+        experts = tuple(SavedForBackward(weight, None, None, None, None, x.shape) for weight in weights)
+        if isinstance(x, QuantizedTensor):
+            return SavedGroup(*x.rowwise(), experts, x.spec)
+        return SavedGroup(x, x_scale, experts)
+
+    def dequantized(self, dtype: torch.dtype) -> SavedGroup:
+        """The same with the dispatcher's codes as a tensor [T, I] in dtype, which wgrad quantizes along tokens."""
+        if self.dispatched is None:
+            return self
+        assert self.x is not None
+        x = QuantizedTensor(self.x.shape, dtype, self.dispatched, self.x, self.x_scale).dequantize(dtype)
+        return replace(self, x=x, x_scale=None, dispatched=None)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All tensors, for ``save_for_backward``."""
@@ -49,7 +66,8 @@ class SavedGroup:
         x, x_scale, *rest = tensors
         fields = SavedForBackward._fields[: len(rest) // len(self.experts)]
         experts = zip(self.experts, zip(*[iter(rest)] * len(fields), strict=True), strict=True)
-        return SavedGroup(x, x_scale, tuple(one._replace(**dict(zip(fields, values))) for one, values in experts))
+        restored = tuple(one._replace(**dict(zip(fields, values))) for one, values in experts)
+        return SavedGroup(x, x_scale, restored, self.dispatched)
 
 
 class GroupedLinearGemms:
@@ -78,7 +96,7 @@ class GroupedLinearGemms:
 
     def forward(
         self,
-        x_TI: torch.Tensor,
+        x_TI: torch.Tensor | QuantizedTensor,
         tokens: Sequence[int],
         weights: Sequence[torch.Tensor],
         rng_step: RngStep,
@@ -88,26 +106,29 @@ class GroupedLinearGemms:
         """``y = x @ w.T`` of each expert's rows, [T, O], and the tensors saved for ``backward``.
 
         Args:
-            x_TI: rows of all experts.
+            x_TI: rows of all experts; or their codes, of ``LinearGemms.quantize_tokens``.
             tokens: rows of each expert; their sum is T.
             weights: [O, I] of each expert.
             update_amax: record amaxes of delayed scaling; False in evaluation.
             save_input: quantize x for wgrad from the same read, where ``LinearGemms.forward`` can.
         """
-        if self._emulated.supports("fprop", x_TI, weights):
-            x_TI = x_TI.contiguous()
+        if self._runs(self._emulated, "fprop", x_TI, weights):
+            x_TI = x_TI if isinstance(x_TI, QuantizedTensor) else x_TI.contiguous()
             y = self._emulated.fprop(x_TI, tokens, weights, rng_step, update_amax)
             return y, SavedGroup.of(x_TI, weights)
-        if self._native.supports("fprop", x_TI, weights):
+        if self._runs(self._native, "fprop", x_TI, weights):
             y, for_wgrad = self._native.fprop(x_TI, tokens, weights, update_amax, save_input)
             return y, SavedGroup.of(x_TI, weights) if for_wgrad is None else SavedGroup.of(
                 for_wgrad[0], weights, for_wgrad[1]
             )
         products, saved = [], []
-        for gemms, x, w in zip(self.experts, x_TI.split(list(tokens)), weights, strict=True):
+        rows = split_rows(x_TI, tokens) if isinstance(x_TI, QuantizedTensor) else x_TI.split(list(tokens))
+        for gemms, x, w in zip(self.experts, rows, weights, strict=True):
             y, one = gemms.forward(x, w, rng_step, update_amax, save_input=save_input)
             products.append(y)
             saved.append(one)
+        if isinstance(x_TI, QuantizedTensor):
+            return torch.cat(products), SavedGroup.of(x_TI, weights)
         whole = x_TI if any(one.x_spec is None for one in saved) else None
         return torch.cat(products), SavedGroup(
             whole, None, tuple(one._replace(x=None) if one.x_spec is None else one for one in saved)
@@ -115,43 +136,60 @@ class GroupedLinearGemms:
 
     def backward(
         self,
-        dy_TO: torch.Tensor,
+        dy_TO: torch.Tensor | QuantizedTensor,
         tokens: Sequence[int],
         saved: SavedGroup,
         rng_step: RngStep,
         accumulate_into: Sequence[torch.Tensor | None],
+        restored: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """``dx = dy @ w`` of each expert's rows, [T, I], and each expert's ``dw = dy.T @ x``, [O, I].
 
         Args:
-            dy_TO: rows of all experts.
+            dy_TO: rows of all experts; or their codes, of ``LinearGemms.quantize_tokens``.
             tokens, saved, rng_step: of the forward pass.
             accumulate_into: fp32 [O, I] of each expert, to which its dw is added, or None for a new dw in dy's dtype.
+            restored: as ``LinearGemms.wgrad``.
         """
+        saved = saved.dequantized(dy_TO.dtype)
+        codes, dy_TO = (dy_TO, dy_TO.dequantize(dy_TO.dtype)) if isinstance(dy_TO, QuantizedTensor) else (None, dy_TO)
         weights = [one.weight for one in saved.experts]
-        if saved.x is not None and self._emulated.supports("wgrad", dy_TO, weights):
+        if saved.x is not None and self._runs(self._emulated, "wgrad", dy_TO, weights):
             dy_TO = dy_TO.contiguous()
-            dx = self._emulated.dgrad(dy_TO, tokens, weights, rng_step)
+            dx = self._emulated.dgrad(dy_TO if codes is None else codes, tokens, weights, rng_step)
             totals, overwrite = self._totals(accumulate_into, weights)
             self._emulated.wgrad(dy_TO, saved.x, tokens, rng_step, totals, overwrite)
             return dx, totals
-        if saved.x is not None and self._native.supports("wgrad", dy_TO, weights):
+        if saved.x is not None and self._runs(self._native, "wgrad", dy_TO, weights):
             x_or_codes = saved.x if saved.x_scale is None else (saved.x, saved.x_scale)
             totals, overwrite = self._totals(accumulate_into, weights)
-            return self._native.backward(dy_TO, x_or_codes, tokens, weights, totals, overwrite), totals
+            return self._native.backward(dy_TO, x_or_codes, tokens, weights, totals, overwrite, codes), totals
         assert saved.x_scale is None
         rows = list(tokens)
         inputs = [None] * len(rows) if saved.x is None else saved.x.split(rows)
         parts, dw = [], []
-        for gemms, dy, x, one, total in zip(
-            self.experts, dy_TO.split(rows), inputs, saved.experts, accumulate_into, strict=True
-        ):
-            grad = gemms.grad_output(dy, rng_step)
+        dys = dy_TO.split(rows) if codes is None else split_rows(codes, rows)
+        for gemms, dy, x, one, total in zip(self.experts, dys, inputs, saved.experts, accumulate_into, strict=True):
+            arrived = isinstance(dy, QuantizedTensor)
+            grad = gemms.dispatched_grad_output(dy) if arrived else gemms.grad_output(dy, rng_step)
             parts.append(gemms.dgrad(grad, one.weight, rng_step, one.weight_amax))
             x_or_data = x if one.x_spec is None else one.input()
             assert x_or_data is not None
-            dw.append(gemms.wgrad(grad, x_or_data, rng_step, accumulate_into=total))
+            dw.append(gemms.wgrad(grad, x_or_data, rng_step, accumulate_into=total, restored=restored))
         return torch.cat(parts), dw
+
+    def _runs(
+        self,
+        backend: GroupedEmulatedGemms | GroupedNativeGemms,
+        name: str,
+        rows: torch.Tensor | QuantizedTensor,
+        weights: Sequence[torch.Tensor],
+    ) -> bool:
+        """Whether a backend's kernels run a GEMM on the input or output gradient of all experts, and their weights."""
+        if not all(isinstance(gemms, LinearGemms) for gemms in self.experts):  # instrumented
+            return False
+        alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
+        return alike and rows.shape[0] > 0 and name in backend.gemms(weights[0])
 
     def _totals(
         self, accumulate_into: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]

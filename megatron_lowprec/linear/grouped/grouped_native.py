@@ -11,6 +11,7 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.linear.native_gemms import rule_of
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec
 
 _BLOCK = 128
@@ -38,28 +39,26 @@ class GroupedNativeGemms:
         if isinstance(weight, Fp8Weight) or not fuses(weight):
             return frozenset()
         self._experts[0].choose_products(weight)
-        found = {name for name in GEMM_OPERANDS if self._supports(name)}
+        found = {name for name in GEMM_OPERANDS if self._runs(name, weight)}
         together = found >= {"dgrad", "wgrad"} and self._one_spec("grad_output")
         return frozenset(found if together else found & {"fprop"})
 
-    def supports(self, name: str, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether the kernels run a GEMM on the input or output gradient of all experts, and their weights."""
-        if not all(isinstance(gemms, LinearGemms) for gemms in self._experts):  # instrumented
-            return False
-        alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
-        return alike and rows.shape[0] > 0 and name in self.gemms(weights[0])
-
     def fprop(
         self,
-        x_TI: torch.Tensor,
+        x_TI: torch.Tensor | QuantizedTensor,
         tokens: Sequence[int],
         weights: Sequence[torch.Tensor],
         update_amax: bool,
         save_input: bool,
     ) -> tuple[torch.Tensor, Operand | None]:
         """``y = x @ w.T`` of each expert's rows, [T, O]; and x for ``backward``, if one cast serves both."""
-        both = save_input and self._one_spec("input") and "wgrad" in self.gemms(weights[0])
-        x, for_wgrad = self._tokens("input", x_TI, tokens, rowwise=True, columnwise=both, update_amax=update_amax)
+        x: Operand | None
+        for_wgrad: Operand | None
+        if isinstance(x_TI, QuantizedTensor):
+            x, for_wgrad = self._padded_codes(x_TI, tokens), None
+        else:
+            both = save_input and self._one_spec("input") and "wgrad" in self.gemms(weights[0])
+            x, for_wgrad = self._tokens("input", x_TI, tokens, rowwise=True, columnwise=both, update_amax=update_amax)
         assert x is not None
         w = self._weights("fprop", weights, update_amax)
         return self._product("fprop", x, w, tokens, x_TI.dtype), for_wgrad
@@ -72,13 +71,17 @@ class GroupedNativeGemms:
         weights: Sequence[torch.Tensor],
         totals: Sequence[torch.Tensor],
         overwrite: Sequence[bool],
+        dy_codes: QuantizedTensor | None = None,
     ) -> torch.Tensor:
         """``dx = dy @ w`` of each expert's rows, [T, I]; adds ``dy.T @ x`` to each total or overwrites it.
 
         Args:
             x: the input [T, I], or from ``fprop``.
+            dy_codes: rowwise codes of dy, if they are known.
         """
-        by_row, by_column = self._tokens("grad_output", dy_TO, tokens, rowwise=True, columnwise=True)
+        known = dy_codes is not None
+        by_row, by_column = self._tokens("grad_output", dy_TO, tokens, rowwise=not known, columnwise=True)
+        by_row = by_row if dy_codes is None else self._padded_codes(dy_codes, tokens)
         assert by_row is not None
         assert by_column is not None
         dx = self._product("dgrad", by_row, self._weights("dgrad", weights), tokens, dy_TO.dtype)
@@ -98,13 +101,13 @@ class GroupedNativeGemms:
         )
         return dx
 
-    def _supports(self, name: str) -> bool:
+    def _runs(self, name: str, weight: torch.Tensor) -> bool:
         first = self._experts[0]
         specs = {tensor: getattr(first.recipe.gemms[name], tensor) for tensor in GEMM_OPERANDS[name]}
         found = {tensor: None if spec is None else spec.granularity for tensor, spec in specs.items()}
-        # with blocks, native GEMMs take whole ones of weights
         blocks = {tensor: _BLOCKS[tensor] for tensor in specs}
-        known = found in (dict.fromkeys(specs, "tensor"), dict.fromkeys(specs, "row"), blocks)
+        known = found in (dict.fromkeys(specs, "tensor"), dict.fromkeys(specs, "row"))
+        known = known or (found == blocks and not any(size % _BLOCK for size in weight.shape))
         return known and first.backend(name) is first.native
 
     def _product(
@@ -119,6 +122,14 @@ class GroupedNativeGemms:
             fast_accumulation=self._experts[0].native.fast_accumulation[name],
         )
         return product
+
+    def _padded_codes(self, x: QuantizedTensor, tokens: Sequence[int]) -> Operand:
+        """Codes and scales of all experts' rows, padded by zeros as ``_tokens`` pads them."""
+        data, scale = x.rowwise()
+        assert scale is not None
+        pad_groups = load("grouped_fp8_gemm").pad_groups
+        data = pad_groups(data.view(torch.uint8), tokens).view(data.dtype)
+        return data, pad_groups(scale, tokens).t().contiguous().t()
 
     def _tokens(
         self,

@@ -101,7 +101,7 @@ class OperandProbe:
                 parallel_state.get_expert_data_parallel_group(),
             ]
             mine |= _reduced(experts, groups)
-        everyone: list[dict[OperandId, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+        everyone: list[dict[OperandId, list[float]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
         found = {operand: each for part in everyone for operand, each in part.items()}
         return [(operand, QuantizationError.of(each)) for operand, each in sorted(found.items()) if each[0] > 0]
@@ -134,6 +134,7 @@ class _OperandStats:
         """Measure a tensor [M, N] in the GEMMs for which it was quantized, and in all GEMMs of the other recipes."""
         if rng_step.microbatch or not matrix.numel():
             return
+        rowwise: torch.Tensor | None = None
         for columnwise, gemm in enumerate(SIDES[tensor]):
             data, scale = quantized.rowwise_data, quantized.rowwise_scale
             if columnwise:
@@ -142,12 +143,15 @@ class _OperandStats:
             if operand is None or data is None:
                 continue
             self._measured.add(operand)
+            transform = self._own.emulated.transform(gemm, rng_step)
             if scale is None:  # multiplied into the data
                 self.stats[operand] = self._own.emulated.error_stats(gemm, tensor, matrix, rng_step)
+            elif rowwise is not None and transform is None and _same_both_ways(quantized):
+                self.stats[operand] = rowwise
             else:
-                transform = self._own.emulated.transform(gemm, rng_step)
                 signs = None if transform is None else transform.signs(matrix.device)
                 self.stats[operand] = error_stats(matrix, quantized, columnwise=bool(columnwise), signs=signs)
+            rowwise = self.stats[operand] if transform is None else None
         for other in self._also:
             for gemm in SIDES[tensor]:
                 operand = self._unmeasured(other, gemm, tensor)
@@ -159,6 +163,12 @@ class _OperandStats:
         """An operand that the recipe quantizes, until measured: an activation recomputation quantizes it again."""
         operand = self._ids[id(gemms)].get((gemm, tensor))
         return None if operand in self._measured else operand
+
+
+def _same_both_ways(quantized: QuantizedTensor) -> bool:
+    """Whether columnwise codes are the transposed rowwise ones: rounded alike under one scale."""
+    spec = quantized.spec
+    return spec is not None and spec.granularity == "tensor" and spec.rounding != "stochastic"
 
 
 def _ids_of(gemms: LinearGemms, recipe: str) -> dict[tuple[str, str], OperandId]:
@@ -184,9 +194,7 @@ def _requantized(gemms: LinearGemms, gemm: str, tensor: str, matrix: torch.Tenso
     return error_stats(matrix, quantized, columnwise=columnwise)
 
 
-def _reduced(
-    stats: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessGroup]
-) -> dict[OperandId, torch.Tensor]:
+def _reduced(stats: dict[OperandId, torch.Tensor], groups: Sequence[dist.ProcessGroup]) -> dict[OperandId, list[float]]:
     """Over the groups' ranks, on the first rank of all groups; empty on other ranks and without operands."""
     if not stats:
         return {}
@@ -198,4 +206,4 @@ def _reduced(
     total[:, SUMS:] = maxima
     if any(dist.get_rank(group) for group in groups):
         return {}
-    return dict(zip(operands, total.cpu(), strict=True))
+    return dict(zip(operands, total.tolist(), strict=True))  # as tensors each would be sent with the storage of all

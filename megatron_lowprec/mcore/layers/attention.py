@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.formats import Format
+from megatron_lowprec.mcore.layers.cached_attention import cached_output, token_major
 
 
 class SdpaAttention(MegatronModule):
@@ -19,7 +22,12 @@ class SdpaAttention(MegatronModule):
 
     Takes the arguments of Megatron-core's ``DotProductAttention``, and the widths that latent attention gives. Like it,
     draws dropout from the tensor-parallel RNG state.
+
+    Attributes:
+        output_format: format of the output saved for backward; None for the compute dtype.
     """
+
+    output_format: Format | None = None
 
     def __init__(
         self,
@@ -63,14 +71,17 @@ class SdpaAttention(MegatronModule):
         draws = contextlib.nullcontext()
         if dropout > 0.0 and not self.config.sequence_parallel:
             draws = tensor_parallel.get_cuda_rng_tracker().fork()
+        attend = partial(
+            scaled_dot_product_attention,
+            q,
+            k,
+            v,
+            dropout_p=dropout,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         with draws:
-            out = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                dropout_p=dropout,
-                is_causal=True,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+            if self.output_format is not None and torch.is_grad_enabled() and q.requires_grad:
+                return cached_output(attend, self.output_format)
+            return token_major(attend())

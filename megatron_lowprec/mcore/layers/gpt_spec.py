@@ -15,6 +15,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -24,18 +25,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.layers.attention import SdpaAttention
 from megatron_lowprec.mcore.layers.bias_dropout_add import get_bias_dropout_add
+from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluSharedExperts
 from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
 from megatron_lowprec.mcore.layers.latent_projection import DownProjection, LowPrecDownProjection
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 from megatron_lowprec.mcore.layers.self_attention import LowPrecSelfAttention
+from megatron_lowprec.mcore.layers.sequential_mlp import LowPrecSequentialMLP
 from megatron_lowprec.mcore.releases import GROUPED_EXPERTS, qk_l2_norm
 
-_LINEARS = {
+_LOWPREC = {
     ColumnParallelLinear: LowPrecColumnParallelLinear,
     RowParallelLinear: LowPrecRowParallelLinear,
     DownProjection: LowPrecDownProjection,
+    SequentialMLP: LowPrecSequentialMLP,
+    SharedExpertMLP: CachedSwigluSharedExperts,
 }
 _OTHERS: dict[Any, Any] = {
     SelfAttention: LowPrecSelfAttention,
@@ -84,7 +89,7 @@ def low_precision(
         raise UserError(_STOCK_GROUPED_GEMM)
     modules: dict[Any, Any] = {**_OTHERS, DotProductAttention: _ATTENTIONS[attention_backend]}
     if not no_lowprec_linears:
-        modules |= _LINEARS
+        modules |= _LOWPREC
         if GROUPED_EXPERTS is not None:
             modules[GROUPED_EXPERTS] = LowPrecGroupedMLP
     if moe_grouped_gemm:

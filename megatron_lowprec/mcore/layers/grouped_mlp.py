@@ -2,19 +2,22 @@
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
+from megatron_lowprec.linear.layer_tensors import CachedInput
+from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input
 from megatron_lowprec.mcore.layers.parallel_linear import (
     LowPrecColumnParallelLinear,
     LowPrecRowParallelLinear,
     await_weights,
 )
+from megatron_lowprec.mcore.layers.sequential_mlp import LowPrecSequentialMLP, attach_channels
 from megatron_lowprec.mcore.rng_step import current_rng_step
 
 Linears = Sequence[LowPrecColumnParallelLinear | LowPrecRowParallelLinear]
@@ -31,21 +34,33 @@ class _GroupedLinearFunction(torch.autograd.Function):
         tokens: list[int],
         linears: Linears,
         training: bool,
+        channel: GradOutputChannel | None,
+        cached: CachedInput | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         ctx.group = GroupedLinearGemms([linear.bound_gemms for linear in linears])
-        ctx.linears, ctx.tokens, ctx.rng_step = linears, tokens, current_rng_step()
-        y, saved = ctx.group.forward(x_TI, tokens, weights, ctx.rng_step, training, save_input=training)
-        ctx.save_for_backward(*saved.tensors())
-        ctx.plain = saved.without_tensors()
+        ctx.linears, ctx.tokens, ctx.rng_step, ctx.channel = linears, tokens, current_rng_step(), channel
+        attached = attached_input(x_TI, linears[0].bound_gemms)
+        x = x_TI if attached is None else attached
+        save_input = training and cached is None
+        y, saved = ctx.group.forward(x, tokens, weights, ctx.rng_step, training, save_input=save_input)
+        ctx.restore, tensors = (None, ()) if cached is None else (cached.restore, cached.tensors)
+        saved = saved if cached is None else replace(saved, x=None)
+        ctx.save_for_backward(*tensors, *saved.tensors())
+        ctx.plain, ctx.cached = saved.without_tensors(), len(tensors)
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        saved = ctx.plain.with_tensors(ctx.saved_tensors)
+        cached, tensors = ctx.saved_tensors[: ctx.cached], ctx.saved_tensors[ctx.cached :]
+        saved = ctx.plain.with_tensors(tensors)
+        if ctx.restore is not None:
+            saved = replace(saved, x=ctx.restore(*cached))
         weights = [one.weight for one in saved.experts]
         main_grads = [linear.fp32_main_grad(weight) for linear, weight in zip(ctx.linears, weights, strict=True)]
-        dx, dw = ctx.group.backward(dy_TO, ctx.tokens, saved, ctx.rng_step, main_grads)
+        codes, restored = None if ctx.channel is None else ctx.channel.get_codes(dy_TO), ctx.restore is not None
+        dy = dy_TO if codes is None else codes
+        dx, dw = ctx.group.backward(dy, ctx.tokens, saved, ctx.rng_step, main_grads, restored)
         dummy = None
         for i, (weight, main_grad) in enumerate(zip(weights, main_grads, strict=True)):
             if main_grad is not None:
@@ -53,7 +68,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
                 # DDP's hook drops it: views of one tensor, which autograd neither copies nor reads
                 dummy = torch.empty_like(weight) if dummy is None else dummy
                 dw[i] = dummy.detach()
-        return dx, None, None, None, *dw
+        return dx, None, None, None, None, None, *dw
 
 
 class _ExpertBias(torch.autograd.Function):
@@ -80,13 +95,16 @@ class GroupedLinear:
     def __init__(self, linears: Linears, tokens: list[int]) -> None:
         self.linears, self.tokens = linears, tokens
 
-    def product(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """[T, I] sorted by expert -> [T, O], without bias."""
+    def product(self, x_TI: torch.Tensor, channel: GradOutputChannel | None = None) -> torch.Tensor:
+        """[T, I] sorted by expert -> [T, O], without bias; ``channel`` returns dy of all experts as codes."""
         for linear in self.linears:
             await_weights(linear)
         weights = [linear.weight for linear in self.linears]
         training = torch.is_grad_enabled() and weights[0].requires_grad
-        y: torch.Tensor = _GroupedLinearFunction.apply(x_TI, self.tokens, self.linears, training, *weights)
+        cached = attached_cache(x_TI) if training else None
+        y: torch.Tensor = _GroupedLinearFunction.apply(
+            x_TI, self.tokens, self.linears, training, channel, cached, *weights
+        )
         return y
 
     def bias(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
@@ -109,10 +127,14 @@ class _GroupedOutput(GroupedLinear):
     """linear_fc2 of ``MLP``, whose bias ``LowPrecGroupedMLP`` adds."""
 
     def __call__(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self.product(x_TI), None
+        channel = self.linears[0].offer_grad_channel(x_TI)
+        y = self.product(x_TI, channel)
+        if channel is not None:
+            channel.attach(y)
+        return y, None
 
 
-class LowPrecGroupedMLP(SequentialMLP):
+class LowPrecGroupedMLP(LowPrecSequentialMLP):
     """``SequentialMLP`` with one call per GEMM for all experts of the rank.
 
     Modules, weights, initialization and sharded state are those of ``SequentialMLP``, so checkpoints and optimizer
@@ -155,7 +177,10 @@ class LowPrecGroupedMLP(SequentialMLP):
         fc2 = _GroupedOutput([expert.linear_fc2 for expert in self.local_experts], tokens)
         y, _ = _with_linears(self.local_experts[0], fc1, fc2)(x, probs)
         bias = fc2.bias(probs.dtype)
-        return (y if bias is None else (y + bias * probs.unsqueeze(-1)).to(y.dtype)), None
+        if bias is not None:
+            return (y + bias * probs.unsqueeze(-1)).to(y.dtype), None
+        attach_channels(y, [y], [len(y)])
+        return y, None
 
 
 def _with_linears(expert: MLP, fc1: GroupedLinear, fc2: GroupedLinear) -> MLP:

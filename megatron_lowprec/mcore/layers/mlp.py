@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import BiasGelu, BiasGeluGrad, CastPrologue
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
+from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluMLP
 from megatron_lowprec.mcore.layers.parallel_linear import (
     LowPrecLinearMixin,
     LowPrecRowParallelLinear,
@@ -133,7 +134,7 @@ def _alone(layer: LowPrecLinearMixin) -> TensorParallelConfig:
     return TensorParallelConfig(allreduce_dgrad=False, sequence_parallel=False, tp_group=layer.tp_group)
 
 
-class LowPrecMLP(MLP):
+class LowPrecMLP(CachedSwigluMLP):
     """``MLP``, fused for CUDA tensors where Megatron-core would fuse bias and GELU.
 
     Attributes:

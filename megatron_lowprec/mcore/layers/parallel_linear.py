@@ -18,11 +18,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.linear.layer_tensors import GradOutput, SavedForBackward
+from megatron_lowprec.linear.layer_tensors import CachedInput, GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import Gather, LinearGemms
 from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, scatter_sequence
-from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_input, cached_amax
+from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input, cached_amax
 from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -59,12 +60,14 @@ def gradients(
     rng_step: RngStep,
     tp: TensorParallelConfig,
     recompute: "Callable[[], tuple[torch.Tensor | CastPrologue, torch.Tensor | None]] | None" = None,
+    restored: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of x, weight and bias: dgrad and wgrad, with communication overlapped.
 
     Args:
         dy: quantizes dy; called once the gather of x has started.
         recompute: computes x, and its amax if known, if x was not saved for backward.
+        restored: as ``LinearGemms.wgrad``.
     """
     linear_gemms, gathering, reducing = layer.bound_gemms, None, None
     if tp.sequence_parallel and saved.x is not None:
@@ -81,7 +84,7 @@ def gradients(
     if saved.x is None:
         assert recompute is not None
         x, amax = recompute()
-        dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax)
+        dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax, restored)
     else:
         dw = layer.accumulate_wgrad(linear_gemms, grad, saved.input(), saved.weight, rng_step)
     if reducing is not None:
@@ -109,9 +112,10 @@ class _ParallelLinearFunction(torch.autograd.Function):
         tp: TensorParallelConfig,
         amax: torch.Tensor | None,
         channel: GradOutputChannel | None,
+        cached: CachedInput | None,
     ) -> torch.Tensor:
         ctx.layer, ctx.rng_step, ctx.use_bias, ctx.tp = layer, current_rng_step(), bias is not None, tp
-        ctx.channel = channel
+        ctx.channel, ctx.restore = channel, None if cached is None else cached.restore
         linear_gemms = layer.bound_gemms
         x_TI, gather = layer_input(x, linear_gemms, tp)
         # under sequence parallelism a rank saves only its shard of x and gathers it again in the backward pass
@@ -121,25 +125,33 @@ class _ParallelLinearFunction(torch.autograd.Function):
             ctx.rng_step,
             update_amax,
             bias,
-            save_input=update_amax and not tp.sequence_parallel,
+            save_input=update_amax and not tp.sequence_parallel and cached is None,
             amax=amax,
             layer_input=x,
             gather=gather,
         )
-        ctx.save_for_backward(*saved.tensors())
+        if cached is not None:
+            saved = saved._replace(x=None)
+        ctx.save_for_backward(*saved.tensors(), *(() if cached is None else cached.tensors))
         ctx.plain = saved[4:]
         return y
 
     @staticmethod
     def backward(ctx, dy_TO):  # type: ignore[no-untyped-def]
-        saved = SavedForBackward(*ctx.saved_tensors, *ctx.plain)
+        tensors = ctx.saved_tensors
+        saved = SavedForBackward(*tensors[:4], *ctx.plain)
         linear_gemms: LinearGemms = ctx.layer.bound_gemms
 
         def dy() -> GradOutput:
             grad = None if ctx.channel is None else ctx.channel.get(dy_TO)
             return grad or linear_gemms.grad_output(dy_TO, ctx.rng_step, bias=ctx.use_bias)
 
-        return *gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp), None, None, None, None, None
+        def restored() -> tuple[torch.Tensor, None]:
+            return ctx.restore(*tensors[4:]), None
+
+        recompute = None if ctx.restore is None else restored
+        found = gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp, recompute, restored=recompute is not None)
+        return *found, None, None, None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -207,10 +219,11 @@ class LowPrecLinearMixin:
         weight: torch.Tensor,
         rng_step: RngStep,
         amax: torch.Tensor | None = None,
+        restored: bool = False,
     ) -> torch.Tensor:
         """The weight gradient; or, once accumulated into an fp32 ``main_grad``, a dummy that DDP's hook drops."""
         main_grad = self.fp32_main_grad(weight)
-        dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax)
+        dw = linear_gemms.wgrad(dy, x, rng_step, accumulate_into=main_grad, amax=amax, restored=restored)
         if main_grad is None:
             return dw
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -222,9 +235,14 @@ class LowPrecLinearMixin:
         training = torch.is_grad_enabled() and weight.requires_grad
         tp = TensorParallelConfig(options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"])
         amax = None if tp.sequence_parallel else cached_amax(input)
-        y = _ParallelLinearFunction.apply(input, weight, bias, self, training, tp, amax, self.channel)
+        cached = self.cached_input(input) if training else None
+        y = _ParallelLinearFunction.apply(input, weight, bias, self, training, tp, amax, self.channel, cached)
         # outside of the function: autograd forbids in-place changes of a view that a function returns
         return y.view(-1, *input.shape[1:-1], y.shape[-1])
+
+    def cached_input(self, x: torch.Tensor) -> CachedInput | None:
+        """The codes saved for backward in place of the input x [..., I]; None to save x, or the codes of its GEMMs."""
+        return None
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
         """Amax histories of delayed scaling, operand -> fp32 [length + 1] on the CPU; None without."""
@@ -266,7 +284,20 @@ class LowPrecColumnParallelLinear(LowPrecLinearMixin, ColumnParallelLinear):
 
 
 class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
-    """RowParallelLinear under a recipe; weight [out, in / tensor-parallel ranks]."""
+    """RowParallelLinear under a recipe; weight [out, in / tensor-parallel ranks].
+
+    Attributes:
+        input_format: format of the input saved for backward; None for the compute dtype, or the codes of its GEMMs.
+        receives_codes: of an expert: the token dispatcher may put codes of dy.
+    """
+
+    input_format: Format | None = None
+    receives_codes = False
+
+    def cached_input(self, x: torch.Tensor) -> CachedInput | None:
+        """The codes that x's producer attached, else codes in ``input_format`` if there is one."""
+        attached = attached_cache(x)
+        return CachedInput.of(x, self.input_format) if attached is None and self.input_format is not None else attached
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As Megatron-core's; an expert's output is not a view, since its bias is added in place."""
@@ -298,16 +329,18 @@ class LowPrecRowParallelLinear(LowPrecLinearMixin, RowParallelLinear):
         return output
 
     def offer_grad_channel(self, x: torch.Tensor) -> GradOutputChannel | None:
-        """Channel for dy as operands, for a call on x [..., I]; else None.
+        """Channel for dy as operands, for a call on x [..., I]; else None. An expert's is the token dispatcher's.
 
         A consumer may put operands if dy is the gradient of the layer's output. It is not if ranks reduce-scatter the
         output and gather dy in the compute dtype, nor if the layer adds a bias to it. If ranks gather codes of dy, the
         layer's reduce-scatter puts them; the consumer may put codes where there is no bias, whose gradient a fused cast
         would sum in another order than without the gather.
         """
-        if self.is_expert or not self.can_use_channel():
+        if (self.is_expert and not self.receives_codes) or not self.can_use_channel():
             return None
         linear_gemms = self.bound_gemms
+        if self.is_expert:
+            return GradOutputChannel(linear_gemms, current_rng_step(), None)
         shard = linear_gemms.gathers == "grad_output"
         untouched = self.bias is None if shard else not self.sequence_parallel and self.skip_bias_add
         fusion = linear_gemms.supported_fusion("grad_output", x) if untouched else None

@@ -30,6 +30,7 @@ _PLAIN: Mapping[str, Any] = {
     "overlap_param_gather": False,
     "fp8_param_gather": False,
     "fp8_sequence_parallel_gather": False,
+    "moe_fp8_dispatch": False,
     "recompute_granularity": None,
     "rampup_batch_size": None,
     "micro_batch_size": 1,

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import check_fp8_gather
+from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch
 from megatron_lowprec.recipe.native_support import check_accumulator
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.te.translation import INSTALL
@@ -15,6 +16,7 @@ from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.data_options import resolve_data
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.recipe_checks import check_saved_activations, check_stored_gradients
 from megatron_lowprec.training.data.blend import resolve_phase
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
 from megatron_lowprec.training.rampup import check_rampup, run_length
@@ -55,16 +57,19 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
     """Options required by the recipe's optimizer, gradients and weights, with notes about those switched on.
 
     Raises:
-        UserError: the recipe's gradients are stored in its format, and an option needs Megatron-core's buffers; its
-            weights are stored in FP8, without --bf16; its operands cannot be gathered as FP8 codes; or none of its
-            GEMMs has an accumulator to emulate.
+        UserError: an option excludes the recipe's storage of gradients or activations; its weights are stored in FP8,
+            without --bf16; its operands cannot be sent as FP8 codes; or none of its GEMMs has an accumulator to
+            emulate.
     """
     if config.emulate_accumulator:
         check_accumulator(recipe, "cpu")
     if config.fp8_sequence_parallel_gather:
         check_fp8_gather(recipe, config.pipeline_model_parallel_size)
+    if config.moe_fp8_dispatch:
+        check_fp8_dispatch(recipe)
     if recipe.gradients.stored:
-        _check_stored_gradients(config, recipe)
+        check_stored_gradients(config, recipe)
+    check_saved_activations(config, recipe)
     if recipe.fp8_weights and not config.bf16:
         raise UserError(
             f"recipe {recipe.name} stores FP8 weights, which needs --bf16: add it, or set --recipe-override "
@@ -78,20 +83,6 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
     notes = [f"recipe {recipe.name}: {flag(name)} is on, which it needs" for name in on]
     changes: dict[str, Any] = dict.fromkeys(on, True)
     return replace(config, **changes), notes
-
-
-def _check_stored_gradients(config: Config, recipe: Recipe) -> None:
-    why = {
-        "cuda_graph_impl": "captured graphs write gradients to fixed addresses",
-        "grad_reduce_in_bf16": "its gradients are never reduced in bf16",
-    }
-    for name, reason in why.items():
-        if getattr(config, name) not in (False, "none"):
-            raise UserError(
-                f"{flag(name)} was given, but recipe {recipe.name} stores gradients in "
-                f"{recipe.gradients.format.upper()}, and {reason}: leave the flag out, or set --recipe-override "
-                "gradients.accumulation=buffer"
-            )
 
 
 def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
@@ -292,6 +283,7 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         "emulate_accumulator": False,
         "fp8_sequence_parallel_gather": False,
         "moe_grouped_gemm": False,
+        "moe_fp8_dispatch": False,
     }
     for name, wanted in ours.items():
         if getattr(config, name) != wanted:

@@ -20,13 +20,12 @@ def layer_activations(config: Config, runs: Runs | None = None, layer: int | Non
     """
     layer = layer or require(config.num_layers)
     architecture = architecture_of(config)
-    inputs = runs if architecture.plans_fp8_inputs else None
     saved = {
         "input of the first norm": stream_bytes(config),
-        **architecture.attention.activations(config, inputs, layer),
+        **architecture.attention.activations(config, runs, layer),
         "input of the second norm": stream_bytes(config),
         "statistics of the norms": _norm_statistics(config, 2),
-        **architecture.mlp.activations(config, inputs, layer),
+        **architecture.mlp.activations(config, runs, layer),
     }
     if config.hidden_dropout and not (runs is not None and runs.fused):
         masks = 2 * tokens_of(config) * require(config.hidden_size)
@@ -89,6 +88,8 @@ def backward_of_a_layer(config: Config, runs: Runs) -> float:
     if runs.recipe.wgrad.quantized or runs.recipe.dgrad.quantized:
         operands = 2 * gates * wide + stream  # dy, rowwise and columnwise; x
     recomputed = wide if runs.recomputes_gelu(config) else 0.0
+    if runs.recipe.activations.swiglu_input != "none":
+        recomputed = (1 + gates) * wide  # its output, and its decoded input
     return stream + (1 + gates) * wide + operands + recomputed
 
 

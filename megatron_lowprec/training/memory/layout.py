@@ -28,6 +28,8 @@ class Runs:
 
     def keeps_codes(self, config: Config, layer: int, name: str) -> bool:
         """Whether a linear layer saves FP8 codes of its input for wgrad, instead of the input."""
+        if not architecture_of(config).plans_fp8_inputs:
+            return False
         site = next(site for site in linear_sites(config, range(layer, layer + 1)) if site.name == name)
         if config.sequence_parallel and site.split == "column":  # gathered again in the backward pass
             return config.fp8_sequence_parallel_gather and why_not_gathered(self.recipe, "input") is None

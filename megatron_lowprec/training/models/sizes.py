@@ -17,7 +17,7 @@ def linear_sites(config: Config, layers: range | None = None) -> list[LinearSite
     architecture = architecture_of(config)
     return [
         site
-        for layer in layers or range(1, require(config.num_layers) + 1)
+        for layer in (range(1, require(config.num_layers) + 1) if layers is None else layers)
         for part in (architecture.attention, architecture.mlp)
         for site in part.linear_sites(config, layer)
     ]

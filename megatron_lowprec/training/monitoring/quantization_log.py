@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
@@ -27,7 +26,7 @@ def quantization_row(iteration: int, place: OperandId, fidelity: QuantizationErr
     if place.recipe:
         named["recipe"] = place.recipe
     amax = fidelity.amax if math.isfinite(fidelity.amax) else None
-    row = {"iteration": iteration, **named, **asdict(fidelity), "amax": amax}
+    row = {"iteration": iteration, **named, **vars(fidelity), "amax": amax}
     if _is_weight_gradient(place):
         row["gradient_to_noise"] = _ratio(fidelity)
     return row

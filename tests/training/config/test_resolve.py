@@ -57,6 +57,7 @@ INTERLEAVED: dict[str, Any] = {
 }
 SAMPLES: dict[str, Any] = {"train_iters": None, "train_samples": 100}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "disable_bias_linear": True}
+DISPATCH: dict[str, Any] = {**EXPERTS, "expert_model_parallel_size": 2, "moe_fp8_dispatch": True}
 SIGMOID: dict[str, Any] = {**EXPERTS, "moe_router_score_function": "sigmoid"}
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True,
@@ -138,6 +139,12 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"num_query_groups": 3}, ["--num-query-groups 3", "--group-query-attention"]),
     (1, {"moe_router_topk": 1}, ["--moe-router-topk 1", "--num-experts"]),
     (1, {"moe_layer_freq": "2"}, ["--moe-layer-freq 2", "--num-experts"]),
+    (1, {"moe_fp8_dispatch": True}, ["--moe-fp8-dispatch", "--num-experts"]),
+    (2, {**DISPATCH, "expert_model_parallel_size": 1}, ["--moe-fp8-dispatch", "--expert-model-parallel-size 1"]),
+    (2, {**DISPATCH, "moe_token_dispatcher_type": "allgather"}, ["--moe-fp8-dispatch", "allgather", "alltoall"]),
+    (2, {**DISPATCH, "no_lowprec_linears": True}, ["--moe-fp8-dispatch", "--no-lowprec-linears"]),
+    (2, {**DISPATCH, "log_quantization_interval": 2}, ["--log-quantization-interval", "--moe-fp8-dispatch"]),
+    (2, {**DISPATCH, "capture_step": [1], "capture_layers": ["*"]}, ["--capture-step", "--moe-fp8-dispatch"]),
     (1, {**EXPERTS, "moe_layer_freq": "[0]*2"}, ["--moe-layer-freq [0]*2", "no layer with experts"]),
     (1, {"num_experts": 4, "moe_shared_expert_intermediate_size": 64}, ["--disable-bias-linear"]),
     (1, {**EXPERTS, "moe_router_topk_scaling_factor": 2.5}, ["--moe-router-score-function sigmoid"]),

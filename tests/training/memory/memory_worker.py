@@ -1,10 +1,13 @@
 """What a model really holds, to compare a memory plan with: its weights, and what a forward pass saves for backward.
 
-python -m torch.distributed.run … -m tests.training.memory.memory_worker FOLDER '{"tensor_model_parallel_size": 2, …}'
+python -m torch.distributed.run … -m tests.training.memory.memory_worker FOLDER '{"tensor": {…}, …}'
+
+measures one model after the other, changed by these options, and writes FOLDER/NAME-RANK.json of each.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -13,6 +16,7 @@ from typing import Any
 
 from megatron_lowprec.training.distributed import startup
 from tests.training.helpers import argv
+from tests.training.many_runs import Meetings
 
 VOCABULARY = 256
 # Wide and long enough that what the plan leaves out (a loss's masks, ids of tokens) is small.
@@ -51,7 +55,7 @@ def measure(changes: dict[str, Any], ranks: startup.Ranks, forward: bool = True)
     config = resolve_run(resolve_model(parse(argv(**{**SIZES, **changes}))[0]), ranks.world_size, gpus=False)
     startup.initialize(config, ranks)
     schedule, _ = plan(config, total_samples(config))
-    trainer = model.build(config, load_recipe(config.recipe), schedule, VOCABULARY)
+    trainer = model.build(config, load_recipe(config.recipe, config.recipe_override), schedule, VOCABULARY)
     (chunk,) = trainer.chunks
     weights = sum(weight.numel() for weight in chunk.parameters())
     if not forward:
@@ -66,19 +70,37 @@ def measure(changes: dict[str, Any], ranks: startup.Ranks, forward: bool = True)
             saved.setdefault(address, tensor)  # holds it, so that no other one gets its address
         return tensor
 
+    # without a backward pass Megatron-core's token dispatcher keeps the graphs of earlier models
+    earlier = _saved_by_attention() if config.recipe_override else []
     trainer.runtime.begin_step(0)
     trainer.runtime.begin_microbatch(0)
     shape = (config.micro_batch_size, config.seq_length)
     ids = torch.randint(0, VOCABULARY - 1, shape, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(shape[1]).expand(shape).contiguous()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        chunk(ids, positions, None, labels=ids)
+        loss = chunk(ids, positions, None, labels=ids)
+    for each in _saved_by_attention() if config.recipe_override else ():
+        if not any(each is other for other in earlier):
+            for tensor in each.tensors():
+                pack(tensor)
+    del loss
     return Held(weights, sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
+
+
+def _saved_by_attention() -> list[Any]:
+    """What attention with hooks of its own saves, unseen by other hooks."""
+    from megatron_lowprec.mcore.layers.cached_attention import SavedTensor
+
+    return [each for each in gc.get_objects() if type(each) is SavedTensor]
 
 
 if __name__ == "__main__":
     here = startup.prepare_environment()
-    folder, changes = sys.argv[1:]
-    held = measure(json.loads(changes), here, forward="pipeline_model_parallel_size" not in changes)
-    Path(folder, f"{here.rank}.json").write_text(json.dumps(asdict(held)))
-    startup.finalize()
+    folder, cases = sys.argv[1:]
+    meetings = Meetings(here.rank)
+    for name, changes in json.loads(cases).items():
+        meetings.arrange(name)
+        held = measure(changes, here, forward="pipeline_model_parallel_size" not in changes)
+        Path(folder, f"{name}-{here.rank}.json").write_text(json.dumps(asdict(held)))
+        startup.finalize()
+        gc.collect()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.memory import report
+from megatron_lowprec.training.memory.activations import layer_activations
+from megatron_lowprec.training.memory.layout import Runs
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
 from megatron_lowprec.training.memory.weights import stage_weights
 from tests.environment import python_path
-from tests.training.conftest import Drive
+from tests.once import once
+from tests.training.conftest import Drive, take_down
 from tests.training.helpers import REPOSITORY, argv
 from tests.training.memory.memory_worker import SIZES, VOCABULARY, measure
 from tests.waiting import PATIENCE
@@ -128,7 +132,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def expected_saved(config: Config, gpus: int = 1) -> float:
     """What the plan says is kept, and the softmax of the logits in fp32, which is what cross-entropy saves."""
-    found = plan(config, load_recipe(config.recipe), VOCABULARY, gpus, arch="cpu")
+    found = plan(config, load_recipe(config.recipe, config.recipe_override), VOCABULARY, gpus, arch="cpu")
     logits = config.micro_batch_size * config.seq_length * VOCABULARY / config.tensor_model_parallel_size
     return sum(found.kept.values()) + 4 * logits
 
@@ -146,6 +150,53 @@ def test_the_plan_is_what_a_model_holds(name: str, ranks: startup.Ranks) -> None
     weights = stage_weights(config, VOCABULARY, 0)
     assert weights.dense + weights.expert == held.weights
     assert expected_saved(config) == pytest.approx(held.saved, rel=0.01)
+
+
+SHAPES_THAT_CACHE: dict[str, dict[str, Any]] = {
+    "dense": {"swiglu": True, "ffn_hidden_size": 384},
+    "experts": {
+        **VARIANTS["dense and shared experts"],
+        **VARIANTS["latent attention"],
+        "moe_ffn_hidden_size": 128,
+        "moe_shared_expert_intermediate_size": 256,
+        "ffn_hidden_size": 256,
+    },
+    "unfused attention": {"swiglu": True, "ffn_hidden_size": 128, "attention_backend": "local"},
+}
+
+
+@pytest.mark.parametrize("override", ["activations.attention_output=e5m6", "activations.swiglu_input=e4m3"])
+@pytest.mark.parametrize("shape", SHAPES_THAT_CACHE)
+def test_a_format_of_saved_activations_frees_what_the_plan_says(
+    shape: str, override: str, ranks: startup.Ranks, drive: Drive
+) -> None:
+    plain, held = small(**SHAPES_THAT_CACHE[shape]), []
+    cached = replace(plain, recipe_override=[override])
+    for changes in ({}, {"recipe_override": override}):
+        held.append(measure({**SHAPES_THAT_CACHE[shape], **changes}, ranks).saved)
+        take_down()
+    assert expected_saved(cached) == pytest.approx(held[1], rel=0.01)
+    saving = held[0] - held[1]
+    assert expected_saved(plain) - expected_saved(cached) == pytest.approx(saving, rel=0.05)
+    assert saving > 0.01 * held[0]
+
+
+def test_formats_of_saved_activations_replace_the_codes_of_native_gemms() -> None:
+    config = small(swiglu=True, ffn_hidden_size=256, recipe="fp8_blockwise")
+    overrides = ["activations.attention_output=e5m6", "activations.swiglu_input=e4m3"]
+    plain, cached = (layer_activations(config, Runs(load_recipe("fp8_blockwise", each))) for each in ([], overrides))
+    tokens, width, ffn = 8 * 64, 128, 256
+    proj = "input of linear_proj (output of attention)"
+    assert {name: plain[name] for name in plain.keys() - cached.keys()} == {
+        proj: 2 * tokens * width,
+        "FP8 codes of linear_proj's input": tokens * width,
+        "output of linear_fc1": 4 * tokens * ffn,
+        "input of linear_fc2": tokens * ffn,
+    }
+    assert {name: cached[name] for name in cached.keys() - plain.keys()} == {
+        f"{proj} in E5M6": tokens * width * (1.5 + 1 / 128),
+        "input of SwiGLU in E4M3": 2 * tokens * ffn * (1 + 1 / 128),
+    }
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -167,25 +218,34 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "global_batch_size": 16,
     },
 }
+LAYOUTS["experts, FP8 dispatch"] = LAYOUTS["experts"] | {"recipe": "mxfp8", "moe_fp8_dispatch": True}
+
+
+@pytest.fixture(scope="module")
+def held_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each of two processes holds under every layout, measured in one launch."""
+
+    def run(folder: Path) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+        done = subprocess.run(
+            [*command, "tests.training.memory.memory_worker", str(folder), json.dumps(LAYOUTS)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return once(tmp_path_factory, "held_by_two", run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_plan_is_what_two_processes_hold(name: str, tmp_path: Path) -> None:
-    changes = LAYOUTS[name]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*command, "tests.training.memory.memory_worker", str(tmp_path), json.dumps(changes)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    config = small(gpus=2, **changes)
+def test_the_plan_is_what_two_processes_hold(name: str, held_by_two: Path) -> None:
+    held = [json.loads((held_by_two / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+    config = small(gpus=2, **LAYOUTS[name])
     for rank in range(2):
         weights = stage_weights(config, VOCABULARY, rank if name == "pipeline" else 0)
         assert weights.dense + weights.expert == held[rank]["weights"]

@@ -87,7 +87,9 @@ def test_telemetry_follows_from_the_files_and_losses_stay(drive: Drive, recipe: 
                 if getattr(gemms.recipe.gemms[gemm], operand) is None:
                     continue
                 matrix = {"input": capture.x, "weight": capture.w, "grad_output": capture.dy}[operand]
-                found = QuantizationError.of(gemms.emulated.error_stats(gemm, operand, matrix, capture.rng_step))
+                found = QuantizationError.of(
+                    gemms.emulated.error_stats(gemm, operand, matrix, capture.rng_step).tolist()
+                )
                 row = logged[capture.linear_id.path, gemm, operand, name]
                 for field, value in asdict(found).items():
                     assert row[field] == pytest.approx(value, rel=1e-6, abs=1e-7 if field == "bias" else 0.0), field

@@ -188,11 +188,11 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any
         ("mxfp8,fp8_delayed", "fp8_delayed has delayed scaling"),
         (["mxfp8", "mxfp8"], "mxfp8 is given twice"),
         ("bf16", "bf16 quantizes nothing"),
-        ("fp8_blockwise", "no multiple of 128"),
+        ("mxfp4_rht", "no multiple of 64"),
         ("mxfp9", "mxfp8"),
     ],
 )
 def test_other_recipes_that_are_refused(also: Any, said: str) -> None:
-    config = resolve_model(parse(argv(log_quantization_interval=5, log_quantization_also=also))[0])
+    config = resolve_model(parse(argv(log_quantization_interval=5, log_quantization_also=also, hidden_size=96))[0])
     with pytest.raises(UserError, match=said):
         check_counterfactuals(config)

@@ -10,7 +10,7 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import saved_input, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import cached, saved_input, stream_bytes, tokens_of, width_of
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Runs
@@ -81,7 +81,7 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     """Bytes saved for backward.
 
     scaled_dot_product_attention saves queries, keys, values, output and the log-sum-exp of each row, no scores; its
-    output is saved in addition to linear_proj's FP8 codes of it.
+    output is saved in addition to linear_proj's FP8 codes of it, unless both save it in a format of the recipe.
     """
     tokens, width, tensor = tokens_of(config), width_of(config), config.tensor_model_parallel_size
     heads, channels = require(config.num_attention_heads), require(config.kv_channels)
@@ -91,9 +91,10 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     saved = {
         "input of linear_qkv": saved_input(config, runs, layer, "self_attention.linear_qkv", stream_bytes(config)),
         "output of linear_qkv": query + 2 * key_value,
-        "input of linear_proj (output of attention)": query,
     }
-    if runs is not None and runs.keeps_codes(config, layer, "self_attention.linear_proj"):
+    codes = output_codes(runs, query / width)
+    saved |= codes or {"input of linear_proj (output of attention)": query}
+    if not codes and runs is not None and runs.keeps_codes(config, layer, "self_attention.linear_proj"):
         saved["FP8 codes of linear_proj's input"] = query / width
     if rope or grouped:
         saved["queries and keys on their own"] = query + (key_value if rope else 0.0)
@@ -104,6 +105,11 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     if config.recompute_granularity != "selective":
         saved |= saved_scores(config)
     return saved
+
+
+def output_codes(runs: Runs | None, entries: float) -> dict[str, float]:
+    """Bytes of attention's output of that many entries if the recipe saves it in a format, else empty."""
+    return cached(runs, "attention_output", "input of linear_proj (output of attention)", entries)
 
 
 def recomputed_bytes(config: Config) -> float:

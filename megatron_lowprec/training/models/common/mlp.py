@@ -10,7 +10,7 @@ from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import saved_input, stream_bytes, tokens_of, width_of
+from megatron_lowprec.training.models.common.rank_sizes import cached, saved_input, stream_bytes, tokens_of, width_of
 
 if TYPE_CHECKING:
     from megatron_lowprec.training.memory.layout import Runs
@@ -85,15 +85,23 @@ def other_weights(config: Config, layer: int) -> int:
 
 
 def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, float]:
-    """Bytes saved for backward; --recompute-gelu does not save the input of linear_fc2."""
+    """Bytes saved for backward; --recompute-gelu and a format of SwiGLU's input do not save linear_fc2's input."""
     wide = backward_bytes(config)
     saved = {
         "input of the MLP": saved_input(config, runs, layer, "mlp.linear_fc1", stream_bytes(config)),
-        "output of linear_fc1": wide * gates(config),
     }
+    codes = swiglu_codes(config, runs, wide)
+    if codes:
+        return saved | codes
+    saved["output of linear_fc1"] = wide * gates(config)
     if runs is None or not runs.recomputes_gelu(config):
         saved["input of linear_fc2"] = saved_input(config, runs, layer, "mlp.linear_fc2", wide)
     return saved
+
+
+def swiglu_codes(config: Config, runs: Runs | None, wide: float) -> dict[str, float]:
+    """Bytes of SwiGLU's input if the recipe saves it in a format, else empty; ``wide`` is the bytes of its output."""
+    return cached(runs, "swiglu_input", "input of SwiGLU", wide / width_of(config) * gates(config))
 
 
 def backward_bytes(config: Config) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.recipe.coverage import ACTIVATION_BLOCK
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 
@@ -39,3 +41,17 @@ def stream_bytes(config: Config) -> float:
 def saved_input(config: Config, runs: Runs | None, layer: int, linear: str, size: float) -> float:
     """Bytes of a linear layer's saved input of ``size`` bytes in the compute dtype; FP8 codes are 1 byte per value."""
     return size / width_of(config) if runs is not None and runs.keeps_codes(config, layer, linear) else size
+
+
+def cached(runs: Runs | None, activation: str, name: str, entries: float) -> dict[str, float]:
+    """Name and bytes of an activation of that many entries that the recipe saves in a format; empty without one.
+
+    One E8M0 byte of scale for each block.
+
+    Args:
+        activation: a field of ``ActivationSpec``.
+    """
+    form = "none" if runs is None else runs.recipe.activations.formats[activation]
+    if form == "none":
+        return {}
+    return {f"{name} in {form.upper()}": entries * (FORMATS[form].bits / 8 + 1 / ACTIVATION_BLOCK)}

@@ -36,15 +36,13 @@ def join_qkv(config: Config, query: torch.Tensor, key: torch.Tensor, value: torc
     return concatenate(parts, dim=1).flatten(0, 2)
 
 
-def gated_mlp_maps(ours: str, theirs: str) -> Iterator[TensorMap]:
+def gated_mlp_maps(
+    ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[TensorMap]:
     """Weights of a gated MLP without biases, whose gate and up projection Hugging Face stores apart."""
-    yield TensorMap(
-        f"{ours}.linear_fc1.weight",
-        (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"),
-        to_hf=lambda tensor: tensor.chunk(2),
-        from_hf=concatenate,
-    )
-    yield TensorMap(f"{ours}.linear_fc2.weight", (f"{theirs}.down_proj.weight",))
+    gate, up, down = (f"{theirs}.{name}.weight" for name in names)
+    yield TensorMap(f"{ours}.linear_fc1.weight", (gate, up), to_hf=lambda tensor: tensor.chunk(2), from_hf=concatenate)
+    yield TensorMap(f"{ours}.linear_fc2.weight", (down,))
 
 
 def transpose(tensor: torch.Tensor) -> torch.Tensor:

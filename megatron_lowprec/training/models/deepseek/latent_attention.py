@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import LinearSite
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import attention
@@ -34,19 +35,15 @@ _WANTED: dict[str, Any] = {
 
 def resolve(config: Config) -> Config:
     """The options with --kv-channels and --num-query-groups filled, which Megatron-core reads."""
-    missing = [_flag(name) for name in _SIZES if getattr(config, name) is None]
+    missing = [flag(name) for name in _SIZES if getattr(config, name) is None]
     if missing:
         raise UserError(f"--multi-latent-attention needs {', '.join(missing)}")
     for name, wanted in _WANTED.items():
         found = getattr(config, name)
         if found != wanted:
-            raise UserError(f"--multi-latent-attention runs with {_flag(name)} {wanted}; found {found}")
+            raise UserError(f"--multi-latent-attention runs with {flag(name)} {wanted}; found {found}")
     check_divisible("--qk-pos-emb-head-dim", require(config.qk_pos_emb_head_dim), "the pairs of rope,", 2)
     return replace(config, kv_channels=config.v_head_dim, num_query_groups=require(config.num_attention_heads))
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
@@ -121,13 +118,14 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     heads, latent = require(config.num_attention_heads), require(config.kv_lora_rank)
     channels = require(config.qk_head_dim) + require(config.qk_pos_emb_head_dim)
     latents = (config.q_lora_rank or 0) + latent
+    output = tokens * heads * require(config.v_head_dim) / tensor
     token = tokens * width / sequence_ranks(config)
     saved = {
         "input of the projections down": stream_bytes(config),
         "latents": token * (latents + require(config.qk_pos_emb_head_dim)),
         "queries and keys": 2 * tokens * heads * channels * width / tensor,
-        "values": tokens * heads * require(config.v_head_dim) * width / tensor,
-        "input of linear_proj (output of attention)": tokens * heads * require(config.v_head_dim) * width / tensor,
+        "values": output * width,
+        **(attention.output_codes(runs, output) or {"input of linear_proj (output of attention)": output * width}),
         "cosines and sines": 4 * require(config.seq_length) * require(config.qk_pos_emb_head_dim) * width,
     }
     if config.qk_layernorm:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megatron_lowprec.training.models.common import attention
-from megatron_lowprec.training.models.common.interface import Architecture
-from megatron_lowprec.training.models.moe import mlp
+from megatron_lowprec.training.models.common.interface import Architecture, HuggingFace
+from megatron_lowprec.training.models.moe import hf_config, hf_weights, mlp
 from megatron_lowprec.training.models.moe.options import MoeOptions
 
 MOE = Architecture(
@@ -14,6 +14,7 @@ MOE = Architecture(
     selected=lambda config: bool(config.num_experts),
     attention=attention,
     mlp=mlp,
+    hugging_face=HuggingFace(hf_config, hf_weights),
     plans_fp8_inputs=False,
     shape_options=("num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
     function_options=(

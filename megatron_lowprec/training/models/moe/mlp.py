@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.coverage import LinearSite
+from megatron_lowprec.recipe.coverage import LinearSite, kept_in_bf16
+from megatron_lowprec.recipe.fp8_dispatch import scales_of_token
+from megatron_lowprec.training.config.arguments import flag
 from megatron_lowprec.training.config.fields import check_divisible, require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common import mlp
@@ -37,6 +39,7 @@ def resolve(config: Config) -> Config:
     if config.moe_shared_expert_intermediate_size and not config.disable_bias_linear:
         raise UserError("shared experts have no biases; add --disable-bias-linear")
     _check_router(config)
+    _check_dispatch(config)
     config = mlp.resolve(config)
     return replace(
         config,
@@ -54,7 +57,7 @@ def _check_router(config: Config) -> None:
         for name in _NOT_OF_SINKHORN:
             if getattr(config, name) != getattr(Config(), name):
                 raise UserError(
-                    f"--{name.replace('_', '-')} {getattr(config, name)} does nothing with "
+                    f"{flag(name)} {getattr(config, name)} does nothing with "
                     "--moe-router-load-balancing-type sinkhorn; leave one of the two out"
                 )
     if config.moe_aux_loss_coeff and not balance.endswith("aux_loss"):
@@ -91,6 +94,25 @@ def _check_router(config: Config) -> None:
             raise UserError(f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; lower it")
 
 
+def _check_dispatch(config: Config) -> None:
+    """Reject options that a dispatch of codes would ignore, or that need the unquantized tokens of an expert."""
+    if not config.moe_fp8_dispatch:
+        return
+    if config.moe_token_dispatcher_type != "alltoall":
+        raise UserError(
+            "--moe-fp8-dispatch sends codes in an all-to-all, and --moe-token-dispatcher-type is "
+            f"{config.moe_token_dispatcher_type}: use alltoall, or leave the flag out"
+        )
+    if config.no_lowprec_linears:
+        raise UserError("--moe-fp8-dispatch is for this project's linear layers; leave it or --no-lowprec-linears out")
+    for name in ("log_quantization_interval", "capture_step"):
+        if getattr(config, name):
+            raise UserError(
+                f"{flag(name)} inspects unquantized tokens, and with --moe-fp8-dispatch experts get codes; leave "
+                "one of the two out"
+            )
+
+
 def check_parallelism(config: Config, data_parallel_size: int) -> None:
     """Reject an expert-parallel size that does not divide experts and ranks, and layouts that Megatron-core lacks."""
     tensor, expert = config.tensor_model_parallel_size, config.expert_model_parallel_size
@@ -103,6 +125,11 @@ def check_parallelism(config: Config, data_parallel_size: int) -> None:
         raise UserError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
     if tensor > 1 and not config.disable_bias_linear:
         raise UserError("experts with --tensor-model-parallel-size above 1 have no biases; add --disable-bias-linear")
+    if expert == 1 and config.moe_fp8_dispatch:
+        raise UserError(
+            "--moe-fp8-dispatch does nothing at --expert-model-parallel-size 1, where no token travels; raise the "
+            "size, or leave the flag out"
+        )
     if expert > 1 and config.use_cpu_initialization:
         raise UserError("--use-cpu-initialization would give every expert-parallel rank the same experts; leave it out")
 
@@ -188,9 +215,14 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
     width, ffn = width_of(config), require(config.moe_ffn_hidden_size) / tensor
     saved = {
         "input of the MLP": stream_bytes(config),
-        "inputs of the experts": tokens * require(config.hidden_size) * width,
-        "output of linear_fc1": tokens * ffn * width * mlp.gates(config),
-        "input of linear_fc2": tokens * ffn * width,
+        "inputs of the experts": tokens * _bytes_of_input(config, runs, layer),
+        **(
+            mlp.swiglu_codes(config, runs, tokens * ffn * width)
+            or {
+                "output of linear_fc1": tokens * ffn * width * mlp.gates(config),
+                "input of linear_fc2": tokens * ffn * width,
+            }
+        ),
         # Softmax and choice of the router, and the token permutation: int64 indices and fp32 probabilities.
         "routing": tokens * (3 * 8 + 4) + tokens_of(config) * require(config.num_experts) * (4 + width + 1),
     }
@@ -198,8 +230,22 @@ def activations(config: Config, runs: Runs | None, layer: int) -> dict[str, floa
         saved["activation before the router's probability"] = tokens * ffn * width
     if config.moe_shared_expert_intermediate_size:  # their input is the MLP's
         shared = tokens_of(config) * config.moe_shared_expert_intermediate_size / config.tensor_model_parallel_size
-        saved["shared experts"] = shared * width * (mlp.gates(config) + 1)
+        codes = mlp.swiglu_codes(config, runs, shared * width)
+        saved["shared experts"] = sum(codes.values()) if codes else shared * width * (mlp.gates(config) + 1)
     return saved
+
+
+def _bytes_of_input(config: Config, runs: Runs | None, layer: int) -> float:
+    """Bytes of a token as an expert saves it; --moe-fp8-dispatch leaves it as the codes and scales that arrived."""
+    hidden, width = require(config.hidden_size), width_of(config)
+    kept = runs is None or kept_in_bf16(runs.recipe, layer, f"{_EXPERTS}.linear_fc1", require(config.num_layers))
+    if runs is None or kept or not config.moe_fp8_dispatch:
+        return hidden * width
+    spec = runs.recipe.fprop.input
+    assert spec is not None
+    in_fp8 = spec.format in ("e4m3", "e5m2")  # others are values in memory
+    scale = 1 if spec.scale_format == "e8m0" else 4
+    return hidden * (1 if in_fp8 else width) + scales_of_token(spec, hidden) * scale
 
 
 def backward_bytes(config: Config) -> float:

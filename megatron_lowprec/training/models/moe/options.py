@@ -43,3 +43,8 @@ class MoeOptions:
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(None, "dtype of the router's product; default: the model's")
     moe_grouped_gemm: bool = arg(False, "run the experts of a layer in one call per GEMM")
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = arg("alltoall", "how tokens reach their experts")
+    moe_fp8_dispatch: bool = arg(
+        False,
+        "send tokens to experts as the codes that linear_fc1 takes, and gradients as those that linear_fc2 takes; "
+        "needs --expert-model-parallel-size above 1 and block or row scales (fp8_blockwise, fp8_rowwise, mxfp8)",
+    )

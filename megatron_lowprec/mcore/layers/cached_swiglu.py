@@ -1,0 +1,97 @@
+"""MLPs that save the input of SwiGLU in a narrow format, and recompute its output in the backward pass.
+
+DeepSeek-V3 (arXiv 2412.19437, section 3.3.3). The forward pass keeps its bits. SwiGLU's gradient and the input of
+linear_fc2 for wgrad are computed from the decoded input of SwiGLU.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels import dispatch
+from megatron_lowprec.linear.layer_tensors import CachedInput
+from megatron_lowprec.mcore.fusion import attach_metadata
+
+
+class _CachedSwiglu(torch.autograd.Function):
+    """SwiGLU of h [T, 2F], times probabilities [T, 1] if given, with a gradient from the packed codes of h."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, h: torch.Tensor, probs: torch.Tensor | None, codes: torch.Tensor, scale: torch.Tensor, fmt: Format
+    ) -> torch.Tensor:
+        ctx.save_for_backward(codes, scale, probs)
+        ctx.fmt, ctx.dtype = fmt, h.dtype
+        return _activation(h, probs)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        codes, scale, probs = ctx.saved_tensors
+        h = dispatch.packed_decode(codes, scale, ctx.fmt, ctx.dtype)
+        dh, dprobs = (swiglu_back(dout, h), None) if probs is None else weighted_swiglu_back(dout, h, probs)
+        return dh, dprobs, None, None, None
+
+
+def _activation(h: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
+    output: torch.Tensor = swiglu(h) if probs is None else weighted_swiglu(h, probs)
+    return output
+
+
+def cached_swiglu(h: torch.Tensor, probs: torch.Tensor | None, fmt: Format) -> torch.Tensor:
+    """SwiGLU of h [..., 2F] with its bits, times probabilities [...] if given; [..., F].
+
+    Saves h in ``fmt`` for both backward passes: its own, and that of the linear layer that takes the output.
+    """
+    rows = h.reshape(-1, h.shape[-1])
+    weights = None if probs is None else probs.reshape(-1, 1)
+    codes, scale = dispatch.packed_cast(rows.detach().contiguous(), fmt)
+    output: torch.Tensor = _CachedSwiglu.apply(rows, weights, codes, scale, fmt)
+    output = output.view(*h.shape[:-1], output.shape[-1])
+    dtype = h.dtype
+
+    def restore(codes: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        return _activation(dispatch.packed_decode(codes, scale, fmt, dtype), weights)
+
+    saved = (codes, scale) if weights is None else (codes, scale, weights.detach())
+    attach_metadata(output, cached_input=CachedInput(saved, restore))
+    return output
+
+
+class CachedSwigluMLP(MLP):
+    """``MLP``, with SwiGLU's input saved in a format.
+
+    Attributes:
+        swiglu_format: the format; None for Megatron-core's activation.
+    """
+
+    swiglu_format: Format | None = None
+
+    def has_swiglu(self) -> bool:
+        """Whether the activation between both linear layers is SwiGLU, without variants."""
+        config = self.config
+        variants = ("activation_func_clamp_value", "glu_linear_offset")  # of some releases
+        plain = not any(getattr(config, name, None) for name in variants)
+        swiglu = self.activation_func is F.silu and config.gated_linear_unit
+        return swiglu and plain and not config.use_te_activation_func
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``MLP``."""
+        if self.swiglu_format is None or not torch.is_grad_enabled():
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        h, bias = self.linear_fc1(hidden_states)
+        h = h if bias is None else h + bias
+        output, bias = self.linear_fc2(cached_swiglu(h, per_token_scale, self.swiglu_format))
+        if per_token_scale is not None and bias is not None:
+            return output + (bias * per_token_scale.unsqueeze(-1)).to(output.dtype), None
+        return output, bias
+
+
+class CachedSwigluSharedExperts(SharedExpertMLP, CachedSwigluMLP):
+    """``SharedExpertMLP`` over ``CachedSwigluMLP``."""

@@ -1,0 +1,61 @@
+"""Which recipes can send tokens to their experts as codes, and the bytes of a token: pure functions of the recipe.
+
+DeepSeek-V3 (arXiv 2412.19437, section 3.3.3) quantizes activations to FP8 before they are dispatched to the experts'
+up-projections, and again along the tokens for the backward pass.
+"""
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.recipe.schema import QuantSpec, Recipe
+
+
+def why_not_dispatched(recipe: Recipe, tensor: str = "input") -> str | None:
+    """Reason why "input" or "grad_output" cannot travel as the codes of its first GEMM; None if it can.
+
+    The first GEMM is fprop or dgrad, whose scales run along features. A rank must be able to quantize each of its
+    tokens alone, before it is known how many others an expert gets. The other GEMM, wgrad, takes dequantized codes.
+    """
+    name = "fprop" if tensor == "input" else "dgrad"
+    spec: QuantSpec | None = getattr(recipe.gemms[name], tensor)
+    if spec is None or recipe.gemms[name].hadamard is not None:
+        return f"{name} takes {tensor} {'in the compute dtype' if spec is None else 'after a Hadamard transform'}"
+    if spec.scaling == "delayed":
+        return f"{tensor} has a delayed scale per expert, whose history only the ranks of that expert have"
+    if spec.granularity == "tensor":
+        return f"the current scale of {tensor} needs the amax of all tokens of an expert before the cast"
+    if spec.block is not None and spec.block[0] != 1:
+        return f"{tensor} has blocks of {spec.granularity}, which span tokens"
+    if spec.rounding == "stochastic":
+        return f"{tensor} is rounded stochastically, by draws for a token's row in its expert"
+    if getattr(recipe.wgrad, tensor) is None:
+        return f"wgrad takes {tensor} in the compute dtype, which would be rounded before"
+    return None
+
+
+def check_fp8_dispatch(recipe: Recipe) -> None:
+    """Reject --moe-fp8-dispatch for a recipe whose tokens cannot travel as codes.
+
+    Raises:
+        UserError: with the reason.
+    """
+    reason = why_not_dispatched(recipe)
+    if reason is not None:
+        raise UserError(
+            "--moe-fp8-dispatch sends tokens to their experts as the codes that fprop takes, quantized one by one; in "
+            f"recipe {recipe.name} {reason}: use fp8_blockwise, fp8_rowwise or mxfp8, or leave the flag out"
+        )
+
+
+def code_bytes(spec: QuantSpec, features: int) -> int:
+    """Bytes of a token's codes on the wire: two 4-bit codes a byte, else one."""
+    return features // 2 if FORMATS[spec.format].bits == 4 else features
+
+
+def scales_of_token(spec: QuantSpec, features: int) -> int:
+    """Number of a token's scales, one per row or per block of a row."""
+    return 1 if spec.block is None else -(-features // spec.block[1])
+
+
+def dispatched_bytes(spec: QuantSpec, features: int) -> int:
+    """Bytes of a token on the wire: its codes, and its scales as one byte if powers of two, else as fp32."""
+    return code_bytes(spec, features) + scales_of_token(spec, features) * (1 if spec.power_of_two_scale else 4)

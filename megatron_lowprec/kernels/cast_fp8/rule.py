@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lowprec.formats import Format
+from megatron_lowprec.kernels.quantize.rule import converts_fp8
 from megatron_lowprec.scaling import GRANULARITIES, SCALE_RULES
 
 GRANULARITY_NUMBERS = {name: number for number, name in enumerate(GRANULARITIES)}
@@ -28,9 +29,8 @@ class CodeConstants(NamedTuple):
 
 
 def code_constants(fmt: Format, device: torch.device) -> CodeConstants:
-    """Constants of codes in ``fmt``; native on GPUs of compute capability 8.9 and above."""
-    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, native)
+    """Constants of codes in ``fmt``."""
+    return CodeConstants(fmt.mantissa_bits, fmt.min_exponent, fmt.max, NAN_CODE, converts_fp8(device))
 
 
 class CastConstants(NamedTuple):

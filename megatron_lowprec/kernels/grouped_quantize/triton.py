@@ -16,7 +16,7 @@ from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.key import Key
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import draw_bits, place
-from megatron_lowprec.kernels.quantize.rule import MxRule
+from megatron_lowprec.kernels.quantize.rule import MxRule, converts_fp8
 from megatron_lowprec.kernels.quantize.triton_ops import quantize_groups
 
 _SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
@@ -161,7 +161,9 @@ def quantize_mx_groups(
     """As the reference."""
     (_, N), dtype, device = sources[0].shape, sources[0].dtype, sources[0].device
     block = 0 if signs is None else signs.shape[1]
-    kernel, tile_rows, tile_columns, unit = _specialized(rule, block, columnwise, dtype, len(sources))
+    kernel, tile_rows, tile_columns, unit = _specialized(
+        rule, block, columnwise, dtype, len(sources), converts_fp8(device)
+    )
     rows = np.array([source.shape[0] for source in sources], dtype=np.int64)
     written = -(-rows // block) * block if block and columnwise else rows
     tiles = -(-rows // tile_rows)
@@ -180,10 +182,12 @@ def quantize_mx_groups(
 
 @lru_cache(maxsize=256)
 def _specialized(
-    rule: MxRule, block: int, columnwise: bool, dtype: torch.dtype, groups: int
+    rule: MxRule, block: int, columnwise: bool, dtype: torch.dtype, groups: int, converts: bool
 ) -> tuple[Specialized, int, int, int]:
     """The kernel, the rows and columns of its tile, and its argument ``unit``."""
-    constants = rule.constants(block, rows=not columnwise, columns=columnwise, packed=False, codes=False)
+    constants = rule.constants(
+        block, rows=not columnwise, columns=columnwise, packed=False, codes=False, converts=converts
+    )
     stochastic = rule.rounding == "stochastic"
     group, warps = constants.GROUP, 1 + (block > 0)
     rows, columns = (group, 32 if block and stochastic else 64) if columnwise else (8 if block else 4, 8 * group)

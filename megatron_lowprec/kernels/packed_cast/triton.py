@@ -83,7 +83,7 @@ def _packed_decode_kernel(
 
 @lru_cache(maxsize=8)
 def _constants(fmt: Format) -> MxConstants:
-    return MxRule(fmt, SCALE_RULE).constants(0, rows=True, columns=False, packed=False, codes=True)
+    return MxRule(fmt, SCALE_RULE).constants(0, rows=True, columns=False, packed=False, codes=True, converts=False)
 
 
 def packed_cast(x: torch.Tensor, fmt: Format) -> Packed:

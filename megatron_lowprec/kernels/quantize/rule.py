@@ -13,6 +13,11 @@ ROUNDINGS = {"nearest_even": 0, "half_away": 1, "stochastic": 2}
 MX_BLOCK = GRANULARITIES["1x32"].columns or 0
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Whether instructions convert between fp32 and FP8: GPUs of compute capability 8.9 and above."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def rules_that(attribute: str) -> int:
     """Bit set of the E8M0 rules with an attribute of ``ScaleRule``, by the rules' numbers."""
     rows = [row for row in SCALE_RULES.values() if row.scale_format == "e8m0"]
@@ -49,6 +54,7 @@ class MxConstants(NamedTuple):
         HEADROOM: factor applied before rounding.
         CODE_BITS: bits of a code; 0 for dequantized operands.
         NAN_CODE: the format's NaN code; 0 if it has none.
+        NATIVE: whether the GPU's conversion rounds; false in the interpreter.
     """
 
     PACKED: bool
@@ -66,6 +72,7 @@ class MxConstants(NamedTuple):
     HEADROOM: float
     CODE_BITS: int
     NAN_CODE: int
+    NATIVE: bool
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,15 @@ class MxRule:
     headroom: float = 1.0
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def constants(self, block: int, rows: bool, columns: bool, packed: bool, codes: bool) -> MxConstants:
-        """Constants of the kernel that writes these outputs; ``block`` is the transform's, 0 for none."""
+    def constants(
+        self, block: int, rows: bool, columns: bool, packed: bool, codes: bool, converts: bool
+    ) -> MxConstants:
+        """Constants of the kernel that writes these outputs.
+
+        Args:
+            block: of the transform, 0 for none.
+            converts: ``converts_fp8`` of the device.
+        """
         fmt = self.fmt
         return MxConstants(
             PACKED=packed,
@@ -101,4 +115,5 @@ class MxRule:
             HEADROOM=self.headroom,
             CODE_BITS=fmt.bits if codes else 0,
             NAN_CODE=0 if fmt.specials == "none" else (1 << (fmt.bits - 1)) - 1,
+            NATIVE=converts and fmt.name in ("e4m3", "e5m2") and self.rounding == "nearest_even",
         )

@@ -15,12 +15,18 @@ import triton.language as tl
 from megatron_lowprec.kernels.launch import Specialized
 from megatron_lowprec.kernels.philox.reference import WHOLE, ShardSlice
 from megatron_lowprec.kernels.philox.triton import place
-from megatron_lowprec.kernels.quantize.rule import Direction, MxRule
+from megatron_lowprec.kernels.quantize.rule import Direction, MxRule, converts_fp8
 from megatron_lowprec.kernels.quantize.triton_ops import MX_BLOCK, quantize_groups
 from megatron_lowprec.kernels.tuning import Tuned
 
 _KEYS = ["rk0", "rk1", "ck0", "ck1"]
 _SPANS = ["m_start", "m_gate_offset", "m_gate_stride", "n_start", "n_gate_offset", "n_gate_stride"]
+
+
+@triton.jit
+def _widened(words):
+    """int32 words of two bf16 numbers -> fp32, in a new last dimension."""
+    return tl.join((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["M", "padded_M", *_KEYS, *_SPANS, "unit"])
@@ -62,6 +68,7 @@ def _mx_kernel(
     SHARE: tl.constexpr = 2 if MX.CODE_BITS == 4 else 1
     GROUP: tl.constexpr = MX.GROUP
     BLOCKS: tl.constexpr = GROUP // MX_BLOCK
+    tl.static_assert(BM == GROUP or not MX.ALONG_COLUMNS)
     tiles_n = tl.cdiv(N, BN)
     tile = tl.program_id(0)
     first_m = (tile // tiles_n) * BM
@@ -85,9 +92,7 @@ def _mx_kernel(
                 other=0,
             )
             words = tl.trans(tl.reshape(words, [P, GROUP // 2]))
-            low = (words << 16).to(tl.float32, bitcast=True)
-            high = (words & -65536).to(tl.float32, bitcast=True)
-            y = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [GROUP, P])
+            y = tl.reshape(tl.permute(_widened(words), (0, 2, 1)), [GROUP, P])
         else:
             x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
             y = tl.trans(tl.reshape(x, [P, GROUP])).to(tl.float32)
@@ -120,13 +125,9 @@ def _mx_kernel(
             tl.store(row_scale_ptr + block + tl.arange(0, BLOCKS)[:, None], byte.to(tl.uint8), mask=inside)
     if MX.ALONG_COLUMNS:
         # after the rowwise part this read hits the cache: registers for the tile are better spent on warps
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
-        # groups stacked along M
-        TALL: tl.constexpr = BM // GROUP
-        y = tl.reshape(tl.permute(tl.reshape(x, [TALL, GROUP, BN]), (1, 0, 2)), [GROUP, TALL * BN]).to(tl.float32)
-        lane = tl.arange(0, TALL * BN)
-        n = first_n + lane % BN
-        first_column = first_m + (lane // BN) * GROUP
+        y = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        n = cols
+        first_column = tl.full([BN], first_m, tl.int32)
         out, byte = quantize_groups(
             y,
             place(n, n_start, n_gate_offset, n_gate_stride),
@@ -144,11 +145,10 @@ def _mx_kernel(
         )
         if MX.CODE_BITS == 0:
             out = out.to(col_ptr.dtype.element_ty)
-            out = tl.reshape(tl.permute(tl.reshape(out, [GROUP, TALL, BN]), (1, 0, 2)), [BM, BN])
             tl.store(col_ptr + out_offsets, out, mask=(rows < padded_M)[:, None] & (cols < N)[None, :])
         else:
             inside = ((n < N) & (first_column < padded_M))[None, :]
-            byte_column = (tile // tiles_n) * (BM // SHARE) + (lane // BN) * (GROUP // SHARE)
+            byte_column = (tile // tiles_n) * (GROUP // SHARE)
             first = (n.to(tl.int64) * col_pitch + byte_column)[None, :]
             tl.store(col_ptr + first + tl.arange(0, GROUP // SHARE)[:, None], out, mask=inside)
             block = (n.to(tl.int64) * (padded_M // MX_BLOCK) + first_column // MX_BLOCK)[None, :]
@@ -222,7 +222,8 @@ def _mx_kernel_for(
 ) -> "_MxKernel":
     signs = (rows or columns or _NOTHING).signs
     packed = x.dtype == torch.bfloat16 and (x.shape[1] | x.stride(0) | x.data_ptr() // 2) % 2 == 0
-    key = (0 if signs is None else signs.numel(), rows is not None, columns is not None, packed, codes)
+    block = 0 if signs is None else signs.numel()
+    key = (block, rows is not None, columns is not None, packed, codes, converts_fp8(x.device))
     found = rule.kernels.get(key)
     if found is None:
         found = rule.kernels[key] = _MxKernel(rule, *key)
@@ -232,8 +233,10 @@ def _mx_kernel_for(
 class _MxKernel:
     """The kernel for one rule, transform block (0 for none), set of directions and output, with tuned tiling."""
 
-    def __init__(self, rule: MxRule, block: int, rows: bool, columns: bool, packed: bool, codes: bool) -> None:
-        constants = rule.constants(block, rows, columns, packed, codes)
+    def __init__(
+        self, rule: MxRule, block: int, rows: bool, columns: bool, packed: bool, codes: bool, converts: bool
+    ) -> None:
+        constants = rule.constants(block, rows, columns, packed, codes, converts)
         self._group, self._transforms = constants.GROUP, constants.HADAMARD
         self._codes_a_byte = 0 if not codes else 2 if rule.fmt.bits == 4 else 1
         self._code_dtype = torch.uint8 if rule.fmt.bits <= 8 else torch.int16
@@ -334,8 +337,12 @@ def _tilings(group: int, rows: bool, columns: bool, transformed: bool, stochasti
     others = [first._replace(registers=None), first._replace(columns=first.columns * 2, warps=first.warps * 2)]
     if rows and not columns:
         others.append(first._replace(rows=first.rows * 2, warps=first.warps * 2))
+        # one warp exchanges no data through shared memory; two short groups a thread share addresses and masks
+        others.append(_Tiling(4, 512, 1, limit))
     else:
         others.append(first._replace(columns=max(32 if not rows else group, first.columns // 2)))
+        if rows and group == MX_BLOCK.value:
+            others.append(_Tiling(group, 64, 1, limit))
     return tuple(dict.fromkeys((first, *others)))
 
 

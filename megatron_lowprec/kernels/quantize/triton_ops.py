@@ -71,34 +71,35 @@ def round_to_grid(
     SATURATES: tl.constexpr,
 ):
     """Round fp32 to the format's grid, saturating; NaN must come from the block's scale."""
-    SMALLEST: tl.constexpr = 2.0**MIN_EXPONENT
-    magnitude = tl.abs(v)
-    if SATURATES:
-        magnitude = tl.minimum(magnitude, MAX)
-    if ROUNDING == NEAREST_EVEN:
-        # adding 1.5 * 2^23 steps rounds to a whole step, nearest even; the step follows from the exponent
-        field = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (MIN_EXPONENT + 127) << 23)
-        magic = (field + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
-        rounded = (magnitude + magic) - magic
+    if ROUNDING == STOCHASTIC:
+        if SATURATES:
+            v = tl.minimum(tl.maximum(v, -MAX), MAX)
+        # times a power of two that takes the format's smallest normal number to fp32's, 2^-126: a step is then the same
+        # bit of the mantissa for normal and subnormal numbers, and the sign stays where it is
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        bits = (v * 2.0 ** (-126 - MIN_EXPONENT)).to(tl.int32, bitcast=True)
+        # u = (r + 1/2) 2^-RANDOM_BITS of a step, as an addend to the mantissa. Its unit is an argument, so the
+        # compiler emits a multiply-add, which runs in parallel with the integer units, the bottleneck
+        draws = (draws >> (16 - RANDOM_BITS)).to(tl.int32)
+        bits = (draws * unit + (bits + ((1 << (SHIFT - RANDOM_BITS)) >> 1))) & (-1 << SHIFT)
+        out = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + MIN_EXPONENT)
     else:
-        # from SMALLEST up a step is 2^-MANTISSA of the binade; adding SMALLEST moves lower magnitudes into that range
-        offset = tl.where(magnitude < SMALLEST, SMALLEST, 0.0)
-        if ROUNDING == HALF_AWAY:
-            bits = magnitude.to(tl.int32, bitcast=True)
-            step = tl.maximum(bits & 0x7F800000, (MIN_EXPONENT + 127) << 23) - (MANTISSA << 23)
+        magnitude = tl.abs(v)
+        if SATURATES:
+            magnitude = tl.minimum(magnitude, MAX)
+        field = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (MIN_EXPONENT + 127) << 23)
+        if ROUNDING == NEAREST_EVEN:
+            # adding 1.5 * 2^23 steps rounds to a whole step, nearest even; the step follows from the exponent
+            magic = (field + (((23 - MANTISSA) << 23) | 0x400000)).to(tl.float32, bitcast=True)
+            rounded = (magnitude + magic) - magic
+        else:
+            step = field - (MANTISSA << 23)
             steps = magnitude * ((254 << 23) - step).to(tl.float32, bitcast=True)
             whole = tl.floor(steps)
             rounded = (whole + (steps - whole >= 0.5).to(tl.float32)) * step.to(tl.float32, bitcast=True)
-        else:
-            SHIFT: tl.constexpr = 23 - MANTISSA
-            bits = (magnitude + offset).to(tl.int32, bitcast=True)
-            # u = (r + 1/2) 2^-RANDOM_BITS of a step, as an addend to the mantissa. Its unit is an argument, so the
-            # compiler emits a multiply-add, which runs in parallel with the integer units, the bottleneck
-            draws = (draws >> (16 - RANDOM_BITS)).to(tl.int32)
-            bits = (draws * unit + (bits + ((1 << (SHIFT - RANDOM_BITS)) >> 1))) & (-1 << SHIFT)
-            rounded = bits.to(tl.float32, bitcast=True) - offset
-    sign = v.to(tl.int32, bitcast=True) & -2147483648
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        sign = v.to(tl.int32, bitcast=True) & -2147483648
+        out = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return out
 
 
 @triton.jit
@@ -155,13 +156,21 @@ def quantize_groups(
         )
     else:
         draws = tl.zeros([1, 1, 1], tl.uint32)
-    # the floor rule scales below 2^(MAX_EXPONENT + 1): with enough headroom no entry saturates
-    SATURATES: tl.constexpr = ((_NOT_FLOOR >> MX.RULE) & 1) != 0 or MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
-    elements = round_to_grid(
-        v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES
-    )
+    if MX.NATIVE and MX.MANTISSA == 3:
+        elements = v.to(tl.float8e4nv)
+    elif MX.NATIVE:
+        elements = v.to(tl.float8e5)
+    else:
+        # the floor rule scales below 2^(MAX_EXPONENT + 1): with enough headroom no entry saturates
+        ABOVE: tl.constexpr = MX.HEADROOM * 2.0 ** (MX.MAX_EXPONENT + 1) > MX.MAX
+        SATURATES: tl.constexpr = ((_NOT_FLOOR >> MX.RULE) & 1) != 0 or ABOVE
+        elements = round_to_grid(
+            v, draws, unit, MX.MANTISSA, MX.MIN_EXPONENT, MX.MAX, MX.ROUNDING, MX.RANDOM_BITS, SATURATES
+        )
     if MX.CODE_BITS == 0:
-        out = tl.reshape(elements * power_of_two(byte)[:, None, :], [GROUP, P])
+        out = tl.reshape(elements.to(tl.float32) * power_of_two(byte)[:, None, :], [GROUP, P])
+    elif MX.NATIVE:
+        out = tl.reshape(elements.to(tl.uint8, bitcast=True), [GROUP, P])
     else:
         codes = element_codes(
             elements, MX.MANTISSA, MX.MIN_EXPONENT, MX.CODE_BITS, MX.NAN_CODE, (byte == 255)[:, None, :]

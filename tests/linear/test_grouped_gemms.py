@@ -12,7 +12,7 @@ import torch
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear import linear_gemms
-from megatron_lowprec.linear.grouped import grouped_emulated, grouped_native
+from megatron_lowprec.linear.grouped import grouped_backend, grouped_emulated, grouped_native
 from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -41,7 +41,7 @@ def grouped_ops(arch: str = "cpu") -> Iterator[list[str]]:
     with ExitStack() as stack:
         for module in (grouped_emulated, grouped_native):
             stack.enter_context(patch.object(module, "load", load))
-            stack.enter_context(patch.object(module, "fuses", lambda _: True))
+        stack.enter_context(patch.object(grouped_backend, "fuses", lambda _: True))
         stack.enter_context(patch.object(linear_gemms, "arch_of", lambda _: arch))
         yield taken
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_lowprec.kernels.dispatch import fuses, load
-from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.kernels.dispatch import load
+from megatron_lowprec.linear.grouped.grouped_backend import GroupedBackend
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.linear.native_gemms import rule_of
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -23,27 +23,12 @@ Weights = tuple[Sequence[torch.Tensor], torch.Tensor]
 """FP8 codes of each expert, and fp32 decode scales of all."""
 
 
-class GroupedNativeGemms:
+class GroupedNativeGemms(GroupedBackend):
     """The three GEMMs of a layer's experts, with scales per tensor, row, or block: 1x128 of tokens, 128x128 of weights.
 
     Rows of an expert are padded with zeros to whole blocks of 128. With block scales the casts of one matrix then serve
     all experts: a block has entries of one expert only.
-
-    Args:
-        experts: each expert's GEMMs, by one recipe.
     """
-
-    def __init__(self, experts: Sequence[LinearGemms]) -> None:
-        self._experts = experts
-
-    def gemms(self, weight: torch.Tensor) -> frozenset[str]:
-        """GEMMs that the kernels run, with a weight [O, I]; dgrad and wgrad are among them only together."""
-        if not fuses(weight):
-            return frozenset()
-        self._experts[0].choose_products(weight)
-        found = {name for name in GEMM_OPERANDS if self._runs(name, weight)}
-        together = found >= {"dgrad", "wgrad"} and self._one_spec("grad_output")
-        return frozenset(found if together else found & {"fprop"})
 
     def fprop(
         self,
@@ -103,14 +88,15 @@ class GroupedNativeGemms:
         )
         return dx
 
-    def _runs(self, name: str, weight: torch.Tensor) -> bool:
+    def _supports(self, name: str, weight: torch.Tensor) -> bool:
         first = self._experts[0]
         specs = {tensor: getattr(first.recipe.gemms[name], tensor) for tensor in GEMM_OPERANDS[name]}
         found = {tensor: None if spec is None else spec.granularity for tensor, spec in specs.items()}
         blocks = {tensor: _BLOCKS[tensor] for tensor in specs}
         known = found in (dict.fromkeys(specs, "tensor"), dict.fromkeys(specs, "row"))
         known = known or (found == blocks and not any(size % _BLOCK for size in weight.shape))
-        return known and first.backend(name) is first.native
+        one_cast = name == "fprop" or self._one_spec("grad_output")
+        return known and one_cast and first.backend(name) is first.native
 
     def _product(
         self, name: str, rows: Operand, weights: Weights, tokens: Sequence[int], out_dtype: torch.dtype

@@ -132,12 +132,13 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
         codes(n, len(rows) * k).view(n, -1, k).transpose(0, 1),
         scales(n // 128, len(rows) * k // 128).view(n // 128, -1, k // 128).transpose(0, 1),
     )
-    for b in (by_rows, by_columns):
+    apart = [one.clone() for one in by_rows[0]], by_rows[1]  # FP8 primary weights
+    for b in (by_rows, by_columns, apart):
         want, got = (
             module.grouped_fp8_gemm(*a, *b, rows, granularity="1x128", out_dtype=torch.float32)
             for module in (fp8_reference, triton)
         )
-        found += difference(f"FP8 product, strides {b[0].stride()}", got == want, got, want)
+        found += difference(f"FP8 product, strides {b[0][0].stride()}", got == want, got, want)
     data = a[0][:, : k - 48].contiguous(), codes(len(rows), n, k + 16)[:, :, : k - 48]  # K is no multiple of 128
     of_a, of_b = (scales(len(rows)), scales(tokens, 1)), (scales(len(rows)), scales(len(rows), n))
     for granularity, a_scale, b_scale in zip(("tensor", "row"), of_a, of_b, strict=True):
@@ -148,6 +149,12 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
                 for module in (fp8_reference, triton)
             )
             found += difference(f"FP8 product, {granularity} scales", got == want, got, want)
+    e5m2 = [one.float().to(torch.float8_e5m2) for one in by_rows[0]]  # a format of FP8 primary weights
+    want, got = (
+        module.grouped_fp8_gemm(a[0], of_a[0], e5m2, of_b[0], rows, granularity="tensor", out_dtype=torch.float32)
+        for module in (fp8_reference, triton)
+    )
+    found += difference("FP8 product, weights in E5M2", got == want, got, want)
     dy, x8 = (codes(n, tokens), scales(tokens // 128, n).t()), (codes(k, tokens), scales(tokens // 128, k).t())
     of_dy = {"1x128": dy[1], "tensor": scales(len(rows)), "row": scales(len(rows), n)}
     of_x = {"1x128": x8[1], "tensor": scales(len(rows)), "row": scales(len(rows), k)}

@@ -165,3 +165,28 @@ def test_checkpoints_have_the_same_entries() -> None:
         }
         found.append((list(experts.state_dict()), entries))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "mxfp4_rht_sr"])
+def test_a_snapshot_has_rows_of_each_expert(name: str) -> None:
+    """Named and measured as those of sequential experts; an expert without tokens has rows of its weights alone."""
+    from megatron_lowprec.mcore.debug.operand_probe import OperandProbe
+
+    found, outputs = [], []
+    for grouped, probed in ((False, True), (True, True), (True, False)):
+        experts = experts_of(grouped)
+        bound(experts, get_recipe(name)).begin_step(0)
+        with OperandProbe([experts] if probed else [], seed=7) as probe:
+            outputs.append(pass_through(experts, torch.Generator().manual_seed(3)))
+        found.append([(operand, vars(error)) for operand, error in probe.found()])
+    assert found[0] == found[1]
+    entries = {(operand.linear, operand.gemm, operand.operand): error["entries"] for operand, error in found[1]}
+    for expert, count in enumerate(TOKENS):
+        where = f"layers.2.mlp.experts.linear_fc1 of expert {expert}"
+        rows = {place[1:]: entries[place] for place in entries if place[0] == where}
+        assert {operand for _, operand in rows} == (
+            {"input", "weight", "grad_output", "output"} if count else {"weight"}
+        )
+        assert not count or rows["dgrad", "grad_output"] == count * FFN
+    for value, plain in zip(outputs[1].values(), outputs[2].values(), strict=True):
+        assert torch.equal(value, plain)

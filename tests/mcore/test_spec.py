@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,10 +193,14 @@ def test_grouped_experts_of_a_spec_become_this_project_s() -> None:
     from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
     from megatron_lowprec.mcore.releases import GROUPED_EXPERTS
 
+    def experts_of(spec: Any) -> Any:
+        experts = spec.submodules.experts
+        return experts.func if isinstance(experts, partial) else experts.module  # partial from 0.17 on
+
     sequential = get_moe_module_spec(use_te=False, num_experts=4)
-    assert low_precision(sequential, moe_grouped_gemm=True).submodules.experts.module is LowPrecGroupedMLP
+    assert experts_of(low_precision(sequential, moe_grouped_gemm=True)) is LowPrecGroupedMLP
     with pytest.raises(UserError, match="leave it or --moe-grouped-gemm out"):
         low_precision(sequential, moe_grouped_gemm=True, no_lowprec_linears=True)
     if GROUPED_EXPERTS is not None:
         grouped = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=True)
-        assert low_precision(grouped).submodules.experts.module is LowPrecGroupedMLP
+        assert experts_of(low_precision(grouped)) is LowPrecGroupedMLP

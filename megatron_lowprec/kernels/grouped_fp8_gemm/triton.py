@@ -10,7 +10,12 @@ import triton.language as tl
 from megatron_lowprec.kernels.grouped_cast_fp8.reference import BLOCK, padded_rows
 from megatron_lowprec.kernels.grouped_quantize.triton import group_of
 
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
 _BLOCK = tl.constexpr(BLOCK)
 _WARPS, _STAGES = 8, 3  # not tuned
 
@@ -37,7 +42,6 @@ def _pad_kernel(x_ptr, out_ptr, table_ptr, N, GROUPS: tl.constexpr, PADDED: tl.c
 def _grouped_fp8_gemm_kernel(
     a_ptr,
     a_scale_ptr,
-    b_ptr,
     b_scale_ptr,
     out_ptr,
     table_ptr,
@@ -45,16 +49,16 @@ def _grouped_fp8_gemm_kernel(
     K,
     a_scale_m,
     a_scale_k,
-    b_group,
     b_n,
     b_scale_group,
     b_scale_n,
+    ELEMENT: tl.constexpr,
     SCALES: tl.constexpr,
     FAST: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Tiles and steps of one block. Table as in ``_pad_kernel``."""
+    """Tiles and steps of one block. Table as in ``_pad_kernel``, and a fifth row: address of b."""
     tiles_n = tl.cdiv(N, _BLOCK)
     row_tile = tl.program_id(0) // tiles_n
     tile_n = tl.program_id(0) % tiles_n
@@ -65,7 +69,8 @@ def _grouped_fp8_gemm_kernel(
     k = tl.arange(0, _BLOCK)
     group = matrix.to(tl.int64)
     a_rows = a_ptr + m[:, None] * K
-    b_rows = b_ptr + group * b_group + n.to(tl.int64)[None, :] * b_n
+    b_ptr = tl.multiple_of(tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(ELEMENT)), 16)
+    b_rows = b_ptr + n.to(tl.int64)[None, :] * b_n
     b_scales = b_scale_ptr + group * b_scale_group + tile_n * b_scale_n
     total = tl.zeros([_BLOCK, _BLOCK], tl.float32)
     for block in range(tl.cdiv(K, _BLOCK)):
@@ -163,7 +168,7 @@ def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 def grouped_fp8_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
+    b: Sequence[torch.Tensor],
     b_scale: torch.Tensor,
     rows: Sequence[int],
     *,
@@ -172,24 +177,24 @@ def grouped_fp8_gemm(
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """As the reference."""
-    (groups, N, K), blocks = b.shape, granularity == "1x128"
+    (N, K), blocks = b[0].shape, granularity == "1x128"
     out = torch.empty((sum(rows), N), dtype=out_dtype, device=a.device)
     _grouped_fp8_gemm_kernel[(sum(padded_rows(rows)) // BLOCK * triton.cdiv(N, BLOCK),)](
         a,
         a_scale,
-        b,
         b_scale,
         out,
-        _table(rows, a.device),
+        _table(rows, a.device, [one.data_ptr() for one in b]),
         N,
         K,
         *(a_scale.stride() if blocks else (0, 0)),
-        *b.stride()[:2],
+        b[0].stride(0),
         *(b_scale.stride()[:2] if blocks else (0, 0)),
+        ELEMENT=_DTYPES[b[0].dtype],
         SCALES=_NUMBERS[granularity],
         FAST=fast_accumulation,
-        GROUPS=groups,
-        PADDED=triton.next_power_of_2(groups),
+        GROUPS=len(b),
+        PADDED=triton.next_power_of_2(len(b)),
         num_warps=_WARPS,
         num_stages=_STAGES,
     )
@@ -240,9 +245,9 @@ def grouped_fp8_wgrad_(
     )
 
 
-def _table(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Rows, first padded row, first row and first block of each group."""
+def _table(rows: Sequence[int], device: torch.device, *more: Sequence[int]) -> torch.Tensor:
+    """Rows, first padded row, first row and first block of each group, then ``more``."""
     count, whole = np.array(rows, dtype=np.int64), np.array(padded_rows(rows), dtype=np.int64)
     first = whole.cumsum() - whole
-    table = np.stack((count, first, count.cumsum() - count, first // BLOCK))
+    table = np.stack((count, first, count.cumsum() - count, first // BLOCK, *(np.array(row) for row in more)))
     return torch.from_numpy(table).to(device, non_blocking=True)

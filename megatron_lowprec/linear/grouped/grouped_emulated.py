@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_lowprec.kernels.dispatch import fuses, load
+from megatron_lowprec.kernels.dispatch import load
 from megatron_lowprec.kernels.philox.key import Key
+from megatron_lowprec.linear.grouped.grouped_backend import GroupedBackend
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.device_rng_step import device_rng_step
@@ -23,27 +24,15 @@ def has_grouped_kernels(spec: QuantSpec | None) -> bool:
     return spec is None or (spec.block == (1, 32) and spec.scale_format == "e8m0")
 
 
-class GroupedEmulatedGemms:
+class GroupedEmulatedGemms(GroupedBackend):
     """The three GEMMs of a layer's experts, by kernels that take the experts' keys and addresses from a table.
 
-    Args:
-        experts: each expert's GEMMs; equal but for their keys and histories.
+    They run emulated MX, or unquantized operands, in bf16.
     """
 
     def __init__(self, experts: Sequence[LinearGemms]) -> None:
-        self._experts = experts
+        super().__init__(experts)
         self._first = experts[0].emulated
-
-    def gemms(self, weight: torch.Tensor) -> frozenset[str]:
-        """GEMMs that the kernels run, with a weight [O, I]: emulated MX, or unquantized, in bf16 on a GPU.
-
-        dgrad and wgrad are among them only together.
-        """
-        if isinstance(weight, Fp8Weight) or not fuses(weight) or weight.dtype != torch.bfloat16:
-            return frozenset()
-        self._experts[0].choose_products(weight)
-        found = {name for name in GEMM_OPERANDS if self._runs(name, weight.shape)}
-        return frozenset(found if found >= {"dgrad", "wgrad"} else found & {"fprop"})
 
     def fprop(
         self,
@@ -86,7 +75,9 @@ class GroupedEmulatedGemms:
         rows = [-(-count // padding) * padding for count in tokens]
         load("grouped_gemm").grouped_wgrad_(dy, x, rows, totals, alpha=self._first.alpha["wgrad"], overwrite=overwrite)
 
-    def _runs(self, name: str, weight_shape: torch.Size) -> bool:
+    def _supports(self, name: str, weight: torch.Tensor) -> bool:
+        if isinstance(weight, Fp8Weight) or weight.dtype != torch.bfloat16:
+            return False
         gemms, specs = self._experts[0], [self._first.specs[name, tensor] for tensor in GEMM_OPERANDS[name]]
         transform = self._first.transforms.of(name)
         quantized = [spec is not None for spec in specs]
@@ -98,7 +89,7 @@ class GroupedEmulatedGemms:
             return False
         # whole groups along features; along tokens the kernels pad
         group = max(32, self._padding(name)) if any(quantized) else 8
-        return all(size % group == 0 for size in weight_shape)
+        return all(size % group == 0 for size in weight.shape)
 
     def _padding(self, name: str) -> int:
         """Rows to which an expert's operand along tokens is padded with zeros."""

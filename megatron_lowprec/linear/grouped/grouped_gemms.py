@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.linear.grouped.grouped_backend import GroupedBackend
 from megatron_lowprec.linear.grouped.grouped_emulated import GroupedEmulatedGemms
 from megatron_lowprec.linear.grouped.grouped_native import GroupedNativeGemms
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
@@ -180,7 +181,7 @@ class GroupedLinearGemms:
 
     def _runs(
         self,
-        backend: GroupedEmulatedGemms | GroupedNativeGemms,
+        backend: GroupedBackend,
         name: str,
         rows: torch.Tensor | QuantizedTensor,
         weights: Sequence[torch.Tensor],

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_lowprec.kernels.dispatch import fuses, load
-from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.kernels.dispatch import load
+from megatron_lowprec.linear.grouped.grouped_backend import GroupedBackend
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.linear.native_gemms import rule_of
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
@@ -19,29 +19,16 @@ _BLOCKS = {"input": "1x128", "weight": "128x128", "grad_output": "1x128"}
 
 Operand = tuple[torch.Tensor, torch.Tensor]
 """FP8 codes and fp32 decode scales."""
+Weights = tuple[Sequence[torch.Tensor], torch.Tensor]
+"""FP8 codes of each expert, and fp32 decode scales of all."""
 
 
-class GroupedNativeGemms:
+class GroupedNativeGemms(GroupedBackend):
     """The three GEMMs of a layer's experts, with scales per tensor, row, or block: 1x128 of tokens, 128x128 of weights.
 
     Rows of an expert are padded with zeros to whole blocks of 128. With block scales the casts of one matrix then serve
     all experts: a block has entries of one expert only.
-
-    Args:
-        experts: each expert's GEMMs, by one recipe.
     """
-
-    def __init__(self, experts: Sequence[LinearGemms]) -> None:
-        self._experts = experts
-
-    def gemms(self, weight: torch.Tensor) -> frozenset[str]:
-        """GEMMs that the kernels run, with a weight [O, I]; dgrad and wgrad are among them only together."""
-        if isinstance(weight, Fp8Weight) or not fuses(weight):
-            return frozenset()
-        self._experts[0].choose_products(weight)
-        found = {name for name in GEMM_OPERANDS if self._runs(name, weight)}
-        together = found >= {"dgrad", "wgrad"} and self._one_spec("grad_output")
-        return frozenset(found if together else found & {"fprop"})
 
     def fprop(
         self,
@@ -101,17 +88,18 @@ class GroupedNativeGemms:
         )
         return dx
 
-    def _runs(self, name: str, weight: torch.Tensor) -> bool:
+    def _supports(self, name: str, weight: torch.Tensor) -> bool:
         first = self._experts[0]
         specs = {tensor: getattr(first.recipe.gemms[name], tensor) for tensor in GEMM_OPERANDS[name]}
         found = {tensor: None if spec is None else spec.granularity for tensor, spec in specs.items()}
         blocks = {tensor: _BLOCKS[tensor] for tensor in specs}
         known = found in (dict.fromkeys(specs, "tensor"), dict.fromkeys(specs, "row"))
         known = known or (found == blocks and not any(size % _BLOCK for size in weight.shape))
-        return known and first.backend(name) is first.native
+        one_cast = name == "fprop" or self._one_spec("grad_output")
+        return known and one_cast and first.backend(name) is first.native
 
     def _product(
-        self, name: str, rows: Operand, weights: Operand, tokens: Sequence[int], out_dtype: torch.dtype
+        self, name: str, rows: Operand, weights: Weights, tokens: Sequence[int], out_dtype: torch.dtype
     ) -> torch.Tensor:
         product: torch.Tensor = load("grouped_fp8_gemm").grouped_fp8_gemm(
             *rows,
@@ -154,20 +142,32 @@ class GroupedNativeGemms:
         cast = load("cast_fp8").cast_fp8(padded, rule_of(spec), rowwise=rowwise, columnwise=columnwise)
         return (cast[:2] if rowwise else None), (cast[2:4] if columnwise else None)
 
-    def _weights(self, name: str, weights: Sequence[torch.Tensor], update_amax: bool = True) -> Operand:
-        """Weights of all experts for a GEMM, [experts, N, K]; from the first expert's cache if that holds them."""
+    def _weights(self, name: str, weights: Sequence[torch.Tensor], update_amax: bool = True) -> Weights:
+        """Weights of all experts for a GEMM, [N, K] each; from the first expert's cache if that holds them."""
         cache, columnwise = self._experts[0].weight_cache, name == "dgrad"
-        found: Operand | None = cache.get_group(name)
+        primary = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+        if primary and update_amax and primary[0].spec.scaling == "delayed":
+            self._record_amax(primary)
+        found: Weights | None = cache.get_group(name)
         if found is None:
-            blocks = self._spec("weight", columnwise).granularity == "128x128"
-            found = (
-                self._weight_blocks(weights, columnwise)
-                if blocks
-                else self._weight_tensors(weights, columnwise, update_amax)
-            )
+            if primary:
+                found = _primary_weights(primary, columnwise)
+            elif self._spec("weight", columnwise).granularity == "128x128":
+                data, scale = self._weight_blocks(weights, columnwise)
+                found = data.unbind(), scale
+            else:
+                data, scale = self._weight_tensors(weights, columnwise, update_amax)
+                found = data.unbind(), scale
             if update_amax and cache.holds(name):
                 cache.put_group(name, found)
         return found
+
+    def _record_amax(self, weights: Sequence[Fp8Weight]) -> None:
+        """As ``AmaxHistory.update_amax``, of FP8 primary weights that no cast reads."""
+        histories = [gemms.histories["weight"] for gemms in self._experts]
+        newest = [history.cells(slot)[1] for history, slot in histories]
+        amax = torch.cat([weight.main_amax for weight in weights]).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        torch._foreach_maximum_(newest, amax.split(1))
 
     def _weight_tensors(self, weights: Sequence[torch.Tensor], columnwise: bool, update_amax: bool) -> Operand:
         """With a scale per expert or row; padding adds rows that no product has, or columns beyond K."""
@@ -240,3 +240,13 @@ class GroupedNativeGemms:
     def _spec(self, tensor: str, columnwise: bool = False) -> QuantSpec:
         spec: QuantSpec = getattr(self._experts[0].recipe.gemms[SIDES[tensor][columnwise]], tensor)
         return spec
+
+
+def _primary_weights(weights: Sequence[Fp8Weight], columnwise: bool) -> Weights:
+    """Codes and scales of ``Fp8Weight.quantized``: for fprop the stored codes, for dgrad a transposed copy of all."""
+    scales = [weight.decode_scale for weight in weights]
+    scale = torch.cat(scales) if weights[0].spec.block is None else torch.stack(scales)
+    if not columnwise:
+        return [weight.elements() for weight in weights], scale
+    codes = torch.stack([weight.codes.t() for weight in weights]).view(weights[0].elements().dtype)
+    return codes.unbind(), scale if scale.dim() == 1 else scale.transpose(1, 2).contiguous()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.layer_tensors import CachedInput
@@ -84,8 +85,10 @@ class _ExpertBias(torch.autograd.Function):
         return None, *(rows.sum(dim=0) for rows in dbias_TO.split(ctx.tokens))
 
 
-class GroupedLinear:
+class GroupedLinear(nn.Module):
     """The same linear layer of all experts on a rank, for one forward pass.
+
+    It has no parameters of its own. It is a module because ``MLP`` of Megatron-core 0.17 calls no other objects.
 
     Args:
         linears: the layer of each expert; their weights keep their place in the model.
@@ -93,7 +96,8 @@ class GroupedLinear:
     """
 
     def __init__(self, linears: Linears, tokens: list[int]) -> None:
-        self.linears, self.tokens = linears, tokens
+        super().__init__()
+        self.linears, self.tokens = tuple(linears), tokens
 
     def product(self, x_TI: torch.Tensor, channel: GradOutputChannel | None = None) -> torch.Tensor:
         """[T, I] sorted by expert -> [T, O], without bias; ``channel`` returns dy of all experts as codes."""
@@ -118,7 +122,7 @@ class GroupedLinear:
             return None
         return _ExpertBias.apply(self.tokens, *(bias.to(dtype or bias.dtype) for bias in biases))
 
-    def __call__(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As linear_fc1 of ``MLP``: the product, and the bias that the caller adds."""
         return self.product(x_TI), self.bias()
 
@@ -126,7 +130,7 @@ class GroupedLinear:
 class _GroupedOutput(GroupedLinear):
     """linear_fc2 of ``MLP``, whose bias ``LowPrecGroupedMLP`` adds."""
 
-    def __call__(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, None]:
         channel = self.linears[0].offer_grad_channel(x_TI)
         y = self.product(x_TI, channel)
         if channel is not None:

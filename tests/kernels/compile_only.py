@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from contextlib import ExitStack
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -17,36 +16,9 @@ from unittest.mock import patch
 import torch
 
 from megatron_lowprec import kernels
+from tools.bench.instructions import compiling
 
 compiled: list[str] = []
-
-
-class _Driver:
-    """What Triton asks its driver while it compiles."""
-
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def _compile(run: Any) -> Any:
-    """``JITFunction.run`` that stops before the launch, and gives nothing that could be launched later."""
-
-    def stops(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append(f"{self.__module__}.{self.__name__}")
-
-    return stops
 
 
 def every_tiling(name: str, tilings: Any, run: Any, device: torch.device) -> Any:
@@ -184,21 +156,11 @@ def operand_statistics() -> None:
 
 def main(arch: int) -> None:
     """Compile all; the exit code is 1 where something is not compiled at all."""
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
-    users = ("cast_fp8.rule", "quantize.triton", "grouped_quantize.triton")
     large = 0 if arch == 90 else 1 << 62  # all tilings where kernels are tuned; the first one elsewhere, to save time
-    driver.set_active(_Driver(arch))
     with (
-        patch.object(JITFunction, "run", _compile(JITFunction.run)),
-        patch("torch.cuda.is_available", lambda: True),
-        patch("torch.cuda.get_device_capability", lambda *_: divmod(arch, 10)),
+        compiling(arch, lambda function, _: compiled.append(f"{function.__module__}.{function.__name__}")),
         patch.multiple("megatron_lowprec.kernels.tuning", LARGE_ENOUGH=large, fastest=every_tiling),
-        ExitStack() as stack,
     ):
-        for user in users:
-            stack.enter_context(patch(f"megatron_lowprec.kernels.{user}.converts_fp8", lambda _: True))
         for part in (casts, mx_operands, groups, around_linears, updates, operand_statistics):
             part()
     print(f"{len(compiled)} specializations of {len(set(compiled))} kernels compiled")

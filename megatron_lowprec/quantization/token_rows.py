@@ -41,7 +41,8 @@ def unpack_rows(rows: torch.Tensor, features: int, spec: QuantSpec, dtype: torch
         dtype: of the tensor that was quantized.
     """
     width = code_bytes(spec, features)
-    scale = rows[:, width:].contiguous()
+    # a copy even of one row, whose scales may begin at an address that fp32 cannot
+    scale = rows[:, width:].clone(memory_format=torch.contiguous_format)
     if spec.scale_format == "fp32":
         scale = e8m0_decode_scale(scale) if spec.power_of_two_scale else scale.view(torch.float32)
     data = stored_codes(rows[:, :width].contiguous(), spec, dtype)

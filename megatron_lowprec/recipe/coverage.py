@@ -1,7 +1,7 @@
 """Linear layers that a recipe quantizes, and checks of their sizes: pure functions of the config."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -39,6 +39,10 @@ class LinearSite:
     def path(self) -> str:
         """Path matched by the globs of ``keep_bf16.names``."""
         return site_path(self.layer_number, self.name)
+
+
+TensorRanks = int | Callable[[LinearSite], int]
+"""Ranks that shard every linear layer, or those of each: experts that are spread over ranks are whole."""
 
 
 def site_path(layer_number: int, name: str, expert: int = -1) -> str:
@@ -183,10 +187,13 @@ def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[Linea
             raise UserError(f"--rerun-in-bf16 {glob}: recipe {recipe.name} quantizes no GEMM of that name{hint}")
 
 
-def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, tensor_parallel: int) -> None:
+def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, tensor_parallel: TensorRanks) -> None:
     """Reject sizes that a recipe's blocks do not divide, on each rank of a tensor-parallel group.
 
     Tokens (the contracted dimension of wgrad) are padded internally and may be any number.
+
+    Args:
+        tensor_parallel: ranks that shard each layer, or those of each.
 
     Raises:
         UserError: names the layer, the GEMM, the size and the required multiple; or a glob that matches nothing.
@@ -202,7 +209,7 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
             raise UserError(f"keep_bf16.{name} is {count}, but the model has {num_layers} layers; lower it")
     for site in sites:
         if not kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
-            check_site(recipe, site, tensor_parallel)
+            check_site(recipe, site, _ranks_of(site, tensor_parallel))
 
 
 def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
@@ -256,11 +263,12 @@ def indivisible(
     return None
 
 
-def check_activations(recipe: Recipe, sites: Sequence[LinearSite], tensor_parallel: int) -> None:
+def check_activations(recipe: Recipe, sites: Sequence[LinearSite], tensor_parallel: TensorRanks) -> None:
     """Reject formats of saved activations that a model's layers do not support.
 
     Args:
         sites: linear layers of the model, or of one part of it.
+        tensor_parallel: as in ``check_sizes``.
 
     Raises:
         UserError: SwiGLU's input is cached in a model without gated MLPs; or the width of an activation on a rank is
@@ -276,9 +284,10 @@ def check_activations(recipe: Recipe, sites: Sequence[LinearSite], tensor_parall
     behind = {"attention_output": ".linear_proj", "swiglu_input": ".linear_fc2"}
     for name, form in recipe.activations.formats.items():
         for site in sites if form != "none" else ():
-            width = _local_sizes(site, tensor_parallel)["input"]
+            ranks = _ranks_of(site, tensor_parallel)
+            width = _local_sizes(site, ranks)["input"]
             if site.name.endswith(behind[name]) and width % ACTIVATION_BLOCK:
-                a_rank = f" on each of {tensor_parallel} tensor-parallel ranks" if tensor_parallel > 1 else ""
+                a_rank = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
                 raise UserError(
                     f"activations.{name}={form} has blocks of {ACTIVATION_BLOCK}, but {width} input features of "
                     f"{site.path}{a_rank} are no multiple of that: change that size, or set activations.{name}=none"
@@ -290,6 +299,10 @@ def _other(gemm: str, operand: str) -> str:
     if operand == "weight":
         return {"fprop": "output", "dgrad": "input"}[gemm]
     return {"fprop": "tokens", "dgrad": "tokens", "wgrad": "input" if operand == "input" else "output"}[gemm]
+
+
+def _ranks_of(site: LinearSite, tensor_parallel: TensorRanks) -> int:
+    return tensor_parallel if isinstance(tensor_parallel, int) else tensor_parallel(site)
 
 
 def _local_sizes(site: LinearSite, tensor_parallel: int) -> dict[str, int]:

@@ -19,6 +19,8 @@ def why_not_dispatched(recipe: Recipe, tensor: str = "input") -> str | None:
     spec: QuantSpec | None = getattr(recipe.gemms[name], tensor)
     if spec is None or recipe.gemms[name].hadamard is not None:
         return f"{name} takes {tensor} {'in the compute dtype' if spec is None else 'after a Hadamard transform'}"
+    if (bits := FORMATS[spec.format].bits) > 8:
+        return f"{tensor} has codes of {bits} bits in {spec.format}, and a code travels as one byte"
     if spec.scaling == "delayed":
         return f"{tensor} has a delayed scale per expert, whose history only the ranks of that expert have"
     if spec.granularity == "tensor":

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write
-from megatron_lowprec.recipe.coverage import check_sizes
+from megatron_lowprec.recipe.coverage import check_activations, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.sweep.spec import ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
@@ -23,7 +23,7 @@ from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.data.blend import all_paths
-from megatron_lowprec.training.models.sizes import linear_sites
+from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
 
 MANIFEST = "sweep.json"
 DRIVER = str(REPOSITORY / "pretrain_gpt.py")
@@ -176,7 +176,8 @@ def _job(
         config, _, _ = parse(arguments)
         loaded = load_recipe(config.recipe, config.recipe_override)
         sizes = resolve_model(config)
-        check_sizes(loaded, linear_sites(sizes), require(sizes.num_layers), sizes.tensor_model_parallel_size)
+        check_sizes(loaded, linear_sites(sizes), require(sizes.num_layers), tensor_ranks(sizes))
+        check_activations(loaded, linear_sites(sizes), tensor_ranks(sizes))
         run = resolve_run(resolve_recipe(sizes, loaded)[0], processes, gpus=True)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None

@@ -46,7 +46,7 @@ from megatron_lowprec.training.distributed.startup import Ranks, finalize, initi
 from megatron_lowprec.training.memory import report as memory_report
 from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
-from megatron_lowprec.training.models.sizes import linear_sites, num_parameters
+from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, tensor_ranks
 from megatron_lowprec.training.monitoring.counterfactuals import check_counterfactuals
 from megatron_lowprec.training.monitoring.operand_files import capture_line, check_capture
 from megatron_lowprec.training.rampup import run_length
@@ -71,8 +71,8 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         return
     config = resolve_model(config)
     recipe = load_recipe(str(find(config.recipe)), config.recipe_override)
-    check_sizes(recipe, linear_sites(config), require(config.num_layers), config.tensor_model_parallel_size)
-    check_activations(recipe, linear_sites(config), config.tensor_model_parallel_size)
+    check_sizes(recipe, linear_sites(config), require(config.num_layers), tensor_ranks(config))
+    check_activations(recipe, linear_sites(config), tensor_ranks(config))
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
     check_capture(config)
     check_counterfactuals(config)

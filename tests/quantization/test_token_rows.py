@@ -45,6 +45,13 @@ def test_rows_hold_codes_and_scales(spec: QuantSpec) -> None:
         torch.testing.assert_close(part.dequantize(), want.dequantize(), rtol=0, atol=0, equal_nan=True)
 
 
+def test_one_row_of_a_width_that_four_does_not_divide() -> None:
+    """A rank may get a single token; its fp32 scales then begin at any byte."""
+    x = quantize(tokens()[:1, :190], FP8_1X128)
+    got = unpack_rows(pack_rows(x), 190, FP8_1X128, torch.bfloat16)
+    assert torch.equal(got.dequantize(), x.dequantize())
+
+
 def test_smallest_scale_that_is_a_power_of_two() -> None:
     """2^-127 is subnormal in fp32; 2^127 is the largest."""
     spec = replace(FP8_1X128, scale_rule="amax_pow2")

@@ -58,6 +58,7 @@ def test_other_reasons() -> None:
     for recipe, reason in (
         (with_input(granularity="128x128"), "input has blocks of 128x128, which span tokens"),
         (with_input(rounding="stochastic"), "input is rounded stochastically"),
+        (with_input(format="e5m6"), "input has codes of 12 bits in e5m6, and a code travels as one byte"),
     ):
         with pytest.raises(UserError, match=reason):
             check_fp8_dispatch(recipe)

@@ -107,6 +107,8 @@ def test_what_the_driver_refuses_is_refused_before_anything_starts(write_sweep: 
         jobs(write_sweep(), "hidden-size=66", "ffn-hidden-size=66", "num-attention-heads=1")
     with pytest.raises(UserError, match=r"gpt_tiny-bf16-s1: .*3 processes are not divisible by tensor 2"):
         jobs(write_sweep(), "tensor-model-parallel-size=2", processes=3)
+    with pytest.raises(UserError, match=r"gpt_tiny-deepseek_v3-s1: .*feeds another activation: add --swiglu"):
+        jobs(write_sweep(recipes=["deepseek_v3"]), "bf16=true", "hidden-size=128", "num-attention-heads=2")
     with pytest.raises(UserError, match="there is no recipe 'mxfp5'"):
         jobs(write_sweep(recipes=["mxfp5"]))
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.coverage import check_activations
+from megatron_lowprec.recipe.coverage import check_activations, check_sizes
 from megatron_lowprec.recipe.explain import describe_training_state
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe
-from megatron_lowprec.training.models.sizes import linear_sites
+from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, many_runs
 
@@ -132,6 +133,20 @@ def test_what_excludes_formats_is_refused(name: str) -> None:
 
     with pytest.raises(UserError, match=says):
         start()
+
+
+def test_experts_that_are_spread_over_ranks_are_whole() -> None:
+    """Tensor-parallel ranks shard experts only if one expert-parallel rank has them all."""
+    changes = {**DENSE, "num_experts": 4, "moe_ffn_hidden_size": 128, "tensor_model_parallel_size": 2}
+    config = resolve_model(parse(argv(**changes, expert_model_parallel_size=2, sequence_parallel=True))[0])
+    recipe = load_recipe("fp8_blockwise", BOTH)
+    check_sizes(recipe, linear_sites(config), 2, tensor_ranks(config))
+    check_activations(recipe, linear_sites(config), tensor_ranks(config))
+    config = replace(config, expert_model_parallel_size=1)
+    with pytest.raises(UserError, match=r"64 output features on each of 2 tensor-parallel ranks"):
+        check_sizes(recipe, linear_sites(config), 2, tensor_ranks(config))
+    with pytest.raises(UserError, match=r"64 input features of .*linear_fc2 on each of 2 tensor-parallel ranks"):
+        check_activations(recipe, linear_sites(config), tensor_ranks(config))
 
 
 def test_formats_are_explained_and_belong_to_the_gemms() -> None:

@@ -27,7 +27,7 @@ from megatron_lowprec.training.data import batches as data
 from megatron_lowprec.training.data.batches import Batches, SplitData
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.distributed.startup import Ranks
-from megatron_lowprec.training.models.sizes import linear_sites
+from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
 from megatron_lowprec.training.step import train_step
 
 
@@ -134,7 +134,7 @@ class Setup:
         """The model as loaded, under a recipe without history; raises UserError if its blocks do not fit the sizes."""
         spec = load_recipe(recipe, [])
         sites, layers = linear_sites(self.config), require(self.config.num_layers)
-        check_sizes(spec, sites, layers, self.config.tensor_model_parallel_size)
+        check_sizes(spec, sites, layers, tensor_ranks(self.config))
         self.snapshot.restore()
         if not self.config.no_lowprec_linears:
             self.trainer.runtime = model.bind(self.config, spec, self.trainer.chunks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -28,6 +30,11 @@ def sharding(config: Config, site: LinearSite) -> Sharding:
     architecture = architecture_of(config)
     part = architecture.mlp if site.name.startswith("mlp.") else architecture.attention
     return part.sharding(config, site)
+
+
+def tensor_ranks(config: Config) -> Callable[[LinearSite], int]:
+    """Number of ranks that shard a linear layer: 1 for experts that are spread over ranks."""
+    return lambda site: sharding(config, site).tensor_ranks
 
 
 def has_experts(config: Config) -> bool:

@@ -11,7 +11,7 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.arguments import find
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.sizes import linear_sites
+from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
 
 
 def counterfactual_recipes(config: Config) -> list[Recipe]:
@@ -42,5 +42,5 @@ def check_counterfactuals(config: Config) -> None:
             )
         if not recipe.quantized:
             raise UserError(f"{what} quantizes nothing; leave it out")
-        check_sizes(recipe, linear_sites(config), require(config.num_layers), config.tensor_model_parallel_size)
+        check_sizes(recipe, linear_sites(config), require(config.num_layers), tensor_ranks(config))
         names.add(recipe.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.common.hf_options import differing_options
 from megatron_lowprec.training.models.llama import hf_config as llama
@@ -25,6 +26,13 @@ VARIANTS: Mapping[str, tuple[Any, ...]] = {
     "rope_scaling": (None,),
 }
 _NOT_MIXTRAL = ("attention_bias", "mlp_bias")
+_DEFAULTS: Mapping[str, Any] = {  # of transformers' MixtralConfig, where they are not Llama's
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 
 
 def differing(config: Config) -> list[str]:
@@ -53,7 +61,19 @@ def to_config(config: Config) -> dict[str, Any]:
 
 
 def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a Config; ``resolve_model`` fills derived sizes."""
+    """Options of a Config; ``resolve_model`` fills derived sizes.
+
+    Raises:
+        UserError: one expert a token, which Megatron-core does not weight by a softmax over the chosen ones.
+    """
+    hf = {**_DEFAULTS, **hf}
+    # transformers 5 nests theta; a dictionary without it has the default
+    hf["rope_parameters"] = {"rope_theta": hf["rope_theta"], **(hf.get("rope_parameters") or {})}
+    if hf["num_experts_per_tok"] == 1:
+        raise UserError(
+            "config.json has num_experts_per_tok 1, whose softmax over the chosen expert gives it the weight 1; "
+            "Megatron-core has no such router, and only models with 2 or more can be read"
+        )
     return llama.from_config(hf) | {
         "moe_ffn_hidden_size": hf["intermediate_size"],
         "num_experts": hf["num_local_experts"],

@@ -1,5 +1,6 @@
 """Kernels compile for a GPU that is not there."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,14 +12,32 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["90", "100"])
 def test_every_kernel_compiles_for_hopper_and_blackwell(tmp_path: Path, arch: str) -> None:
+    assert "kernels compiled" in printed_by(tmp_path, "tests.kernels.compile_only", arch)
+
+
+@pytest.mark.slow
+def test_instructions_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "counts.json"
+    chosen = ["--formats", "e2m1", "--kinds", "rht64", "--directions", "rows", "--out", str(file)]
+    printed_by(tmp_path / "cache", "tools.bench.instructions", *chosen)
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["direction"] for row in rows} == {"rows"}
+    for row in rows:
+        # log2(64) additions, signs, two scales and two additions of the rounding, at least
+        assert row["fp32"] >= 6 + 1 + 2 + 2
+        assert row["integer"] + row["multiply"] + row["fp32"] + row["memory"] <= row["total"]
+
+
+def printed_by(cache: Path, *module: str) -> str:
+    """Output of a Python module that compiles kernels."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_only", arch],
+        [sys.executable, "-m", *module],
         capture_output=True,
         text=True,
         check=False,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**environment, "TRITON_CACHE_DIR": str(cache)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "kernels compiled" in done.stdout
+    return done.stdout

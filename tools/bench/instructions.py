@@ -1,7 +1,8 @@
 """Instructions an entry of the MX quantizers, counted in their compiled code. Needs no GPU.
 
 ``python -m tools.bench.instructions`` compiles each quantizer in every tiling that tuning
-may choose. The kernels have no loops, so each instruction counts once; an IEEE division counts its rare branch, too.
+may choose. The kernels have no loops, so each instruction counts once; the rare branch of an IEEE
+division is counted as well.
 """
 
 from __future__ import annotations

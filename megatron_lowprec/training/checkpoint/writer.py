@@ -25,6 +25,7 @@ from megatron_lowprec.mcore.releases import ASYNC_SAVE
 from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.checkpoint import Progress, state_to_save
 from megatron_lowprec.training.checkpoint.resume import CONFIG
+from megatron_lowprec.training.checkpoint.write_results import WriteResults
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed import subprocesses
 from megatron_lowprec.training.distributed.rank_sync import on_first_rank
@@ -55,7 +56,8 @@ class CheckpointWriter:
         with self._failing_in_a_line(None):
             partial = on_first_rank(lambda: storage.stage(folder, iteration))
         with self._failing_in_a_line(partial), subprocesses.helpers():
-            _provide_results_queue()
+            if filesystem_async._results_queue is None:
+                filesystem_async._results_queue = WriteResults()
             request = dist_checkpointing.save(
                 state_to_save(trainer), str(partial), validate_access_integrity=True, **ASYNC_SAVE
             )
@@ -117,13 +119,3 @@ def _cause(error: BaseException) -> str:
             return "another rank failed"
         error = failures[0]
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _provide_results_queue() -> None:
-    """Create the queue for Megatron-core's writers to report through, from a process that ends with this one.
-
-    Megatron-core would start its own process for it at the first save. That process outlives a killed rank for ever,
-    and dies of a signal meant for the rank.
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = subprocesses.manager().Queue()

@@ -1,19 +1,17 @@
 """Helper processes of a rank: they ignore signals meant for the rank and exit with it.
 
 torchrun and Slurm signal every process of a rank. If a data loader's worker or a checkpoint's writer exited on a
-signal, the run would fail before it has saved. This module has no heavy imports: a spawned process imports it.
+signal, the run would fail before it has saved.
 """
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from multiprocessing.managers import SyncManager
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
@@ -47,20 +45,6 @@ def helpers() -> Iterator[None]:
 def _in_a_forked_process() -> None:
     if _starting_helpers:
         _end_with_parent()
-
-
-def manager() -> SyncManager:
-    """A manager of shared objects that exits with this process, even if killed; ``ctx.Manager()``'s would survive."""
-    started = SyncManager(ctx=multiprocessing.get_context("spawn"))
-    with helpers():
-        started.start(_serve)
-    return started
-
-
-def _serve() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    _end_with_parent()
 
 
 def _end_with_parent() -> None:

@@ -221,32 +221,22 @@ def test_helpers_sit_signals_out() -> None:
         if not pid:
             os.read(read, 1)
             os._exit(7)
-    shared = subprocesses.manager()
-    for child in (pid, shared._process.pid):  # type: ignore[attr-defined]
-        for number in subprocesses.SIGNALS:
-            os.kill(child, number)
-    queue = shared.Queue()
-    queue.put("alive")
-    assert queue.get() == "alive"
+    for number in subprocesses.SIGNALS:
+        os.kill(pid, number)
     os.write(write, b".")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    shared.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["forked", "manager"])
-def test_helpers_end_with_their_process(kind: str) -> None:
+def test_helpers_end_with_their_process() -> None:
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        if kind == "manager":
-            helper = subprocesses.manager()._process.pid  # type: ignore[attr-defined]
-        else:
-            with subprocesses.helpers():
-                helper = os.fork()
-                if not helper:
-                    time.sleep(PATIENCE)
-                    os._exit(0)
+        with subprocesses.helpers():
+            helper = os.fork()
+            if not helper:
+                time.sleep(PATIENCE)
+                os._exit(0)
         os.write(write, str(helper).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_lowprec.errors import UserError, current_argv
 from tests.waiting import PATIENCE
-from tools.bench import ops, overhead, quantize, scaling, shapes
+from tools.bench import experts, ops, overhead, quantize, scaling, shapes
 from tools.bench.__main__ import RENAMED, main
 from tools.bench.cases import layer
 from tools.bench.cases.op_cases import OpCase
@@ -292,6 +292,27 @@ def test_experts_end_to_end(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 and "failed" not in row for row in rows.values())
     assert rows["bf16, grouped"]["over_stock"] == rows["bf16, grouped"]["ms"] / rows["Megatron-core, bf16"]["ms"]
     assert "peer te is missing: " in done.stdout
+
+
+def test_expert_tokens_are_multiples_and_sum_up() -> None:
+    shape = shapes.EXPERTS["smoke"]
+    inputs = experts._inputs(shape, 40, CPU, torch.Generator().manual_seed(0))
+    assert sum(inputs.counts) == 40 * shape.topk == len(inputs.x)
+    assert sum(count % 16 != 0 for count in inputs.counts) <= 1
+
+
+@pytest.mark.slow
+def test_hugging_face_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "hugging_face.json"
+    asked = ["--shapes", "smoke", "--recipes", "fp8_current", "--rounds", "1", "--peers", "torchao"]
+    done = bench("hugging_face", *asked, "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = json.loads(out.read_text())["tables"]
+    rows = {row["variant"]: row for row in table["rows"]}
+    assert {name: row["converted"] for name, row in rows.items()} == {"bf16": 0, "fp8_current": 14}
+    assert rows["fp8_current"]["over_bf16"] == rows["fp8_current"]["ms"] / rows["bf16"]["ms"]
+    assert rows["bf16"]["first_loss"] != rows["fp8_current"]["first_loss"]
+    assert "peer torchao is missing: " in done.stdout
 
 
 def test_an_op_with_another_result_has_no_number() -> None:

@@ -17,11 +17,12 @@ COMMANDS = {
     "linear": (3, "a linear layer's forward and backward over bf16"),
     "experts": (3, "the experts of a layer, forward and backward, over Megatron-core's in bf16"),
     "step": (1, "a training step over bf16"),
+    "hugging_face": (2, "a training step of Hugging Face models: convert over bf16, eager and compiled"),
     "scaling": (1, "weak scaling of a training step: several GPUs over one, data parallel"),
     "ops": (3, "the ops of a step besides its linear layers, against torch and Megatron-core"),
     "overhead": (7, "the cost of the Hadamard transform and of stochastic rounding"),
 }
-PEERS = {"linear": ("te", "torchao"), "experts": ("te",), "step": ("te",)}
+PEERS = {"linear": ("te", "torchao"), "experts": ("te",), "step": ("te",), "hugging_face": ("torchao",)}
 RENAMED = {"around": "ops", "--pieces": "--ops"}
 
 
@@ -29,7 +30,11 @@ def build_parser() -> argparse.ArgumentParser:
     """One subcommand for each measurement; most options are common to all."""
     common = Parser(add_help=False)
     common.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a smoke test at tiny sizes")
-    common.add_argument("--shapes", type=names, help="345m,1.3b,6.7b,7b,70b,smoke; experts: deepseek_16b,smoke")
+    common.add_argument(
+        "--shapes",
+        type=names,
+        help="345m,1.3b,6.7b,7b,70b,smoke; experts: deepseek_16b,smoke; hugging_face: llama,gpt2,smoke",
+    )
     common.add_argument("--recipes", type=names, help="recipes to compare; bf16 is always included")
     common.add_argument(
         "--linears", type=names, default=["qkv", "proj", "fc1", "fc2"], help="linear layers (default: all)"
@@ -121,13 +126,17 @@ def check(args: argparse.Namespace) -> None:
         args.rounds, _ = COMMANDS[args.command]
     for name in args.recipes or ():
         get_recipe(name)
-    linears((args.shapes or ()) if args.command != "experts" else (), args.linears)
+    linears((args.shapes or ()) if args.command not in ("experts", "hugging_face") else (), args.linears)
     for name in ("tokens", "rounds"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
     known: dict[str, Sequence[str]] = {"peers": PEERS.get(args.command, ())}
     if args.command == "experts":
         known["shapes"] = tuple(EXPERTS)
+    if args.command == "hugging_face":
+        from tools.bench.hugging_face import CASES
+
+        known["shapes"] = tuple(CASES)
     if args.command == "ops":
         from tools.bench.cases.op_cases import OPS
 

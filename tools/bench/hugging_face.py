@@ -1,0 +1,206 @@
+"""A training step of Hugging Face models: ``convert`` under each recipe and torchao, over bf16 of the same mode.
+
+Each variant has a model of its own with the same random weights. "Compiled" is ``torch.compile`` of each decoder layer.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_lowprec import convert
+from tools.bench.measure import Bench, errors, one_line
+from tools.bench.peers.layers import absent
+from tools.bench.report import Column, Report, Row, named, spread_columns
+
+RECIPES = ("fp8_current", "fp8_rowwise", "fp8_blockwise", "mxfp4_rht_sr")
+TORCHAO = ("tensorwise", "rowwise")
+COLUMNS = (
+    *named("model", "tokens", "variant"),
+    *spread_columns(2),
+    Column("over_bf16", "/bf16", ".3f"),
+    Column("over_eager", "/eager bf16", ".3f"),
+    Column("host_ms", "host ms", ".1f"),
+    Column("converted", "converted", "d"),
+    Column("first_loss", "first loss", ".4f"),
+)
+_NEARLY = 0.02  # relative distance of the first loss from bf16's, of random weights
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A causal language model with random weights.
+
+    Attributes:
+        architecture: ``llama`` or ``gpt2``.
+        sequences: of a step, each as long as the model takes.
+    """
+
+    architecture: str
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocabulary: int
+    length: int
+    sequences: int
+
+    def build(self, device: torch.device) -> Any:
+        """The model in bf16, the same weights in each call."""
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(1)
+        if self.architecture == "llama":
+            config: Any = LlamaConfig(
+                vocab_size=self.vocabulary,
+                hidden_size=self.hidden,
+                intermediate_size=self.ffn,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.kv_heads,
+                max_position_embeddings=self.length,
+            )
+            model: Any = LlamaForCausalLM(config)
+        else:
+            config = GPT2Config(
+                vocab_size=self.vocabulary,
+                n_embd=self.hidden,
+                n_inner=self.ffn,
+                n_layer=self.layers,
+                n_head=self.heads,
+                n_positions=self.length,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+            model = GPT2LMHeadModel(config)
+        model.config.use_cache = False
+        return model.to(device, torch.bfloat16)
+
+    def blocks(self, model: Any) -> Any:
+        """The decoder layers."""
+        return model.model.layers if self.architecture == "llama" else model.transformer.h
+
+
+CASES = {
+    "llama": ModelCase("llama", 2048, 8192, 32, 8, 8, 32000, 2048, 4),  # layers of Llama 3.2 1B
+    "gpt2": ModelCase("gpt2", 2048, 8192, 32, 32, 8, 50304, 1024, 8),  # layers of gpt_1.3b
+    "smoke": ModelCase("llama", 128, 256, 4, 2, 2, 128, 32, 2),
+}
+
+
+class Step:
+    """Forward pass, backward pass and AdamW of one variant; calls run one step.
+
+    Args:
+        change: converts the model's layers and returns their number.
+        compiled: compile each decoder layer.
+    """
+
+    def __init__(
+        self, case: ModelCase, tokens: torch.Tensor, change: Callable[[Any], int], compiled: bool, pristine: Any
+    ) -> None:
+        self._model, self._tokens = copy.deepcopy(pristine), tokens
+        self.converted = change(self._model)
+        if compiled:
+            for block in case.blocks(self._model):
+                block.compile(dynamic=False)
+        fused = tokens.is_cuda
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=fused)
+
+    def __call__(self) -> torch.Tensor:
+        """The loss."""
+        loss: torch.Tensor = self._model(input_ids=self._tokens, labels=self._tokens).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+
+def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
+    """Every chosen model under every recipe, eager and compiled, and in torchao."""
+    rows: list[Row] = []
+    missing = absent("torchao", bench.device) if "torchao" in args.peers else None
+    for name in args.shapes or ("llama", "gpt2"):
+        with torch.autograd.set_multithreading_enabled(True):  # as in a loop of one's own
+            rows += _rows(name, args, bench, report, missing is None and "torchao" in args.peers)
+    report.note(
+        *([f"peer torchao is missing: {missing}"] if missing else []),
+        "ms: forward, backward and fused AdamW on bf16 weights, including the host where it is slower",
+        "compiled: torch.compile of each decoder layer; /bf16: over bf16 of the same mode",
+        *([] if bench.on_gpu else ["nothing is compiled on a CPU"]),
+        "all linear layers but the head are converted (skip_slower=False); 'converted' counts them",
+        "host ms: until the step's calls return, device idle before it",
+        f"{args.rounds} rounds in turn; 'rounds': the largest difference between their medians",
+    )
+    report.table(f"Hugging Face models, training step: {args.device}", rows, COLUMNS)
+
+
+def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, torchao: bool) -> Iterator[Row]:
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = torch.randint(case.vocabulary, (case.sequences, case.length), generator=generator).to(bench.device)
+    named = {"model": name, "tokens": f"{case.sequences}x{case.length}"}
+    pristine = case.build(bench.device)
+    steps: dict[str, Step] = {}
+    losses: dict[str, float] = {}
+    for variant, (change, compiled) in _variants(args, torchao and case.architecture == "llama").items():
+        if compiled and not bench.on_gpu:
+            continue
+        try:
+            torch.compiler.reset()
+            step = Step(case, tokens, change, compiled, pristine)
+            losses[variant] = float(step())
+            if not abs(losses[variant] / losses["bf16"] - 1.0) < _NEARLY:
+                raise ValueError(f"the first loss is {losses[variant]:.4f}, bf16's {losses['bf16']:.4f}")
+            steps[variant] = step
+        except errors() as error:
+            yield {**named, "variant": variant, "failed": one_line(error)}
+        report.progress(f"{name} {variant}: {'ready' if variant in steps else 'failed'}")
+    timings = bench.compare(steps, args.rounds)
+    for variant, timing in timings.items():
+        same_mode = timings.get("bf16, compiled" if variant.endswith("compiled") else "bf16")
+        yield {
+            **named,
+            "variant": variant,
+            **timing.row(),
+            "over_bf16": timing.ms / same_mode.ms if same_mode else None,
+            "over_eager": timing.ms / timings["bf16"].ms if "bf16" in timings else None,
+            "host_ms": bench.host_microseconds(steps[variant]) / 1e3,
+            "converted": steps[variant].converted,
+            "first_loss": losses[variant],
+        }
+
+
+def _variants(args: argparse.Namespace, torchao: bool) -> dict[str, tuple[Callable[[Any], int], bool]]:
+    """Row -> function that converts a model, whether its layers are compiled."""
+    changes: dict[str, Callable[[Any], int]] = {"bf16": lambda model: 0}
+    changes |= {recipe: partial(_ours, recipe) for recipe in args.recipes or RECIPES if recipe != "bf16"}
+    found: dict[str, tuple[Callable[[Any], int], bool]] = {}
+    for name, change in changes.items():
+        found[name] = change, False
+        found[f"{name}, compiled"] = change, True
+    if torchao:
+        found |= {f"torchao {name}, compiled": (partial(_torchao, name), True) for name in TORCHAO}
+    return found
+
+
+def _ours(recipe: str, model: Any) -> int:
+    from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
+
+    convert(model, recipe, skip_slower=False)
+    return sum(isinstance(module, LowPrecLayer) for module in model.modules())
+
+
+def _torchao(name: str, model: Any) -> int:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig.from_recipe_name(name)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: path != "lm_head")
+    return sum(isinstance(module, Float8Linear) for module in model.modules())

@@ -20,6 +20,7 @@ from megatron_lowprec.mcore.debug.operand_probe import OperandId, OperandProbe
 from megatron_lowprec.mcore.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 from megatron_lowprec.mcore.optim.state_stats import state_stats
+from megatron_lowprec.mcore.pending_numbers import PendingNumbers
 from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.batches import Batches
@@ -72,7 +73,7 @@ def train_step(
     for chunk_batches in batches:
         # All work so far is only launched: the next step's first batch is ready before the device is.
         chunk_batches.prefetch()
-    updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer, loss.mean)
+    updated, grad_norm, num_zeros = optimizer_step(trainer.optimizer, loss.on_device())
     trainer.runtime.end_step(updated)
     if restore_biases is not None and not updated:
         restore_biases()
@@ -133,23 +134,22 @@ def run_microbatches(
 
 
 class PendingLoss:
-    """A loss being copied from the device: reading it waits for the work that computed it, not for later launches.
+    """A loss being copied from the device.
 
     Args:
         total: float64 [2], (sum over tokens, tokens).
     """
 
     def __init__(self, total: torch.Tensor) -> None:
-        self._copied = torch.cuda.Event() if total.is_cuda else None
-        self._total = total.to("cpu", non_blocking=True)  # into pinned memory
-        if self._copied is not None:
-            self._copied.record()
+        self._total, self._numbers = total, PendingNumbers(total)
+
+    def on_device(self) -> torch.Tensor:
+        """Nats a token, float64 scalar; NaN without tokens."""
+        return self._total[0] / self._total[1]
 
     def sums(self) -> tuple[float, float]:
         """(nats, tokens)"""
-        if self._copied is not None:
-            self._copied.synchronize()
-        nats, tokens = self._total.tolist()
+        nats, tokens = self._numbers.wait()
         return nats, tokens
 
     def mean(self) -> float:

@@ -126,7 +126,7 @@ def updates() -> None:
     from megatron_lowprec.kernels.partial_cast import triton as partial_cast
     from megatron_lowprec.kernels.partial_cast.reference import Shard
     from megatron_lowprec.kernels.scaled_adam import triton as adam
-    from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters
+    from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters
     from tests.kernels.scaled_adam_cases import SIZES, STATES, STREAMS, slots_of
 
     step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
@@ -134,6 +134,8 @@ def updates() -> None:
         slots, _ = slots_of(SIZES[0], state, torch.bfloat16, torch.float32, "cpu", stream)
         adam.update_amax(slots, step)
         adam.update_(slots, step, torch.ones(len(slots), 3))
+        if not any(dtype in FORMAT_OF for dtype in state):
+            adam.update_(slots, step, None, torch.ones(()))
     codes = torch.zeros(4096, dtype=torch.uint8)
     multi_tensor_cast.multi_tensor_cast_([torch.zeros(4096)], torch.ones(1), FORMATS["e4m3"], [codes])
     for start in (0, 3):

@@ -9,7 +9,7 @@ import torch
 
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.kernels.scaled_adam import reference
-from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot, Stream, encode_scale
+from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters, Slot, Stream, encode_scale
 from tests.kernels.interpreted import main
 
 # All of whole words, or else none is read so: of one entry, of a block and one more.
@@ -105,9 +105,42 @@ def faults(device: str) -> Iterator[str]:
                         yield f"{name}: {part} of tensor {number} after step {count}"
 
 
+UNSCALED = [case for case in CASES if not any(dtype in FORMAT_OF for dtype in case[1])]
+# of the gradients; the second changes nothing
+FACTORS = (0.37, float("nan"), 1.0)
+
+
+def unscaled_faults(device: str) -> Iterator[str]:
+    """The same for state without scales, whose gradients are clipped."""
+    from megatron_lowprec.kernels.scaled_adam import triton
+
+    for sizes, state, weight, grad, stream in UNSCALED:
+        name = f"{sizes}, {state}, weight {weight}, gradient {grad}, {stream}"
+        mine, generators = slots_of(sizes, state, weight, grad, device, stream)
+        theirs, _ = slots_of(sizes, state, weight, grad, "cpu", stream)
+        for count, value in enumerate(FACTORS, 1):
+            step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=count)
+            for ours, other, generator in zip(mine, theirs, generators, strict=True):
+                other.grad.copy_(torch.randn(other.grad.shape, generator=generator))
+                ours.grad.copy_(other.grad)
+            before = [[part.clone() for part in slot.state] for slot in mine]
+            factor = torch.tensor(value)
+            triton.update_(mine, step, None, factor.to(device))
+            reference.update_(theirs, step, None, factor)
+            for number, (ours, other, old) in enumerate(zip(mine, theirs, before, strict=True)):
+                for part, a, b in zip(TENSORS, ours, other):
+                    if not torch.equal(bits(a), bits(b)):
+                        yield f"{name}: {part} of tensor {number} after factor {value}"
+                kept = all(torch.equal(bits(a), bits(b)) for a, b in zip(ours.state, old, strict=True))
+                if kept != (value != value):
+                    yield f"{name}: tensor {number} is {'not ' if kept else ''}changed by factor {value}"
+
+
 def differences(device: str) -> tuple[int, list[str]]:
     """(comparisons, faults)"""
-    return STEPS * sum(1 + len(case[0]) * len(TENSORS) for case in CASES), list(faults(device))
+    scaled = STEPS * sum(1 + len(case[0]) * len(TENSORS) for case in CASES)
+    unscaled = len(FACTORS) * sum(len(case[0]) * (1 + len(TENSORS)) for case in UNSCALED)
+    return scaled + unscaled, [*faults(device), *unscaled_faults(device)]
 
 
 if __name__ == "__main__":

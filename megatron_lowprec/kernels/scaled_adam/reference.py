@@ -13,6 +13,9 @@ entries, high half for odd ones. The draws of a tensor therefore do not depend o
 
 A positive second moment is raised at least to its format's smallest number. After underflow to zero, eps alone would
 divide a nonzero first moment. bf16 state has fp32's range, and so neither a scale nor this bound.
+
+State without scales needs the second pass alone. It is then AdamW with clipping before it and the rounding of the
+model's weights behind it, in one pass over memory.
 """
 
 from collections.abc import Sequence
@@ -92,7 +95,8 @@ class Slot(NamedTuple):
         grad: fp32 or bf16.
         weight: the model's weight, any dtype; receives the rounded new main weight. None if there is none to write.
         exp_avg, exp_avg_sq, master: fp32, bf16, fp16 or FP8 codes.
-        decode_scale: fp32 [3], multiplies these three when decoded; overwritten with the codes.
+        decode_scale: fp32 [3], multiplies these three when decoded; overwritten with the codes. Not read for state
+            without scales.
         stream: draws of stochastic rounding; None rounds to nearest even.
     """
 
@@ -129,16 +133,28 @@ def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
+def update_(
+    slots: Sequence[Slot],
+    step: Hyperparameters,
+    encode_scales: torch.Tensor | None,
+    grad_factor: torch.Tensor | None = None,
+) -> None:
     """Write the new state's codes, their decode scales, and the model's weights.
 
     A weight is the decoded main weight, rounded to the weight's dtype.
 
     Args:
-        encode_scales: fp32 [len(slots), 3], powers of two that multiply the new values before rounding.
+        encode_scales: fp32 [len(slots), 3], powers of two that multiply the new values before rounding. None if the
+            state is fp32 or bf16 and has no scales.
+        grad_factor: fp32 scalar, multiplies the gradients; NaN: nothing is written.
     """
-    for slot, scales in zip(slots, encode_scales, strict=True):
-        for part, (codes, new) in enumerate(zip(slot.state, _updated(slot, step), strict=True)):
+    if grad_factor is not None and bool(grad_factor.isnan()):
+        return
+    for i, slot in enumerate(slots):
+        scales = torch.ones(3) if encode_scales is None else encode_scales[i]
+        if encode_scales is None:
+            slot = slot._replace(decode_scale=torch.ones(3))
+        for part, (codes, new) in enumerate(zip(slot.state, _updated(slot, step, grad_factor), strict=True)):
             scaled = new * scales[part]
             if part == SECOND and codes.dtype in FORMAT_OF:
                 scaled = torch.where(scaled > 0, scaled.clamp(min=FORMAT_OF[codes.dtype].smallest), scaled)
@@ -171,9 +187,11 @@ def _stochastic_bf16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), values, (raised & -65536).view(torch.float32))
 
 
-def _updated(slot: Slot, step: Hyperparameters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _updated(
+    slot: Slot, step: Hyperparameters, grad_factor: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """New state in fp32, in torch's order of AdamW's operations; scalars are rounded to fp32 first."""
-    grad = slot.grad.float()
+    grad = slot.grad.float() if grad_factor is None else slot.grad.float() * grad_factor
     exp_avg, exp_avg_sq, master = (
         codes.float() * scale for codes, scale in zip(slot.state, slot.decode_scale, strict=True)
     )

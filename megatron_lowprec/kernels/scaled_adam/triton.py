@@ -1,7 +1,8 @@
 """The two passes of ``reference.py``, each in one launch for all tensors with equal hyperparameters.
 
 Bytes an entry with FP8-LM's formats and fp32 gradients: the first pass reads 9, the second reads 9 and writes 7.
-torch's fused AdamW on fp32 reads 16 and writes 14, with the model's bf16 weight. Stochastic rounding adds three Philox
+On fp32 state the second pass alone reads 16 and writes 14, with the model's bf16 weight; torch's clipping, fused AdamW
+and copy move 42. Stochastic rounding adds three Philox
 calls for eight entries to the second pass. The tensors' addresses are a cached table in device memory, since they do
 not move. The grid is (part, tensor), as in ``multi_tensor_cast``.
 """
@@ -75,6 +76,7 @@ class SlotConstants(NamedTuple):
         ALIGNED: whether all addresses and sizes are multiples of ``_ALIGNMENT``.
         STOCHASTIC: whether codes are rounded stochastically.
         SHIFTED: whether a slot begins within a group of eight entries, which share a Philox call.
+        SCALED: whether the state has scales.
     """
 
     GRAD: int
@@ -85,6 +87,7 @@ class SlotConstants(NamedTuple):
     ALIGNED: bool
     STOCHASTIC: bool
     SHIFTED: bool
+    SCALED: bool
 
 
 class StateConstants(NamedTuple):
@@ -208,13 +211,17 @@ def _tensor(table_ptr, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _updated(row, at, inside, numbers, SLOT: tl.constexpr):
+def _updated(row, at, inside, numbers, factor, SLOT: tl.constexpr):
     """New state in fp32, as ``reference._updated``; ``row`` of the table, ``numbers`` of ``Numbers``."""
-    scales = tl.load(row + 5).to(tl.pointer_type(tl.float32))
-    grad = _load(tl.load(row), at, inside, SLOT.GRAD, SLOT.ALIGNED)
-    exp_avg = _load(tl.load(row + 2), at, inside, SLOT.FIRST, SLOT.ALIGNED) * tl.load(scales)
-    exp_avg_sq = _load(tl.load(row + 3), at, inside, SLOT.SECOND, SLOT.ALIGNED) * tl.load(scales + 1)
-    master = _load(tl.load(row + 4), at, inside, SLOT.MAIN, SLOT.ALIGNED) * tl.load(scales + 2)
+    grad = _load(tl.load(row), at, inside, SLOT.GRAD, SLOT.ALIGNED) * factor
+    exp_avg = _load(tl.load(row + 2), at, inside, SLOT.FIRST, SLOT.ALIGNED)
+    exp_avg_sq = _load(tl.load(row + 3), at, inside, SLOT.SECOND, SLOT.ALIGNED)
+    master = _load(tl.load(row + 4), at, inside, SLOT.MAIN, SLOT.ALIGNED)
+    if SLOT.SCALED:
+        scales = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+        exp_avg *= tl.load(scales)
+        exp_avg_sq *= tl.load(scales + 1)
+        master *= tl.load(scales + 2)
     master = master * numbers.decay
     exp_avg = exp_avg + (grad - exp_avg) * numbers.grow
     exp_avg_sq = exp_avg_sq * numbers.keep_square + grad * grad * numbers.grow_square
@@ -230,7 +237,7 @@ def _amax_kernel(table_ptr, amax_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.con
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
         # Entries outside are zeros in all of the state, before and after the update.
-        exp_avg, exp_avg_sq, master = _updated(row, at, at < count, numbers, SLOT)
+        exp_avg, exp_avg_sq, master = _updated(row, at, at < count, numbers, 1.0, SLOT)
         first, second, main = larger(first, tl.abs(exp_avg)), larger(second, exp_avg_sq), larger(main, tl.abs(master))
     cells = (amax_ptr + 3 * tl.program_id(1)).to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, 1)
     tl.atomic_max(cells, amax_along(first, 0).to(tl.int32, bitcast=True), sem="relaxed")
@@ -242,6 +249,7 @@ def _amax_kernel(table_ptr, amax_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.con
 def _update_kernel(
     table_ptr,
     scale_ptr,
+    factor_ptr,
     numbers,
     step,
     SLOT: tl.constexpr,
@@ -249,8 +257,14 @@ def _update_kernel(
     BLOCK: tl.constexpr,
 ):
     row, count = _tensor(table_ptr, SLOT)
-    scales = scale_ptr + 3 * tl.program_id(1)
-    first, second, main = tl.load(scales), tl.load(scales + 1), tl.load(scales + 2)
+    factor = tl.load(factor_ptr)
+    count = tl.where(factor == factor, count, 0)
+    if SLOT.ALIGNED:
+        count = tl.multiple_of(count, 16)
+    first, second, main = 1.0, 1.0, 1.0
+    if SLOT.SCALED:
+        scales = scale_ptr + 3 * tl.program_id(1)
+        first, second, main = tl.load(scales), tl.load(scales + 1), tl.load(scales + 2)
     begin, shift = tl.load(row + _STREAM + 2), 0
     if SLOT.SHIFTED:  # aligns blocks to groups
         shift = (begin % 8).to(tl.int32)
@@ -260,7 +274,7 @@ def _update_kernel(
         if SLOT.SHIFTED:
             at -= shift
             inside = (at >= 0) & (at < count)
-        exp_avg, exp_avg_sq, master = _updated(row, at, inside, numbers, SLOT)
+        exp_avg, exp_avg_sq, master = _updated(row, at, inside, numbers, factor, SLOT)
         mean, square, kept = exp_avg * first, _not_zero(exp_avg_sq * second, SLOT.SECOND, STATE), master * main
         if SLOT.STOCHASTIC:
             group = block + (begin - shift)
@@ -273,7 +287,10 @@ def _update_kernel(
         tl.store(_pointer(tl.load(row + 3), SLOT.SECOND, SLOT.ALIGNED) + at, square, mask=inside)
         tl.store(_pointer(tl.load(row + 4), SLOT.MAIN, SLOT.ALIGNED) + at, kept, mask=inside)
         if SLOT.WEIGHT != _NONE:
-            weight = _encode(_decode(kept, SLOT.MAIN) * tl.div_rn(1.0, main), SLOT.WEIGHT, STATE)
+            weight = _decode(kept, SLOT.MAIN)
+            if SLOT.SCALED:
+                weight *= tl.div_rn(1.0, main)
+            weight = _encode(weight, SLOT.WEIGHT, STATE)
             tl.store(_pointer(tl.load(row + 1), SLOT.WEIGHT, SLOT.ALIGNED) + at, weight, mask=inside)
 
 
@@ -282,15 +299,23 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Ten
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _rows(slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
+@lru_cache(maxsize=8)
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
+
+
+def _rows(slots: Sequence[Slot], scaled: bool) -> tuple[tuple[int, ...], ...]:
     rows = []
     for slot in slots:  # the kernel gets only addresses
         tensors = (slot.grad, slot.weight, *slot.state)
         assert all(t is None or (t.is_contiguous() and t.numel() == slot.grad.numel()) for t in tensors)
-        assert slot.decode_scale.is_contiguous()
-        assert slot.decode_scale.dtype == torch.float32
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, slot.decode_scale))
-        rows.append((*addresses, slot.grad.numel(), *_stream_numbers(slot)))
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        scales = 0
+        if scaled:
+            assert slot.decode_scale.is_contiguous()
+            assert slot.decode_scale.dtype == torch.float32
+            scales = slot.decode_scale.data_ptr()
+        rows.append((*addresses, scales, slot.grad.numel(), *_stream_numbers(slot)))
     return tuple(rows)
 
 
@@ -302,7 +327,7 @@ def _stream_numbers(slot: Slot) -> tuple[int, ...]:
     return (*key, first, columns, whole_columns, first_column, *rows)
 
 
-def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...]) -> SlotConstants:
+def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...], scaled: bool) -> SlotConstants:
     (kinds,) = {
         tuple(_KINDS[None if t is None else t.dtype] for t in (slot.grad, slot.weight, *slot.state)) for slot in slots
     }
@@ -310,7 +335,7 @@ def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...]) -> Slot
     shifted = any(slot.stream.first % VALUES_PER_CALL for slot in slots if slot.stream is not None)
     grad, weight, first, second, main = kinds
     aligned = not shifted and all(number % _ALIGNMENT == 0 for row in rows for number in (*row[:5], row[6]))
-    return SlotConstants(grad, weight, first, second, main, aligned, stochastic, shifted)
+    return SlotConstants(grad, weight, first, second, main, aligned, stochastic, shifted, scaled)
 
 
 def _grid(slots: Sequence[Slot]) -> tuple[int, int]:
@@ -320,19 +345,29 @@ def _grid(slots: Sequence[Slot]) -> tuple[int, int]:
 def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
     """As ``reference.update_amax``, bit for bit; all slots have the same dtypes and rounding."""
     amax = torch.zeros(len(slots), 3, device=slots[0].grad.device)
-    rows = _rows(slots)
+    rows = _rows(slots, scaled=True)
     table = _table(rows, amax.device)
-    _amax_kernel[_grid(slots)](table, amax, Numbers.of(step), SLOT=_constants(slots, rows), **_OPTIONS)
+    constants = _constants(slots, rows, scaled=True)
+    _amax_kernel[_grid(slots)](table, amax, Numbers.of(step), SLOT=constants, **_OPTIONS)
     return amax
 
 
-def update_(slots: Sequence[Slot], step: Hyperparameters, encode_scales: torch.Tensor) -> None:
+def update_(
+    slots: Sequence[Slot],
+    step: Hyperparameters,
+    encode_scales: torch.Tensor | None,
+    grad_factor: torch.Tensor | None = None,
+) -> None:
     """As ``reference.update_``, bit for bit; all slots have the same dtypes and rounding."""
-    device = slots[0].grad.device
-    rows = _rows(slots)
+    device, scaled = slots[0].grad.device, encode_scales is not None
+    rows = _rows(slots, scaled)
     formats = (FORMATS["e4m3"], FORMATS["e5m2"], FORMAT_OF[torch.float16], _BF16_FORMAT)
     state = StateConstants(*(code_constants(fmt, device) for fmt in formats))
-    table, scales = _table(rows, device), encode_scales.contiguous()
-    numbers, constants = Numbers.of(step), {"SLOT": _constants(slots, rows), "STATE": state}
-    _update_kernel[_grid(slots)](table, scales, numbers, step.step, **constants, **_OPTIONS)
-    torch._foreach_copy_([slot.decode_scale for slot in slots], list((1 / encode_scales).unbind()))
+    factor = _one(device) if grad_factor is None else grad_factor
+    scales = factor if encode_scales is None else encode_scales.contiguous()
+    constants = {"SLOT": _constants(slots, rows, scaled), "STATE": state}
+    _update_kernel[_grid(slots)](
+        _table(rows, device), scales, factor, Numbers.of(step), step.step, **constants, **_OPTIONS
+    )
+    if encode_scales is not None:
+        torch._foreach_copy_([slot.decode_scale for slot in slots], list((1 / encode_scales).unbind()))

@@ -1,4 +1,4 @@
-"""One update by Megatron-core's optimizer in a few launches, with one device synchronization.
+"""One update by Megatron-core's optimizer in a few launches, with one wait for the device.
 
 Without TransformerEngine and apex, Megatron-core processes gradients one by one: its norm synchronizes once a tensor,
 its clipping takes two launches a tensor, its copy of main weights one. The functions here are the steps of its
@@ -9,9 +9,7 @@ libraries. ``copy_weights_at_once`` must replace a method of the optimizer objec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,12 +19,16 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch.nn.utils import get_total_norm
 
 from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
+from megatron_lowprec.mcore.optim.fused_adamw import FusedAdamW, main_weights, supports_fused_adamw
+from megatron_lowprec.mcore.pending_numbers import PendingNumbers
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
+
+_TINY = 1.0e-6  # Megatron-core's, in the denominator of clipping
 
 
 @torch.no_grad()
 def optimizer_step(
-    optimizer: MegatronOptimizer, loss: Callable[[], float] | None = None
+    optimizer: MegatronOptimizer, loss: torch.Tensor | None = None
 ) -> tuple[bool, float | None, int | None]:
     """Update the weights; returns (updated, gradient norm before clipping, number of zero gradient values).
 
@@ -35,22 +37,44 @@ def optimizer_step(
 
     Args:
         optimizer: the ``ChainedOptimizer`` that ``get_megatron_optimizer`` returns.
-        loss: returns the loss, the same on all ranks; read after the norm, when the device has computed it.
+        loss: scalar on the device of the weights, the same on all ranks.
     """
     if optimizer.prepare_grads():
         return False, None, None
-    parts = optimizer.chained_optimizers
-    # Collect these while the device still runs the backward pass: after the synchronization it would idle.
-    clipped = [(part.config.clip_grad, gradients(part)) for part in parts]
-    norm = float(grad_norm(optimizer))
-    if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss())):
-        return False, norm, None
+    norm = grad_norm(optimizer)
+    numbers = PendingNumbers(torch.stack([norm, norm if loss is None else loss.to(norm)]))
+    # While the host waits for these numbers, the device has work, and the host has collected what to launch next.
+    fused, clipped = [], []
+    for part in optimizer.chained_optimizers:
+        limit, adamw = part.config.clip_grad, getattr(part, "fused_adamw", None)
+        if adamw is not None:
+            adamw.launch(grad_factor(norm, limit, loss))
+            fused.append(adamw)
+        elif limit > 0.0:
+            clipped.append((limit, gradients(part)))
+    norm_value, loss_value = numbers.wait()
+    if not (math.isfinite(norm_value) and math.isfinite(loss_value)):
+        for adamw in fused:
+            adamw.launched = False
+        return False, norm_value, None
     for limit, grads in clipped:
-        factor = limit / (norm + 1.0e-6)
-        if limit > 0.0 and grads and factor < 1.0:
+        factor = limit / (norm_value + _TINY)
+        if grads and factor < 1.0:
             torch._foreach_mul_(grads, factor)
     zeros = optimizer.count_zeros() if optimizer.config.log_num_zeros_in_grad else None
-    return optimizer.step_with_ready_grads(), norm, zeros
+    return optimizer.step_with_ready_grads(), norm_value, zeros
+
+
+def grad_factor(norm: torch.Tensor, limit: float, loss: torch.Tensor | None) -> torch.Tensor:
+    """Factor that clips gradients, at most 1; NaN if norm or loss is not finite: fp32 scalar.
+
+    Args:
+        norm: L2 norm of all gradients, float64 scalar.
+        limit: of the norm; 0: no clipping.
+    """
+    factor = (limit / (norm + _TINY)).clamp(max=1.0) if limit > 0.0 else torch.ones_like(norm)
+    finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+    return torch.where(finite, factor, math.nan).float()
 
 
 def gradients(part: MegatronOptimizer) -> list[torch.Tensor]:
@@ -82,6 +106,13 @@ def grad_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     return total.sqrt()
 
 
+def fuse_adamw(optimizer: MegatronOptimizer) -> None:
+    """Let one kernel clip, update and round the weights of the parts that torch's AdamW updates on a GPU."""
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer and supports_fused_adamw(part):
+            part.fused_adamw = FusedAdamW(part)
+
+
 def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
     """Make the optimizer round its fp32 main weights into the model's bf16 weights in one call instead of one each,
     and quantize FP8 primary weights (``fp8_param_gather``).
@@ -105,11 +136,8 @@ def _copy_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer
     quantize_main_weights(part, ahead=True)
     if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         return  # the inner optimizer has updated the other weights
-    if isinstance(part, DistributedOptimizer):
-        shards = zip(chain(*part.shard_float16_groups), chain(*part.shard_fp32_from_float16_groups), strict=True)
-        pairs = [pair for pair in shards if pair[0] is not None]  # FP8 weights have no shard
-        model, main = ([pair[side].data for pair in pairs] for side in (0, 1))
-    else:
-        model, main = part._get_model_and_main_params_data_float16()
-    if model:
-        torch._foreach_copy_(model, main)
+    if getattr(part, "fused_adamw", None) is not None:
+        return  # as has the fused update
+    pairs = main_weights(part)
+    if pairs:
+        torch._foreach_copy_([weight for weight, _ in pairs], [main.data for _, main in pairs])

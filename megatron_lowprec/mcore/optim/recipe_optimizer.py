@@ -16,7 +16,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
 from megatron_lowprec.mcore.optim.gradient_storage import decode_gradients_in, store_gradients_in
 from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
-from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once
+from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, fuse_adamw
 from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.schema import Recipe
@@ -76,6 +76,7 @@ def build_optimizer(
                 group["fused"], group["foreach"] = True, False
     if recipe.optimizer.quantized:
         use_scaled_adam(optimizer, recipe.optimizer, chunks, seed)
+    fuse_adamw(optimizer)
     copy_weights_at_once(optimizer)
     if recipe.gradients.stored:
         for part in optimizer.chained_optimizers:

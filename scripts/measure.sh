@@ -171,7 +171,7 @@ megatron_lm() {
     run torchrun --standalone --nproc-per-node "$gpus" "${CLIENT:-Megatron-LM}/pretrain_gpt.py" --num-layers 24 \
         --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 \
         --micro-batch-size 8 --train-iters 5 --lr 3e-4 --bf16 --mock-data --tokenizer-type NullTokenizer \
-        --vocab-size 50304 --transformer-impl transformer_engine --no-gradient-accumulation-fusion --eval-iters 1 \
+        --vocab-size 50256 --transformer-impl transformer_engine --no-gradient-accumulation-fusion --eval-iters 1 \
         --log-interval 1 "$@"
 }
 

@@ -3,13 +3,15 @@
     python tools/numerics.py all --out runs/numerics
     python tools/numerics.py dot-snr --out runs/numerics
     python tools/numerics.py operand-error runs/RUN/captures/iteration_10/*.safetensors --out runs/numerics
+    python tools/numerics.py captured-products runs/RUN/captures/*/*.safetensors --device cuda --out runs/numerics
     python tools/numerics.py recipe-diff mxfp8 mxfp8_ocp --out runs/numerics
     python tools/numerics.py report runs/RUN --out runs/numerics
 
 An experiment writes NAME.json, NAME.txt and its figures into the folder. Experiments use the quantizers of the recipes.
-Data come from a seeded generator on the CPU, so every device gets the same operands. operand-error and recipe-diff take
-operands that a run wrote by --capture-step. report makes one HTML page of all experiments in the folder, and of the
-telemetry of the runs that it is given (--log-quantization-interval).
+Data come from a seeded generator on the CPU, so every device gets the same operands. operand-error, recipe-diff and
+captured-products take operands that a run wrote by --capture-step; the last compares with a Hopper GPU's products.
+report makes one HTML page of all experiments in the folder, and of the telemetry of the runs that it is given
+(--log-quantization-interval).
 """
 
 import argparse
@@ -34,7 +36,11 @@ EXPERIMENTS = {
     "accumulator": "accumulator",
 }
 # The same for experiments with arguments: not in "all".
-ON_ARGUMENTS = {"operand-error": "operand_error", "recipe-diff": "recipe_diff"}
+ON_ARGUMENTS = {
+    "operand-error": "operand_error",
+    "recipe-diff": "recipe_diff",
+    "captured-products": "captured_products",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "arguments",
         nargs="*",
         metavar="ARGUMENT",
-        help="operand-error: FILE...; recipe-diff: RECIPE RECIPE [FILE...]; report: [RUN...]",
+        help="operand-error, captured-products: FILE...; recipe-diff: RECIPE RECIPE [FILE...]; report: [RUN...]",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for tables and figures")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=lambda names: names.split(","),
         default=[],
         metavar="NAME,...",
-        help="operand-error: instead of the files' own",
+        help="operand-error, captured-products: instead of the files' own",
     )
     parser.add_argument("--draws", type=int, default=16, help="of captured operands, at least 2 (default: 16)")
     parser.add_argument("--quick", action="store_true", help="a smoke test: few samples, short vectors")

@@ -11,8 +11,8 @@ layer that it was captured from:
   reused by the next, as without graphs. Only quantized weights stay allocated.
 - Values that change from step to step are read from device memory: the RNG step (``device_rng_step``), amax histories,
   and the states of torch's generators, which are registered with each graph.
-- The graph accumulates weight gradients into ``main_grad``. Autograd receives dummies for them, so that the hooks of
-  Megatron-core's DDP still run.
+- The graph accumulates weight gradients into ``main_grad``, and the first microbatch overwrites them, so they are not
+  set to zero. Autograd receives dummies for them, so that the hooks of Megatron-core's DDP still run.
 
 torch.cuda.make_graphed_callables supports only the default generator, one kind and no shared buffers; Megatron-core's
 graph manager needs TransformerEngine.
@@ -21,92 +21,26 @@ graph manager needs TransformerEngine.
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAME as _FORKED
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.graph_recorder import CudaRecorder, Recorder, Recording
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin, await_weights
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 
-class Recording(Protocol):
-    """Captured work that can be replayed on the same memory."""
-
-    def replay(self) -> None:
-        """Run the captured work."""
-
-
-class Recorder(Protocol):
-    """Captures work as recordings."""
-
-    def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Recording, torch.Tensor]:
-        """Capture ``work``; returns the recording and its result's buffer. ``draws``: it uses torch's generators."""
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's memory, without keeping it allocated."""
-
-    def finish(self) -> int:
-        """Finish capturing; returns the bytes that all recordings hold."""
-
-
-class CudaRecorder:
-    """Captures CUDA graphs into one memory pool."""
-
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        # destroying a graph of an earlier run during a capture is an error
-        gc.collect()
-        # else the pool cannot reuse the memory of the step before
-        torch.cuda.empty_cache()
-        self._before = torch.cuda.memory_reserved()
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    def record(self, work: Callable[[], torch.Tensor], draws: bool) -> tuple[Recording, torch.Tensor]:
-        """Capture; the device executes nothing."""
-        graph = torch.cuda.CUDAGraph()
-        if draws:  # the default generator is registered with every graph
-            graph.register_generator_state(get_cuda_rng_tracker().get_states()[_FORKED])
-        with torch.cuda.stream(self._stream):
-            # other threads (NCCL's watchdog) may query the device meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph, result
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Alias by address: the pool may reuse the memory for later captures."""
-        assert tensor.is_contiguous()
-        place = _Place(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-        return torch.as_tensor(place, device=tensor.device).view(tensor.dtype).view(tensor.shape)
-
-    def finish(self) -> int:
-        """Bytes of the memory pool."""
-        # a capture first writes the generators' device state on its own stream; replays write it on another
-        torch.cuda.synchronize()
-        return torch.cuda.memory_reserved() - self._before
-
-
-class _Place:
-    """Bytes on a GPU as ``__cuda_array_interface__``, which torch reads without taking ownership."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+class CaptureError(UserError):
+    """CUDA refused the capture of a layer; the state of its stream and generators is unknown."""
 
 
 class _Call(NamedTuple):
@@ -126,10 +60,10 @@ class _Call(NamedTuple):
 
 
 class _Pass:
-    """A layer's captured forward and backward pass for one kind of microbatch."""
+    """A layer's captured forward and backward pass for one kind of microbatch, the first of a step or a later one."""
 
-    def __init__(self, layer: _Layer) -> None:
-        self._layer = layer
+    def __init__(self, layer: _Layer, later: bool) -> None:
+        self._layer, self._later = layer, later
 
     def capture_forward(self, x: torch.Tensor, recorder: Recorder) -> torch.Tensor:
         """Capture the forward pass on x [s, b, h]; returns the output buffer, the next layer's input."""
@@ -150,10 +84,12 @@ class _Pass:
     ) -> tuple[Recording, torch.Tensor]:
         try:
             return recorder.record(work, draws=name == "forward")
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise UserError(
-                f"--cuda-graph-impl local: the {name} pass of layer {self._layer.module.layer_number} cannot be "
-                f"captured: {str(error).splitlines()[0]}; leave the flag out"
+            raise CaptureError(
+                f"CUDA graphs: the {name} pass of layer {self._layer.module.layer_number} cannot be captured: "
+                f"{str(error).splitlines()[0]}; use --cuda-graph-impl none"
             ) from error
 
     def _run_forward(self) -> torch.Tensor:
@@ -165,11 +101,34 @@ class _Pass:
 
     def _run_backward(self) -> torch.Tensor:
         dx, *grads = torch.autograd.grad(self._y, (self._leaf, *self._weights), self.dy)
-        for weight, grad in zip(self._weights, grads, strict=True):
-            if not weight.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                weight.main_grad.add_(grad)  # type: ignore[attr-defined]
+        left: list[tuple[torch.Tensor, torch.Tensor]] = [
+            (weight.main_grad, grad)  # type: ignore[attr-defined]
+            for weight, grad in zip(self._weights, grads, strict=True)
+            if not weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+        ]
+        _accumulate(left, overwrite=not self._later)
         del self._leaf, self._y, self._weights
         return dx.contiguous()
+
+
+def _accumulate(grads: Sequence[tuple[torch.Tensor, torch.Tensor]], overwrite: bool) -> None:
+    """Add (main gradient, gradient) pairs, or overwrite main gradients, in few launches.
+
+    torch adds tensors of several dtypes one by one. So biases and norms, which are many and small, become fp32 first.
+    """
+    if overwrite:
+        small, large = grads, []
+    else:
+        small = [pair for pair in grads if pair[0].dim() == 1]
+        large = [pair for pair in grads if pair[0].dim() > 1]
+    if small:
+        mains = [main for main, _ in small]
+        values = mains if overwrite else [torch.empty_like(main) for main in mains]
+        torch._foreach_copy_(values, [grad for _, grad in small])
+        if not overwrite:
+            torch._foreach_add_(mains, values)
+    for main, grad in large:
+        main.add_(grad)
 
 
 class _Layer:
@@ -260,6 +219,9 @@ class LayerGraphs:
         self._inside = self._captured = self._later = False
         self._microbatches = 0
         self._cached_weights: list[list[QuantizedTensor]] = []
+        self._zeroed = _other_gradients(model, [weight for layer in self._layers for weight in layer.weights])
+        for buffer in self._zeroed:
+            buffer.reset = partial(self._reset, buffer)
         for layer in self._layers:
             layer.module.forward = partial(self._forward, layer)
 
@@ -267,11 +229,20 @@ class LayerGraphs:
     def step(self) -> Iterator[None]:
         """Context of a training step's forward and backward passes; enter it before gradients are set to zero.
 
+        Layers stay eager if memory does not suffice for the capture, or a draw cannot be captured; ``say`` gets the
+        reason.
+
         Raises:
-            UserError: a layer cannot be captured.
+            CaptureError: CUDA refused the capture.
         """
-        if not self._captured and self._microbatches > self._several:
-            self._capture()
+        if self._layers and not self._captured and self._microbatches > self._several:
+            try:
+                self._capture()
+            except CaptureError:
+                raise
+            except (torch.OutOfMemoryError, UserError) as error:
+                self.drop()
+                self.say(f"CUDA graphs: off, {str(error).splitlines()[0]}")
         self._inside = True
         try:
             yield
@@ -283,8 +254,18 @@ class LayerGraphs:
         for layer in self._layers:
             del layer.module.forward
             layer.passes.clear()
-        self._layers, self._captured = [], False
+        for buffer in self._zeroed:
+            del buffer.reset
+        self._layers, self._zeroed, self._captured = [], {}, False
         self._cached_weights.clear()
+
+    def _reset(self, buffer: Any) -> None:
+        """Replacement of ``reset`` of a gradient buffer: in replayed steps, zeroes what no graph overwrites."""
+        if not (self._inside and self._captured):
+            type(buffer).reset(buffer)
+            return
+        for grads in self._zeroed[buffer]:
+            grads.zero_()
 
     def _forward(self, layer: _Layer, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replacement of ``TransformerLayer.forward``."""
@@ -318,7 +299,7 @@ class LayerGraphs:
                     linear_gemms.main_grad_is_zero = not later
                 x, dy = self._x, self._dy
                 for layer in layers:
-                    layer.passes[later] = _Pass(layer)
+                    layer.passes[later] = _Pass(layer, later)
                     x = layer.passes[later].capture_forward(x, recorder)
                 for layer in reversed(layers):
                     dy = layer.passes[later].capture_backward(dy, recorder)
@@ -348,6 +329,23 @@ class LayerGraphs:
             for linear_gemms in self._linear_gemms:
                 linear_gemms.weight_cache.clear()
                 linear_gemms.weight_cache.under_capture = linear_gemms.main_grad_is_zero = False
+
+
+def _other_gradients(model: Any, weights: Sequence[nn.Parameter]) -> dict[Any, list[torch.Tensor]]:
+    """Gradient buffer -> the ranges of gradients of all other weights; nothing ever writes between weights."""
+    overwritten = {id(weight) for weight in weights}
+    found: dict[Any, list[torch.Tensor]] = {}
+    for buffer in model.buffers + model.expert_parallel_buffers:
+        places = sorted(
+            (start, end) for weight, (start, end, _) in buffer.param_index_map.items() if id(weight) not in overwritten
+        )
+        merged: list[tuple[int, int]] = []
+        for start, end in places:
+            if merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, end))
+        found[buffer] = [buffer.grad_data[start:end] for start, end in merged]
+    return found
 
 
 def _dummies(weights: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:

@@ -22,6 +22,7 @@ from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import find, parse
+from megatron_lowprec.training.config.cuda_graphs import resolve_cuda_graphs, without_graphs
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths, keep_older_run, run_paths
@@ -185,9 +186,16 @@ def _plan(
     vocabulary = padded_vocab_size(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
-    gpu = _gpu(ranks)
+    gpu, automatic = _gpu(ranks), config.cuda_graph_impl == "auto"
+    config, more = resolve_cuda_graphs(config, recipe, gpus=gpu is not None)
+    notes = notes + more
     if gpu is not None and not config.no_memory_check:
-        notes = notes + memory_report.check(plan_memory(config, recipe, vocabulary, ranks.world_size, _arch()), gpu)
+        needed = plan_memory(config, recipe, vocabulary, ranks.world_size, _arch())
+        if automatic and config.cuda_graph_impl == "local" and memory_report.is_close(needed, gpu):
+            config, more = without_graphs(config), ["CUDA graphs: off, memory is close to the GPU's"]
+            needed = plan_memory(config, recipe, vocabulary, ranks.world_size, _arch())
+            notes = notes + more
+        notes = notes + memory_report.check(needed, gpu)
     schedule, later_notes = schedules.plan(config, total_samples(config))
     found, more = saved_state.find_checkpoint(config)
     later_notes += more

@@ -12,10 +12,12 @@ import torch
 
 from megatron_lowprec import get_recipe
 from megatron_lowprec.linear.capture_file import Capture, write_capture
+from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from tools import numerics
-from tools.numerics_lab import operand_error, recipe_diff
+from tools.numerics_lab import captured_products, operand_error, recipe_diff
 
 TOKENS, IN, OUT = 64, 96, 64
 
@@ -130,9 +132,34 @@ def test_both_commands_on_files(tmp_path: Path) -> None:
     assert (out / "recipe-diff.png").is_file()
 
 
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_blockwise", "fp8_rowwise"])
+def test_reference_outputs_are_the_beginning_of_the_product(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that emulates Hopper's accumulator takes the place of the GPU; it promotes no other GEMM."""
+    monkeypatch.setattr(captured_products, "SIZE", 48)
+
+    def product(_: Any, capture: Capture, gemm: str, step: Any) -> torch.Tensor:
+        wide = operand_error.prepared(capture, capture.recipe)
+        gemms = LinearGemms(capture.recipe, capture.linear_id, 1, AmaxHistory, emulate=True, emulate_accumulator=True)
+        for tensor, (history, slot) in gemms.histories.items():
+            history.in_effect[slot] = wide.amax_in_effect[tensor]
+        return operand_error.product(gemms, wide, gemm, step).bfloat16()
+
+    monkeypatch.setattr(captured_products, "product", product)
+    rows = {row["gemm"]: row for row in captured_products.equal_rows(capture_of("bf16"), get_recipe(recipe))}
+    assert list(rows) == list(GEMM_OPERANDS)
+    fast = [name for name, gemm in get_recipe(recipe).gemms.items() if gemm.fast_accumulation]
+    for name, row in rows.items():
+        assert row["length"] == {"fprop": IN, "dgrad": OUT, "wgrad": TOKENS}[name]
+        assert row["accumulation"] == ("fast" if name in fast else "promoted every 128")
+        assert row["equal" if name in fast else "fp32_sums"] == 1.0
+        assert row["equal" if name not in fast else "fp32_sums"] > 0.8
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["captured-products"], "name files that --capture-step wrote"),
+        (["captured-products", "FILE"], "compares with products of a Hopper GPU"),
         (["operand-error"], "name files that --capture-step wrote"),
         (["operand-error", "none.safetensors"], "none.safetensors: cannot be read"),
         (["operand-error", "FILE"], "no recipe that was asked quantizes"),

@@ -104,12 +104,11 @@ def rerun_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[RerunRecorder]:
     """Let --cuda-graph-impl local work with such recordings; the recorders that runs will have made."""
     from megatron.core import tensor_parallel
 
-    from megatron_lowprec.training import model
-    from megatron_lowprec.training.config import resolve
+    from megatron_lowprec.training import model, run
 
     found: list[RerunRecorder] = []
     seed = tensor_parallel.model_parallel_cuda_manual_seed
-    monkeypatch.setattr(resolve, "_check_cuda_graphs", lambda config, gpus: None)
+    monkeypatch.setattr(run, "resolve_cuda_graphs", lambda config, recipe, gpus: (config, []))
     monkeypatch.setattr(model, "LayerGraphs", partial(_rerun_graphs, recorders=found))
     monkeypatch.setattr(
         tensor_parallel,

@@ -1,10 +1,11 @@
-"""--cuda-graph-impl local: the bits of a run without it; what it cannot capture is refused."""
+"""--cuda-graph-impl: the bits of a run without graphs; reasons why layers cannot be captured."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -22,11 +23,13 @@ from megatron_lowprec.quantization import device_rng_step
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.quantization.random_stream import RandomStream
 from megatron_lowprec.quantization.transform import Transform
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.training import loop, model
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config import resolve
 from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.cuda_graphs import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.model import Trainer
@@ -38,41 +41,64 @@ from tests.training.test_deterministic import as_before  # noqa: F401 - for the 
 from tests.waiting import PATIENCE
 
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
+EAGER: dict[str, Any] = {"cuda_graph_impl": "none"}
 
 
 # ---- what is refused
 
 
-def resolved(gpus: bool = True, world_size: int = 1, **changes: Any) -> Config:
-    return resolve_run(resolve_model(parse(argv(**GRAPHS | changes))[0]), world_size, gpus)
+def resolved(
+    gpus: bool = True, world_size: int = 1, recipe: str = "bf16", asked: str = "local", **changes: Any
+) -> tuple[Config, list[str]]:
+    config = resolve_model(parse(argv(cuda_graph_impl=asked, **changes))[0])
+    return resolve_cuda_graphs(resolve_run(config, world_size, gpus), load_recipe(recipe), gpus)
 
 
-@pytest.mark.parametrize(
-    ("changes", "world_size", "said"),
-    [
-        ({"num_experts": 4}, 1, "follow the router; leave one of the two out"),
-        ({"pipeline_model_parallel_size": 2}, 2, "has several on their way; leave one of the two out"),
-        ({"recompute_granularity": "selective"}, 1, "--recompute-granularity selective runs twice; leave one"),
-        ({"distributed_backend": "gloo", "tensor_model_parallel_size": 2}, 2, "gloo runs on the host; use nccl"),
-    ],
-)
-def test_what_cannot_be_captured_is_refused(changes: dict[str, Any], world_size: int, said: str) -> None:
-    with pytest.raises(UserError, match=f"--cuda-graph-impl local .*{said}"):
-        resolved(world_size=world_size, **changes)
+OBSTACLES: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts": 4}, "the sizes of --num-experts 4 follow the router"),
+    (
+        {"pipeline_model_parallel_size": 2, "world_size": 2},
+        "has several microbatches on their way, and graphs hold the activations of one",
+    ),
+    ({"recompute_granularity": "selective"}, r"selective runs layers twice \(--recompute-gelu works\)"),
+    ({"log_quantization_interval": 1}, "runs layers kernel by kernel in every iteration"),
+    ({"distributed_backend": "gloo", "tensor_model_parallel_size": 2, "world_size": 2}, "collectives on the host"),
+    ({"recipe": "fp8_lm_o1"}, "recipe fp8_lm_o1 stores gradients in E4M3, at changing addresses"),
+    ({"recipe": "deepseek_v3"}, "recipe deepseek_v3 saves activations in formats of its own"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), OBSTACLES)
+def test_what_cannot_be_captured_is_named(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=f"--cuda-graph-impl local was given, but .*{reason}.*; leave one of"):
+        resolved(**changes)
+    config, (note,) = resolved(asked="auto", **changes)
+    assert config.cuda_graph_impl == "none"
+    assert re.search(f"^CUDA graphs: off, .*{reason}", note)
+
+
+def test_layers_are_captured_on_gpus_by_default() -> None:
+    assert parse(argv())[0].cuda_graph_impl == "auto"
+    config, notes = resolved(asked="auto", recompute_gelu=True)
+    assert (config.cuda_graph_impl, notes) == ("local", [])
+    config, notes = resolved(asked="none")
+    assert (config.cuda_graph_impl, notes) == ("none", [])
 
 
 def test_it_needs_gpus_and_layers_of_this_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--cuda-graph-impl local needs GPUs, and torch sees none; leave it out"):
+    with pytest.raises(UserError, match="--cuda-graph-impl local was given, but torch sees no GPU"):
         resolved(gpus=False)
+    config, notes = resolved(gpus=False, asked="auto")
+    assert (config.cuda_graph_impl, notes) == ("none", [])  # nothing to say on a CPU
     monkeypatch.setattr(resolve.importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match="layers, not --transformer-impl transformer_engine's"):
+    with pytest.raises(UserError, match="the layers are those of --transformer-impl transformer_engine"):
         resolved(transformer_impl="transformer_engine")
     with pytest.raises(UserError, match="--cuda-graph-impl: invalid choice: 'transformer_engine'"):
         parse(argv(cuda_graph_impl="transformer_engine"))
 
 
 def test_megatron_core_s_own_graphs_stay_out() -> None:
-    config = resolved(recompute_gelu=True, tensor_model_parallel_size=2, sequence_parallel=True, world_size=2)
+    config, _ = resolved(recompute_gelu=True, tensor_model_parallel_size=2, sequence_parallel=True, world_size=2)
     assert config.cuda_graph_impl == "local"
     assert model.transformer_config(config).cuda_graph_impl == "none"
 
@@ -229,7 +255,7 @@ def launch(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpu
 
 def check_replays(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpus: bool = False) -> None:
     """Each case with and without graphs, in one launch; where they differ first, and whether plain runs differ."""
-    plain = {name: {"log_params_norm": True} | options for name, options in cases.items()}
+    plain = {name: {"log_params_norm": True} | EAGER | options for name, options in cases.items()}
     pairs = (((f"{name}-plain", case), (f"{name}-replayed", case | GRAPHS)) for name, case in plain.items())
     printed = launch(folder, script, dict(chain(*pairs)), hide_gpus)
     assert printed.count("CUDA graphs: 3 layers captured") == len(cases), printed[-4000:]
@@ -264,6 +290,32 @@ def test_a_run_by_recordings_has_the_bits_of_a_plain_one(
     later = options["global_batch_size"] // 2 - 1
     step = [*range(6), *[*range(6, 12)] * later]
     assert recorder.replayed == step * 4
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory\nof 80 GiB"), UserError("a graph would repeat the draws")]
+)
+def test_layers_stay_eager_where_the_capture_ends_early(
+    drive: Drive,
+    digest: Digest,
+    recorders: list[RerunRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    drive(argv(save="plain", **SMALL))
+    plain, record = digest(), RerunRecorder.record
+
+    def ends(self: RerunRecorder, work: Callable[[], torch.Tensor], draws: bool) -> Any:
+        if len(self.made) == 4:
+            raise error
+        return record(self, work, draws)
+
+    monkeypatch.setattr(RerunRecorder, "record", ends)
+    drive(argv(save="recorded", **GRAPHS | SMALL))
+    assert (digest(), history("recorded")) == (plain, history("plain"))
+    assert len(recorders) == 1
+    assert capsys.readouterr().out.count(f"CUDA graphs: off, {str(error).splitlines()[0]}\n") == 1
 
 
 def test_each_kind_of_microbatch_has_run_before_it_is_captured(
@@ -319,7 +371,7 @@ def check_that_a_bad_number_is_traced(
         return row
 
     monkeypatch.setattr(loop, "_train_iteration", spoiled)
-    for name, flag in (("plain", {}), ("with graphs", GRAPHS)):
+    for name, flag in (("plain", EAGER), ("with graphs", GRAPHS)):
         drive(argv(save=name, **options | flag))
         printed = capsys.readouterr().out
         assert "iteration 4 skipped" in printed
@@ -354,7 +406,7 @@ def test_replays_have_the_bits_of_a_plain_run(
     drive: Drive, digest: Digest, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ON_GPU | GPU_CASES[case]
-    drive(argv(save="plain", **options))
+    drive(argv(save="plain", **EAGER | options))
     plain = digest()
     capsys.readouterr()
     drive(argv(save="replayed", **GRAPHS | options))
@@ -367,9 +419,9 @@ def test_replays_have_the_bits_of_a_plain_run(
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_rht_sr"])
 def test_replays_continue_from_checkpoints_of_either_kind(drive: Drive, digest: Digest, recipe: str) -> None:
     options = ON_GPU | {"no_save": None, "recipe": recipe, "save_interval": 3}
-    drive(argv(save="plain", **options))
+    drive(argv(save="plain", **EAGER | options))
     plain = digest()
-    for name, first, second in (("replayed", GRAPHS, GRAPHS), ("mixed", {}, GRAPHS)):
+    for name, first, second in (("replayed", GRAPHS, GRAPHS), ("mixed", EAGER, GRAPHS)):
         drive(argv(save=name, **options | first | {"exit_interval": 3}))
         drive(argv(save=name, **options | second))
         assert history(name) == history("plain")

@@ -103,7 +103,6 @@ def test_two_processes_compute_what_one_does(drive: Drive, tmp_path: Path) -> No
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "graphs": ({"cuda_graph_impl": "local"}, BOTH, "--cuda-graph-impl local was given"),
     "TransformerEngine": ({"transformer_impl": "transformer_engine"}, BOTH, "only this project's layers"),
     "Megatron-core's layers": ({"no_lowprec_linears": True}, BOTH, "Megatron-core's linear layers save"),
     "full recompute": (

@@ -67,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
         parts[name].add_argument(
             "--iterations", type=int, default=iterations, help="timed iterations (default: %(default)s)"
         )
-    parts["step"].add_argument("--cuda-graphs", action="store_true", help="repeat with --cuda-graph-impl local")
+    parts["step"].add_argument(
+        "--cuda-graphs", action="store_true", help="each recipe with --cuda-graph-impl none and local"
+    )
     parts["step"].add_argument(
         "--snapshots", action="store_true", help="repeat with a quantization-error snapshot in every step"
     )

@@ -277,6 +277,7 @@ def _te(shape: ExpertShape, device: torch.device, recipe: str) -> Block:
     weights = [*fc1.parameters(), *fc2.parameters()]
     for weight in weights:
         weight.main_grad = torch.zeros(weight.shape, device=device)
+        weight.overwrite_main_grad = True  # as ours, in a step's first microbatch
 
     def block(inputs: Inputs) -> torch.Tensor:
         with te.autocast(recipe=te_recipe(asked)) if asked.quantized else nullcontext():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec import convert
+from megatron_lowprec.linear.convert import convert
 from tools.bench.measure import Bench, errors, one_line
 from tools.bench.peers.layers import absent
 from tools.bench.report import Column, Report, Row, named, spread_columns

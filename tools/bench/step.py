@@ -57,6 +57,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
                 f"--cuda-graphs with --device {args.device} and --warm-up {args.warm_up}: layers are captured on a "
                 "GPU, in the second iteration; use --device cuda and --warm-up 2 or more"
             )
+        variants = {recipe: [*flags, "--cuda-graph-impl", "none"] for recipe, flags in variants.items()}
         variants |= {f"{recipe} graphs": ["--recipe", recipe, "--cuda-graph-impl", "local"] for recipe in recipes}
     if args.snapshots:
         quantized = [recipe for recipe in recipes if recipe != "bf16"]
@@ -82,7 +83,9 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         "update: the optimizer step alone, device idle before and after it; its own: Megatron-core's optimizer step",
     ]
     if args.cuda_graphs:
-        notes.append("graphs: layers replayed as CUDA graphs; what they keep is in reserved, not in peak memory")
+        notes.append(
+            "graphs: --cuda-graph-impl local, others none; what graphs keep is in reserved, not in peak memory"
+        )
     if args.snapshots:
         notes.append("snapshot: ms with a quantization-error snapshot in every step, less ms without")
     if args.peers:

@@ -31,6 +31,7 @@ def main(asked: dict[str, Any]) -> None:
     from megatron_lowprec.training import schedule as schedules
     from megatron_lowprec.training.config import te_checks
     from megatron_lowprec.training.config.arguments import parse
+    from megatron_lowprec.training.config.cuda_graphs import resolve_cuda_graphs
     from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run, total_samples
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
     from tools.bench.measure import Bench
@@ -43,6 +44,7 @@ def main(asked: dict[str, Any]) -> None:
     recipe = load_recipe(config.recipe, config.recipe_override)
     config, _ = resolve_recipe(resolve_model(config), recipe)
     config = resolve_run(config, ranks.world_size, gpus=on_gpu)
+    config, _ = resolve_cuda_graphs(config, recipe, gpus=on_gpu)
     te_checks.prepare(config, recipe)
     schedule, _ = schedules.plan(config, total_samples(config))
     tokenizer = tokenizer_of(config)

@@ -55,7 +55,7 @@ class FusedAdamW:
     def __init__(self, part: MegatronOptimizer) -> None:
         self._part = part
         self._inner: torch.optim.AdamW = part.optimizer
-        self._inner.step = self.step  # type: ignore[method-assign]
+        self._inner.step = self.step
         self.launched = False
         self._done = 0
         # the counter that _done was read from, and its version
@@ -112,7 +112,8 @@ class FusedAdamW:
 
     def _count(self) -> int:
         """Updates so far; read from the device only if something else has changed the state, such as a checkpoint."""
-        found = next((self._state(main)["step"] for main in self._weights() if main.grad is not None), None)
+        steps = (self._state(main)["step"] for main in self._weights() if main.grad is not None)
+        found: torch.Tensor | None = next(steps, None)
         if found is not None and (found is not self._counter or found._version != self._version):
             self._done, self._counter, self._version = int(found), found, found._version
         return self._done

@@ -139,8 +139,10 @@ class TrainingOptions:
     recompute_num_layers: int | None = arg(
         None, "layers of one recomputed chunk (uniform) or recomputed layers (block)"
     )
-    cuda_graph_impl: Literal["none", "local"] = arg(
-        "none", "local: capture each layer's forward and backward pass in CUDA graphs, to spare the host's time"
+    cuda_graph_impl: Literal["auto", "none", "local"] = arg(
+        "auto",
+        "local: capture each layer's forward and backward pass in CUDA graphs, so that the GPU does not wait for "
+        "Python; auto: on GPUs where layers can be captured",
     )
     max_skipped_steps: int = arg(
         10, "stop with a report after so many iterations in a row whose loss or gradient was not finite (ours)"

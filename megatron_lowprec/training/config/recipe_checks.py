@@ -14,17 +14,12 @@ def check_stored_gradients(config: Config, recipe: Recipe) -> None:
     Raises:
         UserError: names the option.
     """
-    why = {
-        "cuda_graph_impl": "captured graphs write gradients to fixed addresses",
-        "grad_reduce_in_bf16": "its gradients are never reduced in bf16",
-    }
-    for name, reason in why.items():
-        if getattr(config, name) not in (False, "none"):
-            raise UserError(
-                f"{flag(name)} was given, but recipe {recipe.name} stores gradients in "
-                f"{recipe.gradients.format.upper()}, and {reason}: leave the flag out, or set --recipe-override "
-                "gradients.accumulation=buffer"
-            )
+    if config.grad_reduce_in_bf16:
+        raise UserError(
+            f"{flag('grad_reduce_in_bf16')} was given, but recipe {recipe.name} stores gradients in "
+            f"{recipe.gradients.format.upper()}, and its gradients are never reduced in bf16: leave the flag out, or "
+            "set --recipe-override gradients.accumulation=buffer"
+        )
 
 
 def check_saved_activations(config: Config, recipe: Recipe) -> None:
@@ -36,7 +31,6 @@ def check_saved_activations(config: Config, recipe: Recipe) -> None:
     why = {
         "transformer_impl": ("local", "only this project's layers save them so"),
         "no_lowprec_linears": (False, "Megatron-core's linear layers save their own inputs"),
-        "cuda_graph_impl": ("none", "captured layers do not"),
     }
     if config.recompute_granularity == "full":
         why["recompute_granularity"] = (None, "recomputed layers save no activations")

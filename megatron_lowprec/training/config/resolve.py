@@ -297,40 +297,8 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         raise UserError("--transformer-impl transformer_engine needs GPUs, and torch sees none; leave it out")
 
 
-def _check_cuda_graphs(config: Config, gpus: bool) -> None:
-    """Check CUDA graphs: layers are captured whole, and replayed one microbatch after the other."""
-    if config.cuda_graph_impl == "none":
-        return
-    asked = f"--cuda-graph-impl {config.cuda_graph_impl}"
-    if not gpus:
-        raise UserError(f"{asked} needs GPUs, and torch sees none; leave it out")
-    if config.transformer_impl != "local":
-        raise UserError(f"{asked} captures this project's layers, not --transformer-impl {config.transformer_impl}'s")
-    architecture_of(config).mlp.check_cuda_graphs(config)
-    if config.pipeline_model_parallel_size > 1:
-        raise UserError(
-            f"{asked} keeps the activations of one microbatch, and --pipeline-model-parallel-size "
-            f"{config.pipeline_model_parallel_size} has several on their way; leave one of the two out"
-        )
-    if config.recompute_granularity is not None:
-        raise UserError(
-            f"{asked} cannot capture a layer that --recompute-granularity {config.recompute_granularity} runs twice; "
-            "leave one of the two out (--recompute-gelu works)"
-        )
-    if config.log_quantization_interval == 1:
-        raise UserError(
-            f"{asked} replays layers that --log-quantization-interval 1 runs kernel by kernel in every iteration; give "
-            "2 or more"
-        )
-    if config.distributed_backend == "gloo" and config.tensor_model_parallel_size > 1:
-        raise UserError(
-            f"{asked} captures tensor-parallel collectives, which --distributed-backend gloo runs on the host; use nccl"
-        )
-
-
 def _check_features(config: Config, gpus: bool) -> None:
     _check_implementation(config, gpus)
-    _check_cuda_graphs(config, gpus)
     if config.log_quantization_interval is not None and config.transformer_impl != "local":
         raise UserError(
             "--log-quantization-interval looks at this project's layers, not at --transformer-impl "

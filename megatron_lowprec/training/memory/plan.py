@@ -16,7 +16,7 @@ from megatron_lowprec.training.memory.activations import (
     recomputed_at_once,
 )
 from megatron_lowprec.training.memory.layout import Runs, microbatches_in_flight, stage_layers
-from megatron_lowprec.training.memory.weights import fp32_gradients, lasting
+from megatron_lowprec.training.memory.weights import fp32_gradients, graph_buffers, lasting
 
 GIB = 2.0**30
 
@@ -26,7 +26,8 @@ class MemoryPlan:
     """Bytes on a GPU of the pipeline stage with the largest peak.
 
     ``resident`` lasts through a step, ``kept`` is saved for backward, and of ``transient`` (allocated at different
-    times on top of both) the largest counts, and fp32 gradients beside those of the passes.
+    times on top of both) the largest counts, and fp32 gradients beside those of the passes. ``held`` is the part of
+    ``kept`` that CUDA graphs hold during the update.
     """
 
     runs: Runs
@@ -37,14 +38,15 @@ class MemoryPlan:
     resident: Mapping[str, float]
     kept: Mapping[str, float]
     transient: Mapping[str, float]
+    held: float = 0.0
 
     @property
     def peak(self) -> float:
-        """Most bytes allocated at once; activations are free by the time of the weight update."""
+        """Most bytes allocated at once; without graphs activations are free by the time of the weight update."""
         resident = sum(self.resident.values())
         passes = sum(self.kept.values()) + max(self.transient[name] for name in ("logits", "backward"))
         passes += self.transient["gradients"]
-        return resident + max(passes, self.transient["update"])
+        return resident + max(passes, self.held + self.transient["update"])
 
 
 def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "sm90") -> MemoryPlan:
@@ -70,4 +72,9 @@ def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: i
         "gradients": fp32_gradients(config, runs, vocabulary, gpus, stage),
         "update": update,
     }
-    return MemoryPlan(runs, stage, config.pipeline_model_parallel_size, gpus, in_flight, resident, kept, transient)
+    held = 0.0
+    if config.cuda_graph_impl == "local":
+        resident["buffers of CUDA graphs"] = graph_buffers(config, layers)
+        held = kept["layers"]
+    stages = config.pipeline_model_parallel_size
+    return MemoryPlan(runs, stage, stages, gpus, in_flight, resident, kept, transient, held)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.config.cuda_graphs import resolve_cuda_graphs
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_run
@@ -38,11 +39,11 @@ def planned(config: Config, recipe: Recipe, world_size: int, device: Device | No
         valid_data_path=None,
         test_data_path=None,
     )
-    config = resolve_run(without_data, gpus, gpus=True)
+    config, notes = resolve_cuda_graphs(resolve_run(without_data, gpus, gpus=True), recipe, gpus=True)
     vocabulary = padded_vocab_size(
         tokenizer_of(config).vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
-    return table(plan(config, recipe, vocabulary, gpus), config, recipe, device)
+    return notes + table(plan(config, recipe, vocabulary, gpus), config, recipe, device)
 
 
 def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | None) -> list[str]:
@@ -61,7 +62,7 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
         "logits": "logits and cross-entropy (*)",
         "backward": "backward of a layer (*)",
         "gradients": "gradients in fp32, until they are cast",
-        "update": "update of the weights, when no activations are left",
+        "update": f"update of the weights, {'beside' if found.held else 'without'} activations of the layers",
     }
     parts = {**found.kept, **found.transient}
     if not parts["gradients"]:  # in a buffer, which is resident
@@ -80,6 +81,11 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
 
 def _row(name: str, size: float) -> str:
     return f"  {name:<56}{size / GIB:>10.3f} GiB"
+
+
+def is_close(found: MemoryPlan, device: Device) -> bool:
+    """Whether what the allocator reserves may exceed the GPU's memory."""
+    return found.peak > _NEARLY * device.size
 
 
 def check(found: MemoryPlan, device: Device) -> list[str]:
@@ -105,5 +111,5 @@ def check(found: MemoryPlan, device: Device) -> list[str]:
             "--use-distributed-optimizer, or raise --tensor-model-parallel-size; --memory-plan shows all parts, "
             "--no-memory-check starts all the same"
         )
-    close = "; close: --memory-plan shows the parts" if share > _NEARLY else ""
+    close = "; close: --memory-plan shows the parts" if is_close(found, device) else ""
     return [f"memory: {found.peak / GIB:.1f} GiB planned of {device.size / GIB:.1f} on a GPU{close}"]

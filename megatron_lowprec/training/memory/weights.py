@@ -17,7 +17,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import data_parallel_size
 from megatron_lowprec.training.memory.layout import Runs, microbatches_of, stage_layers
 from megatron_lowprec.training.models.common.interface import Sharding
-from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, width_of
+from megatron_lowprec.training.models.common.rank_sizes import expert_tensor_ranks, stream_bytes, width_of
 from megatron_lowprec.training.models.sizes import has_bias, linear_sites, norm_weights, other_weights, sharding
 
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
@@ -112,6 +112,17 @@ def fp32_gradients(config: Config, runs: Runs, vocabulary: int, gpus: int, stage
     if stage in (0, config.pipeline_model_parallel_size - 1):
         together["embedding"] = vocabulary / config.tensor_model_parallel_size * require(config.hidden_size)
     return 4.0 * max(together.values())
+
+
+def graph_buffers(config: Config, layers: range) -> float:
+    """Bytes of what CUDA graphs of a stage's layers hold besides activations: the first layer's input, the last one's
+    gradient, and one placeholder as large as the largest weight.
+    """
+    sizes = [
+        site.in_features * site.out_features / sharding(config, site).tensor_ranks
+        for site in linear_sites(config, layers)
+    ]
+    return 2.0 * stream_bytes(config) + max(sizes) * width_of(config)
 
 
 def _kept_weights(config: Config, runs: Runs, gpus: int, stage: int) -> float:

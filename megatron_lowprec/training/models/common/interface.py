@@ -78,8 +78,8 @@ class Attention(Part, Protocol):
 class Mlp(Part, Protocol):
     """MLP of a layer."""
 
-    def check_cuda_graphs(self, config: Config) -> None:
-        """Reject --cuda-graph-impl for layers with data-dependent sizes."""
+    def graph_obstacle(self, config: Config) -> str | None:
+        """Why CUDA graphs cannot capture the part, such as sizes that depend on data; None if they can."""
 
     def fuses_bias_gelu(self, config: Config) -> bool:
         """Whether bias and GELU are fused into one kernel, which --recompute-gelu needs."""

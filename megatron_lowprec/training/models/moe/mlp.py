@@ -134,12 +134,9 @@ def check_parallelism(config: Config, data_parallel_size: int) -> None:
         raise UserError("--use-cpu-initialization would give every expert-parallel rank the same experts; leave it out")
 
 
-def check_cuda_graphs(config: Config) -> None:
-    """Reject CUDA graphs: the router determines an expert's number of tokens."""
-    raise UserError(
-        f"--cuda-graph-impl {config.cuda_graph_impl} captures layers whose sizes never change, and those of "
-        f"--num-experts {config.num_experts} follow the router; leave one of the two out"
-    )
+def graph_obstacle(config: Config) -> str | None:
+    """The router determines an expert's number of tokens."""
+    return f"the sizes of --num-experts {config.num_experts} follow the router"
 
 
 def transformer_fields(config: Config) -> dict[str, Any]:

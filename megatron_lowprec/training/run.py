@@ -177,6 +177,8 @@ def _plan(
     config: Config, paths: RunPaths, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks
 ) -> _Plan:
     """Tokenizer, schedule, and the checkpoint to resume from, checked for consistency."""
+    import torch
+
     from megatron_lowprec.training.checkpoint import resume as saved_state
     from megatron_lowprec.training.data.blend import check_paths, continued_phase
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
@@ -187,7 +189,7 @@ def _plan(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
     gpu, automatic = _gpu(ranks), config.cuda_graph_impl == "auto"
-    config, more = resolve_cuda_graphs(config, recipe, gpus=gpu is not None)
+    config, more = resolve_cuda_graphs(config, recipe, gpus=torch.cuda.is_available())
     notes = notes + more
     if gpu is not None and not config.no_memory_check:
         needed = plan_memory(config, recipe, vocabulary, ranks.world_size, _arch())

@@ -325,7 +325,8 @@ def test_a_layer_s_parts_are_named(drive: Drive, capsys: pytest.CaptureFixture[s
     drive(["--config", config, "--memory-plan", "--micro-batch-size", "16", "--global-batch-size", "16"])
     printed = capsys.readouterr().out
     assert "one of 1 GPUs" in printed
-    assert "33.2" in next(line for line in printed.splitlines() if "peak" in line)
+    # with 0.13 GiB of buffers of CUDA graphs
+    assert "33.38" in next(line for line in printed.splitlines() if "peak" in line)
     assert "input of linear_fc2" in printed
     assert not Path("runs").exists()
 

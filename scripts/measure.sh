@@ -172,7 +172,7 @@ megatron_lm() {
         --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 \
         --micro-batch-size 8 --train-iters 5 --lr 3e-4 --bf16 --mock-data --tokenizer-type NullTokenizer \
         --vocab-size 50256 --transformer-impl transformer_engine --no-gradient-accumulation-fusion --eval-iters 1 \
-        --log-interval 1 "$@"
+        --eval-interval 1000 --log-interval 1 "$@"
 }
 
 # A factory's losses belong beside those of the flags below it, which select the same numerics.

@@ -154,6 +154,7 @@ def _process_groups(device: torch.device) -> Iterator[None]:
 def _mlp(shape: ExpertShape, device: torch.device, linears: Sequence[type], grouped: bool) -> Any:
     """Megatron-core's experts with these linear layers."""
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -175,7 +176,9 @@ def _mlp(shape: ExpertShape, device: torch.device, linears: Sequence[type], grou
         use_cpu_initialization=device.type == "cpu",
         gradient_accumulation_fusion=False,
     )
+    # the same weights in each call: on a CPU from torch's generator, on a GPU from Megatron-core's
     torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
     submodules = MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])
     made = (LowPrecGroupedMLP if grouped else SequentialMLP)(
         shape.experts, config, submodules, pg_collection=ProcessGroupCollection.use_mpu_process_groups()

@@ -55,7 +55,15 @@ _SLURM = {
 _MEGATRON_LM = (
     *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--train-iters", "--lr", "--mock-data"),
     *("--tokenizer-type", "--vocab-size", "--transformer-impl", "--bf16", "--no-gradient-accumulation-fusion"),
-    *("--eval-iters", "--log-interval", "--global-batch-size", "--min-lr", "--lr-decay-style", "--lr-warmup-fraction"),
+    *(
+        "--eval-iters",
+        "--eval-interval",
+        "--log-interval",
+        "--global-batch-size",
+        "--min-lr",
+        "--lr-decay-style",
+        "--lr-warmup-fraction",
+    ),
     *("--weight-decay", "--clip-grad", "--use-distributed-optimizer", "--overlap-grad-reduce"),
     *("--overlap-param-gather", "--fp8-param-gather", "--spec"),
     *("--no-masked-softmax-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),

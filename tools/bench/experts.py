@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -183,9 +183,21 @@ def _mlp(shape: ExpertShape, device: torch.device, linears: Sequence[type], grou
     made = (LowPrecGroupedMLP if grouped else SequentialMLP)(
         shape.experts, config, submodules, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
     )
-    for weight in made.parameters():
-        weight.main_grad = torch.zeros(weight.shape, device=weight.device)
-    return made.to(device)
+    made = made.to(device)
+    _give_main_gradients(list(made.parameters()))
+    return made
+
+
+def _give_main_gradients(weights: Sequence[Any]) -> None:
+    """fp32 main gradients in one buffer, which all rows of a shape share to save memory."""
+    buffer = _main_gradients(sum(weight.numel() for weight in weights), weights[0].device)
+    for weight, part in zip(weights, buffer.split([weight.numel() for weight in weights]), strict=True):
+        weight.main_grad = part.view(weight.shape)
+
+
+@lru_cache(maxsize=1)
+def _main_gradients(entries: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(entries, device=device)
 
 
 def _ours(shape: ExpertShape, device: torch.device, recipe: str, grouped: bool) -> Block:
@@ -247,7 +259,7 @@ def _weights(shape: ExpertShape, device: torch.device) -> list[Any]:
     for size in ((shape.experts, 2 * shape.ffn, shape.hidden), (shape.experts, shape.hidden, shape.ffn)):
         weight = (0.02 * torch.randn(size, generator=generator)).to(device, torch.bfloat16)
         made.append(torch.nn.Parameter(weight))
-        made[-1].main_grad = torch.zeros(size, device=device)
+    _give_main_gradients(made)
     return made
 
 
@@ -278,8 +290,8 @@ def _te(shape: ExpertShape, device: torch.device, recipe: str) -> Block:
         for sizes in ((shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden))
     )
     weights = [*fc1.parameters(), *fc2.parameters()]
+    _give_main_gradients(weights)
     for weight in weights:
-        weight.main_grad = torch.zeros(weight.shape, device=device)
         weight.overwrite_main_grad = True  # as ours, in a step's first microbatch
 
     def block(inputs: Inputs) -> torch.Tensor:

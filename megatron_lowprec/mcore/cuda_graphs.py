@@ -209,6 +209,7 @@ class LayerGraphs:
 
     Attributes:
         say: called with one line about what was captured.
+        held_bytes: bytes that the graphs hold and torch's allocator does not count as allocated.
     """
 
     def __init__(self, model: nn.Module, several: bool, recorder: Callable[[], Recorder] = CudaRecorder) -> None:
@@ -217,6 +218,7 @@ class LayerGraphs:
         self._linear_gemms = [linear_gemms for layer in self._layers for linear_gemms in layer.linear_gemms]
         self._several, self._make_recorder = several, recorder
         self._inside = self._captured = self._later = False
+        self.held_bytes = self._eager_peak = 0
         self._microbatches = 0
         self._cached_weights: list[list[QuantizedTensor]] = []
         self._zeroed = _other_gradients(model, [weight for layer in self._layers for weight in layer.weights])
@@ -248,6 +250,10 @@ class LayerGraphs:
             yield
         finally:
             self._inside = False
+
+    def peak_bytes(self) -> int:
+        """Most bytes allocated at once so far, including those that graphs hold."""
+        return max(self._eager_peak, _peak_bytes(torch.device("cuda")) + self.held_bytes)
 
     def drop(self) -> None:
         """Restore the layers and free the graphs; call it before NCCL shuts down, since graphs may hold collectives."""
@@ -304,7 +310,11 @@ class LayerGraphs:
                 for layer in reversed(layers):
                     dy = layer.passes[later].capture_backward(dy, recorder)
                 self._cached_weights += [linear_gemms.weight_cache.tensors() for linear_gemms in self._linear_gemms]
+        self._eager_peak = _peak_bytes(device)
         kept = recorder.finish()
+        cached = [data for layer in self._cached_weights for w in layer for data in (w.rowwise_data, w.columnwise_data)]
+        allocated = {data.data_ptr(): data.nbytes for data in cached if data is not None}
+        self.held_bytes = max(0, kept - sum(allocated.values()))
         self._captured = True
         self.say(
             f"CUDA graphs: {len(layers)} layers captured, {2 * len(kinds) * len(layers)} graphs, in "
@@ -329,6 +339,10 @@ class LayerGraphs:
             for linear_gemms in self._linear_gemms:
                 linear_gemms.weight_cache.clear()
                 linear_gemms.weight_cache.under_capture = linear_gemms.main_grad_is_zero = False
+
+
+def _peak_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
 def _other_gradients(model: Any, weights: Sequence[nn.Parameter]) -> dict[Any, list[torch.Tensor]]:

@@ -29,7 +29,7 @@ class Recorder(Protocol):
         """The tensor's memory, without keeping it allocated."""
 
     def finish(self) -> int:
-        """Finish capturing; returns the bytes that all recordings hold."""
+        """Finish capturing; returns the bytes that all recordings hold. Peak memory statistics start anew."""
 
 
 class CudaRecorder:
@@ -71,6 +71,7 @@ class CudaRecorder:
         """Bytes of the memory pool."""
         # a capture first writes the generators' device state on its own stream; replays write it on another
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_reserved() - self._before
 
 

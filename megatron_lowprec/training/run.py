@@ -22,8 +22,8 @@ from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import find, parse
-from megatron_lowprec.training.config.cuda_graphs import resolve_cuda_graphs, without_graphs
 from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs, without_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.config.resolve import (
@@ -55,6 +55,7 @@ from megatron_lowprec.training.rampup import run_length
 if TYPE_CHECKING:
     import torch
 
+    from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
     from megatron_lowprec.training.checkpoint.resume import Saved
     from megatron_lowprec.training.data.batches import Data
     from megatron_lowprec.training.data.tokenizer import Tokenizer
@@ -298,7 +299,7 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
         if trainer.graphs is not None:
             trainer.graphs.drop()
     stops.finish()
-    peak = _peak_memory(device)
+    peak = _peak_memory(device, trainer.graphs)
     if peak is not None:
         log.say(f"memory: {peak / GIB:.1f} GiB allocated at most on a GPU")
     record.end(progress.iteration, peak)
@@ -324,14 +325,15 @@ def _gpu(ranks: Ranks) -> memory_report.Device | None:
     return memory_report.Device(found.name, found.total_memory)
 
 
-def _peak_memory(device: torch.device) -> int | None:
-    """Peak bytes allocated by torch on the fullest GPU of the run; a collective call."""
+def _peak_memory(device: torch.device, graphs: LayerGraphs | None) -> int | None:
+    """Peak bytes allocated by torch, or held by graphs, on the fullest GPU of the run; a collective call."""
     import torch
     import torch.distributed as dist
 
     if device.type != "cuda":
         return None
-    peak = torch.tensor(torch.cuda.max_memory_allocated(), dtype=torch.int64, device=device)
+    here = torch.cuda.max_memory_allocated() if graphs is None else graphs.peak_bytes()
+    peak = torch.tensor(here, dtype=torch.int64, device=device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)
 

@@ -29,7 +29,7 @@ from megatron_lowprec.training import loop, model
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config import resolve
 from megatron_lowprec.training.config.arguments import parse
-from megatron_lowprec.training.config.cuda_graphs import resolve_cuda_graphs
+from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.model import Trainer

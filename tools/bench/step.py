@@ -78,14 +78,12 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     notes = [
         f"one process and device, mock data; {args.warm_up} iterations before {args.iterations} timed ones",
         "ms: wall clock from one step's loss to the next one's: data, forward, backward, optimizer, scheduler",
-        "isolated: one step with the device idle before and after it; peak: allocated memory",
+        "isolated: one step with the device idle before and after it; peak: memory allocated or held by graphs",
         "kernels: sum of the kernels' times in a step; idle: GPU time between them under the profiler",
         "update: the optimizer step alone, device idle before and after it; its own: Megatron-core's optimizer step",
     ]
     if args.cuda_graphs:
-        notes.append(
-            "graphs: --cuda-graph-impl local, others none; what graphs keep is in reserved, not in peak memory"
-        )
+        notes.append("graphs: --cuda-graph-impl local, others none")
     if args.snapshots:
         notes.append("snapshot: ms with a quantization-error snapshot in every step, less ms without")
     if args.peers:

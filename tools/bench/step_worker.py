@@ -31,7 +31,7 @@ def main(asked: dict[str, Any]) -> None:
     from megatron_lowprec.training import schedule as schedules
     from megatron_lowprec.training.config import te_checks
     from megatron_lowprec.training.config.arguments import parse
-    from megatron_lowprec.training.config.cuda_graphs import resolve_cuda_graphs
+    from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
     from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run, total_samples
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
     from tools.bench.measure import Bench
@@ -78,7 +78,8 @@ def main(asked: dict[str, Any]) -> None:
         losses.append(result.loss)
         if not result.updated or not math.isfinite(result.loss):
             sys.exit(f"step {iteration}: loss {result.loss}, updated: {result.updated}")
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    held = trainer.graphs.held_bytes if trainer.graphs is not None else 0
+    peak = torch.cuda.max_memory_allocated() + held if on_gpu else 0
     reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
 
     def step() -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training.config.cuda_graphs import resolve_cuda_graphs
 from megatron_lowprec.training.config.fields import require
+from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_run
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of

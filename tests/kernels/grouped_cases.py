@@ -4,6 +4,9 @@
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -19,7 +22,7 @@ from megatron_lowprec.kernels.quantize.rule import MxRule
 from tests.kernels.interpreted import main
 from tests.kernels.mx_cases import MOMENT, difference
 
-ROWS = (5, 0, 33, 64, 1, 0)
+ROWS = (5, 0, 33, 70, 1, 0)
 SPANS = (ShardSlice(1 << 20, gate_offset=16, gate_stride=4096), ShardSlice(512))
 
 
@@ -78,30 +81,45 @@ def operand_differences(case: Case, device: str) -> list[str]:
 
 
 def product_differences(device: str, size: int = 1, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Products of small integers, whose sums are exact in any order.
+    """Products of small integers, whose sums are exact in any order, by every tiling.
 
     The interpreter multiplies bf16 numbers as their bits: elsewhere pass bf16.
     """
     from megatron_lowprec.kernels.grouped_gemm import triton
 
+    found = []
+    for number, tiling in enumerate(triton.TILINGS[torch.bfloat16]):
+        chosen = SimpleNamespace(choose=lambda *_, tiling=tiling: tiling)
+        with patch.object(triton, "_tuned", lambda *_, chosen=chosen: chosen):
+            # whole tiles, and parts of tiles with the first tiling and on a GPU
+            for n, k in [(256, 256)] + [(48 * size, 80 * size)] * (number == 0 or device != "cpu"):
+                found += _product_differences(triton, device, [count * size for count in ROWS], n, k, dtype)
+    return found
+
+
+def _product_differences(triton: Any, device: str, rows: list[int], n: int, k: int, dtype: torch.dtype) -> list[str]:
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
 
     generator = torch.Generator().manual_seed(0)
-    rows, n, k = [count * size for count in ROWS], 48 * size, 80 * size
     a = integers(sum(rows), k)
     found = []
     for b in ([integers(n, k) for _ in rows], [integers(k, n).t() for _ in rows]):
         want, got = (module.grouped_gemm(a, b, rows, alpha=0.5, out_dtype=dtype) for module in (gemm_reference, triton))
-        found += difference(f"product, strides {b[0].stride()}", got == want, got, want)
-    dy, overwrite = integers(sum(rows), n), [i % 2 == 0 for i in range(len(rows))]
-    for total_dtype, writes in ((torch.float32, overwrite), (torch.bfloat16, [True] * len(rows))):
-        before = [torch.full((n, k), 7.0, dtype=total_dtype, device=device) for _ in rows]
-        totals = [[total.clone() for total in before] for _ in range(2)]
+        found += difference(f"product [{n}, {k}], strides {b[0].stride()}", got == want, got, want)
+    dy, some, every = integers(sum(rows), n), [i % 2 == 0 for i in range(len(rows))], [True] * len(rows)
+    for total_dtype, writes, offset in (
+        (torch.float32, some, 0),
+        (torch.float32, some, 1),  # as gradients that follow one another without padding
+        (torch.float32, every, 0),
+        (torch.bfloat16, every, 0),
+    ):
+        room = torch.full((2, len(rows) * n * k + offset), 7.0, dtype=total_dtype, device=device)
+        totals = [list(each[offset:].view(-1, n, k).unbind()) for each in room]
         for module, own in zip((gemm_reference, triton), totals, strict=True):
             module.grouped_wgrad_(dy, a, rows, own, alpha=0.5, overwrite=writes)
         want, got = torch.stack(totals[0]), torch.stack(totals[1])
-        found += difference(f"weight gradient, {total_dtype}", got == want, got, want)
+        found += difference(f"weight gradient [{n}, {k}], {total_dtype}", got == want, got, want)
     return found
 
 

@@ -1,6 +1,8 @@
 """One launch for all products of a group, addresses in a table; equal to ``reference.py`` but for the order of sums."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -8,9 +10,33 @@ import triton
 import triton.language as tl
 
 from megatron_lowprec.kernels.grouped_quantize.triton import group_of
+from megatron_lowprec.kernels.tuning import Tuned
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_TILE, _STEP, _WARPS, _STAGES = 128, 64, 8, 4  # not tuned
+
+
+class Tiling(NamedTuple):
+    """Rows and columns of a program's tile, terms of the contraction at once, warps, stages of the pipeline."""
+
+    BM: int
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+# A tile changes no sum: the terms of an output are added in the order of k. Stages of fp32 take twice the memory.
+TILINGS = {
+    torch.bfloat16: (
+        Tiling(128, 128, 64, 8, 4),
+        Tiling(128, 256, 64, 8, 3),
+        Tiling(128, 256, 64, 8, 4),
+        Tiling(256, 128, 64, 8, 3),
+        Tiling(128, 128, 64, 4, 4),
+        Tiling(64, 256, 64, 4, 4),
+    ),
+    torch.float32: (Tiling(128, 128, 32, 8, 3),),
+}
 
 
 @triton.jit
@@ -24,32 +50,46 @@ def _grouped_gemm_kernel(
     stride_k,
     alpha,
     ELEMENT: tl.constexpr,
+    EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Table, int64 [4, GROUPS]: address of b, rows, first row, first tile."""
+    """Table, int64 [4, GROUPS]: address of b, rows, first row, first tile.
+
+    EVEN: N and K are multiples of the tile's.
+    """
     tiles_n = tl.cdiv(N, BN)
     row_tile = tl.program_id(0) // tiles_n
     matrix = group_of(table_ptr + 3 * GROUPS, row_tile, GROUPS, PADDED)
     b_ptr = tl.multiple_of(tl.load(table_ptr + matrix).to(tl.pointer_type(ELEMENT)), 16)
-    M = tl.load(table_ptr + GROUPS + matrix).to(tl.int32)
-    first_row = tl.load(table_ptr + 2 * GROUPS + matrix)
-    m = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.int32)) * BM + tl.arange(0, BM)
-    n = (tl.program_id(0) % tiles_n) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    a_rows = a_ptr + (first_row + m)[:, None] * K
-    b_rows = b_ptr + n.to(tl.int64)[None, :] * stride_n
+    first_m = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix).to(tl.int32)) * BM
+    first_n = (tl.program_id(0) % tiles_n) * BN
+    M = tl.load(table_ptr + GROUPS + matrix).to(tl.int32) - first_m
+    first_row = tl.load(table_ptr + 2 * GROUPS + matrix) + first_m
+    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    # 64-bit addresses of tiles, 32-bit offsets inside
+    a_tile = a_ptr + first_row * K
+    b_tile = b_ptr + first_n.to(tl.int64) * stride_n
+    a_offsets = m[:, None] * K + k[None, :]
+    b_offsets = n[None, :] * stride_n + k[:, None] * stride_k
     total = tl.zeros([BM, BN], tl.float32)
     for first in range(0, K, BK):
-        at = first + k
-        a = tl.load(a_rows + at[None, :], mask=(m < M)[:, None] & (at < K)[None, :], other=0.0)
-        b = tl.load(b_rows + at.to(tl.int64)[:, None] * stride_k, mask=(n < N)[None, :] & (at < K)[:, None], other=0.0)
+        if EVEN:
+            a = tl.load(a_tile + a_offsets, mask=(m < M)[:, None], other=0.0)
+            b = tl.load(b_tile + b_offsets)
+        else:
+            inside = first + k < K
+            a = tl.load(a_tile + a_offsets, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+            b = tl.load(b_tile + b_offsets, mask=(first_n + n < N)[None, :] & inside[:, None], other=0.0)
         total = tl.dot(a, b, total)
+        a_tile += BK
+        b_tile += BK * stride_k
     out = (total * alpha).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (first_row + m)[:, None] * N + n[None, :], out, mask=(m < M)[:, None] & (n < N)[None, :])
+    out_tile = out_ptr + first_row * N + first_n
+    tl.store(out_tile + m[:, None] * N + n[None, :], out, mask=(m < M)[:, None] & (first_n + n < N)[None, :])
 
 
 @triton.jit
@@ -61,33 +101,63 @@ def _grouped_wgrad_kernel(
     N,
     alpha,
     TOTAL: tl.constexpr,
+    ADDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Table, int64 [4, GROUPS]: address of the total, rows, first row, whether it is overwritten."""
+    """Table, int64 [4, GROUPS]: address of the total, rows, first row, whether it is overwritten.
+
+    ADDS: some total is not overwritten. ALIGNED: all of them begin at multiples of 16 bytes. EVEN: M and N are
+    multiples of the tile's.
+    """
     tiles_n = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * tiles_n
     matrix = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     total_ptr = tl.load(table_ptr + matrix).to(tl.pointer_type(TOTAL))
+    if ALIGNED:
+        total_ptr = tl.multiple_of(total_ptr, 16)
     rows = tl.load(table_ptr + GROUPS + matrix).to(tl.int32)
     first_row = tl.load(table_ptr + 2 * GROUPS + matrix)
-    overwrite = tl.load(table_ptr + 3 * GROUPS + matrix) != 0
-    m = (tile // tiles_n) * BM + tl.arange(0, BM)
-    n = (tile % tiles_n) * BN + tl.arange(0, BN)
+    first_m, first_n = (tile // tiles_n) * BM, (tile % tiles_n) * BN
+    m, n, k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    # 64-bit addresses of tiles, 32-bit offsets inside
+    a_tile = a_ptr + first_row * M + first_m
+    b_tile = b_ptr + first_row * N + first_n
+    a_offsets = k[:, None] * M + m[None, :]
+    b_offsets = k[:, None] * N + n[None, :]
+    in_m, in_n = first_m + m < M, first_n + n < N
     product = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, rows, BK):
-        k = first + tl.arange(0, BK)
-        row = (first_row + k)[:, None]
-        a = tl.load(a_ptr + row * M + m[None, :], mask=(k < rows)[:, None] & (m < M)[None, :], other=0.0)
-        b = tl.load(b_ptr + row * N + n[None, :], mask=(k < rows)[:, None] & (n < N)[None, :], other=0.0)
+    whole = 0
+    if EVEN:  # without masks, but for the last rows
+        whole = rows // BK * BK
+        for _ in range(0, whole, BK):
+            product = tl.dot(tl.trans(tl.load(a_tile + a_offsets)), tl.load(b_tile + b_offsets), product)
+            a_tile += BK * M
+            b_tile += BK * N
+    for first in range(whole, rows, BK):
+        inside = (first + k < rows)[:, None]
+        a = tl.load(a_tile + a_offsets, mask=inside & in_m[None, :], other=0.0)
+        b = tl.load(b_tile + b_offsets, mask=inside & in_n[None, :], other=0.0)
         product = tl.dot(tl.trans(a), b, product)
-    at = total_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    before = tl.load(at, mask=inside & (overwrite == 0), other=0.0).to(tl.float32)
-    tl.store(at, (before + product * alpha).to(TOTAL), mask=inside)
+        a_tile += BK * M
+        b_tile += BK * N
+    at = total_ptr + first_m.to(tl.int64) * N + first_n + m[:, None] * N + n[None, :]
+    mask = in_m[:, None] & in_n[None, :]
+    product *= alpha
+    if ADDS:
+        adds = tl.load(table_ptr + 3 * GROUPS + matrix) == 0
+        product += tl.load(at, mask=mask & adds, other=0.0).to(tl.float32)
+    tl.store(at, product.to(TOTAL), mask=mask)
+
+
+@lru_cache(maxsize=256)
+def _tuned(name: str, dtype: torch.dtype) -> Tuned[Tiling]:
+    return Tuned(name, TILINGS[dtype])
 
 
 def grouped_gemm(
@@ -97,13 +167,14 @@ def grouped_gemm(
     (T, K), (N, _), device = a.shape, b[0].shape, a.device
     out = torch.empty((T, N), dtype=out_dtype, device=device)
     count = np.array(rows, dtype=np.int64)
-    tiles = -(-count // _TILE)
-    programs = int(tiles.sum()) * -(-N // _TILE)
-    if programs:
-        table = np.stack(
-            (np.array([one.data_ptr() for one in b]), count, count.cumsum() - count, tiles.cumsum() - tiles)
-        )
-        _grouped_gemm_kernel[(programs,)](
+    if not count.any():
+        return out
+    addresses = np.array([one.data_ptr() for one in b])
+
+    def run(tiling: Tiling) -> None:
+        tiles = -(-count // tiling.BM)
+        table = np.stack((addresses, count, count.cumsum() - count, tiles.cumsum() - tiles))
+        _grouped_gemm_kernel[(int(tiles.sum()) * -(-N // tiling.BN),)](
             a,
             out,
             torch.from_numpy(table).to(device, non_blocking=True),
@@ -112,14 +183,18 @@ def grouped_gemm(
             *b[0].stride(),
             alpha,
             ELEMENT=_DTYPES[a.dtype],
+            EVEN=N % tiling.BN == 0 and K % tiling.BK == 0,
             GROUPS=len(b),
             PADDED=triton.next_power_of_2(len(b)),
-            BM=_TILE,
-            BN=_TILE,
-            BK=_STEP,
-            num_warps=_WARPS,
-            num_stages=_STAGES,
+            BM=tiling.BM,
+            BN=tiling.BN,
+            BK=tiling.BK,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
+
+    kind = f"grouped product of [{N}, {K}], {'transposed' if b[0].stride(1) != 1 else 'row-major'}"
+    run(_tuned(kind, a.dtype).choose(T * K, run, device))
     return out
 
 
@@ -134,26 +209,31 @@ def grouped_wgrad_(
 ) -> None:
     """As the reference."""
     (M, N), count = totals[0].shape, np.array(rows, dtype=np.int64)
-    table = np.stack(
-        (
-            np.array([total.data_ptr() for total in totals]),
-            count,
-            count.cumsum() - count,
-            np.array(overwrite, dtype=np.int64),
+
+    def launch(tiling: Tiling, addresses: Sequence[int], overwrites: Sequence[bool]) -> None:
+        table = np.stack((np.array(addresses), count, count.cumsum() - count, np.array(overwrites, dtype=np.int64)))
+        _grouped_wgrad_kernel[(len(totals) * -(-M // tiling.BM) * -(-N // tiling.BN),)](
+            a,
+            b,
+            torch.from_numpy(table).to(a.device, non_blocking=True),
+            M,
+            N,
+            alpha,
+            TOTAL=_DTYPES[totals[0].dtype],
+            ADDS=not all(overwrites),
+            ALIGNED=all(address % 16 == 0 for address in addresses),
+            EVEN=M % tiling.BM == 0 and N % tiling.BN == 0,
+            GROUPS=len(totals),
+            BM=tiling.BM,
+            BN=tiling.BN,
+            BK=tiling.BK,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
-    )
-    _grouped_wgrad_kernel[(len(totals) * -(-M // _TILE) * -(-N // _TILE),)](
-        a,
-        b,
-        torch.from_numpy(table).to(a.device, non_blocking=True),
-        M,
-        N,
-        alpha,
-        TOTAL=_DTYPES[totals[0].dtype],
-        GROUPS=len(totals),
-        BM=_TILE,
-        BN=_TILE,
-        BK=_STEP,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
+
+    def measure(tiling: Tiling) -> None:
+        scratch = torch.empty_like(totals[0]).data_ptr()  # measuring must not add to the gradients
+        launch(tiling, [scratch] * len(totals), [True] * len(totals))
+
+    tiling = _tuned(f"grouped weight gradient [{M}, {N}]", a.dtype).choose(a.numel(), measure, a.device)
+    launch(tiling, [total.data_ptr() for total in totals], overwrite)

@@ -181,7 +181,7 @@ def fp8_differences(device: str, size: int = 1) -> list[str]:
         for module, own in zip((fp8_reference, triton), totals, strict=True):
             fmt = torch.float8_e5m2 if granularity == "tensor" else torch.float8_e4m3fn
             operands = dy[0].float().to(fmt), dy_scale, x8[0], of_x[granularity]
-            overwrite = [True, True, False, False]
+            overwrite = [True, True, granularity == "tensor", granularity == "tensor"]
             module.grouped_fp8_wgrad_(*operands, rows, own, granularity=granularity, overwrite=overwrite)
         want, got = torch.stack(totals[0]), torch.stack(totals[1])
         found += difference(f"FP8 weight gradient, {granularity} scales", got == want, got, want)

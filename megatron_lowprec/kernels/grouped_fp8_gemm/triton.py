@@ -63,20 +63,24 @@ def _grouped_fp8_gemm_kernel(
     row_tile = tl.program_id(0) // tiles_n
     tile_n = tl.program_id(0) % tiles_n
     matrix = group_of(table_ptr + 3 * GROUPS, row_tile, GROUPS, PADDED)
-    own = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix)) * _BLOCK + tl.arange(0, _BLOCK)
-    m = tl.load(table_ptr + GROUPS + matrix) + own
-    n = tile_n * _BLOCK + tl.arange(0, _BLOCK)
-    k = tl.arange(0, _BLOCK)
+    first_own = (row_tile - tl.load(table_ptr + 3 * GROUPS + matrix)) * _BLOCK
+    first_m = tl.load(table_ptr + GROUPS + matrix) + first_own
+    at = tl.arange(0, _BLOCK)
+    m, first_n = first_m + at, tile_n * _BLOCK
+    in_n = first_n + at < N
     group = matrix.to(tl.int64)
-    a_rows = a_ptr + m[:, None] * K
+    # 64-bit addresses of tiles, 32-bit offsets inside
+    a_tile = a_ptr + first_m * K
     b_ptr = tl.multiple_of(tl.load(table_ptr + 4 * GROUPS + matrix).to(tl.pointer_type(ELEMENT)), 16)
-    b_rows = b_ptr + n.to(tl.int64)[None, :] * b_n
+    b_tile = b_ptr + first_n.to(tl.int64) * b_n
+    a_offsets = at[:, None] * K + at[None, :]
+    b_offsets = at[None, :] * b_n + at[:, None]
     b_scales = b_scale_ptr + group * b_scale_group + tile_n * b_scale_n
     total = tl.zeros([_BLOCK, _BLOCK], tl.float32)
     for block in range(tl.cdiv(K, _BLOCK)):
-        at = block * _BLOCK + k
-        a = tl.load(a_rows + at[None, :], mask=(at < K)[None, :], other=0.0)
-        b = tl.load(b_rows + at[:, None], mask=(n < N)[None, :] & (at < K)[:, None], other=0.0)
+        in_k = block * _BLOCK + at < K
+        a = tl.load(a_tile + a_offsets, mask=in_k[None, :], other=0.0)
+        b = tl.load(b_tile + b_offsets, mask=in_n[None, :] & in_k[:, None], other=0.0)
         if SCALES == BLOCKS:
             a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k)
             total += tl.dot(a, b) * a_scale[:, None] * tl.load(b_scales + block)
@@ -84,14 +88,16 @@ def _grouped_fp8_gemm_kernel(
             total = tl.dot(a, b, total)
         else:
             total += tl.dot(a, b)
+        a_tile += _BLOCK
+        b_tile += _BLOCK
     if SCALES == ROW:
-        b_scale = tl.load(b_scale_ptr + group * N + n, mask=n < N, other=0.0)
+        b_scale = tl.load(b_scale_ptr + group * N + first_n + at, mask=in_n, other=0.0)
         total = total * tl.load(a_scale_ptr + m)[:, None] * b_scale[None, :]
     elif SCALES != BLOCKS:
         total = total * tl.load(a_scale_ptr + matrix) * tl.load(b_scale_ptr + matrix)
-    rows = tl.load(table_ptr + 2 * GROUPS + matrix) + own
-    mask = (own < tl.load(table_ptr + matrix))[:, None] & (n < N)[None, :]
-    tl.store(out_ptr + rows[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+    out_tile = out_ptr + (tl.load(table_ptr + 2 * GROUPS + matrix) + first_own) * N + first_n
+    mask = (first_own + at < tl.load(table_ptr + matrix))[:, None] & in_n[None, :]
+    tl.store(out_tile + at[:, None] * N + at[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -109,48 +115,61 @@ def _grouped_fp8_wgrad_kernel(
     b_scale_n,
     b_scale_k,
     TOTAL: tl.constexpr,
+    ADDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SCALES: tl.constexpr,
     FAST: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Table, int64 [4, GROUPS]: address of the total, blocks of rows, first block, whether it is overwritten."""
+    """Table, int64 [4, GROUPS]: address of the total, blocks of rows, first block, whether it is overwritten.
+
+    ADDS: some total is not overwritten. ALIGNED: all of them begin at multiples of 16 bytes.
+    """
     tiles_n = tl.cdiv(N, _BLOCK)
     tiles = tl.cdiv(M, _BLOCK) * tiles_n
     matrix = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     total_ptr = tl.load(table_ptr + matrix).to(tl.pointer_type(TOTAL))
+    if ALIGNED:
+        total_ptr = tl.multiple_of(total_ptr, 16)
     blocks = tl.load(table_ptr + GROUPS + matrix).to(tl.int32)
     first_block = tl.load(table_ptr + 2 * GROUPS + matrix)
-    overwrite = tl.load(table_ptr + 3 * GROUPS + matrix) != 0
-    m = (tile // tiles_n).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
-    n = (tile % tiles_n).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
-    k = tl.arange(0, _BLOCK)
+    first_m, first_n = (tile // tiles_n) * _BLOCK, (tile % tiles_n) * _BLOCK
+    at = tl.arange(0, _BLOCK)
+    m, n = (first_m + at).to(tl.int64), (first_n + at).to(tl.int64)
+    in_m, in_n = m < M, n < N
+    # 64-bit addresses of tiles and of their rows, 32-bit offsets inside
+    a_rows = a_ptr + m * tokens + first_block * _BLOCK
+    b_rows = b_ptr + n * tokens + first_block * _BLOCK
     product = tl.zeros([_BLOCK, _BLOCK], tl.float32)
     for step in range(blocks):
-        block = first_block + step
-        at = block * _BLOCK + k
-        a = tl.load(a_ptr + m[:, None] * tokens + at[None, :], mask=(m < M)[:, None], other=0.0)
-        b = tl.load(b_ptr + n[None, :] * tokens + at[:, None], mask=(n < N)[None, :], other=0.0)
+        a = tl.load(a_rows[:, None] + at[None, :], mask=in_m[:, None], other=0.0)
+        b = tl.load(b_rows[None, :] + at[:, None], mask=in_n[None, :], other=0.0)
         if SCALES == BLOCKS:
-            a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k, mask=m < M, other=0.0)
-            b_scale = tl.load(b_scale_ptr + n * b_scale_n + block * b_scale_k, mask=n < N, other=0.0)
+            block = first_block + step
+            a_scale = tl.load(a_scale_ptr + m * a_scale_m + block * a_scale_k, mask=in_m, other=0.0)
+            b_scale = tl.load(b_scale_ptr + n * b_scale_n + block * b_scale_k, mask=in_n, other=0.0)
             product += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
         elif FAST:
             product = tl.dot(a, b, product)
         else:
             product += tl.dot(a, b)
+        a_rows += _BLOCK
+        b_rows += _BLOCK
     # the scale of a matrix without rows may be anything
     group = matrix.to(tl.int64)
     if SCALES == ROW:
-        a_scale = tl.load(a_scale_ptr + group * M + m, mask=m < M, other=0.0)
-        b_scale = tl.load(b_scale_ptr + group * N + n, mask=n < N, other=0.0)
+        a_scale = tl.load(a_scale_ptr + group * M + m, mask=in_m, other=0.0)
+        b_scale = tl.load(b_scale_ptr + group * N + n, mask=in_n, other=0.0)
         product = tl.where(blocks > 0, product * a_scale[:, None] * b_scale[None, :], 0.0)
     elif SCALES != BLOCKS:
         product = tl.where(blocks > 0, product * tl.load(a_scale_ptr + group) * tl.load(b_scale_ptr + group), 0.0)
-    at = total_ptr + m[:, None] * N + n[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    before = tl.load(at, mask=inside & (overwrite == 0), other=0.0).to(tl.float32)
-    tl.store(at, (before + product).to(TOTAL), mask=inside)
+    out = total_ptr + first_m.to(tl.int64) * N + first_n + at[:, None] * N + at[None, :]
+    inside = in_m[:, None] & in_n[None, :]
+    if ADDS:
+        adds = tl.load(table_ptr + 3 * GROUPS + matrix) == 0
+        product += tl.load(out, mask=inside & adds, other=0.0).to(tl.float32)
+    tl.store(out, product.to(TOTAL), mask=inside)
 
 
 def pad_groups(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -237,6 +256,8 @@ def grouped_fp8_wgrad_(
         *(a_scale.stride() if of_blocks else (0, 0)),
         *(b_scale.stride() if of_blocks else (0, 0)),
         TOTAL=_DTYPES[totals[0].dtype],
+        ADDS=not all(overwrite),
+        ALIGNED=all(total.data_ptr() % 16 == 0 for total in totals),
         SCALES=_NUMBERS[granularity],
         FAST=fast_accumulation,
         GROUPS=len(totals),

@@ -3,9 +3,9 @@
 ``python -m tests.kernels.grouped_cases`` runs all under Triton's interpreter and prints what differs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -81,23 +81,28 @@ def operand_differences(case: Case, device: str) -> list[str]:
 
 
 def product_differences(device: str, size: int = 1, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Products of small integers, whose sums are exact in any order, by every tiling.
+    """Products of small integers, whose sums are exact in any order.
 
     The interpreter multiplies bf16 numbers as their bits: elsewhere pass bf16.
     """
+    return _product_differences(device, [count * size for count in ROWS], 48 * size, 80 * size, dtype)
+
+
+def tiling_differences(device: str, dtype: torch.dtype = torch.float32) -> list[str]:
+    """The same of whole tiles, by every tiling."""
     from megatron_lowprec.kernels.grouped_gemm import triton
 
     found = []
-    for number, tiling in enumerate(triton.TILINGS[torch.bfloat16]):
+    for tiling in triton.TILINGS[torch.bfloat16]:
         chosen = SimpleNamespace(choose=lambda *_, tiling=tiling: tiling)
         with patch.object(triton, "_tuned", lambda *_, chosen=chosen: chosen):
-            # whole tiles, and parts of tiles with the first tiling and on a GPU
-            for n, k in [(256, 256)] + [(48 * size, 80 * size)] * (number == 0 or device != "cpu"):
-                found += _product_differences(triton, device, [count * size for count in ROWS], n, k, dtype)
+            found += _product_differences(device, ROWS, 256, 256, dtype)
     return found
 
 
-def _product_differences(triton: Any, device: str, rows: list[int], n: int, k: int, dtype: torch.dtype) -> list[str]:
+def _product_differences(device: str, rows: Sequence[int], n: int, k: int, dtype: torch.dtype) -> list[str]:
+    from megatron_lowprec.kernels.grouped_gemm import triton
+
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
 
@@ -230,7 +235,8 @@ def cast_differences(device: str) -> list[str]:
 def differences(device: str) -> tuple[int, list[str]]:
     """Number of cases, and what differs."""
     found = [line for case in CASES for line in operand_differences(case, device)]
-    return len(CASES) + 3, found + product_differences(device) + fp8_differences(device) + cast_differences(device)
+    found += product_differences(device) + tiling_differences(device)
+    return len(CASES) + 4, found + fp8_differences(device) + cast_differences(device)
 
 
 if __name__ == "__main__":

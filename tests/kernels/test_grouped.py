@@ -10,6 +10,7 @@ from tests.kernels.grouped_cases import (
     fp8_differences,
     operand_differences,
     product_differences,
+    tiling_differences,
 )
 from tests.kernels.interpreted import assert_no_differences
 
@@ -29,6 +30,11 @@ def test_compiled_quantizer_equals_the_reference(case: Case) -> None:
 @pytest.mark.parametrize("size", [1, 16])
 def test_compiled_products_equal_the_reference(size: int) -> None:
     assert product_differences("cuda", size, torch.bfloat16) == []
+
+
+@pytest.mark.gpu
+def test_compiled_products_of_every_tiling_equal_the_reference() -> None:
+    assert tiling_differences("cuda", torch.bfloat16) == []
 
 
 @pytest.mark.gpu

@@ -8,7 +8,9 @@
 #   graphs     a step of 345M with and without CUDA graphs, at batch 16 and 2
 #   linear     a linear layer under each recipe and with TransformerEngine and torchao, and the quantizers
 #   experts    the experts of a 16B layer, grouped and one after the other, with torch and TransformerEngine
+#   convert    a step of Hugging Face models under convert, with torchao
 #   memory     peak memory with and without --recompute-gelu and --fp8-param-gather
+#   activations  peak memory of a 1.3B dense model and a 2B mixture of experts, each saving of deepseek_v3 on and off
 #   configs    100 steps of the configs gpt_345m and gpt_1.3b, at a small batch
 #   large      10 steps of gpt_6.7b, tensor-parallel on all GPUs
 #   scaling    weak scaling from one GPU to all
@@ -21,7 +23,8 @@
 #   medium     five recipes at 125M
 #   lm         fp8_lm and fp8_delayed: step, update and memory, 345M on one GPU and on all, and a short run
 #   clients    five steps of 345M in Megatron-LM with TransformerEngine, by quantizer factories and by its own flags
-#   megatron   a step of 345M in this driver, in Megatron-LM under --spec, and there with TransformerEngine
+#   megatron   a step of 345M in this driver, in Megatron-LM under --spec, and there with TransformerEngine; and what
+#              Megatron-LM's own timers say of its parts
 #   interrupt  a run on two GPUs, stopped by SIGTERM and resumed, against an undisturbed one
 #
 # Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
@@ -34,7 +37,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear experts memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear experts convert memory activations configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -86,6 +89,10 @@ experts() {
     done
 }
 
+convert() {
+    run python -m tools.bench hugging_face --peers torchao --out "$out/convert.json"
+}
+
 memory() {
     local model batch recipe failed=0
     for model in 345m:16 1.3b:8; do
@@ -95,6 +102,26 @@ memory() {
             train "memory/${model%:*}-${recipe// --/-}" 1 --config "configs/models/gpt_${model%:*}.yaml" --train-iters 8 \
                 --micro-batch-size "$batch" --global-batch-size "$batch" --use-distributed-optimizer --recipe $recipe ||
                 failed=1
+        done
+    done
+    return $failed
+}
+
+activations() {
+    local model recipe failed=0 saved="--recipe-override activations"
+    local common="--config configs/models/gpt_1.3b.yaml --swiglu --disable-bias-linear --normalization RMSNorm
+        --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 4 --train-iters 5"
+    local -A models=(
+        [dense]="--ffn-hidden-size 5504"
+        [experts]="--num-layers 12 --num-attention-heads 16 --num-experts 16 --moe-router-topk 2
+            --moe-ffn-hidden-size 1408 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+    )
+    for model in dense experts; do
+        for recipe in bf16 fp8_blockwise "fp8_blockwise $saved.attention_output=e5m6" \
+            "fp8_blockwise $saved.swiglu_input=e4m3" "fp8_blockwise --fp8-param-gather" deepseek_v3; do
+            # shellcheck disable=SC2086 # several words each
+            train "activations/$model-$(tr -cs 'a-z0-9\n' - <<<"$recipe")" 1 $common ${models[$model]} \
+                --recipe $recipe || failed=1
         done
     done
     return $failed
@@ -200,7 +227,8 @@ megatron() {
         [fp8_blockwise]="--fp8-format e4m3 --fp8-recipe blockwise"
     )
     local size="--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 16 --train-iters 40 --log-interval 5"
-    local spread="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    local spread="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+        --cross-entropy-loss-fusion"
     local spec="--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
         --spec megatron_lowprec.specs"
     export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -210,6 +238,8 @@ megatron() {
         # shellcheck disable=SC2086 # several words each
         megatron_lm $size $spread $spec "$recipe" || failed=1
     done
+    # shellcheck disable=SC2086
+    megatron_lm $size $spread $spec bf16 --timing-log-level 2 || failed=1
     for recipe in bf16 fp8_delayed fp8_blockwise; do
         # shellcheck disable=SC2086
         megatron_lm $size $spread ${te[$recipe]} || failed=1
@@ -258,7 +288,7 @@ for part in "$@"; do
         part=layouts
     fi
     if ! declare -F "$part" >/dev/null || [[ $part =~ ^(run|train|study|megatron_lm)$ ]]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear experts memory configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear experts convert memory activations configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

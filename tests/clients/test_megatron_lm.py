@@ -5,13 +5,13 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.clients.megatron_lm import MegatronLM, NotAvailableError, obtain
+from tests.clients.megatron_lm import MegatronLM, NotAvailableError, Run, obtain
 from tests.docs.markdown import fences
 from tests.environment import ROOT, python_path
 from tests.waiting import PATIENCE
@@ -180,17 +180,34 @@ def test_a_missing_flag_is_named(megatron_lm: MegatronLM) -> None:
     assert "pass --no-gradient-accumulation-fusion" in done.output
 
 
-def test_the_documented_command_runs(megatron_lm: MegatronLM) -> None:
-    (command,) = [fence.body for fence in fences(ROOT / "docs/guide/megatron-lm.md") if "--spec" in fence.body]
-    launcher, number, ranks, script, *arguments = shlex.split(command.replace("\\\n", " "))
-    assert [launcher, number, ranks, script] == ["torchrun", "--nproc-per-node", "8", "Megatron-LM/pretrain_gpt.py"]
-    # Of the same flags the last counts: a model for two CPU processes. Flags that the command lacks stay out.
+def run_small(megatron_lm: MegatronLM, arguments: Sequence[str]) -> Run:
+    """A command for GPUs on a model for two CPU processes: of the same flags the last counts.
+
+    Flags of evaluation stay out, so that the command needs its own.
+    """
     kept = {"--eval-interval", "--eval-iters"}
     small = [word for at, word in enumerate(MODEL) if word not in kept and MODEL[at - 1] not in kept]
     done = megatron_lm.run(*arguments, *small, *STOCK, ranks=2)
     assert done.codes == [0, 0], done.output[-4000:]
-    assert "recipe mxfp4_rht_sr: " in done.output
     assert len(done.losses) == 8
+    return done
+
+
+def test_the_documented_command_runs(megatron_lm: MegatronLM) -> None:
+    (command,) = [fence.body for fence in fences(ROOT / "docs/guide/megatron-lm.md") if "--spec" in fence.body]
+    launcher, number, ranks, script, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert [launcher, number, ranks, script] == ["torchrun", "--nproc-per-node", "8", "Megatron-LM/pretrain_gpt.py"]
+    assert "recipe mxfp4_rht_sr: " in run_small(megatron_lm, arguments).output
+
+
+def test_the_measured_command_runs(megatron_lm: MegatronLM, tmp_path: Path) -> None:
+    script = ["bash", str(ROOT / "scripts/measure.sh"), "--dry-run", str(tmp_path), "megatron"]
+    told = subprocess.run(script, env={**os.environ, "GPUS": "2"}, capture_output=True, text=True, check=True).stdout
+    commands = [shlex.split(line) for line in told.splitlines()]
+    measured = [words for words in commands if words[-2:] == ["megatron_lowprec.specs", "fp8_delayed"]]
+    assert len(measured) == 1
+    at = measured[0].index("Megatron-LM/pretrain_gpt.py")
+    assert "recipe fp8_delayed: " in run_small(megatron_lm, measured[0][at + 1 :]).output
 
 
 def test_a_file_and_overrides(megatron_lm: MegatronLM, tmp_path: Path) -> None:

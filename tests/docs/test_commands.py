@@ -65,7 +65,7 @@ _MEGATRON_LM = (
         "--lr-warmup-fraction",
     ),
     *("--weight-decay", "--clip-grad", "--use-distributed-optimizer", "--overlap-grad-reduce"),
-    *("--overlap-param-gather", "--fp8-param-gather", "--spec"),
+    *("--overlap-param-gather", "--fp8-param-gather", "--spec", "--cross-entropy-loss-fusion", "--timing-log-level"),
     *("--no-masked-softmax-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
 )
 
@@ -287,7 +287,14 @@ _FOREIGN = {
     *("--num-layers-at-end-in-bf16",),
     *("--no-deps", "--no-bias-gelu-fusion", "--apply-layernorm-1p"),
     # Megatron-LM's, which tests/clients runs
-    *("--spec", "--qk-layernorm", "--fp4-format", "--te-precision-config-file", "--attention-backend"),
+    *(
+        "--spec",
+        "--qk-layernorm",
+        "--cross-entropy-loss-fusion",
+        "--fp4-format",
+        "--te-precision-config-file",
+        "--attention-backend",
+    ),
     "--reset-attention-mask",
     *("--moe-layer-freq", "--ckpt-format", "--dist-ckpt-strictness", "--fp8-format"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins

@@ -3,9 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
 
-import psutil
 import pytest
 import torch
 
@@ -32,20 +30,6 @@ def pytest_collection_finish() -> None:
     # modules and collected tests stay until the end: later collections skip half a million objects
     gc.collect()
     gc.freeze()
-
-
-_THREADS = 128  # those of one module
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    try:
-        return (yield)
-    finally:
-        # Models and process groups in reference cycles keep gloo's threads, which wake up all the time: hundreds of
-        # them take a core.
-        if psutil.Process().num_threads() > _THREADS:
-            gc.collect()
 
 
 @pytest.fixture

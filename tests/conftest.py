@@ -11,9 +11,11 @@ WHOLE_RUNS = {"drive", "checkpoints"}
 """Fixtures that train in this process: a second or more, and a process beside it for each checkpoint."""
 
 
+if not torch.cuda.is_available():  # as the driver does, before a folder's conftest imports Megatron-core
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
 def pytest_configure() -> None:
-    if not torch.cuda.is_available():  # as the driver does, before anything imports Megatron-core
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # several workers share few cores (make test); a test of seconds gains nothing from more threads
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and all that it would start

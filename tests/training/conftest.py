@@ -40,15 +40,15 @@ def driving(folder: Path) -> Iterator[Drive]:
         yield call
         torch.set_num_threads(threads)
         take_down()
+        free_models()
 
 
 def take_down() -> None:
-    """Destroy what a run that ended by an error has left, and free the models and process groups of any run."""
+    """Destroy what a run that ended by an error has left."""
     if dist.is_initialized():
         destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-    free_models()
 
 
 @pytest.fixture

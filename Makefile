@@ -17,6 +17,9 @@ RELEASE_TESTS ?= tests/mcore tests/training/test_run.py tests/training/checkpoin
 LAYOUT_PARITY ?= $(MATRIX)
 FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/fault-injection.md)
 
+# Tests start hundreds of processes that import this package: its bytecode is written, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Names are tried by running them: a name on the PATH may be a shim without an interpreter behind it.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \

@@ -3,9 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
 
-import psutil
 import pytest
 import torch
 
@@ -13,9 +11,11 @@ WHOLE_RUNS = {"drive", "checkpoints"}
 """Fixtures that train in this process: a second or more, and a process beside it for each checkpoint."""
 
 
+if not torch.cuda.is_available():  # as the driver does, before a folder's conftest imports Megatron-core
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
 def pytest_configure() -> None:
-    if not torch.cuda.is_available():  # as the driver does, before anything imports Megatron-core
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # several workers share few cores (make test); a test of seconds gains nothing from more threads
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, and all that it would start
@@ -32,20 +32,6 @@ def pytest_collection_finish() -> None:
     # modules and collected tests stay until the end: later collections skip half a million objects
     gc.collect()
     gc.freeze()
-
-
-_THREADS = 128  # those of one module
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    try:
-        return (yield)
-    finally:
-        # Models and process groups in reference cycles keep gloo's threads, which wake up all the time: hundreds of
-        # them take a core.
-        if psutil.Process().num_threads() > _THREADS:
-            gc.collect()
 
 
 @pytest.fixture

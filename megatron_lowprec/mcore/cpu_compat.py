@@ -2,8 +2,9 @@
 
 Megatron-core names the device in three ways: ``torch.cuda.*`` calls, the literal ``device="cuda"``, and
 ``Tensor.cuda()`` / ``Tensor.type()``. A facade replaces the module-global name ``torch`` for the first two, in modules
-under ``megatron.core`` only; torch itself is unchanged. The third requires patching two methods of ``torch.Tensor``. A
-TorchFunctionMode cannot replace them: it is inactive while autograd runs backward.
+under ``megatron.core`` only. The third requires patching two methods of ``torch.Tensor``. A TorchFunctionMode cannot
+replace them: it is inactive while autograd runs backward. The constructor of gloo groups is the only other change in
+torch.
 
 Only ``install()`` has effects; with CUDA available it only binds one missing name.
 """
@@ -50,6 +51,7 @@ def install(package: str = "megatron.core") -> None:
     _replace_rng_state()
     _replace_tensor_methods()
     _replace_moe_splits()
+    _share_gloo_device()
     # Megatron-core warns that a fork of the RNG tracker changes the CPU's state, which is intended here.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
@@ -190,3 +192,25 @@ def _replace_moe_splits() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _share_gloo_device() -> None:
+    """Create later gloo groups with the device of the first one.
+
+    A device has a thread that polls 100 times a second. Megatron-core creates about 20 groups, whose own devices would
+    take several percent of a core in each process.
+    """
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    construct = gloo.__init__
+    shared: list[Any] = []
+
+    @functools.wraps(construct)
+    def with_shared_device(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+        options, timeout = gloo._Options(), kwargs.get("timeout")
+        if shared and timeout is not None:
+            options._devices, options._threads, options._timeout = shared, 2 * len(shared), timeout
+            args, kwargs = (options,), {}
+        construct(self, store, rank, size, *args, **kwargs)
+        shared[:] = shared or self.options._devices
+
+    gloo.__init__ = with_shared_device

@@ -8,6 +8,7 @@ answers with a line of the ranks' exit codes. Forking saves the imports, which t
 
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -67,6 +68,8 @@ def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        for helper in multiprocessing.active_children():  # Megatron-core's checkpoint writer would outlive the run
+            helper.kill()
         os._exit(code)
 
 

@@ -7,7 +7,6 @@ the error of the mean at up to 128 ranks, simulated in one process.
 from __future__ import annotations
 
 import math
-import multiprocessing
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale, round_to_format
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import GradientSpec
+from tests.launch import forks
 from tests.waiting import PATIENCE
 
 RANKS = 3
@@ -104,7 +104,7 @@ def worker(rank: int, store: str, answers: Any) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the ranks hold afterwards, their parts joined; ``mu`` of each rank."""
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     answers, store = context.Queue(), tmp_path_factory.mktemp("gradients") / "store"
     processes = [context.Process(target=worker, args=(rank, str(store), answers)) for rank in range(RANKS)]
     for process in processes:

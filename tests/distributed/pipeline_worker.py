@@ -6,7 +6,6 @@ Each run is made as the driver makes it, into NAME, and again with every stage's
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -62,9 +61,6 @@ def main(cases: Path) -> None:
             with recorded(keep) as freed:
                 run([*arguments, "--save", name], ranks)
             found[name] = freed
-            gc.collect()  # process groups lie in cycles, and each keeps threads that poll
-            if len(found) == 1:
-                gc.freeze()  # modules, which the first run imports: later collections skip them
     Path(f"stage{ranks.rank}.json").write_text(json.dumps(found))
 
 

@@ -1,16 +1,18 @@
 """A part of ``make test-layout-parity``: each layout once, each family of recipes once.
 
-The one-process runs use this process. Two launches, of two and of four processes, rebuild their model-parallel groups
-for each layout.
+The one-process runs use this process. Two launches, of two processes by the tool and of four, rebuild their
+model-parallel groups for each layout.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.launch import fork_ranks
 from tests.once import once
 from tests.training.conftest import driving
 from tools.layout_parity import layouts, plan, worker
@@ -81,13 +83,15 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
 
 
 def run(folder: Path) -> None:
-    one, *several = launches(folder)
+    one, two, four = launches(folder)
     with driving(folder):
         worker.main({"out": str(folder / "one.rows.jsonl"), "groups": one.groups})
     runner = Runner(folder)
-    for launch in several:
-        runner.run([launch])
-        assert runner.done[-1].code == 0, runner.done[-1].said
+    runner.run([two])
+    assert runner.done[0].code == 0, runner.done[0].said
+    job = folder / "four.json"
+    job.write_text(json.dumps({"out": str(folder / "four.rows.jsonl"), "groups": four.groups}))
+    fork_ranks(4, ["-m", "tools.layout_parity.worker", str(job)])
 
 
 def test_the_cover_is_whole() -> None:

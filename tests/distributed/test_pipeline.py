@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.launch import fork_ranks
 from tests.once import once
-from tests.training.helpers import argv, losses, torchrun
+from tests.training.helpers import argv, losses
 
 STEPS, MICROBATCHES = 3, 4
 COMMON: dict[str, Any] = {
@@ -50,9 +51,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
     def run(folder: Path) -> None:
         (folder / "cases.json").write_text(json.dumps({name: argv(**COMMON | more) for name, more in RUNS.items()}))
-        done = torchrun(2, ["cases.json"], folder, script="tests/distributed/pipeline_worker.py")
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-        (folder / "said").write_text(done.stderr)
+        printed = fork_ranks(2, ["tests/distributed/pipeline_worker.py", "cases.json"], folder)
+        (folder / "said").write_text(printed)
 
     folder = once(tmp_path_factory, "pipeline", run)
     return folder, (folder / "said").read_text()

@@ -5,6 +5,7 @@ kernels with a reference and returns what is wrong; it calls ``main`` where it i
 """
 
 import dataclasses
+import inspect
 import os
 import runpy
 import subprocess
@@ -39,11 +40,37 @@ class _PatchOnce:
         self._patched.clear()
 
 
+def _cache_shapes(core: Any) -> None:
+    """Compute the attributes that a block type and a tensor derive from a shape once a shape."""
+    block_type, tensor = core.block_type.__init__, core.tensor.__init__
+    of_types, of_tensors = dict[tuple[Any, ...], Any](), dict[tuple[Any, ...], Any]()
+
+    def type_init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(getattr(size, "value", size) for size in shape)
+        if key not in of_types:
+            block_type(self, element_ty, shape)
+            of_types[key] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = of_types[key]
+        self.name = f"<{text}, {element_ty}>"
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in of_tensors:
+            tensor(self, handle, type)
+            of_tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[key]
+
+    core.block_type.__init__, core.tensor.__init__ = type_init, tensor_init
+
+
 def remove_interpreter_overhead() -> None:
     """Skip repeated work of Triton's interpreter, over half of its time; no result depends on it.
 
     Each device function call searches Triton's modules for functions to replace. Each operation builds a table of
-    dtypes. Integer operations compute an overflow assertion, which the interpreter drops unless ``debug`` is set.
+    dtypes, and wraps each size of its result's shape several times. Integer operations compute an overflow assertion,
+    which the interpreter drops unless ``debug`` is set.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -57,7 +84,17 @@ def remove_interpreter_overhead() -> None:
             dtypes[dtype.name] = numpy_dtype(dtype)
         return dtypes[dtype.name]
 
+    builtins = dict[Any, list[tuple[str, Any]]]()
+
+    def patch_builtin(module: Any, *rest: Any) -> None:
+        if module not in builtins:
+            builtins[module] = inspect.getmembers(module, tl.core.is_builtin)
+        for name, member in builtins[module]:
+            interpreter._patch_attr(module, name, member, *rest)
+
+    _cache_shapes(tl.core)
     interpreter._patch_lang = _PatchOnce(interpreter._patch_lang)
+    interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = cached
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -93,4 +130,5 @@ def main(differences: Callable[[str], tuple[int, list[str]]]) -> None:
 
 if __name__ == "__main__":
     remove_interpreter_overhead()
-    runpy.run_module(sys.argv[1], run_name="__main__")
+    del sys.argv[0]  # the module's own command line
+    runpy.run_module(sys.argv[0], run_name="__main__")

@@ -1,14 +1,6 @@
-"""Checks of converted models on two processes; ``test_convert_distributed.py`` starts it once, by torchrun.
+"""Checks of converted models on two processes; ``test_convert_distributed.py`` starts it once, by torchrun."""
 
-Each check is a function that asserts on both ranks. Rank 0 writes one JSON object: name -> "" or what went wrong on
-either rank.
-"""
-
-import json
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +17,7 @@ from megatron_lowprec import UserError, convert, get_recipe
 from megatron_lowprec.linear.fp8_all_gather import enable_fp8_all_gather
 from megatron_lowprec.linear.lowprec_linear import LowPrecLayer
 from megatron_lowprec.recipe.parsing import load_recipe
+from tests.checks import run_checks
 from tests.linear.tiny_models import Gpt2Block, LlamaBlock, TinyModel, build, tokens_of
 
 RECIPES = ("fp8_current", "mxfp8", "fp8_delayed", "mxfp4_rht_sr", "fp8_mxfp4_rht_sr")
@@ -288,26 +281,14 @@ check(optimizer_within_the_backward_pass)
 check(wrapped_models_are_refused)
 
 
-def main(path: str) -> None:
+def main() -> None:
     # made before the process group exists: its ranks would draw alike
     early = convert(build(), "mxfp4_rht_sr")
     dist.init_process_group("gloo")
     with pytest.raises(UserError, match="convert ran before init_process_group, so all 2 ranks would round alike"):
         early(tokens_of(0))
-    faults: dict[str, str] = {}
-    for name, function in CHECKS.items():
-        try:
-            function()
-            fault = ""
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - reported with its traceback
-            fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        both: list[Any] = [None, None]
-        dist.all_gather_object(both, fault)
-        faults[name] = "\n".join(filter(None, both))
-    if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(faults), encoding="utf-8")
-    dist.destroy_process_group()
+    run_checks(CHECKS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -1,14 +1,11 @@
 """Layers with experts whose tokens travel as codes, and as bf16: two processes with expert parallelism.
 
-``test_token_dispatch.py`` starts it, by torchrun. On a CPU the GEMMs are emulated. On GPUs they are native where the
-GPU has them, over NCCL. Rank 0 writes one JSON object: check -> "" or what went wrong.
+``test_token_dispatch.py`` starts it. On a CPU the GEMMs are emulated. On GPUs they are native where the
+GPU has them, over NCCL.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +24,7 @@ from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.fp8_dispatch import dispatched_bytes
 from megatron_lowprec.recipe.schema import GemmSpec, QuantSpec, Recipe
+from tests.checks import run_checks
 from tests.mcore.recomputation import bounded_recomputation
 
 HIDDEN, FFN, SEQUENCE, BATCH, EXPERTS, TOPK = 256, 128, 12, 2, 4, 2
@@ -514,7 +512,7 @@ if DEVICE == "cuda":
     CHECKS = {name: check for name, check in CHECKS.items() if name.startswith(("bits", "bytes", "uneven", "one"))}
 
 
-def main(out: str) -> None:
+def main() -> None:
     from megatron_lowprec.mcore.cpu_compat import install
 
     install()
@@ -526,22 +524,8 @@ def main(out: str) -> None:
         torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
-    results: dict[str, str] = {}
-    chosen = sys.argv[2:] or list(CHECKS)
-    for name in chosen:
-        fault = ""
-        try:
-            CHECKS[name]()
-        except Exception:  # noqa: BLE001  reported by name, and the other checks still run
-            fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        faults: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(faults, fault)
-        results[name] = "".join(faults)
-    if dist.get_rank() == 0:
-        with open(out, "w") as file:
-            json.dump(results, file)
-    dist.destroy_process_group()
+    run_checks(CHECKS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -1,6 +1,6 @@
 """A GPT through the fused kernels and without them: two tensor-parallel processes under Triton's interpreter, or a GPU.
 
-``test_fused_model.py`` starts it, by torchrun. Rank 0 writes one JSON object: check -> "" or what went wrong.
+``test_fused_model.py`` starts it, by torchrun.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.mcore.fusion import GradOutputChannel
+from tests.checks import run_checks
 from tests.kernels.interpreted import remove_interpreter_overhead
 from tests.mcore.recomputation import bounded_recomputation
 
@@ -499,7 +498,7 @@ CHECKS |= {
 }
 
 
-def main(out: str) -> None:
+def main() -> None:
     from megatron_lowprec.mcore.cpu_compat import install
 
     install()
@@ -511,21 +510,8 @@ def main(out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    results: dict[str, str] = {}
-    for name, check in CHECKS.items():
-        fault = ""
-        try:
-            check()
-        except Exception:  # noqa: BLE001  reported by name, and the other checks still run
-            fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        faults: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(faults, fault)
-        results[name] = "".join(faults)
-    if dist.get_rank() == 0:
-        with open(out, "w") as file:
-            json.dump(results, file)
-    dist.destroy_process_group()
+    run_checks(CHECKS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

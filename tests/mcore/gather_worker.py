@@ -1,14 +1,11 @@
 """A GPT whose ranks gather FP8 codes, and one whose ranks gather bf16: two processes with sequence parallelism.
 
 ``test_fp8_gather.py`` starts it, by torchrun. On a CPU the GEMMs are emulated, or native under Triton's interpreter. On
-GPUs they are native, over NCCL. Rank 0 writes one JSON object: check -> "" or what went wrong.
+GPUs they are native, over NCCL.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,6 +22,7 @@ from megatron_lowprec import UserError, get_recipe
 from megatron_lowprec.recipe.coverage import LinearSite
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from megatron_lowprec.training.memory.transfers import layer_transfers
+from tests.checks import run_checks
 from tests.kernels.interpreted import remove_interpreter_overhead
 from tests.mcore.fused_worker import (
     BATCH,
@@ -284,7 +282,7 @@ CHECKS["header"] = header
 CHECKS["refusals"] = refusals
 
 
-def main(out: str) -> None:
+def main() -> None:
     from megatron_lowprec.mcore.cpu_compat import install
 
     install()
@@ -298,21 +296,8 @@ def main(out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    results: dict[str, str] = {}
-    for name, check in CHECKS.items():
-        fault = ""
-        try:
-            check()
-        except Exception:  # noqa: BLE001  reported by name, and the other checks still run
-            fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        faults: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(faults, fault)
-        results[name] = "".join(faults)
-    if dist.get_rank() == 0:
-        with open(out, "w") as file:
-            json.dump(results, file)
-    dist.destroy_process_group()
+    run_checks(CHECKS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -1,12 +1,12 @@
 """Megatron-core's process groups in a world of one process."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from megatron_lowprec.mcore import cpu_compat
+from tests.freeing import free_models
 
 
 @contextmanager
@@ -22,4 +22,4 @@ def one_process() -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        gc.collect()  # models and groups in reference cycles keep a thread each
+        free_models()

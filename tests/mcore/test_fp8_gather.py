@@ -1,35 +1,20 @@
 """--fp8-sequence-parallel-gather on two processes: one launch of ``gather_worker.py``, which runs all of its checks."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.environment import ROOT, python_path
+from tests.checks import assert_none_failed
+from tests.launch import torchrun
 from tests.mcore import gather_worker
-from tests.waiting import PATIENCE
 
 
 def run(out: Path, **environment: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.mcore.gather_worker", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **python_path(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = torchrun(2, ["-m", "tests.mcore.gather_worker", str(out)], **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    results = json.loads(out.read_text())
-    assert list(results) == list(gather_worker.CHECKS)
-    failed = {name: fault for name, fault in results.items() if fault}
-    assert not failed, "\n\n".join(f"{name}\n{fault}" for name, fault in failed.items())
+    assert_none_failed(out, gather_worker.CHECKS)
 
 
 @pytest.mark.slow

@@ -1,12 +1,5 @@
-"""Checks of the Megatron-core layers on two processes; ``test_layers_distributed.py`` starts it once, by torchrun.
+"""Checks of the Megatron-core layers on two processes; ``test_layers_distributed.py`` starts it once."""
 
-Each check is a function that asserts on both ranks. Rank 0 writes one JSON object: name -> "" or what went wrong on
-either rank.
-"""
-
-import json
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +17,7 @@ from megatron_lowprec.linear.linear_id import DIMS, LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
+from tests.checks import run_checks
 
 SEED = 99
 SEQUENCE, BATCH, HIDDEN, FFN, HEADS = 64, 2, 256, 512, 4  # per rank, all sizes are multiples of 128 but the heads
@@ -480,7 +474,7 @@ def unbound_layers_say_so() -> None:
         layer(seeded(4, 1, HIDDEN))
 
 
-def main(out: str) -> None:
+def main() -> None:
     from megatron_lowprec.mcore.cpu_compat import install
 
     install()
@@ -489,21 +483,8 @@ def main(out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    results: dict[str, str] = {}
-    for name, run in CHECKS.items():
-        fault = ""
-        try:
-            run()
-        except Exception:  # noqa: BLE001  reported by name, and the other checks still run
-            fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        faults: list[str] = [""] * 2
-        dist.all_gather_object(faults, fault)
-        results[name] = "".join(faults)
-    if dist.get_rank() == 0:
-        with open(out, "w") as file:
-            json.dump(results, file)
-    dist.destroy_process_group()
+    run_checks(CHECKS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -33,7 +33,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: Triton decides when it is imported whether it interprets."""
     return subprocess.run(
-        [sys.executable, "-m", "tools.bench", *arguments, "--device", "cpu"],
+        [sys.executable, "-m", "tests.kernels.interpreted", "tools.bench", *arguments, "--device", "cpu"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

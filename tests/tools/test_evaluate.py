@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,11 @@ import torch
 
 from megatron_lowprec.training.data.wikitext import detokenize
 from megatron_lowprec.training.distributed import startup
+from tests.launch import fork_ranks
 from tests.tools.conftest import MODEL, RAW, TEXT, run
 from tests.training.conftest import Drive
 from tests.training.convert.reference import logits
-from tests.training.helpers import REPOSITORY, argv, rows
-from tests.waiting import PATIENCE
+from tests.training.helpers import argv, rows
 from tools import evaluate, export_hf
 
 
@@ -100,21 +97,12 @@ def test_two_processes_find_the_same(layout: list[str], model: dict[str, Any], t
         trained = "experts"
         drive(argv(**MODEL, **model, save=trained))
     alone = run("--load", trained, "--wikitext", "wiki.raw", "--micro-batch-size", "1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = ["--load", trained, "--wikitext", "wiki.raw", "--micro-batch-size", "2", "--out", "two.json", *layout]
-    done = subprocess.run(
-        [*command, str(REPOSITORY / "tools/evaluate.py"), *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = fork_ranks(2, ["tools/evaluate.py", *flags], Path())
     two = json.loads(Path("two.json").read_text())
     for name, value in alone["wikitext"].items():
         assert two["wikitext"][name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-6)), name
-    assert done.stdout.count("articles") == 1
+    assert printed.count("articles") == 1
 
 
 def test_parts_of_a_corpus_are_training_s(trained: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.run import run
+from tests.freeing import free_models
 from tests.training.helpers import argv
 
 Drive = Callable[[list[str]], None]
@@ -40,18 +40,15 @@ def driving(folder: Path) -> Iterator[Drive]:
         yield call
         torch.set_num_threads(threads)
         take_down()
+        free_models()
 
 
 def take_down() -> None:
-    """Destroy what a run that ended by an error has left, and free the process groups of any run.
-
-    Groups lie in reference cycles. Each one keeps threads that wake up a hundred times a second.
-    """
+    """Destroy what a run that ended by an error has left."""
     if dist.is_initialized():
         destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-    gc.collect()
 
 
 @pytest.fixture

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.environment import python_path
-from tests.waiting import PATIENCE
+from tests import launch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -51,25 +48,15 @@ def argv(**changes: Any) -> list[str]:
 def torchrun(
     processes: int, arguments: list[str], cwd: Path, script: str = "pretrain_gpt.py"
 ) -> subprocess.CompletedProcess[str]:
-    """The driver on that many processes of this machine, its output captured."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run(
-        [*command, str(REPOSITORY / script), *arguments],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    """The driver on that many processes of this machine, without a GPU, its output captured."""
+    return launch.torchrun(processes, [script, *arguments], cwd, CUDA_VISIBLE_DEVICES="")
 
 
 def many_runs(processes: int, cases: list[list[str]], cwd: Path) -> None:
     """Several command lines, one after the other, in one launch; ``errors.json`` has the errors by number."""
     path = cwd / "cases.json"
     path.write_text(json.dumps(cases))
-    done = torchrun(processes, [str(path)], cwd, script="tests/training/many_runs.py")
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    launch.fork_ranks(processes, ["tests/training/many_runs.py", str(path)], cwd)
 
 
 def rows(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -40,7 +40,8 @@ class Meetings:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
     def arrange(self, name: str) -> None:
-        """Before the run of that name, which all ranks then begin."""
+        """Before the run of that name, which all ranks then begin; frees what the run before has left in cycles."""
+        gc.collect()
         if self._rank == 0:
             # Open from now to the end of the launch. A port that was merely found free may be another process's when
             # the run gets to it, and rank 0 may leave a run while others still ask its store. The run's own store, in
@@ -72,9 +73,6 @@ def main(cases: Path) -> None:
             print(f"rank {ranks.rank}, run {number}: {error}", file=sys.stderr, flush=True)
             errors[number] = str(error)
             startup.finalize()
-        gc.collect()  # process groups lie in cycles, and each keeps threads that poll
-        if number == 0:
-            gc.freeze()  # modules, which the first run imports: later collections skip them
     if ranks.rank == 0:
         Path("errors.json").write_text(json.dumps(errors))
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -33,12 +30,11 @@ from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.model import Trainer
-from tests.environment import python_path
+from tests.launch import fork_ranks, torchrun
 from tests.training.conftest import Drive
-from tests.training.helpers import REPOSITORY, argv, rows
+from tests.training.helpers import argv, rows
 from tests.training.rerun_recorder import RerunRecorder, rerun_on_a_cpu
 from tests.training.test_deterministic import as_before  # noqa: F401 - for the runs in deterministic mode here
-from tests.waiting import PATIENCE
 
 GRAPHS: dict[str, Any] = {"cuda_graph_impl": "local"}
 EAGER: dict[str, Any] = {"cuda_graph_impl": "none"}
@@ -229,25 +225,12 @@ def first_difference(folder: Path, other: Path) -> str:
 def launch(folder: Path, script: str, cases: dict[str, dict[str, Any]], hide_gpus: bool) -> str:
     """Runs by the names of their folders, on two processes, one after the other; what they have printed."""
     (folder / "cases.json").write_text(json.dumps([argv(save=name, **options) for name, options in cases.items()]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **python_path()}
-    told = folder / "stdout.txt", folder / "stderr.txt"
-    with told[0].open("w") as out, told[1].open("w") as complaints:
-        running = subprocess.Popen(
-            [*command, str(REPOSITORY / script), "cases.json"],
-            cwd=folder,
-            env=environment | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}),
-            stdout=out,
-            stderr=complaints,
-        )
-        try:
-            ended = f"exit code {running.wait(PATIENCE)}"
-        except subprocess.TimeoutExpired:
-            ended = f"no end after {PATIENCE} s"
-            running.terminate()  # torchrun takes its processes along
-            running.wait()
-    printed, complained = (path.read_text() for path in told)
-    assert ended == "exit code 0", f"{ended}\n{printed[-4000:]}\n--- stderr\n{complained[-12000:]}"
+    if hide_gpus:
+        printed = fork_ranks(2, [script, "cases.json"], folder)
+    else:
+        done = torchrun(2, [script, "cases.json"], folder)
+        printed = done.stdout
+        assert done.returncode == 0, f"{printed[-4000:]}\n--- stderr\n{done.stderr[-12000:]}"
     errors = json.loads((folder / "errors.json").read_text())
     assert errors == {}, f"{ {list(cases)[int(number)]: error for number, error in errors.items()} }"
     return printed

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,13 +28,12 @@ from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.convert.store import read_weights
 from megatron_lowprec.training.memory.plan import plan
 from megatron_lowprec.training.monitoring.bad_numbers import weights_are_finite
-from tests.environment import python_path
+from tests.launch import fork_ranks, torchrun
 from tests.once import once
 from tests.training.conftest import Drive, driving
-from tests.training.helpers import REPOSITORY, argv, losses, rows, torchrun
+from tests.training.helpers import argv, losses, rows
 from tests.training.monitoring.test_bad_numbers import at, spoiling
 from tests.training.primary_worker import Digests, looking
-from tests.waiting import PATIENCE
 from tools import evaluate, export_hf
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -46,6 +42,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # whole blocks on each of two tensor-parallel ranks
     "fp8_blockwise": {"recipe": "fp8_blockwise", "hidden_size": 256, "ffn_hidden_size": 256},
 }
+WORKER = "tests/training/primary_worker.py"
 COMMON: dict[str, Any] = {"bf16": True, "use_distributed_optimizer": True, "train_iters": 4, "lr_decay_iters": 10}
 FLAG: dict[str, Any] = {"fp8_param_gather": True}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
@@ -107,8 +104,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def run(folder: Path) -> None:
         command_lines = {name: argv(**{"save": name} | options) for name, options in cases().items()}
         (folder / "cases.json").write_text(json.dumps(command_lines))
-        done = torchrun(2, [str(folder / "cases.json")], folder, script="tests/training/primary_worker.py")
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+        fork_ranks(2, [WORKER, "cases.json"], folder)
 
     return once(tmp_path_factory, "primary_weights", run)
 
@@ -409,16 +405,7 @@ def test_native_runs_are_near_emulated_ones(tmp_path: Path, recipe: str) -> None
     runs = {"native": {}, "emulated": {"emulate": True}, "overlapped": OVERLAP, "ordinary": {"fp8_param_gather": None}}
     command_lines = {name: argv(**{"save": name, "no_save": True} | common | more) for name, more in runs.items()}
     (tmp_path / "cases.json").write_text(json.dumps(command_lines))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    done = subprocess.run(
-        [*command, str(REPOSITORY / "tests/training/primary_worker.py"), "cases.json"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **python_path()},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = torchrun(1, [WORKER, "cases.json"], tmp_path)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     said = dict(zip(runs, done.stdout.split("--- ")[1:], strict=True))
     assert "fprop, dgrad, wgrad native" in said["native"]

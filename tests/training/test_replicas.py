@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.environment import python_path
-from tests.training.helpers import REPOSITORY, argv
+from tests.launch import fork_ranks, torchrun
+from tests.training.helpers import argv
+
+COMMAND = ["tests/training/replica_worker.py", "out.json"]
 
 
-def run(tmp_path: Path, arguments: list[str], **environment: str) -> dict[str, object]:
-    out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(REPOSITORY / "tests/training/replica_worker.py"), str(out), *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **python_path(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    found: dict[str, object] = json.loads(out.read_text())
-    return found
+def found(folder: Path) -> object:
+    return json.loads((folder / "out.json").read_text())
 
 
 @pytest.mark.slow
@@ -37,7 +23,8 @@ def test_copies_stay_copies_on_cpus(tmp_path: Path) -> None:
     arguments = argv(
         recipe="fp8_delayed", bf16=True, tensor_model_parallel_size=2, train_iters=4, no_save=True, save="run"
     )
-    assert run(tmp_path, arguments, CUDA_VISIBLE_DEVICES="") == {"differing": [], "compared": 15}
+    fork_ranks(2, [*COMMAND, *arguments], tmp_path)
+    assert found(tmp_path) == {"differing": [], "compared": 15}
 
 
 @pytest.mark.gpu
@@ -57,4 +44,6 @@ def test_copies_stay_copies_on_two_gpus(tmp_path: Path, recipe: str) -> None:
         no_save=True,
         save="run",
     )
-    assert run(tmp_path, arguments) == {"differing": [], "compared": 15}
+    done = torchrun(2, [*COMMAND, *arguments], tmp_path)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    assert found(tmp_path) == {"differing": [], "compared": 15}

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import yaml
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.training import loop
+from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, losses, rows
-
-Drive = Callable[[list[str]], None]
 
 LLAMA: dict[str, Any] = {
     "swiglu": True,
@@ -73,36 +71,46 @@ def test_no_evaluation_anywhere_at_eval_iters_0(drive: Drive) -> None:
 
 
 # What a run saves of a recipe does not depend on the model: a Llama runs one of each kind of state.
-RESUMED: list[tuple[str, dict[str, Any]]] = [
-    (recipe, LLAMA if get_recipe(recipe).activations.quantized else {}) for recipe in recipes()
-]
-RESUMED += [(recipe, LLAMA) for recipe in ("bf16", "fp8_delayed", "mxfp4_rht_sr", "fp8_lm_o3")]
+SHAPES: dict[str, dict[str, Any]] = {"gpt": {}, "llama": LLAMA}
+RESUMED = [(recipe, "llama" if get_recipe(recipe).activations.quantized else "gpt") for recipe in recipes()]
+RESUMED += [(recipe, "llama") for recipe in ("bf16", "fp8_delayed", "mxfp4_rht_sr", "fp8_lm_o3")]
+# Dropout is on, and an evaluation comes between: neither may leave a trace.
+# Three layers: where a recipe leaves both ends in bf16, one is quantized.
+IN_PARTS: dict[str, Any] = {
+    "num_layers": 3,
+    "bf16": True,
+    "hidden_size": 128,
+    "ffn_hidden_size": 256,
+    "kv_channels": 64,
+    "train_iters": 4,
+    "save_interval": 2,
+    "eval_interval": 2,
+    "eval_iters": 1,
+}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "shape"), RESUMED, ids=[f"{recipe}-{'llama' if shape else 'gpt'}" for recipe, shape in RESUMED]
-)
-def test_every_recipe_resumes_bit_for_bit(drive: Drive, recipe: str, shape: dict[str, Any]) -> None:
-    # Dropout is on, and an evaluation comes between: neither may leave a trace.
-    # Three layers: where a recipe leaves both ends in bf16, one is quantized.
-    common = {
-        **shape,
-        "recipe": recipe,
-        "num_layers": 3,
-        "bf16": True,
-        "hidden_size": 128,
-        "ffn_hidden_size": 256,
-        "kv_channels": 64,
-    }
-    common |= {"train_iters": 4, "save_interval": 2, "eval_interval": 2, "eval_iters": 1}
-    drive(argv(save="whole", **common))
+@pytest.fixture(scope="module")
+def losses_in_bf16(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Of each shape."""
+    folder = tmp_path_factory.mktemp("bf16")
+    with driving(folder) as call:
+        for name, shape in SHAPES.items():
+            call(argv(save=name, **IN_PARTS | shape, no_save=True))
+    return {name: losses(folder / name) for name in SHAPES}
+
+
+@pytest.mark.parametrize(("recipe", "shape"), RESUMED, ids=map("-".join, RESUMED))
+def test_every_recipe_resumes_bit_for_bit(
+    losses_in_bf16: dict[str, list[str]], drive: Drive, recipe: str, shape: str
+) -> None:
+    options = IN_PARTS | SHAPES[shape] | {"recipe": recipe}
+    drive(argv(save="whole", **options))
     shutil.copytree("whole/iter_0000002", "half/iter_0000002")
     Path("half/latest_checkpointed_iteration.txt").write_text("2\n")
-    drive(argv(save="rest", load="half", **common))
+    drive(argv(save="rest", load="half", **options, no_save=True))
     assert losses(Path("rest")) == losses(Path("whole"))[2:]
     if recipe != "bf16":
-        drive(argv(save="plain", **common | {"recipe": "bf16", "no_save": True}))
-        assert losses(Path("plain")) != losses(Path("whole")), "the recipe changed nothing"
+        assert losses_in_bf16[shape] != losses(Path("whole")), "the recipe changed nothing"
 
 
 def test_a_longer_run_is_the_shorter_one_and_more(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:

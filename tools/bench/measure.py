@@ -61,7 +61,7 @@ class Bench:
     def time(self, call: Call) -> Timing:
         """One measurement."""
         if not self.on_gpu:
-            ms = median(self.wall_milliseconds(call, 3))
+            (ms,) = self.wall_milliseconds(call, 1)
             return Timing(ms, ms, ms, (ms,))
         from triton.testing import do_bench
 
@@ -94,7 +94,7 @@ class Bench:
 
     def host_microseconds(self, call: Call) -> float:
         """Median time until a call returns on an idle device: Python and launches, without execution."""
-        calls, warm_up = (3, 0)
+        calls, warm_up = (1, 0)
         if self.on_gpu:  # within a second, if calls are long
             calls, warm_up = max(5, min(100, int(1e3 / self.wall_milliseconds(call, 1)[0]))), 2
         return median(self.wall_milliseconds(call, calls, warm_up, wait=False)) * 1e3

@@ -19,6 +19,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.data import corpus_writer, encoding, indexed_dataset, jsonl
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer
 from tests.waiting import PATIENCE
+from tests.launch import forks
 
 DATA = Path(__file__).resolve().parents[3] / "data"
 DOCUMENTS = [
@@ -204,7 +205,7 @@ def prepare_in_process(source: str, cache: str, results: "multiprocessing.Queue[
 @pytest.mark.slow
 def test_processes_that_prepare_at_once_write_once(tmp_path: Path, tiny: Tokenizer) -> None:
     source = write_text(tmp_path / "text.jsonl", DOCUMENTS * 20)
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     results = context.Queue()
     arguments = (source, str(tmp_path / "cache"), results)
     processes = [context.Process(target=prepare_in_process, args=arguments) for _ in range(4)]

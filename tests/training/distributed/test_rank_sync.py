@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch import forks
 from tests.waiting import PATIENCE, wait_for
 
 STEPS = 6
@@ -90,7 +90,7 @@ def take_turns(rank: int, store: str, answers: Any) -> None:
 
 def answers_of(work: Callable[[int, str, Any], None], tmp_path: Path) -> dict[int, Any]:
     """What two processes answer."""
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     answers = context.Queue()
     ranks = [context.Process(target=work, args=(rank, str(tmp_path / "store"), answers)) for rank in range(2)]
     for process in ranks:

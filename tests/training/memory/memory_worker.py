@@ -103,4 +103,3 @@ if __name__ == "__main__":
         held = measure(changes, here, forward="pipeline_model_parallel_size" not in changes)
         Path(folder, f"{name}-{here.rank}.json").write_text(json.dumps(asdict(held)))
         startup.finalize()
-        gc.collect()

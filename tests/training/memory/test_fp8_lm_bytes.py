@@ -15,8 +15,9 @@ from megatron_lowprec.training import step
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
 from megatron_lowprec.training.memory.plan import plan
+from tests.launch import fork_ranks
 from tests.training.conftest import Drive
-from tests.training.helpers import argv, torchrun
+from tests.training.helpers import argv
 
 # Wide enough that one-dimensional weights, which keep an fp32 state, are as few as in a real model.
 WIDE: dict[str, Any] = {"hidden_size": 256, "num_layers": 2, "bf16": True, "train_iters": 2}
@@ -108,8 +109,7 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
     common = WIDE | {"hidden_size": 128, "train_iters": 1, "no_save": True}
     lines = [argv(**common | {"save": name} | options) for name, options in cases.items()]
     (tmp_path / "cases.json").write_text(json.dumps(lines))
-    done = torchrun(2, ["cases.json"], tmp_path, script="tests/training/memory/wire_worker.py")
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    fork_ranks(2, ["tests/training/memory/wire_worker.py", "cases.json"], tmp_path)
     sent = dict(zip(cases, json.loads((tmp_path / "wire.json").read_text()), strict=True))
     for name in ("o2", "o3"):
         assert sent[name]["backward"] <= 0.28 * sent["fp32"]["backward"]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,11 @@ from megatron_lowprec.training.memory.activations import layer_activations
 from megatron_lowprec.training.memory.layout import Runs
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
 from megatron_lowprec.training.memory.weights import stage_weights
-from tests.environment import python_path
+from tests.launch import fork_ranks
 from tests.once import once
 from tests.training.conftest import Drive, take_down
 from tests.training.helpers import REPOSITORY, argv
 from tests.training.memory.memory_worker import SIZES, VOCABULARY, measure
-from tests.waiting import PATIENCE
 
 GPT2_VOCABULARY = 50304
 
@@ -226,17 +222,7 @@ def held_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each of two processes holds under every layout, measured in one launch."""
 
     def run(folder: Path) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-        done = subprocess.run(
-            [*command, "tests.training.memory.memory_worker", str(folder), json.dumps(LAYOUTS)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **python_path()},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        fork_ranks(2, ["-m", "tests.training.memory.memory_worker", str(folder), json.dumps(LAYOUTS)])
 
     return once(tmp_path_factory, "held_by_two", run)
 

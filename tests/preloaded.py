@@ -1,0 +1,16 @@
+"""Modules of the process that ranks are forked from (``launch.py``)."""
+
+import gc
+import os
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for name in ("megatron_lowprec.training.run", "megatron_lowprec.training.loop", "tests.training.helpers"):
+        import_module(name)
+gc.collect()
+gc.freeze()  # collections of the ranks skip these objects
+if Path("/proc/self/task").exists():
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"

@@ -8,13 +8,14 @@ the optimizer reads them, so the sum is never rounded unless the recipe asks for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_lowprec.comm.gradients import Bounds, GradientSum
+from megatron_lowprec.comm.gradients import GradientSum
 from megatron_lowprec.comm.maximum import max_over
+from megatron_lowprec.kernels.gradient_codes.reference import Bounds, parts_between
 
 
 class GradientCodes:
@@ -59,18 +60,24 @@ class GradientCodes:
     @torch.no_grad()
     def cast(self, index: int, values: torch.Tensor) -> None:
         """Replace a tensor's gradient by the codes of ``values``, fp32, by the tensor's own scale."""
-        self.amax[index] = torch.linalg.vector_norm(values, torch.inf)
-        (start, end), scale = self.tensors[index], self._scale()[index : index + 1]
-        self._reduction.cast_(values.reshape(-1), scale, self.codes[start:end])
+        start, end = self.tensors[index]
+        self._reduction.cast_(values.reshape(-1), self.codes[start:end], self.amax[index : index + 1])
         self._filled[index] = True
+
+    def is_filled(self, index: int) -> bool:
+        """Whether a tensor holds this rank's gradient."""
+        return self._filled[index]
 
     @torch.no_grad()
     def local(self, index: int) -> torch.Tensor:
         """This rank's gradient of a tensor, before the reduction: fp32 [entries]; zeros if it is empty."""
         start, end = self.tensors[index]
-        if not self._filled[index]:
-            return torch.zeros(end - start, device=self.codes.device)
-        return self._reduction.sum_codes(self.codes[start:end].view(1, -1)) / self._scale()[index]
+        values = torch.zeros(end - start, device=self.codes.device)
+        if self._filled[index]:
+            one = torch.ones(1, device=values.device)
+            self._reduction.sum_codes_(self.codes[start:end].view(1, -1), [(0, end - start)], one, values)
+            values /= self._scale()[index]
+        return values
 
     @torch.no_grad()
     def reduce(self, times: float, group: dist.ProcessGroup, sharers: Sequence[dist.ProcessGroup] = ()) -> None:
@@ -82,10 +89,12 @@ class GradientCodes:
         self._reduction.count(self.codes, self.tensors)
         scale = self._reduction.encode_scale(max_over(self.amax, group, *sharers))
         if group.size() > 1 or sharers:
-            self._reduction.rescale_(self.codes, self.tensors, scale / self._scale())
+            self._reduction.requantize_(self.codes, self.tensors, scale / self._scale())
         received = self._reduction.exchange(self.codes, group)
         if group.size() > 1 and self._reduction.rounds_sums:
-            received = self._reduction.encode(self._reduction.sum_codes(received)).view(1, -1)
+            total = torch.zeros(received.shape[1], device=received.device)
+            self._reduction.sum_codes_(received, [(0, total.numel())], torch.ones(1, device=total.device), total)
+            received = self._reduction.encode(total).view(1, -1)
         self._received = self.codes[: received.numel()].view(received.shape)
         if group.size() > 1:
             self._received.copy_(received)
@@ -95,9 +104,28 @@ class GradientCodes:
     @torch.no_grad()
     def part(self, index: int, start: int, end: int) -> torch.Tensor:
         """Entries ``start`` to ``end`` of a tensor's reduced gradient, all in this rank's part: fp32 [entries]."""
+        first = self.tensors[index][0]
+        return self._between([(first + start, first + end)], first + start, first + end, slice(index, index + 1))
+
+    @torch.no_grad()
+    def parts(self) -> Callable[[int, int, int], torch.Tensor]:
+        """As ``part``, of all tensors: decodes this rank's part at once, fp32, and returns views of it."""
+        end = self._first + self._received.shape[1]
+        values = self._between(self.tensors, self._first, end, slice(None))
+
+        def part(index: int, start: int, end: int) -> torch.Tensor:
+            first = self.tensors[index][0] - self._first
+            return values[first + start : first + end]
+
+        return part
+
+    def _between(self, tensors: Sequence[Bounds], first: int, end: int, rows: slice) -> torch.Tensor:
+        """Reduced gradients in entries ``first`` to ``end`` of the buffer, fp32; undefined between tensors."""
         assert self._decode_scale is not None
-        first = self.tensors[index][0] - self._first
-        return self._reduction.sum_codes(self._received[:, first + start : first + end]) * self._decode_scale[index]
+        values = torch.empty(end - first, device=self.codes.device)
+        received = self._received[:, first - self._first : end - self._first]
+        self._reduction.sum_codes_(received, parts_between(tensors, first, end), self._decode_scale[rows], values)
+        return values
 
     def is_finite(self, index: int) -> bool:
         """Whether a tensor's reduced gradient is finite on all ranks; synchronizes with the device."""

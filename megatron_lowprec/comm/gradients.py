@@ -19,22 +19,23 @@ import torch.distributed as dist
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import multi_tensor_cast_
+from megatron_lowprec.kernels.dispatch import (
+    cast_gradient_,
+    count_saturated,
+    multi_tensor_cast_,
+    requantize_,
+    sum_codes_,
+)
+from megatron_lowprec.kernels.gradient_codes.reference import Bounds, gradient_scale, parts_between
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
-from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale
 from megatron_lowprec.recipe.schema import GradientSpec
 
 _MOST_SATURATED = 1e-5
 _LOWEST, _HIGHEST = 0.5, 2.0
 _RISE = (_HIGHEST / _LOWEST) ** (1 / 1000)
 
-_COUNTED_AT_ONCE = 1 << 25  # codes
-
 MOST_RANKS_OF_ROUNDED_SUMS = 8
 """Over more ranks, sums rounded to E4M3 lose more than a tenth of the mean gradient (docs/recipes/fp8_lm.md)."""
-
-Bounds = tuple[int, int]
-"""Start and end of a tensor in a flat buffer."""
 
 
 def rounded_sum_warnings(spec: GradientSpec, ranks: int) -> list[str]:
@@ -96,10 +97,8 @@ class GradientSum:
     """
 
     def __init__(self, spec: GradientSpec, factor: GradientFactor) -> None:
-        self._format, self._dtype, self._factor = FORMATS[spec.format], DTYPES[spec.format], factor
+        self._format, self._factor = FORMATS[spec.format], factor
         self.rounds_sums = spec.sum == "format"
-        largest = torch.tensor(self._format.max).to(self._dtype)
-        self._largest_code = int(largest.view(torch.uint8))
 
     @torch.no_grad()
     def reduce_scatter_(
@@ -122,24 +121,23 @@ class GradientSum:
         """
         amax = torch.stack(torch._foreach_norm([flat[start:end] for start, end in tensors], torch.inf)).float()
         scale = self.encode_scale(max_over(amax, group, *sharers))
-        codes = self.codes(flat, tensors, scale)
+        codes = self._codes(flat, tensors, scale)
         self.count(codes, tensors)
-        total = self.sum_codes(self.exchange(codes, group))
-        part = total.numel()
+        received = self.exchange(codes, group)
+        part = received.shape[1]
         first = group.rank() * part
         own = flat[first:][:part]
         own.zero_()
-        for (start, end), factor in zip(tensors, times / scale, strict=True):
-            start, end = max(start - first, 0), min(end - first, part)
-            if start < end:
-                own[start:end] = total[start:end] * factor
+        total = own if own.dtype == torch.float32 else torch.zeros(part, device=own.device)
+        self.sum_codes_(received, parts_between(tensors, first, first + part), times / scale, total)
+        if total is not own:
+            own.copy_(total)
 
     def encode_scale(self, amax: torch.Tensor) -> torch.Tensor:
         """Encode scales, mu included, of the shape of ``amax``; NaN where that is not finite."""
-        scale = fp32_encode_scale(amax, self._format, "amax_pow2") * self._factor.mu
-        return scale.clamp(max=torch.finfo(torch.float32).max)
+        return gradient_scale(amax, self._format, self._factor.mu)
 
-    def codes(self, flat: torch.Tensor, tensors: Sequence[Bounds], scale: torch.Tensor) -> torch.Tensor:
+    def _codes(self, flat: torch.Tensor, tensors: Sequence[Bounds], scale: torch.Tensor) -> torch.Tensor:
         """FP8 codes, uint8, of the shape of ``flat``; zeros between tensors."""
         codes = torch.zeros(flat.numel(), dtype=torch.uint8, device=flat.device)
         parts = [(flat[start:end], codes[start:end]) for start, end in tensors]
@@ -148,23 +146,23 @@ class GradientSum:
             multi_tensor_cast_(values, scale, self._format, places)
         else:  # one tensor at a time: fp32 copies of all might not fit in memory
             for (value, place), one in zip(parts, scale.split(1), strict=True):
-                self.cast_(value.float(), one, place)
+                multi_tensor_cast_([value.float()], one, self._format, [place])
         return codes
+
+    def cast_(self, values: torch.Tensor, codes: torch.Tensor, amax: torch.Tensor) -> None:
+        """Write the codes, uint8, and the amax, fp32 [1], of fp32 ``values`` by the scale of their own amax."""
+        cast_gradient_(values, codes, amax, self._factor.mu, self._format)
 
     def count(self, codes: torch.Tensor, tensors: Sequence[Bounds]) -> None:
         """Count the saturated codes of a buffer, before they are summed."""
-        # in parts: the masked copy of a whole buffer might not fit in memory
-        saturated = sum(((part & 0x7F) == self._largest_code).sum() for part in codes.split(_COUNTED_AT_ONCE))
-        self._factor.count(saturated, sum(end - start for start, end in tensors))
+        self._factor.count(count_saturated(codes, self._format), sum(end - start for start, end in tensors))
 
-    def rescale_(self, codes: torch.Tensor, tensors: Sequence[Bounds], ratio: torch.Tensor) -> None:
+    def requantize_(self, codes: torch.Tensor, tensors: Sequence[Bounds], ratio: torch.Tensor) -> None:
         """Multiply the values of each tensor's codes by its entry of ``ratio``, powers of two up to 1, and round.
 
         Exact but for the format's subnormals.
         """
-        for (start, end), factor in zip(tensors, ratio, strict=True):
-            place = codes[start:end].view(self._dtype)
-            place.copy_(place.float().mul_(factor).clamp_(-self._format.max, self._format.max))
+        requantize_(codes, tensors, ratio, self._format)
 
     @staticmethod
     def exchange(codes: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -175,19 +173,12 @@ class GradientSum:
         dist.all_to_all_single(received, codes, group=group)
         return received.view(group.size(), -1)
 
-    def cast_(self, values: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write the codes, uint8, of fp32 ``values`` of the same size, by one encode scale, fp32 [1]."""
-        multi_tensor_cast_([values], scale, self._format, [codes])
-
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Codes, uint8, of fp32 values that are on the format's grid."""
-        return values.to(self._dtype).view(torch.uint8)
+        return values.to(DTYPES[self._format.name]).view(torch.uint8)
 
-    def sum_codes(self, received: torch.Tensor) -> torch.Tensor:
-        """Sum of codes, uint8 [ranks, n], in rank order: fp32 [n]."""
-        total = received[0].view(self._dtype).float()
-        for codes in received[1:]:
-            total += codes.view(self._dtype).float()
-            if self.rounds_sums:
-                total = total.clamp_(-self._format.max, self._format.max).to(self._dtype).float()
-        return total
+    def sum_codes_(
+        self, received: torch.Tensor, tensors: Sequence[Bounds], factor: torch.Tensor, total: torch.Tensor
+    ) -> None:
+        """Write ``factor``, fp32 [tensors], times the sum of the codes, uint8 [ranks, n], in rank order: fp32 [n]."""
+        sum_codes_(received, tensors, factor, self._format, self.rounds_sums, total)

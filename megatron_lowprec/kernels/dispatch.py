@@ -20,6 +20,7 @@ from megatron_lowprec.kernels.bias import reference as bias
 from megatron_lowprec.kernels.cross_entropy import reference as cross_entropy
 from megatron_lowprec.kernels.dropout import reference as dropout
 from megatron_lowprec.kernels.gelu import reference as gelu
+from megatron_lowprec.kernels.gradient_codes import reference as gradient_codes
 from megatron_lowprec.kernels.layernorm import reference as layernorm
 from megatron_lowprec.kernels.multi_tensor_cast import reference as multi_tensor_cast
 from megatron_lowprec.kernels.operand_stats import reference as operand_stats_reference
@@ -126,6 +127,10 @@ update_history_ = _op(amax_history.update_history_)
 multi_tensor_cast_ = _op(
     multi_tensor_cast.multi_tensor_cast_, lambda _, encode_scale, *__: encode_scale.is_cuda and have_triton()
 )
+cast_gradient_ = _op(gradient_codes.cast_gradient_)
+count_saturated = _op(gradient_codes.count_saturated, lambda codes, *_: codes.is_cuda and have_triton())
+requantize_ = _op(gradient_codes.requantize_, lambda codes, *_: codes.is_cuda and have_triton())
+sum_codes_ = _op(gradient_codes.sum_codes_, lambda received, *_: received.is_cuda and have_triton())
 partial_amax = _op(partial_cast.partial_amax, lambda shards, *_: shards[0].values.is_cuda and have_triton())
 partial_cast_ = _op(partial_cast.partial_cast_, lambda _, encode_scale, *__: encode_scale.is_cuda and have_triton())
 adam_update_amax = _op(scaled_adam.update_amax, _on_gpu)

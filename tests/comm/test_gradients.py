@@ -15,6 +15,7 @@ import torch
 from megatron_lowprec.comm.gradient_codes import GradientCodes
 from megatron_lowprec.comm.gradients import Bounds, GradientFactor, GradientSum, rounded_sum_warnings
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.multi_tensor_cast.reference import fp8_codes
 from megatron_lowprec.kernels.quantize.reference import fp32_encode_scale, round_to_format
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import GradientSpec
@@ -254,8 +255,10 @@ def mean_of_many(spec: GradientSpec, ranks: int, tail: float, seed: int) -> tupl
     amax = torch.stack([flat.abs().max() for flat in flats]).max().view(1)
     reduction = GradientSum(spec, GradientFactor(torch.device("cpu"), automatic=False))
     scale = fp32_encode_scale(amax, FORMATS[spec.format], "amax_pow2")
-    codes = torch.stack([reduction.codes(flat, [(0, entries)], scale) for flat in flats])
-    mean = reduction.sum_codes(codes).double() / scale.double() / ranks
+    codes = torch.stack([fp8_codes(flat, scale, FORMATS[spec.format]) for flat in flats])
+    total = torch.empty(entries)
+    reduction.sum_codes_(codes, [(0, entries)], torch.ones(1), total)
+    mean = total.double() / scale.double() / ranks
     true = torch.stack(flats).double().mean(0)
     return float((mean - true).norm() / true.norm()), float((mean @ true) / (true @ true))
 

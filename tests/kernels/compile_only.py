@@ -121,6 +121,7 @@ def around_linears() -> None:
 def updates() -> None:
     from megatron_lowprec.formats import FORMATS
     from megatron_lowprec.kernels.amax_history.triton import update_history_
+    from megatron_lowprec.kernels.gradient_codes import triton as gradient_codes
     from megatron_lowprec.kernels.multi_tensor_cast import triton as multi_tensor_cast
     from megatron_lowprec.kernels.packed_cast import triton as packed_cast
     from megatron_lowprec.kernels.partial_cast import triton as partial_cast
@@ -138,6 +139,14 @@ def updates() -> None:
             adam.update_(slots, step, None, torch.ones(()))
     codes = torch.zeros(4096, dtype=torch.uint8)
     multi_tensor_cast.multi_tensor_cast_([torch.zeros(4096)], torch.ones(1), FORMATS["e4m3"], [codes])
+    gradient_codes.cast_gradient_(torch.zeros(4096), codes, torch.zeros(1), torch.ones(1), FORMATS["e4m3"])
+    gradient_codes.count_saturated(codes, FORMATS["e4m3"])
+    for name, bounds in product(("e4m3", "e5m2"), ([(0, 4096)], [(3, 5)])):
+        gradient_codes.requantize_(codes, bounds, torch.ones(1), FORMATS[name])
+        for ranks, rounds in ((1, False), (2, False), (2, True)):
+            received = torch.zeros(ranks, 4096, dtype=torch.uint8)
+            total = torch.zeros(4096)
+            gradient_codes.sum_codes_(received, bounds, torch.ones(1), FORMATS[name], rounds, total)
     for start in (0, 3):
         shards = [Shard(torch.zeros(4096), start, (256, 256))]
         amax = partial_cast.partial_amax(shards, (128, 128))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,9 @@ class Case:
         found: torch.Tensor = self.weight.main_grad  # type: ignore[attr-defined]
         return found
 
+    def part(self, start: int, end: int) -> torch.Tensor:
+        return self.gradient.part(start, end, self.codes.parts())
+
     def microbatch(self, values: torch.Tensor, last: bool) -> None:
         self.last = last
         into = writable_main_grad(self.weight)
@@ -60,13 +64,24 @@ def test_microbatches_are_added_and_stored_in_a_byte(accumulation: str, monkeypa
         case.microbatch(VALUES, last=True)
         assert case.main_grad.untyped_storage().nbytes() == 4  # the placeholder's one number
         case.codes.reduce(0.5, ALONE)
-        assert torch.equal(case.gradient.part(0, 4), VALUES.view(-1))
-        assert torch.equal(case.gradient.part(1, 3), VALUES.view(-1)[1:3])
+        assert torch.equal(case.part(0, 4), VALUES.view(-1))
+        assert torch.equal(case.part(1, 3), VALUES.view(-1)[1:3])
         case.gradient.expose(1, 3)
         assert torch.equal(case.main_grad, torch.tensor([[0.0, -0.5], [0.25, 0.0]]))
         case.gradient.scale_exposed_(2.0)
-        assert case.gradient.part(1, 3).tolist() == [-1.0, 0.5]
+        assert case.part(1, 3).tolist() == [-1.0, 0.5]
         assert has_finite_gradient(case.weight)
+
+
+def test_a_first_gradient_that_is_written_is_not_zeroed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("format", monkeypatch)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **_: torch.full(*sizes, torch.nan))
+    for expected in (math.nan, 1.0):  # the second microbatch adds to the first one's sum
+        into = writable_main_grad(case.weight, overwrites=True)
+        assert into is not None
+        assert into[0, 0].tolist() == pytest.approx(expected, nan_ok=True)
+        into.copy_(VALUES)
+        case.gradient.end_write()
 
 
 def test_a_weight_without_a_gradient_has_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +90,7 @@ def test_a_weight_without_a_gradient_has_zeros(monkeypatch: pytest.MonkeyPatch) 
     case.gradient.reset()
     case.codes.reset()
     case.codes.reduce(1.0, ALONE)
-    assert case.gradient.part(0, 4).tolist() == [0.0] * 4
+    assert case.part(0, 4).tolist() == [0.0] * 4
 
 
 def test_a_gradient_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +98,7 @@ def test_a_gradient_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch)
     case.microbatch(VALUES / 0.0, last=True)
     case.codes.reduce(1.0, ALONE)
     assert not has_finite_gradient(case.weight)
-    assert case.gradient.part(0, 4).isnan().all()
+    assert case.part(0, 4).isnan().all()
 
 
 def test_the_placeholder_cannot_be_mistaken_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,19 @@ def to_fp8(v, CODES: tl.constexpr):
 
 
 @triton.jit
+def from_fp8(codes, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """uint8 codes -> fp32, exact. Exponent and mantissa, shifted to fp32's fields, give a number up to a power of two.
+
+    Codes of NaN and Inf give finite numbers.
+    """
+    code = codes.to(tl.int32)
+    POWER: tl.constexpr = 2.0 ** (126 + MIN_EXPONENT)
+    magnitude = ((code & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * POWER
+    sign = (code & 0x80) << 24  # Triton negates by a subtraction from 0, which loses the sign of 0
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def four_to_fp8(v0, v1, v2, v3, CODES: tl.constexpr):
     """``to_fp8`` of four numbers as one uint32, v0's code lowest; natively two conversions of pairs."""
     if CODES.NATIVE:

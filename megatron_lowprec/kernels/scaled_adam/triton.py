@@ -18,7 +18,7 @@ import triton.language as tl
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast_fp8.rule import CodeConstants, code_constants
-from megatron_lowprec.kernels.cast_fp8.triton_ops import round_to_bf16, to_fp8
+from megatron_lowprec.kernels.cast_fp8.triton_ops import from_fp8, round_to_bf16, to_fp8
 from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
 from megatron_lowprec.kernels.philox.triton import philox
 from megatron_lowprec.kernels.quantize.triton_ops import STOCHASTIC, round_to_grid
@@ -116,17 +116,13 @@ def _pointer(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _decode(stored, KIND: tl.constexpr):
-    """fp32 values of stored entries. A code's exponent and mantissa, shifted to fp32's fields, give its value up to a
-    power of two.
-    """
+    """fp32 values of stored entries."""
     if KIND == _FP32 or KIND == _BF16 or KIND == _FP16:  # noqa: SIM109 - Triton has no `in`
         value = stored.to(tl.float32)
+    elif KIND == _E4M3:
+        value = from_fp8(stored, 3, -6)
     else:
-        MANTISSA: tl.constexpr = 3 if KIND == _E4M3 else 2
-        POWER: tl.constexpr = 2.0**120 if KIND == _E4M3 else 2.0**112
-        code = stored.to(tl.int32)
-        value = ((code & 0x7F) << (23 - MANTISSA)).to(tl.float32, bitcast=True) * POWER
-        value = tl.where(code >= 128, -value, value)
+        value = from_fp8(stored, 2, -14)
     return value
 
 

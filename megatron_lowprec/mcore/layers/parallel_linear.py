@@ -207,7 +207,8 @@ class LowPrecLinearMixin:
 
     def fp32_main_grad(self, weight: torch.Tensor) -> torch.Tensor | None:
         """The fp32 ``main_grad`` to which wgrad adds, [O, I]; None if autograd receives the weight gradient."""
-        main_grad = writable_main_grad(weight)
+        overwrites = self.accumulates_in_fp32 and self.bound_gemms.main_grad_is_zero
+        main_grad = writable_main_grad(weight, overwrites)
         accumulates = self.accumulates_in_fp32 and main_grad is not None and main_grad.dtype == torch.float32
         return main_grad if accumulates else None
 

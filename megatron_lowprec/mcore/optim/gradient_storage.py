@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
@@ -71,7 +72,8 @@ def store_gradients_in(chunks: Sequence[DistributedDataParallel], spec: Gradient
             buffer.reset, buffer.scale_gradients = partial(_reset, mine), partial(_scale, mine)
         for gradient in (gradient for found in stored.values() for gradient in found.gradients):
             gradient.register_hooks()
-        chunk.finish_grad_sync = partial(_finish, chunk, stored, chunk.finish_grad_sync)
+        if _ranks_of_a_replica() > 1:
+            chunk.finish_grad_sync = partial(_finish, chunk, stored, chunk.finish_grad_sync)
 
 
 def _more_microbatches(group: Any) -> bool:
@@ -134,6 +136,11 @@ def _finish(
                     gradient.expose(first - start, max(first, min((rank + 1) * size, end)) - start)
 
 
+def _ranks_of_a_replica() -> int:
+    tensor, stages = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
+    return int(tensor * stages)
+
+
 def _reduced_further(weight: nn.Parameter) -> bool:
     """Whether Megatron-core's ``finalize_model_grads`` may add this weight's gradient over other ranks."""
     names = ("sequence_parallel", "shared_embedding", "average_gradients_across_tp_domain")
@@ -162,10 +169,15 @@ def _decode(part: Any) -> None:
     """Replacement of ``DistributedOptimizer._copy_model_grads_to_main_grads``: fp32 gradients of this rank's shards."""
     aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     shards = part.shard_float16_groups if aware else part.shard_fp32_from_float16_groups
+    decoded: dict[GradientCodes, Any] = {}
     for model, main in (
         *zip(part.model_float16_groups, shards, strict=True),
         *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
     ):
         for weight, shard in zip(model, main, strict=True):
             place = part._get_model_param_range_map(weight)["param"]
-            setattr(shard, "decoupled_grad" if aware else "grad", weight.stored_gradient.part(place.start, place.end))
+            stored: StoredGradient = weight.stored_gradient
+            if stored.codes not in decoded:
+                decoded[stored.codes] = stored.codes.parts()
+            grad = stored.part(place.start, place.end, decoded[stored.codes])
+            setattr(shard, "decoupled_grad" if aware else "grad", grad)

@@ -22,13 +22,16 @@ class StoredGradient:
         index: the weight's tensor in ``codes``.
         more_microbatches: returns whether the step has microbatches after the present one; None if gradients are cast
             after each microbatch.
+
+    Attributes:
+        weight, codes, index: the arguments.
     """
 
     def __init__(
         self, weight: nn.Parameter, codes: GradientCodes, index: int, more_microbatches: Callable[[], bool] | None
     ) -> None:
         self.weight = weight
-        self._codes, self._index, self._more_microbatches = codes, index, more_microbatches
+        self.codes, self.index, self._more_microbatches = codes, index, more_microbatches
         self._placeholder = torch.full((), torch.nan, device=codes.codes.device).expand(weight.shape)
         self.reset()
 
@@ -55,8 +58,12 @@ class StoredGradient:
         view: Any = self.weight.expand_as(self.weight)
         view.grad_fn.next_functions[0][0].register_hook(self.end_write)
 
-    def begin_write(self, *_: Any) -> None:
+    def begin_write(self, *_: Any, overwrites: bool = False) -> None:
         """Make ``main_grad`` fp32, of the weight's shape, with the sum of the microbatches so far.
+
+        Args:
+            overwrites: whether the caller writes all entries if this is the first gradient of a step; they are
+                undefined then instead of 0.
 
         Raises:
             RuntimeError: the gradient was reduced already, or was cast before the last microbatch although the recipe
@@ -64,14 +71,17 @@ class StoredGradient:
         """
         if self._writable:
             return
-        if self._codes.reduced:
+        if self.codes.reduced:
             raise RuntimeError("a weight has a second gradient in a step after its gradient was reduced over ranks")
         if self._cast and self._more_microbatches is not None:
             raise RuntimeError(
                 "a weight has another gradient after its step's last microbatch: run all microbatches but the last "
                 "in DistributedDataParallel.no_sync(), or set gradients.accumulation=format"
             )
-        self._main_grad = self._codes.local(self._index).view(self.weight.shape)
+        if overwrites and not self.codes.is_filled(self.index):
+            self._main_grad = torch.empty(self.weight.shape, device=self._placeholder.device)
+        else:
+            self._main_grad = self.codes.local(self.index).view(self.weight.shape)
         self._writable = True
 
     def end_write(self, *_: Any) -> None:
@@ -82,7 +92,7 @@ class StoredGradient:
     def cast(self) -> None:
         """Cast ``main_grad``, if it is being written, and free it."""
         if self._writable:
-            self._codes.cast(self._index, self._main_grad)
+            self.codes.cast(self.index, self._main_grad)
             self._main_grad = self._placeholder
             self._writable, self._cast = False, True
 
@@ -94,7 +104,7 @@ class StoredGradient:
         """
         main_grad = torch.zeros(self.weight.shape, device=self._placeholder.device)
         if start < end:
-            main_grad.view(-1)[start:end] = self._codes.part(self._index, start, end)
+            main_grad.view(-1)[start:end] = self.codes.part(self.index, start, end)
         self._main_grad, self._exposed = main_grad, True
 
     def release(self) -> None:
@@ -102,11 +112,13 @@ class StoredGradient:
         if self._exposed:
             self._main_grad, self._exposed = self._placeholder, False
 
-    def part(self, start: int, end: int) -> torch.Tensor:
-        """Entries ``start`` to ``end`` of the reduced gradient, which lie in this rank's part: fp32 [entries]."""
-        if self._exposed:
-            return self._main_grad.view(-1)[start:end]
-        return self._codes.part(self._index, start, end)
+    def part(self, start: int, end: int, decoded: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
+        """Entries ``start`` to ``end`` of the reduced gradient, which lie in this rank's part: fp32 [entries].
+
+        Args:
+            decoded: ``parts()`` of ``codes``.
+        """
+        return self._main_grad.view(-1)[start:end] if self._exposed else decoded(self.index, start, end)
 
     def scale_exposed_(self, factor: float | torch.Tensor) -> None:
         """Multiply the gradient by ``factor`` if it is exposed; the codes of a bucket have their own scales."""
@@ -115,14 +127,18 @@ class StoredGradient:
 
     def is_finite(self) -> bool:
         """Whether the reduced gradient is finite on all ranks; synchronizes with the device."""
-        return self._codes.is_finite(self._index)
+        return self.codes.is_finite(self.index)
 
 
-def writable_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """``main_grad`` of a weight, ready to be written; None without one. Call it before a weight gradient is added."""
+def writable_main_grad(weight: torch.Tensor, overwrites: bool = False) -> torch.Tensor | None:
+    """``main_grad`` of a weight, ready to be written; None without one. Call it before a weight gradient is added.
+
+    Args:
+        overwrites: whether the first gradient of a step is written instead of added, to all entries.
+    """
     stored: StoredGradient | None = getattr(weight, "stored_gradient", None)
     if stored is not None:
-        stored.begin_write()
+        stored.begin_write(overwrites=overwrites)
     return getattr(weight, "main_grad", None)
 
 

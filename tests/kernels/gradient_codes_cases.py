@@ -1,0 +1,77 @@
+"""The kernels of gradients in FP8 codes against the reference. Run interpreted, and on a GPU."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.kernels.gradient_codes import reference
+from tests.kernels.interpreted import main
+from tests.kernels.multi_tensor_cast_cases import tensors
+
+SIZES = (1, 16, 4097, 257 * 4096 + 16)  # the last has more blocks than a launch has programs
+LARGEST = (1.0, 447.0, 2.0**-130, 3e38, 0.0, math.inf, math.nan)
+MU = (1.0, 0.7331, 2.0)
+# Of a buffer of 3 * 4096 entries, also empty ones; all multiples of 16, or not.
+BOUNDS = ([(0, 4096), (4096, 4096), (4112, 12000)], [(3, 5), (5, 4103), (9000, 12288)])
+
+
+def differs(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether codes differ, but for the sign of NaN."""
+    found = found.cpu()
+    return not ((found == wanted) | (((wanted & 0x7F) == 0x7F) & (found == 0x7F))).all()
+
+
+def casts(device: str) -> Iterator[str]:
+    """Casts whose codes or amax differ, a line each."""
+    from megatron_lowprec.kernels.gradient_codes import triton
+
+    for name, size, largest, mu in product(("e4m3", "e5m2"), SIZES, LARGEST, MU):
+        if size == SIZES[-1] and (largest, mu) != (447.0, 0.7331):
+            continue
+        values = torch.randn(size, generator=torch.Generator().manual_seed(size)).clamp(-1, 1) * min(largest, 1e38)
+        values[-1] = -largest
+        found, wanted = (torch.zeros(size, dtype=torch.uint8, device=where) for where in (device, "cpu"))
+        amax, other = (torch.full((1,), 7.0, device=where) for where in (device, "cpu"))
+        factor = torch.tensor([mu])
+        triton.cast_gradient_(values.to(device), found, amax, factor.to(device), FORMATS[name])
+        reference.cast_gradient_(values, wanted, other, factor, FORMATS[name])
+        if differs(found, wanted) or not torch.equal(amax.cpu().nan_to_num(-1), other.nan_to_num(-1)):
+            yield f"{name}, {size} entries up to {largest}, mu {mu}"
+
+
+def buffers(device: str) -> Iterator[str]:
+    """Counts, requantized codes and sums that differ, a line each."""
+    from megatron_lowprec.kernels.gradient_codes import triton
+
+    for name, ranks, bounds in product(("e4m3", "e5m2"), (1, 3), BOUNDS):
+        fmt = FORMATS[name]
+        values = torch.stack(tensors((3 * 4096,) * ranks, 0, "cpu")) * torch.logspace(-3, 1, ranks)[:, None]
+        codes = reference.fp8_codes(values.nan_to_num(), torch.ones(1), fmt)
+        if triton.count_saturated(codes.to(device), fmt).cpu() != reference.count_saturated(codes, fmt):
+            yield f"{name}: saturated codes of {ranks} ranks"
+        ratio = torch.tensor([0.25, 2.0**-12, math.nan])
+        found, wanted = codes[0].to(device, copy=True), codes[0].clone()
+        triton.requantize_(found, bounds, ratio.to(device), fmt)
+        reference.requantize_(wanted, bounds, ratio, fmt)
+        if differs(found, wanted):
+            yield f"{name}: requantized {bounds}"
+        for rounds in (False, True):
+            factor = torch.tensor([0.3, 1.0, 2.0**-20])
+            total, sums = (torch.full((3 * 4096,), 7.0, device=where) for where in (device, "cpu"))
+            triton.sum_codes_(codes.to(device), bounds, factor.to(device), fmt, rounds, total)
+            reference.sum_codes_(codes, bounds, factor, fmt, rounds, sums)
+            if not torch.equal(total.cpu(), sums):
+                yield f"{name}: sum over {ranks} ranks of {bounds}, {rounds=}"
+
+
+def differences(device: str) -> tuple[int, list[str]]:
+    """(cases, faults)"""
+    small = 2 * (len(SIZES) - 1) * len(LARGEST) * len(MU)
+    return small + 2 + 2 * 2 * len(BOUNDS) * 4, [*casts(device), *buffers(device)]
+
+
+if __name__ == "__main__":
+    main(differences)

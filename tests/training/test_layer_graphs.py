@@ -76,7 +76,7 @@ OBSTACLES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"recipe": "deepseek_v3"},
         "recipe deepseek_v3 saves activations in formats of its own",
-        "add --recipe-override activations.attention_output=none activations.swiglu_input=none",
+        "add --recipe-override activations.attention_output=none --recipe-override activations.swiglu_input=none",
     ),
 ]
 

@@ -60,6 +60,6 @@ def _obstacle(config: Config, recipe: Recipe, gpus: bool) -> tuple[str, str] | N
         return reason, "add --recipe-override gradients.accumulation=buffer"
     formats = [name for name, form in recipe.activations.formats.items() if form != "none"]
     if formats:
-        overrides = " ".join(f"activations.{name}=none" for name in formats)
-        return f"recipe {recipe.name} saves activations in formats of its own", f"add --recipe-override {overrides}"
+        overrides = " ".join(f"--recipe-override activations.{name}=none" for name in formats)
+        return f"recipe {recipe.name} saves activations in formats of its own", f"add {overrides}"
     return None if gpus else ("torch sees no GPU", "leave it out")

@@ -110,7 +110,8 @@ memory() {
 activations() {
     local model recipe failed=0 saved="--recipe-override activations"
     local common="--config configs/models/gpt_1.3b.yaml --swiglu --disable-bias-linear --normalization RMSNorm
-        --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 4 --train-iters 5"
+        --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 4 --train-iters 5
+        --cuda-graph-impl none" # CUDA graphs hold memory, and not every variant can be captured
     local -A models=(
         [dense]="--ffn-hidden-size 5504"
         [experts]="--num-layers 12 --num-attention-heads 16 --num-experts 16 --moe-router-topk 2

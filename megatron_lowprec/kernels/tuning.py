@@ -1,11 +1,13 @@
 """Autotuning of a kernel's tilings: measured once on a machine, cached on disk.
 
-A tiling changes a kernel's speed but no bits of an operand, so ranks may choose differently. It would change the last
-bits of a sum: kernels that sum are not tuned. The cost is bounded: a few candidates of twenty launches each, on the
-first operand that is large enough to distinguish them, or on the first of each size class.
+A tiling changes a kernel's speed but no bits of an operand, so ranks may choose differently. Kernels that sum are not
+tuned, since a tiling could change a sum's last bits; except those whose every tiling adds in the order of k, as in
+``grouped_gemm``. The cost is bounded: a few candidates of twenty launches each, on the first operand that is large
+enough to distinguish them, or on the first of each size class.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -32,6 +34,9 @@ def fastest(name: str, candidates: Sequence[T], run: Callable[[T], None], device
 
     Args:
         name: the kernel with its constants. The candidates, the GPU's name and Triton's version complete the cache key.
+
+    Raises:
+        RuntimeError: no candidate fits the GPU's shared memory and registers.
     """
     if len(candidates) == 1 or not tunes(device):
         return candidates[0]
@@ -41,6 +46,8 @@ def fastest(name: str, candidates: Sequence[T], run: Callable[[T], None], device
         return candidates[found]
     times = [_milliseconds(run, candidate) for candidate in candidates]
     best = times.index(min(times))
+    if math.isinf(times[best]):
+        raise RuntimeError(f"{name}: none fits {device}")
     _remember(cache, name, best)
     return candidates[best]
 
@@ -78,9 +85,15 @@ def tunes(device: torch.device) -> bool:
 
 
 def _milliseconds(run: Callable[[T], None], candidate: T) -> float:
-    run(candidate)  # compiles
+    """The shortest of the launches; infinite if the candidate needs more shared memory than the GPU has."""
+    try:
+        run(candidate)  # compiles
+    except Exception as error:
+        if not _exceeds_the_gpu(error):
+            raise
+        return math.inf
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    best = float("inf")
+    best = math.inf
     for _ in range(_LAUNCHES):
         start.record()
         run(candidate)
@@ -88,6 +101,12 @@ def _milliseconds(run: Callable[[T], None], candidate: T) -> float:
         stop.synchronize()
         best = min(best, start.elapsed_time(stop))
     return best
+
+
+def _exceeds_the_gpu(error: Exception) -> bool:
+    from triton.runtime.errors import OutOfResources
+
+    return isinstance(error, OutOfResources)
 
 
 @lru_cache(maxsize=8)

@@ -221,6 +221,7 @@ class LayerGraphs:
         self.held_bytes = self._eager_peak = 0
         self._microbatches = 0
         self._cached_weights: list[list[QuantizedTensor]] = []
+        self._ends: tuple[torch.Tensor, ...] = ()  # buffers of the first layer's input and the last one's gradient
         self._zeroed = _other_gradients(model, [weight for layer in self._layers for weight in layer.weights])
         for buffer in self._zeroed:
             buffer.reset = partial(self._reset, buffer)
@@ -263,6 +264,7 @@ class LayerGraphs:
         for buffer in self._zeroed:
             del buffer.reset
         self._layers, self._zeroed, self._captured = [], {}, False
+        self._ends = ()
         self._cached_weights.clear()
 
     def _reset(self, buffer: Any) -> None:
@@ -293,17 +295,19 @@ class LayerGraphs:
 
     def _capture(self) -> None:
         started = time.perf_counter()
-        recorder, layers, call = self._make_recorder(), self._layers, self._layers[0].call
+        layers, call = self._layers, self._layers[0].call
         device = layers[0].weights[0].device
-        self._x, self._dy = (torch.zeros(call.shape, dtype=call.dtype, device=device) for _ in range(2))
+        torch.cuda.empty_cache()  # else these could lie in a large cached block, which the graphs cannot use
+        self._ends = tuple(torch.zeros(call.shape, dtype=call.dtype, device=device) for _ in range(2))
         for layer, dummies in zip(layers, _dummies([layer.weights for layer in layers]), strict=True):
             layer.dummies = dummies
+        recorder = self._make_recorder()  # which measures the memory that is reserved before the graphs'
         kinds = (False, True) if self._several else (False,)
         with self._capturing():
             for later in kinds:
                 for linear_gemms in self._linear_gemms:
                     linear_gemms.main_grad_is_zero = not later
-                x, dy = self._x, self._dy
+                x, dy = self._ends
                 for layer in layers:
                     layer.passes[later] = _Pass(layer, later)
                     x = layer.passes[later].capture_forward(x, recorder)

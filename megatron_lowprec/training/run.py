@@ -23,7 +23,7 @@ from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import find, parse
 from megatron_lowprec.training.config.fields import require
-from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs, without_graphs
+from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.config.resolve import (
@@ -45,7 +45,7 @@ from megatron_lowprec.training.distributed.interrupt import (
 )
 from megatron_lowprec.training.distributed.startup import Ranks, finalize, initialize, versions
 from megatron_lowprec.training.memory import report as memory_report
-from megatron_lowprec.training.memory.plan import GIB
+from megatron_lowprec.training.memory.plan import GIB, MemoryPlan
 from megatron_lowprec.training.memory.plan import plan as plan_memory
 from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, tensor_ranks
 from megatron_lowprec.training.monitoring.counterfactuals import check_counterfactuals
@@ -193,10 +193,13 @@ def _plan(
     config, more = resolve_cuda_graphs(config, recipe, gpus=torch.cuda.is_available())
     notes = notes + more
     if gpu is not None and not config.no_memory_check:
-        needed = plan_memory(config, recipe, vocabulary, ranks.world_size, _arch())
-        if automatic and config.cuda_graph_impl == "local" and memory_report.is_close(needed, gpu):
-            config, more = without_graphs(config), ["CUDA graphs: off, memory is close to the GPU's"]
-            needed = plan_memory(config, recipe, vocabulary, ranks.world_size, _arch())
+
+        def plan_of(config: Config) -> MemoryPlan:
+            return plan_memory(config, recipe, vocabulary, ranks.world_size, _arch())
+
+        needed = plan_of(config)
+        if automatic:
+            config, needed, more = memory_report.eager_if_close(config, needed, gpu, plan_of)
             notes = notes + more
         notes = notes + memory_report.check(needed, gpu)
     schedule, later_notes = schedules.plan(config, total_samples(config))

@@ -1,5 +1,9 @@
 """Grouped kernels give the bits of their references: interpreted here, compiled where there is a GPU."""
 
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,6 +22,39 @@ from tests.kernels.interpreted import assert_no_differences
 @pytest.mark.slow
 def test_interpreted_kernels_equal_the_references() -> None:
     assert_no_differences("tests.kernels.grouped_cases")
+
+
+def test_tuning_keeps_its_scratch_until_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the allocator gives the scratch memory to the launch's table of addresses, which the kernel overwrites."""
+    grouped = pytest.importorskip("megatron_lowprec.kernels.grouped_gemm.triton", reason="triton is not installed")
+    made: list[weakref.ref[torch.Tensor]] = []
+    addresses: list[list[int]] = []
+    alive: list[bool] = []
+    empty_like = torch.empty_like
+
+    def scratch_like(tensor: torch.Tensor) -> torch.Tensor:
+        scratch = empty_like(tensor)
+        made.append(weakref.ref(scratch))
+        return scratch
+
+    def kernel(a: torch.Tensor, b: torch.Tensor, table: torch.Tensor, *_: Any, **__: Any) -> None:
+        addresses.append(table[0].tolist())
+        alive.append(made[0]() is not None)
+
+    def measured(entries: int, run: Any, device: torch.device) -> Any:
+        run(grouped.TILINGS[torch.bfloat16][1])
+        return grouped.TILINGS[torch.bfloat16][0]
+
+    monkeypatch.setattr(torch, "empty_like", scratch_like)
+    monkeypatch.setattr(grouped, "_grouped_wgrad_kernel", {(2,): kernel})
+    monkeypatch.setattr(grouped, "_tuned", lambda *_: SimpleNamespace(choose=measured))
+    totals = [torch.zeros(128, 128) for _ in range(2)]
+    rows = torch.zeros(64, 128, dtype=torch.bfloat16)
+    grouped.grouped_wgrad_(rows, rows, [32, 32], totals, alpha=1.0, overwrite=[False, False])
+    measuring, final = addresses
+    assert alive[0]
+    assert final == [total.data_ptr() for total in totals]
+    assert not set(measuring) & set(final)
 
 
 @pytest.mark.gpu

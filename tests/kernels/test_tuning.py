@@ -74,6 +74,25 @@ def test_a_choice_among_other_candidates_is_not_taken(machine: Machine) -> None:
     assert tuning.fastest("kernel", (1, 3, 2), machine.run, GPU) == 1
 
 
+def test_a_candidate_that_exceeds_the_gpu_is_not_taken(machine: Machine) -> None:
+    errors = pytest.importorskip("triton.runtime.errors", reason="triton is not installed")
+
+    def run(candidate: int) -> None:
+        if candidate < 4:
+            raise errors.OutOfResources(147456, 101376, "shared memory")
+        machine.run(candidate)
+
+    assert tuning.fastest("kernel", (9, 2, 4, 3), run, GPU) == 4
+    with pytest.raises(RuntimeError, match=r"kernel of \[2, 3\]: none fits cuda:0"):
+        tuning.fastest("kernel", (2, 3), run, GPU)
+
+    def wrong(candidate: int) -> None:
+        raise ValueError("not of the machine")
+
+    with pytest.raises(ValueError, match="not of the machine"):
+        tuning.fastest("other", (2, 3), wrong, GPU)
+
+
 def test_a_full_disk_costs_a_measurement_and_leaves_nothing(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lowprec.kernels.partial_cast.reference import Shard
-from megatron_lowprec.mcore.optim import fp8_param_gather
+from megatron_lowprec.mcore.optim import fp8_param_gather, fused_adamw
 from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
 from megatron_lowprec.mcore.optim.fused_adamw import FusedAdamW
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, grad_norm, optimizer_step
@@ -27,6 +28,7 @@ from megatron_lowprec.training.config.resolve import resolve_model, resolve_run,
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.model import Trainer
 from tests.training.helpers import argv
+from tools.bench.step_worker import _updates
 
 Build = Callable[..., Trainer]
 KINDS: list[dict[str, Any]] = [
@@ -225,6 +227,34 @@ def test_megatron_s_own_step_updates_by_the_fused_kernel(build: Build) -> None:
         plain.optimizer.step()
     for mine, theirs in zip(main_weights(fused), main_weights(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_the_benchmark_times_megatron_s_own_update(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, launched = fuse(build(bf16=True)), list[int]()
+    update = fused_adamw.adam_update_
+
+    class Clock:
+        def wall_milliseconds(self, call: Callable[[], object], calls: int) -> list[float]:
+            launched.append(0)
+            call()
+            return [1.0]
+
+    def counted(*arguments: Any) -> None:
+        launched[-1] += 1
+        update(*arguments)
+
+    monkeypatch.setattr(fused_adamw, "adam_update_", counted)
+    _updates(trainer.optimizer, Clock())
+    ours, own = launched
+    assert ours > 0
+    assert own == 0
+
+
+def test_a_rank_without_shards_has_torch_s_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_adamw, "have_triton", lambda: True)
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    inner.param_groups.clear()
+    assert not fused_adamw.supports_fused_adamw(SimpleNamespace(optimizer=inner))
 
 
 def test_zeros_are_counted_where_asked(build: Build) -> None:

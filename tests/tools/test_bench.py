@@ -13,12 +13,12 @@ import torch
 
 from megatron_lowprec.errors import UserError, current_argv
 from tests.waiting import PATIENCE
-from tools.bench import experts, ops, overhead, quantize, scaling, shapes
+from tools.bench import experts, hugging_face, ops, overhead, quantize, scaling, shapes, step
 from tools.bench.__main__ import RENAMED, main
 from tools.bench.cases import layer
 from tools.bench.cases.op_cases import OpCase
 from tools.bench.measure import Bench, Copy, Timing, combined, cycle_inputs, rate
-from tools.bench.report import Column, render
+from tools.bench.report import Column, Report, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -313,6 +313,72 @@ def test_hugging_face_end_to_end(tmp_path: Path) -> None:
     assert rows["fp8_current"]["over_bf16"] == rows["fp8_current"]["ms"] / rows["bf16"]["ms"]
     assert rows["bf16"]["first_loss"] != rows["fp8_current"]["first_loss"]
     assert "peer torchao is missing: " in done.stdout
+
+
+@pytest.mark.parametrize("failing", ["bf16", "bf16, grouped"])
+def test_experts_are_measured_where_others_of_the_recipe_fail(
+    failing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> experts.Block:
+        raise RuntimeError("no such kernel")
+
+    def works() -> experts.Block:
+        return lambda inputs: inputs.x.detach()
+
+    makes = {name: fails if name == failing else works for name in ("bf16", "bf16, grouped")}
+    monkeypatch.setattr(experts, "_makes", lambda *_: makes)
+    args = argparse.Namespace(tokens=40, rounds=1)
+    shape = shapes.EXPERTS["smoke"]
+    inputs = experts._inputs(shape, 40, CPU, torch.Generator().manual_seed(0))
+    rows = experts._rows(shape, inputs, args, Bench(CPU), Report({}, {}))
+    assert {row["experts"]: row.get("failed") for row in rows} == {
+        name: "RuntimeError: no such kernel" if name == failing else None for name in makes
+    }
+
+
+def test_models_are_measured_where_bf16_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> argparse.Namespace:
+            return argparse.Namespace(loss=self.weight.square().sum())
+
+    def fails(model: Any) -> int:
+        raise RuntimeError("no such kernel")
+
+    case = argparse.Namespace(
+        architecture="llama", vocabulary=8, sequences=1, length=4, build=lambda device: Model(), blocks=lambda model: []
+    )
+    monkeypatch.setitem(hugging_face.CASES, "smoke", case)
+    variants = {"bf16": (fails, False), "fp8_current": (lambda model: 3, False)}
+    monkeypatch.setattr(hugging_face, "_variants", lambda *_: variants)
+    args = argparse.Namespace(seed=0, rounds=1)
+    bf16, fp8 = hugging_face._rows("smoke", args, Bench(CPU), Report({}, {}), torchao=False)
+    assert bf16["failed"] == "RuntimeError: no such kernel"
+    assert (fp8["converted"], fp8["first_loss"], fp8["over_bf16"]) == (3, 1.0, None)
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--linears"])
+def test_hugging_face_refuses_options_that_do_nothing(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["hugging_face", option, "1", "--device", "cpu"])
+    assert f"unrecognized arguments: {option} 1" in capsys.readouterr().err
+
+
+def test_a_snapshot_is_measured_over_a_step_that_runs_the_same_layers() -> None:
+    args = argparse.Namespace(cuda_graphs=True, snapshots=True, device="cuda", warm_up=5)
+    found = step.variants_of(args, ["bf16", "mxfp8"])
+    eager = ["--cuda-graph-impl", "none"]
+    assert found["mxfp8 snapshot"] == [*found["mxfp8"], "--log-quantization-interval", "1"]
+    assert found["bf16"] == ["--recipe", "bf16", *eager]
+    assert found["mxfp8 graphs"] == ["--recipe", "mxfp8", "--cuda-graph-impl", "local"]
+    args.cuda_graphs = False
+    assert list(step.variants_of(args, ["bf16", "mxfp8"])) == ["bf16", "mxfp8", "mxfp8 snapshot"]
+    assert step.variants_of(args, ["bf16", "mxfp8"]).items() <= found.items()
 
 
 def test_an_op_with_another_result_has_no_number() -> None:

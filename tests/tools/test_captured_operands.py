@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from megatron_lowprec import get_recipe
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear import linear_gemms
 from megatron_lowprec.linear.capture_file import Capture, write_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from tools import numerics
-from tools.numerics_lab import captured_products, operand_error, recipe_diff
+from tools.numerics_lab import captured_products, experiment, operand_error, recipe_diff
 
 TOKENS, IN, OUT = 64, 96, 64
 
@@ -145,7 +147,8 @@ def test_reference_outputs_are_the_beginning_of_the_product(recipe: str, monkeyp
         return operand_error.product(gemms, wide, gemm, step).bfloat16()
 
     monkeypatch.setattr(captured_products, "product", product)
-    rows = {row["gemm"]: row for row in captured_products.equal_rows(capture_of("bf16"), get_recipe(recipe))}
+    monkeypatch.setattr(LinearGemms, "backend", lambda gemms, name: gemms.native)
+    rows = {row["gemm"]: row for row in captured_products.equal_rows(capture_of("bf16"), get_recipe(recipe), [])}
     assert list(rows) == list(GEMM_OPERANDS)
     fast = [name for name, gemm in get_recipe(recipe).gemms.items() if gemm.fast_accumulation]
     for name, row in rows.items():
@@ -153,6 +156,32 @@ def test_reference_outputs_are_the_beginning_of_the_product(recipe: str, monkeyp
         assert row["accumulation"] == ("fast" if name in fast else "promoted every 128")
         assert row["equal" if name in fast else "fp32_sums"] == 1.0
         assert row["equal" if name not in fast else "fp32_sums"] > 0.8
+
+
+def test_emulated_products_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out: list[str] = []
+    assert list(captured_products.equal_rows(capture_of("bf16"), get_recipe("fp8_current"), left_out)) == []
+    assert left_out == [
+        f"layers.3.mlp.linear_fc1: {gemm} of fp8_current is emulated and left out" for gemm in GEMM_OPERANDS
+    ]
+    # on Hopper, of a layer whose widths are no multiples of 128
+    monkeypatch.setattr(linear_gemms, "arch_of", lambda device: "sm90")
+    monkeypatch.setattr(captured_products, "product", lambda *_: torch.zeros(OUT, IN))
+    left_out.clear()
+    rows = captured_products.equal_rows(capture_of("bf16"), get_recipe("fp8_blockwise"), left_out)
+    assert [row["gemm"] for row in rows] == ["wgrad"]
+    assert [line.split()[1] for line in left_out] == ["fprop", "dgrad"]
+
+
+@pytest.mark.parametrize("capability", [None, (8, 9)])
+def test_products_are_compared_with_those_of_a_hopper_gpu(
+    capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    lab = experiment.Lab(torch.device("cpu" if capability is None else "cuda"), 0)
+    remedy = "add --device cuda on a machine with one" if capability is None else "8.9 is this GPU's; run it on"
+    with pytest.raises(UserError, match=f"was asked to run on {lab.device}; {remedy}"):
+        captured_products.run(lab, ["FILE"], [], 1)
 
 
 @pytest.mark.parametrize(

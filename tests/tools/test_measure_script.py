@@ -53,6 +53,12 @@ def test_commands(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             bench.check(bench.build_parser().parse_args(words[3:]))
 
 
+def test_peaks_of_saved_activations_are_compared_without_cuda_graphs(tmp_path: Path) -> None:
+    """Not every variant can be captured, and graphs hold memory."""
+    done = measure("--dry-run", str(tmp_path), "activations", GPUS="1", DATA="my_corpus_text_document")
+    assert done.stdout.count("'--cuda-graph-impl' 'none'") == len(done.stdout.splitlines()) == 12
+
+
 def test_the_former_name_of_a_part_is_accepted(tmp_path: Path) -> None:
     done = measure("--dry-run", str(tmp_path), "matrix", GPUS="2")
     assert done.returncode == 0

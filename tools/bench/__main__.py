@@ -36,20 +36,27 @@ def build_parser() -> argparse.ArgumentParser:
         help="345m,1.3b,6.7b,7b,70b,smoke; experts: deepseek_16b,smoke; hugging_face: llama,gpt2,smoke",
     )
     common.add_argument("--recipes", type=names, help="recipes to compare; bf16 is always included")
-    common.add_argument(
-        "--linears", type=names, default=["qkv", "proj", "fc1", "fc2"], help="linear layers (default: all)"
-    )
-    common.add_argument("--tokens", type=int, default=8192, help="rows of an activation (default: %(default)s)")
     common.add_argument("--rounds", type=int, help="rounds in which all variants are measured in turn")
     common.add_argument(
         "--rep-ms", type=float, default=100.0, help="milliseconds of one measurement (default: %(default)s)"
     )
     common.add_argument("--seed", type=int, help="of random inputs (default: drawn at random and printed)")
     common.add_argument("--out", type=output_file, metavar="FILE.json", help="write all numbers to this file")
+    sizes = Parser(add_help=False)
+    sizes.add_argument(
+        "--linears", type=names, default=["qkv", "proj", "fc1", "fc2"], help="linear layers (default: all)"
+    )
+    sizes.add_argument("--tokens", type=int, default=8192, help="rows of an activation (default: %(default)s)")
     parser = Parser(prog="python -m tools.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     parts = {
-        name: commands.add_parser(name, parents=[common], help=text, description=f"{text} (default: --rounds {rounds})")
+        name: commands.add_parser(
+            name,
+            # models of Hugging Face have their own linear layers and tokens
+            parents=[common] if name == "hugging_face" else [common, sizes],
+            help=text,
+            description=f"{text} (default: --rounds {rounds})",
+        )
         for name, (rounds, text) in COMMANDS.items()
     }
     for name, known in PEERS.items():
@@ -128,9 +135,10 @@ def check(args: argparse.Namespace) -> None:
         args.rounds, _ = COMMANDS[args.command]
     for name in args.recipes or ():
         get_recipe(name)
-    linears((args.shapes or ()) if args.command not in ("experts", "hugging_face") else (), args.linears)
+    if args.command != "hugging_face":
+        linears((args.shapes or ()) if args.command != "experts" else (), args.linears)
     for name in ("tokens", "rounds"):
-        if getattr(args, name) < 1:
+        if getattr(args, name, 1) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
     known: dict[str, Sequence[str]] = {"peers": PEERS.get(args.command, ())}
     if args.command == "experts":

@@ -156,8 +156,9 @@ def _rows(name: str, args: argparse.Namespace, bench: Bench, report: Report, tor
             torch.compiler.reset()
             step = Step(case, tokens, change, compiled, pristine)
             losses[variant] = float(step())
-            if not abs(losses[variant] / losses["bf16"] - 1.0) < _NEARLY:
-                raise ValueError(f"the first loss is {losses[variant]:.4f}, bf16's {losses['bf16']:.4f}")
+            plain = losses.get("bf16", losses[variant])  # absent if it failed
+            if not abs(losses[variant] / plain - 1.0) < _NEARLY:
+                raise ValueError(f"the first loss is {losses[variant]:.4f}, bf16's {plain:.4f}")
             steps[variant] = step
         except errors() as error:
             yield {**named, "variant": variant, "failed": one_line(error)}

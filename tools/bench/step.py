@@ -50,19 +50,7 @@ COLUMNS = (
 def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     """Each model under each recipe, --rounds times in turn."""
     recipes = list(dict.fromkeys(["bf16", *(args.recipes or (WITH_PEERS if args.peers else RECIPES))]))
-    variants = {recipe: ["--recipe", recipe] for recipe in recipes}
-    if args.cuda_graphs:
-        if args.device == "cpu" or args.warm_up < 2:
-            raise UserError(
-                f"--cuda-graphs with --device {args.device} and --warm-up {args.warm_up}: layers are captured on a "
-                "GPU, in the second iteration; use --device cuda and --warm-up 2 or more"
-            )
-        variants = {recipe: [*flags, "--cuda-graph-impl", "none"] for recipe, flags in variants.items()}
-        variants |= {f"{recipe} graphs": ["--recipe", recipe, "--cuda-graph-impl", "local"] for recipe in recipes}
-    if args.snapshots:
-        quantized = [recipe for recipe in recipes if recipe != "bf16"]
-        every = ["--log-quantization-interval", "1"]
-        variants |= {f"{recipe}{_SNAPSHOT}": ["--recipe", recipe, *every] for recipe in quantized}
+    variants = variants_of(args, recipes)
     if args.peers:
         reason = absent("te", bench.device)
         if reason is None:
@@ -86,12 +74,32 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         notes.append("graphs: --cuda-graph-impl local, others none")
     if args.snapshots:
         notes.append("snapshot: ms with a quantization-error snapshot in every step, less ms without")
+        notes.append("--cuda-graph-impl none with and without snapshots")
     if args.peers:
         notes.append("/own bf16: of the same layers, ours or TransformerEngine's")
     report.note(*notes, *sorted({run["layers"] for row in rows for run in row.get("runs", [])}))
     optional = {"over_own": bool(args.peers), "snapshot_ms": args.snapshots}
     columns = [column for column in COLUMNS if optional.get(column.key, True)]
     report.table(f"step: {args.device}", rows, columns)
+
+
+def variants_of(args: argparse.Namespace, recipes: Sequence[str]) -> dict[str, list[str]]:
+    """Row -> flags of the driver, of this project's layers; UserError if they cannot be captured in CUDA graphs."""
+    variants = {recipe: ["--recipe", recipe] for recipe in recipes}
+    if args.cuda_graphs or args.snapshots:  # what has a snapshot in every step cannot be captured
+        variants = {recipe: [*flags, "--cuda-graph-impl", "none"] for recipe, flags in variants.items()}
+    plain = dict(variants)
+    if args.cuda_graphs:
+        if args.device == "cpu" or args.warm_up < 2:
+            raise UserError(
+                f"--cuda-graphs with --device {args.device} and --warm-up {args.warm_up}: layers are captured on a "
+                "GPU, in the second iteration; use --device cuda and --warm-up 2 or more"
+            )
+        variants |= {f"{recipe} graphs": ["--recipe", recipe, "--cuda-graph-impl", "local"] for recipe in recipes}
+    if args.snapshots:
+        every = ["--log-quantization-interval", "1"]
+        variants |= {f"{name}{_SNAPSHOT}": [*flags, *every] for name, flags in plain.items() if name != "bf16"}
+    return variants
 
 
 def models_with_config(names: Sequence[str]) -> list[ModelShape]:

@@ -38,26 +38,31 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     """Share of equal outputs by layer, recipe and GEMM; ``draws`` has no effect, since these casts have none.
 
     Raises:
-        UserError: no file; one that is no capture; no Hopper GPU; a recipe without native FP8 GEMMs.
+        UserError: no file; one that is no capture; no Hopper GPU; no native FP8 GEMM.
     """
     if not arguments:
         raise UserError("captured-products was asked without a file; name files that --capture-step wrote")
-    if lab.device.type != "cuda" or torch.cuda.get_device_capability(lab.device) != HOPPER_CAPABILITY:
+    capability = torch.cuda.get_device_capability(lab.device) if lab.device.type == "cuda" else None
+    if capability != HOPPER_CAPABILITY:
+        remedy = "add --device cuda" if capability is None else "{}.{} is this GPU's; run it".format(*capability)
         raise UserError(
             f"captured-products compares with products of a Hopper GPU (compute capability 9.0), and was asked to run "
-            f"on {lab.device}; add --device cuda on such a machine"
+            f"on {lab.device}; {remedy} on a machine with one"
         )
+    left_out: list[str] = []
     chosen = [load_recipe(name) for name in recipes]
     rows = [
         row
         for file in arguments
         for capture in [read_capture(Path(file), lab.device)]
         for recipe in chosen or [capture.recipe]
-        for row in equal_rows(capture, recipe)
+        for row in equal_rows(capture, recipe, left_out)
     ]
     if not rows:
-        raise UserError("no recipe that was asked multiplies in FP8; name fp8_current or another FP8 recipe")
+        reasons = "".join(f"; {line}" for line in left_out)
+        raise UserError(f"no recipe that was asked multiplies in FP8{reasons}; name fp8_current or another FP8 recipe")
     notes = (
+        *left_out,
         f"the first {SIZE} rows and columns of each product, rounded to bf16; operands have the same codes",
         "reference: kernels/gemm/fp8_accumulator.py on the CPU, promoted every 128 terms without fast accumulation",
         "fp32 sums: torch's fp32 product of the codes instead of the reference",
@@ -65,17 +70,25 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     return Result("Products of captured operands", notes, [Table("products", "equal outputs", COLUMNS, rows)], {})
 
 
-def equal_rows(capture: Capture, recipe: Recipe) -> Iterator[Row]:
-    """A row for each GEMM of two FP8 operands."""
+def equal_rows(capture: Capture, recipe: Recipe, left_out: list[str]) -> Iterator[Row]:
+    """A row for each GEMM of two FP8 operands that the device's FP8 units run.
+
+    Args:
+        left_out: gets a line for each GEMM of two FP8 operands that is emulated. Its product is no Hopper GPU's.
+    """
     capture = replace(capture, dy=capture.dy.to(capture.x.dtype))
     wide = prepared(capture, recipe)
     native = replace(wide, x=capture.x, w=capture.w, dy=capture.dy)
     gemms = native.linear_gemms()
+    gemms.choose_products(native.w)
     for name, gemm in recipe.gemms.items():
         specs = [getattr(gemm, tensor) for tensor in GEMM_OPERANDS[name]]
         if not all(
             spec is not None and FORMATS[spec.format].bits == 8 and spec.scale_format == "fp32" for spec in specs
         ):
+            continue
+        if gemms.backend(name) is not gemms.native:
+            left_out.append(f"{capture.linear_id.path}: {name} of {recipe.name} is emulated and left out")
             continue
         found = product(gemms, native, name, native.rng_step)[:SIZE, :SIZE].float().cpu()
         expected = reference_outputs(wide, name, native.x.dtype)

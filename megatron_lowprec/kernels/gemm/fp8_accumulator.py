@@ -84,20 +84,21 @@ def fp8_dot(
     tops = _power_of_two(a, a_format), _power_of_two(b, b_format)
     length, step = a.shape[-1], accumulator.promote or max(1, a.shape[-1])
     total = torch.zeros(torch.broadcast_shapes(a.shape[:-1], b.shape[:-1]), device=a.device)
+    plain = torch.zeros_like(total)
     for start in range(0, length, step):
         sums = torch.zeros_like(total)
         for at in range(start, min(start + step, length), accumulator.group):
             k = slice(at, min(at + accumulator.group, start + step))
-            sums = _add(sums, a[..., k] * b[..., k], tops[0][..., k] * tops[1][..., k], accumulator)
+            products = a[..., k] * b[..., k]
+            plain += products.sum(-1)
+            sums = _add(sums, products, tops[0][..., k] * tops[1][..., k], accumulator)
         total += sums
-    if bool(a.isfinite().all()) and bool(b.isfinite().all()):
-        return total
-    plain = (a * b).sum(-1)
+    # Without reading on the host whether there is an Inf or a NaN: CUDA graphs could not capture that.
     return torch.where(plain.isfinite(), total, plain)
 
 
 def _add(sums: torch.Tensor, products: torch.Tensor, powers: torch.Tensor, accumulator: Fp8Accumulator) -> torch.Tensor:
-    """``sums`` [...] plus ``products`` [..., k], which are exact in fp32; ``powers`` aligns each product."""
+    """``sums`` [...] plus ``products`` [..., k], exact in fp32 and overwritten; ``powers`` aligns each product."""
     largest = torch.maximum(powers.amax(-1), _power_of_two(sums)).clamp(min=_SMALLEST_TOP)
     unit = largest * 2.0**-accumulator.fraction_bits
     drop = _ROUND[accumulator.dropping]

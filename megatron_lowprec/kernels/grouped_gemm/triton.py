@@ -232,8 +232,10 @@ def grouped_wgrad_(
         )
 
     def measure(tiling: Tiling) -> None:
-        scratch = torch.empty_like(totals[0]).data_ptr()  # measuring must not add to the gradients
-        launch(tiling, [scratch] * len(totals), [True] * len(totals))
+        # Measuring must not add to the gradients. The tensor lives until the launch is queued: memory freed before
+        # would be the table's, and the kernel would overwrite the addresses that it reads.
+        scratch = torch.empty_like(totals[0])
+        launch(tiling, [scratch.data_ptr()] * len(totals), [True] * len(totals))
 
     tiling = _tuned(f"grouped weight gradient [{M}, {N}]", a.dtype).choose(a.numel(), measure, a.device)
     launch(tiling, [total.data_ptr() for total in totals], overwrite)

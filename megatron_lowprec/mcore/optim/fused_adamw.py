@@ -30,13 +30,16 @@ def main_weights(part: MegatronOptimizer) -> list[tuple[torch.Tensor, torch.Tens
 
 
 def supports_fused_adamw(part: MegatronOptimizer) -> bool:
-    """Whether ``FusedAdamW`` can update a part: torch's own AdamW on fp32 weights on a GPU, with Triton."""
+    """Whether ``FusedAdamW`` can update a part: torch's own AdamW on fp32 weights on a GPU, with Triton.
+
+    False for a rank without shards, whose update is nothing.
+    """
     inner = part.optimizer
     if type(inner) is not torch.optim.AdamW or not have_triton():
         return False
     weights = [main for group in inner.param_groups for main in group["params"]]
     options = [group[name] for group in inner.param_groups for name in ("amsgrad", "maximize")]
-    return not any(options) and all(main.is_cuda and main.dtype == torch.float32 for main in weights)
+    return bool(weights) and not any(options) and all(main.is_cuda and main.dtype == torch.float32 for main in weights)
 
 
 class FusedAdamW:

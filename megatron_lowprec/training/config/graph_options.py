@@ -18,11 +18,12 @@ def resolve_cuda_graphs(config: Config, recipe: Recipe, gpus: bool) -> tuple[Con
     """
     if config.cuda_graph_impl == "none":
         return config, []
-    reason = _obstacle(config, recipe, gpus)
-    if reason is None:
+    found = _obstacle(config, recipe, gpus)
+    if found is None:
         return replace(config, cuda_graph_impl="local"), []
+    reason, remedy = found
     if config.cuda_graph_impl == "local":
-        raise UserError(f"--cuda-graph-impl local was given, but {reason}; leave one of the two out")
+        raise UserError(f"--cuda-graph-impl local was given, but {reason}; {remedy}")
     return without_graphs(config), [f"CUDA graphs: off, {reason}"] if gpus else []
 
 
@@ -31,26 +32,34 @@ def without_graphs(config: Config) -> Config:
     return replace(config, cuda_graph_impl="none")
 
 
-def _obstacle(config: Config, recipe: Recipe, gpus: bool) -> str | None:
-    """Why layers cannot be captured whole and replayed one microbatch after the other; None if they can."""
+def _obstacle(config: Config, recipe: Recipe, gpus: bool) -> tuple[str, str] | None:
+    """Why layers cannot be captured whole and replayed one microbatch after the other, and the remedy; None if they
+    can.
+    """
+    choose = "leave one of the two out"
     if config.transformer_impl != "local":
-        return f"the layers are those of --transformer-impl {config.transformer_impl}"
+        return f"the layers are those of --transformer-impl {config.transformer_impl}", choose
     part = architecture_of(config).mlp.graph_obstacle(config)
     if part is not None:
-        return part
+        return part, choose
     if config.pipeline_model_parallel_size > 1:
-        return (
+        reason = (
             f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size} has several microbatches on their "
             "way, and graphs hold the activations of one"
         )
+        return reason, choose
     if config.recompute_granularity is not None:
-        return f"--recompute-granularity {config.recompute_granularity} runs layers twice (--recompute-gelu works)"
+        granularity = config.recompute_granularity
+        return f"--recompute-granularity {granularity} runs layers twice (--recompute-gelu works)", choose
     if config.log_quantization_interval == 1:
-        return "--log-quantization-interval 1 runs layers kernel by kernel in every iteration"
+        return "--log-quantization-interval 1 runs layers kernel by kernel in every iteration", "give 2 or more"
     if config.distributed_backend == "gloo" and config.tensor_model_parallel_size > 1:
-        return "--distributed-backend gloo runs tensor-parallel collectives on the host"
+        return "--distributed-backend gloo runs tensor-parallel collectives on the host", "use nccl"
     if recipe.gradients.stored:
-        return f"recipe {recipe.name} stores gradients in {recipe.gradients.format.upper()}, at changing addresses"
-    if any(form != "none" for form in recipe.activations.formats.values()):
-        return f"recipe {recipe.name} saves activations in formats of its own"
-    return None if gpus else "torch sees no GPU"
+        reason = f"recipe {recipe.name} stores gradients in {recipe.gradients.format.upper()}, at changing addresses"
+        return reason, "add --recipe-override gradients.accumulation=buffer"
+    formats = [name for name, form in recipe.activations.formats.items() if form != "none"]
+    if formats:
+        overrides = " ".join(f"--recipe-override activations.{name}=none" for name in formats)
+        return f"recipe {recipe.name} saves activations in formats of its own", f"add {overrides}"
+    return None if gpus else ("torch sees no GPU", "leave it out")

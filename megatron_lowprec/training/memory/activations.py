@@ -79,7 +79,11 @@ def recomputed_at_once(config: Config, layers: range, runs: Runs) -> float:
 
 
 def backward_of_a_layer(config: Config, runs: Runs) -> float:
-    """Bytes of gradients live at once around the widest linear layer, with its operands if quantized."""
+    """Bytes of gradients live at once around the widest linear layer, with its operands if quantized.
+
+    An input of linear_fc2 that --recompute-gelu recomputes adds nothing: it is freed before the gradient of
+    linear_fc1's output, which is as large, is computed.
+    """
     stream = float(tokens_of(config)) * require(config.hidden_size) * width_of(config)
     mlp = architecture_of(config).mlp
     wide = mlp.backward_bytes(config)
@@ -87,10 +91,10 @@ def backward_of_a_layer(config: Config, runs: Runs) -> float:
     operands = 0.0
     if runs.recipe.wgrad.quantized or runs.recipe.dgrad.quantized:
         operands = 2 * gates * wide + stream  # dy, rowwise and columnwise; x
-    recomputed = wide if runs.recomputes_gelu(config) else 0.0
+    decoded = 0.0
     if runs.recipe.activations.swiglu_input != "none":
-        recomputed = (1 + gates) * wide  # its output, and its decoded input
-    return stream + (1 + gates) * wide + operands + recomputed
+        decoded = (1 + gates) * wide  # SwiGLU's output, and its decoded input
+    return stream + (1 + gates) * wide + operands + decoded
 
 
 def _whole(config: Config, runs: Runs, layers: range) -> list[float]:

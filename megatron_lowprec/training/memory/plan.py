@@ -26,8 +26,8 @@ class MemoryPlan:
     """Bytes on a GPU of the pipeline stage with the largest peak.
 
     ``resident`` lasts through a step, ``kept`` is saved for backward, and of ``transient`` (allocated at different
-    times on top of both) the largest counts, and fp32 gradients beside those of the passes. ``held`` is the part of
-    ``kept`` that CUDA graphs hold during the update.
+    times on top of both) the largest counts, and fp32 gradients beside those of the passes. ``held`` is what CUDA
+    graphs hold throughout: the part of ``kept`` of the layers, and their backward pass.
     """
 
     runs: Runs
@@ -42,9 +42,13 @@ class MemoryPlan:
 
     @property
     def peak(self) -> float:
-        """Most bytes allocated at once; without graphs activations are free by the time of the weight update."""
+        """Most bytes allocated at once; without graphs activations are free by the time of the weight update.
+
+        Logits reuse the memory of the backward pass, except where it is in the memory pool of CUDA graphs.
+        """
         resident = sum(self.resident.values())
-        passes = sum(self.kept.values()) + max(self.transient[name] for name in ("logits", "backward"))
+        logits, backward = (self.transient[name] for name in ("logits", "backward"))
+        passes = sum(self.kept.values()) + (logits + backward if self.held else max(logits, backward))
         passes += self.transient["gradients"]
         return resident + max(passes, self.held + self.transient["update"])
 
@@ -75,6 +79,6 @@ def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: i
     held = 0.0
     if config.cuda_graph_impl == "local":
         resident["buffers of CUDA graphs"] = graph_buffers(config, layers)
-        held = kept["layers"]
+        held = kept["layers"] + transient["backward"]
     stages = config.pipeline_model_parallel_size
     return MemoryPlan(runs, stage, stages, gpus, in_flight, resident, kept, transient, held)

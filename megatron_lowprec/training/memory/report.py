@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.fields import require
-from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
+from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs, without_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_run
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
@@ -39,11 +40,36 @@ def planned(config: Config, recipe: Recipe, world_size: int, device: Device | No
         valid_data_path=None,
         test_data_path=None,
     )
-    config, notes = resolve_cuda_graphs(resolve_run(without_data, gpus, gpus=True), recipe, gpus=True)
+    config = resolve_run(without_data, gpus, gpus=True)
+    automatic = config.cuda_graph_impl == "auto"
+    config, notes = resolve_cuda_graphs(config, recipe, gpus=True)
     vocabulary = padded_vocab_size(
         tokenizer_of(config).vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
-    return notes + table(plan(config, recipe, vocabulary, gpus), config, recipe, device)
+    found = plan(config, recipe, vocabulary, gpus)
+    if automatic and device is not None and not config.no_memory_check:
+        config, found, more = eager_if_close(config, found, device, lambda eager: plan(eager, recipe, vocabulary, gpus))
+        notes = notes + more
+    return notes + table(found, config, recipe, device)
+
+
+def eager_if_close(
+    config: Config, found: MemoryPlan, device: Device, plan_of: Callable[[Config], MemoryPlan]
+) -> tuple[Config, MemoryPlan, list[str]]:
+    """Give up the CUDA graphs of ``--cuda-graph-impl auto`` if their memory is close to the GPU's.
+
+    Args:
+        config: after ``resolve_cuda_graphs``.
+        found: its plan.
+        plan_of: the plan of another configuration.
+
+    Returns:
+        configuration, its plan, and the reason for eager layers if there is one.
+    """
+    if config.cuda_graph_impl != "local" or not is_close(found, device):
+        return config, found, []
+    config = without_graphs(config)
+    return config, plan_of(config), ["CUDA graphs: off, memory is close to the GPU's"]
 
 
 def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | None) -> list[str]:
@@ -68,7 +94,8 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     if not parts["gradients"]:  # in a buffer, which is resident
         del parts["gradients"]
     lines += [_row(names[name], size) for name, size in parts.items()]
-    lines += [_row("peak", found.peak), "(*) not at the same time: the larger counts; formulas: docs/guide/memory.md"]
+    counts = "CUDA graphs hold the second: both count" if found.held else "not at the same time: the larger counts"
+    lines += [_row("peak", found.peak), f"(*) {counts}; formulas: docs/guide/memory.md"]
     lines.append("a layer keeps of a microbatch:")
     lines += [_row(name, size) for name, size in layer_activations(config, found.runs).items()]
     if config.sequence_parallel and config.transformer_impl == "local":
@@ -101,6 +128,8 @@ def check(found: MemoryPlan, device: Device) -> list[str]:
             "activations": sum(found.kept.values()),
             "logits": found.transient["logits"],
         }
+        if found.held:
+            parts["backward of a layer"] = found.transient["backward"]
         if found.transient["gradients"]:
             parts["fp32 gradients"] = found.transient["gradients"]
         raise UserError(

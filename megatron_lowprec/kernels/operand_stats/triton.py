@@ -1,8 +1,10 @@
 """Statistics of the rounding of an operand in one pass over source, codes and scales.
 
-A program visits tiles, adds each one in fp32 and the tiles in fp64, and writes one row of partial results. The last
-program to finish combines all rows in their order, in the same launch. The number of programs depends on the size
-alone, so the result is deterministic. A tile's squares are taken after a division by the power of two of its amax:
+A program visits tiles and writes one row of partial results. The last program to finish combines all rows in their
+order, in the same launch. The number of programs depends on the size alone, so the result is deterministic.
+
+A tile is split into cells of eight entries, which one thread holds. A cell is added in fp32 and cells in fp64, so that
+threads exchange nothing before the end. A cell's squares are taken after a division by the power of two of its amax:
 neither gradients of 1e-30 nor of 1e30 leave fp32.
 """
 
@@ -21,6 +23,7 @@ from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SLACK, SUMS
 from megatron_lowprec.kernels.quantize.triton_ops import power_of_two
 
 _PROGRAMS = 1024
+_CELL = tl.constexpr(8)
 _TILE, _COLUMNS = 2048, 64  # 16 entries a thread, and columns without a transform: whole sectors in both directions
 _SUMS, _COUNTS = tl.constexpr(SUMS), tl.constexpr(SUMS + MAXIMA)
 _COUNTED = tl.constexpr(16)  # _COUNTS up to a power of two
@@ -69,37 +72,54 @@ def _decoded(code, S: tl.constexpr):
 
 
 @triton.jit
-def _transformed(x, signs_ptr, GROUP: tl.constexpr):
-    """Hadamard transform of x [ROWS, GROUP] as a product on tensor cores, fp32.
-
-    Its sums have another order than the quantizer's butterflies, which would take 64 registers a thread here.
-    """
-    if INTERPRETED:  # its product knows no bf16
-        x = x.to(tl.float32)
+def _sylvester(signs_ptr, GROUP: tl.constexpr, DTYPE: tl.constexpr):
+    """Matrix [GROUP, GROUP] of the Hadamard transform of signed entries, of +1 and -1."""
     index = tl.arange(0, GROUP)
     parity = index[:, None] & index[None, :]
     parity = parity ^ (parity >> 4)
     parity = parity ^ (parity >> 2)
     parity = (parity ^ (parity >> 1)) & 1
     signs = tl.load(signs_ptr + index)
-    sylvester = (signs[:, None] * (1 - 2 * parity).to(tl.float32)).to(x.dtype)
+    matrix = signs[:, None] * (1 - 2 * parity).to(tl.float32)
+    return matrix if INTERPRETED else matrix.to(DTYPE)  # the interpreter's product knows no bf16
+
+
+@triton.jit
+def _transformed(x, sylvester, GROUP: tl.constexpr):
+    """Hadamard transform of x [ROWS, GROUP] as a product on tensor cores, fp32.
+
+    Its sums have another order than the quantizer's butterflies, which would take 64 registers a thread here.
+    """
+    if INTERPRETED:
+        x = x.to(tl.float32)
     return tl.dot(x, sylvester, input_precision="ieee") * (GROUP**-0.5)
 
 
 @triton.jit
-def _over_tile(scale, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile's scales [rows, columns], each size 1 where a tile has one, for every entry of their block."""
+def _over_cells(scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile's scales [rows, columns], each size 1 where a tile has one, for every cell, which lies in one block:
+    [ROWS, COLUMNS / _CELL, 1].
+    """
     ACROSS: tl.constexpr = scale.shape[1]
-    if ACROSS > 1:
-        wide = tl.broadcast_to(tl.expand_dims(scale, 2), [ROWS, ACROSS, COLUMNS // ACROSS])
-        scale = tl.reshape(wide, [ROWS, COLUMNS])
-    return scale
+    wide = tl.broadcast_to(tl.expand_dims(scale, 2), [ROWS, ACROSS, COLUMNS // _CELL // ACROSS])
+    return tl.expand_dims(tl.reshape(wide, [ROWS, COLUMNS // _CELL]), 2)
+
+
+@triton.jit
+def _cells(v, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile's cells, parts of rows: [ROWS, COLUMNS / _CELL, _CELL]."""
+    return tl.reshape(v, [ROWS, COLUMNS // _CELL, _CELL])
 
 
 @triton.jit
 def _sum(v):
-    """Sum of a tile, [1, 1]."""
-    return tl.sum(tl.sum(v, 1, keep_dims=True), 0, keep_dims=True)
+    """Sum of all cells, [1, 1, 1]."""
+    return tl.sum(tl.sum(tl.sum(v, 2, keep_dims=True), 1, keep_dims=True), 0, keep_dims=True)
+
+
+@triton.jit
+def _max(v):
+    return tl.max(tl.max(tl.max(v, 2, keep_dims=True), 1, keep_dims=True), 0, keep_dims=True)
 
 
 @triton.jit
@@ -126,23 +146,30 @@ def _operand_stats_kernel(
 ):
     across = tl.cdiv(padded_K, COLUMNS)
     tiles = tl.cdiv(R, ROWS) * across
-    zero = tl.zeros([1, 1], tl.float64)
-    nonzero, underflows, saturated, energy, error, product = zero, zero, zero, zero, zero, zero
-    amax_bits = tl.zeros([1, 1], tl.int32)
-    largest = tl.zeros([1, 1], tl.float32)
-    smallest = tl.full([1, 1], float("inf"), tl.float32)
+    if S.GROUP > 1:
+        sylvester = _sylvester(signs_ptr, COLUMNS, x_ptr.dtype.element_ty)
+    empty = tl.zeros([ROWS, COLUMNS // _CELL, 1], tl.float32)
+    energy, error, product = empty.to(tl.float64), empty.to(tl.float64), empty.to(tl.float64)
+    nonzero, underflows, saturated = empty.to(tl.int32), empty.to(tl.int32), empty.to(tl.int32)
+    amax_bits, largest, smallest = empty.to(tl.int32), empty, empty + float("inf")
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first_column = (tile % across) * COLUMNS
         row = ((tile // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         column = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
         inside = (row < R) & (column < padded_K)
         x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside & (column < K), other=0.0)
-        x = _transformed(x, signs_ptr, COLUMNS) if S.GROUP > 1 else x.to(tl.float32)
+        if S.GROUP > 1:
+            x = _transformed(x, sylvester, COLUMNS)
+        x = _cells(x, ROWS, COLUMNS).to(tl.float32)
         if S.CODE_BITS == 4:
-            byte = tl.load(data_ptr + row * data_row + (column // 2) * data_column, mask=inside, other=0).to(tl.int32)
-            grid = _decoded((byte >> ((column % 2) * 4).to(tl.int32)) & 15, S)
+            pair = (first_column // 2 + tl.arange(0, COLUMNS // 2)).to(tl.int64)[None, :]
+            both = (row < R) & (pair < padded_K // 2)  # K is whole bytes
+            byte = tl.load(data_ptr + row * data_row + pair * data_column, mask=both, other=0)
+            byte = tl.reshape(byte, [ROWS, COLUMNS // _CELL, _CELL // 2]).to(tl.int32)
+            grid = _decoded(tl.reshape(tl.join(byte & 15, byte >> 4), [ROWS, COLUMNS // _CELL, _CELL]), S)
         else:
             loaded = tl.load(data_ptr + row * data_row + column * data_column, mask=inside, other=0)
+            loaded = _cells(loaded, ROWS, COLUMNS)
             if S.CODE_BITS:  # noqa: SIM108  Triton compiles one branch of an if, and both of an expression
                 grid = _decoded(loaded.to(tl.int32), S)
             else:
@@ -163,41 +190,43 @@ def _operand_stats_kernel(
         else:
             scale = tl.full([1, 1], 1.0, tl.float32)
 
-        magnitude = tl.abs(x)
-        bits = amax_along(amax_along(magnitude, 1), 0).to(tl.int32, bitcast=True)
+        q = grid * _over_cells(scale * (1.0 / S.HEADROOM), ROWS, COLUMNS)
+        magnitude, is_nonzero = tl.abs(x), x != 0.0
+        bits = amax_along(magnitude, 2).to(tl.int32, bitcast=True)
         amax_bits = tl.maximum(amax_bits, bits)
-        # 2^-e of the tile's amax, which brings it into [1, 2)
+        # 2^-e of the cell's amax, which brings it into [1, 2)
         binade = tl.minimum(tl.maximum(bits & 0x7F800000, 1 << 23), 253 << 23)
         shrink = ((254 << 23) - binade).to(tl.float32, bitcast=True)
         grow = binade.to(tl.float32, bitcast=True).to(tl.float64)
-        small_x = x * shrink
-        small_q = grid * _over_tile(scale * (shrink / S.HEADROOM), S, ROWS, COLUMNS)
+        grow = grow * grow
+        small_x, small_q = x * shrink, q * shrink
         difference = small_q - small_x
-        is_nonzero = x != 0.0
-        # both counts of a tile stay below 2^16
-        counts = _sum(is_nonzero.to(tl.int32) + (is_nonzero & (grid == 0.0)).to(tl.int32) * 65536)
-        nonzero += (counts & 65535).to(tl.float64)
-        underflows += (counts >> 16).to(tl.float64)
-        energy += _sum(small_x * small_x).to(tl.float64) * grow * grow
-        error += _sum(difference * difference).to(tl.float64) * grow * grow
-        product += _sum(small_q * small_x).to(tl.float64) * grow * grow
+        energy += tl.sum(small_x * small_x, 2, keep_dims=True).to(tl.float64) * grow
+        error += tl.sum(difference * difference, 2, keep_dims=True).to(tl.float64) * grow
+        product += tl.sum(small_q * small_x, 2, keep_dims=True).to(tl.float64) * grow
+        counts = is_nonzero.to(tl.int32) + tl.where(is_nonzero & (grid == 0.0), 1 << 8, 0)
         if S.SCALES:
-            saturated += _sum((magnitude > _over_tile(scale * S.REACH, S, ROWS, COLUMNS)).to(tl.int32)).to(tl.float64)
-            high = _over_tile(tl.where(scale == scale, scale, 0.0), S, ROWS, COLUMNS)
-            low = _over_tile(tl.where(scale == scale, scale, float("inf")), S, ROWS, COLUMNS)
-            largest = tl.maximum(largest, tl.max(tl.max(tl.where(is_nonzero, high, 0.0), 1), 0))
-            smallest = tl.minimum(smallest, tl.min(tl.min(tl.where(is_nonzero, low, float("inf")), 1), 0))
-    part = parts_ptr + tl.program_id(0) * _COUNTS + tl.zeros([1, 1], tl.int32)
+            counts += tl.where(magnitude > _over_cells(scale * S.REACH, ROWS, COLUMNS), 1 << 16, 0)
+            high = _over_cells(tl.where(scale == scale, scale, 0.0), ROWS, COLUMNS)
+            low = _over_cells(tl.where(scale == scale, scale, float("inf")), ROWS, COLUMNS)
+            largest = tl.maximum(largest, tl.where(bits != 0, high, 0.0))
+            smallest = tl.minimum(smallest, tl.where(bits != 0, low, float("inf")))
+        counts = tl.sum(counts, 2, keep_dims=True)
+        nonzero += counts & 255
+        underflows += (counts >> 8) & 255
+        saturated += counts >> 16
+    zero = tl.zeros([1, 1, 1], tl.float64)
+    part = parts_ptr + tl.program_id(0) * _COUNTS + tl.zeros([1, 1, 1], tl.int32)
     tl.store(part, (zero + R) * padded_K * (tl.program_id(0) == 0))  # of all programs
-    tl.store(part + 1, nonzero)
-    tl.store(part + 2, underflows)
-    tl.store(part + 3, saturated)
-    tl.store(part + 4, energy)
-    tl.store(part + 5, error)
-    tl.store(part + 6, product)
-    tl.store(part + 7, amax_bits.to(tl.float32, bitcast=True).to(tl.float64))
-    tl.store(part + 8, largest.to(tl.float64))
-    tl.store(part + 9, 1.0 / smallest.to(tl.float64))
+    tl.store(part + 1, _sum(nonzero).to(tl.float64))
+    tl.store(part + 2, _sum(underflows).to(tl.float64))
+    tl.store(part + 3, _sum(saturated).to(tl.float64))
+    tl.store(part + 4, _sum(energy))
+    tl.store(part + 5, _sum(error))
+    tl.store(part + 6, _sum(product))
+    tl.store(part + 7, _max(amax_bits).to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(part + 8, _max(largest).to(tl.float64))
+    tl.store(part + 9, _max(1.0 / smallest.to(tl.float64)))
     tl.debug_barrier()  # all threads' rows precede the count
     if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         _combine(parts_ptr, out_ptr)

@@ -6,6 +6,14 @@ from typing import Any
 import torch
 
 
+def specialized_on(arguments: tuple[Any, ...]) -> Hashable:
+    """Properties of tensors and integers on which Triton specializes a kernel, for ``Specialized.launch``."""
+    return tuple(
+        (each.dtype, each.data_ptr() % 16 == 0) if isinstance(each, torch.Tensor) else (each == 1, each % 16 == 0)
+        for each in arguments
+    )
+
+
 class Specialized:
     """A Triton kernel with fixed constexpr parameters and options.
 

@@ -16,9 +16,10 @@ import triton.language as tl
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast_fp8.prologue import KINDS
-from megatron_lowprec.kernels.cast_fp8.rule import CastConstants, CodeConstants, Fp8Rule, code_constants
+from megatron_lowprec.kernels.cast_fp8.rule import CodeConstants, Fp8Rule, code_constants
 from megatron_lowprec.kernels.cast_fp8.triton_ops import encode_scale, from_fp8, to_fp8
 from megatron_lowprec.kernels.gradient_codes.reference import Bounds, largest_code
+from megatron_lowprec.kernels.launch import Specialized, specialized_on
 from megatron_lowprec.kernels.multi_tensor_cast.triton import address_table
 
 _BLOCK, _MOST_PARTS = 4096, 256
@@ -119,10 +120,15 @@ def _bounds(table_ptr, ALIGNED: tl.constexpr):
 
 
 @lru_cache(maxsize=8)
-def _rule(fmt: Format, device: torch.device) -> CastConstants:
-    """Constants of a tensor-wise cast by a power-of-two scale."""
+def _cast_launchers(fmt: Format, device: torch.device) -> tuple[Specialized, Specialized]:
+    """Kernels of the amax and of the cast, tensor-wise by a power-of-two scale."""
     rule = Fp8Rule(fmt, "tensor", "amax_pow2")
-    return rule.constants(True, False, False, False, KINDS["matrix"], (0, 0), device)
+    constants = rule.constants(True, False, False, False, KINDS["matrix"], (0, 0), device)
+    cast = {"CAST": constants, "PARTS": _MOST_PARTS, "BLOCK": _BLOCK}
+    return (
+        Specialized(_partial_amax_kernel, {"BLOCK": _BLOCK}, num_warps=8),
+        Specialized(_cast_kernel, cast, num_warps=8),
+    )
 
 
 def _parts(entries: int) -> int:
@@ -136,13 +142,9 @@ def cast_gradient_(
     count, parts = values.numel(), _parts(values.numel())
     assert values.is_contiguous()
     partial = torch.empty(parts, device=values.device)
-    _partial_amax_kernel[parts,](values, partial, count, BLOCK=_BLOCK, num_warps=8)
-    cast = Fp8Rule(fmt, "tensor", "amax_pow2").constants(
-        True, False, False, False, KINDS["matrix"], (0, 0), values.device
-    )
-    _cast_kernel[parts,](
-        values, codes, amax, mu, partial, count, CAST=cast, PARTS=_MOST_PARTS, BLOCK=_BLOCK, num_warps=8
-    )
+    amax_of, cast = _cast_launchers(fmt, values.device)
+    for kernel, arguments in ((amax_of, (values, partial, count)), (cast, (values, codes, amax, mu, partial, count))):
+        kernel.launch(parts, values.device, arguments, specialized_on(arguments))
 
 
 def count_saturated(codes: torch.Tensor, fmt: Format) -> torch.Tensor:

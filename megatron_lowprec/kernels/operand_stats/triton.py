@@ -9,7 +9,7 @@ neither gradients of 1e-30 nor of 1e30 leave fp32.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along
 from megatron_lowprec.kernels.interpreted import INTERPRETED
-from megatron_lowprec.kernels.launch import Specialized
+from megatron_lowprec.kernels.launch import Specialized, specialized_on
 from megatron_lowprec.kernels.operand_stats.reference import MAXIMA, SLACK, SUMS
 from megatron_lowprec.kernels.quantize.triton_ops import power_of_two
 
@@ -159,7 +159,7 @@ def _operand_stats_kernel(
         inside = (row < R) & (column < padded_K)
         x = tl.load(x_ptr + row * x_row + column * x_column, mask=inside & (column < K), other=0.0)
         if S.GROUP > 1:
-            x = _transformed(x, sylvester, COLUMNS)
+            x = _transformed(x, sylvester, COLUMNS)  # type: ignore[possibly-undefined]
         x = _cells(x, ROWS, COLUMNS).to(tl.float32)
         if S.CODE_BITS == 4:
             pair = (first_column // 2 + tl.arange(0, COLUMNS // 2)).to(tl.int64)[None, :]
@@ -286,7 +286,7 @@ def operand_stats(
         *data.stride(),
         *((0, 0) if scale is None else scale.stride()),
     )
-    _launcher(constants, tile_rows, tile_columns).launch(programs, x.device, arguments, _specialized_on(arguments))
+    _launcher(constants, tile_rows, tile_columns).launch(programs, x.device, arguments, specialized_on(arguments))
     return out
 
 
@@ -312,13 +312,6 @@ def _constants(
         HEADROOM=headroom,
         REACH=fmt.max * SLACK / headroom,
         GROUP=group,
-    )
-
-
-def _specialized_on(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        (each.dtype, each.data_ptr() % 16 == 0) if isinstance(each, torch.Tensor) else (each == 1, each % 16 == 0)
-        for each in arguments
     )
 
 

@@ -82,6 +82,9 @@ class _Running:
             "TRITON_CACHE_DIR": str(Path("~/.cache/megatron_lowprec/triton").expanduser()),
             "MEGATRON_LOWPREC_TUNE": "0",
             "OMP_NUM_THREADS": "1",
+            # On CPUs as in the driver, which sets it too late for this tool's imports: the compiler gives up a function
+            # that it has compiled too often, and its roundings change in the middle of a launch.
+            "TORCHDYNAMO_DISABLE": "0" if gpus else "1",
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus),

@@ -15,6 +15,10 @@ if not torch.cuda.is_available():  # as the driver does, before a folder's conft
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
+# read at a process's first product on a GPU; runs in deterministic mode come later
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def pytest_configure() -> None:
     # several workers share few cores (make test); a test of seconds gains nothing from more threads
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -104,6 +104,12 @@ def _op(reference: Callable[P, R], fused: Callable[..., bool] | None = None) -> 
     return op
 
 
+def _fuses_operand_stats(x: torch.Tensor, *others: Any) -> bool:
+    signs = others[5] if len(others) > 5 else None
+    whole = signs is None or signs.numel() < 256 or x.dtype != torch.float32  # the matrix fits into shared memory
+    return whole and fuses(x)
+
+
 def _on_gpu(slots: Any, *_: Any) -> bool:
     return slots[0].grad.is_cuda and have_triton()
 
@@ -118,7 +124,7 @@ bias_dropout_add_backward = _op(dropout.bias_dropout_add_backward)
 add_bias_ = _op(bias.add_bias_, lambda y, *_: fuses(y) and y.is_contiguous())
 logit_sums = _op(cross_entropy.logit_sums)
 logits_gradient_ = _op(cross_entropy.logits_gradient_)
-operand_stats = _op(operand_stats_reference.operand_stats)
+operand_stats = _op(operand_stats_reference.operand_stats, _fuses_operand_stats)
 packed_cast = _op(packed_cast_reference.packed_cast)
 packed_decode = _op(
     packed_cast_reference.packed_decode, lambda codes, *_: codes.is_cuda and codes.numel() > 0 and have_triton()

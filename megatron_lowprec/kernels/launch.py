@@ -7,9 +7,11 @@ import torch
 
 
 def specialized_on(arguments: tuple[Any, ...]) -> Hashable:
-    """Properties of tensors and integers on which Triton specializes a kernel, for ``Specialized.launch``."""
+    """Properties of tensors and integers on which Triton specializes a kernel, the width of integers included."""
     return tuple(
-        (each.dtype, each.data_ptr() % 16 == 0) if isinstance(each, torch.Tensor) else (each == 1, each % 16 == 0)
+        (each.dtype, each.data_ptr() % 16 == 0)
+        if isinstance(each, torch.Tensor)
+        else (each == 1, each % 16 == 0, -(2**31) <= each < 2**31)
         for each in arguments
     )
 

@@ -67,10 +67,24 @@ def buffers(device: str) -> Iterator[str]:
                 yield f"{name}: sum over {ranks} ranks of {bounds}, {rounds=}"
 
 
+def far_apart(device: str) -> Iterator[str]:
+    """A sum over ranks whose codes lie more than 2^31 bytes apart."""
+    from megatron_lowprec.kernels.gradient_codes import triton
+
+    stride = 2**30
+    received = torch.zeros(2 * stride + 16, dtype=torch.uint8, device=device).as_strided((3, 16), (stride, 1))
+    received += torch.tensor([[0x38], [0x40], [0x48]], dtype=torch.uint8, device=device)  # 1, 2 and 4 in E4M3
+    total = torch.zeros(16, device=device)
+    triton.sum_codes_(received, [(0, 16)], torch.ones(1, device=device), FORMATS["e4m3"], False, total)
+    if total.tolist() != [7.0] * 16:
+        yield f"sum over ranks {stride} bytes apart: {total.tolist()}"
+
+
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
     small = 2 * (len(SIZES) - 1) * len(LARGEST) * len(MU)
-    return small + 2 + 2 * 2 * len(BOUNDS) * 4, [*casts(device), *buffers(device)]
+    found = [*casts(device), *buffers(device), *far_apart(device)]
+    return small + 2 + 2 * 2 * len(BOUNDS) * 4 + 1, found
 
 
 if __name__ == "__main__":

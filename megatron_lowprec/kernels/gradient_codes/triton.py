@@ -102,7 +102,7 @@ def _sum_kernel(
         at = block + tl.arange(0, BLOCK)
         total = from_fp8(tl.load(received_ptr + at, mask=at < end, other=0), CODES.MANTISSA, CODES.MIN_EXPONENT)
         for rank in range(1, RANKS):
-            codes = tl.load(received_ptr + rank * stride + at, mask=at < end, other=0)
+            codes = tl.load(received_ptr + tl.cast(rank, tl.int64) * stride + at, mask=at < end, other=0)
             total += from_fp8(codes, CODES.MANTISSA, CODES.MIN_EXPONENT)
             if ROUNDS:
                 total = from_fp8(to_fp8(total, CODES), CODES.MANTISSA, CODES.MIN_EXPONENT)
@@ -183,7 +183,8 @@ def _launch(
 ) -> tuple[tuple[int, int], torch.Tensor, dict[str, CodeConstants | bool | int]]:
     """Grid, table of bounds and common options of a launch over the tensors of flat buffers."""
     device = buffers[0].device
-    numbers = [buffers[0].stride(0), *(number for bounds in tensors for number in bounds)]
+    strides = [buffer.stride(0) for buffer in buffers if buffer.dim() > 1]
+    numbers = [*strides, *(number for bounds in tensors for number in bounds)]
     grid = _parts(max((end - start for start, end in tensors), default=0)), len(tensors)
     table = address_table(tuple(tensors), device)
     aligned = all(number % _ALIGNMENT == 0 for number in (*numbers, *(buffer.data_ptr() for buffer in buffers)))

@@ -194,8 +194,9 @@ def _operand_stats_kernel(
         magnitude, is_nonzero = tl.abs(x), x != 0.0
         bits = amax_along(magnitude, 2).to(tl.int32, bitcast=True)
         amax_bits = tl.maximum(amax_bits, bits)
-        # 2^-e of the cell's amax, which brings it into [1, 2)
-        binade = tl.minimum(tl.maximum(bits & 0x7F800000, 1 << 23), 253 << 23)
+        # 2^-e of the larger amax of x and q, which brings both below 2
+        q_bits = amax_along(tl.abs(q), 2).to(tl.int32, bitcast=True)
+        binade = tl.minimum(tl.maximum(tl.maximum(bits, q_bits) & 0x7F800000, 1 << 23), 253 << 23)
         shrink = ((254 << 23) - binade).to(tl.float32, bitcast=True)
         grow = binade.to(tl.float32, bitcast=True).to(tl.float64)
         grow = grow * grow

@@ -26,6 +26,7 @@ from megatron_lowprec.training.monitoring.quantization_log import (
 )
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows
+from tests.training.test_deterministic import as_before  # noqa: F401 - for the runs in deterministic mode here
 
 LAYERS = ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv")
 COMMON: dict[str, Any] = {"train_iters": 4, "bf16": True, "hidden_dropout": 0.1, "no_save": True}
@@ -71,7 +72,7 @@ def test_rows_of_every_operand_and_the_same_run(drive: Drive, capsys: pytest.Cap
 @pytest.mark.parametrize("graphs", [False, True])
 def test_native_runs_have_rows_with_and_without_graphs(drive: Drive, recipe: str, graphs: bool) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "recipe": recipe}
-    sizes |= {"cuda_graph_impl": "local"} if graphs else {}
+    sizes["cuda_graph_impl"] = "local" if graphs else "none"
     common = COMMON | sizes | {"deterministic_mode": True, "train_iters": 6}
     drive(argv(save="plain", **common))
     drive(argv(save="looked at", log_quantization_interval=3, **common))

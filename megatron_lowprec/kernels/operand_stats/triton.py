@@ -4,8 +4,8 @@ A program visits tiles and writes one row of partial results. The last program t
 order, in the same launch. The number of programs depends on the size alone, so the result is deterministic.
 
 A tile is split into cells of eight entries, which one thread holds. A cell is added in fp32 and cells in fp64, so that
-threads exchange nothing before the end. A cell's squares are taken after a division by the power of two of the larger amax of x and q:
-neither gradients of 1e-30 nor of 1e30 leave fp32.
+threads exchange nothing before the end. A cell's squares are taken after a division by the power of two of the larger
+amax of x and q: neither gradients of 1e-30 nor of 1e30 leave fp32.
 """
 
 from functools import lru_cache

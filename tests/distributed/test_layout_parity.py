@@ -30,6 +30,8 @@ COVER = {
     "gpt DP2 distributed optimizer": "bf16",
     "gpt TP2xDP2": "bf16",
     "gpt TP2xPP2+SP": "fp8_mxfp4_rht_sr",
+    "moe_tiny DP2": "bf16",
+    "moe_tiny PP2": "bf16",
     "moe_tiny EP2": "bf16",
     "moe_tiny TP2+SP": "mxfp4",
     # bf16 draws and regroups nothing, so that losses behind updates are compared, and the layers' gradients with them

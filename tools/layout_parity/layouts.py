@@ -85,6 +85,8 @@ LAYOUTS = (
     Layout("DP2 distributed optimizer", 2, _DISTRIBUTED),
     Layout("TP2xDP2", 4, _TP2),
     Layout("TP2xPP2+SP", 4, (*_TP2, *_SP, *_PP2)),
+    Layout("DP2", 2, (), "moe_tiny"),
+    Layout("PP2", 2, _PP2, "moe_tiny"),
     Layout("EP2", 2, _EP2, "moe_tiny", regroups=True),
     Layout("TP2+SP", 2, (*_TP2, *_SP), "moe_tiny", regroups=True),
     Layout("DP2", 2, (), "deepseek_tiny"),

@@ -72,12 +72,9 @@ class GradientCodes:
     def local(self, index: int) -> torch.Tensor:
         """This rank's gradient of a tensor, before the reduction: fp32 [entries]; zeros if it is empty."""
         start, end = self.tensors[index]
-        values = torch.zeros(end - start, device=self.codes.device)
-        if self._filled[index]:
-            one = torch.ones(1, device=values.device)
-            self._reduction.sum_codes_(self.codes[start:end].view(1, -1), [(0, end - start)], one, values)
-            values /= self._scale()[index]
-        return values
+        if not self._filled[index]:
+            return torch.zeros(end - start, device=self.codes.device)
+        return self._sum(self.codes[start:end].view(1, -1)) / self._scale()[index]
 
     @torch.no_grad()
     def reduce(self, times: float, group: dist.ProcessGroup, sharers: Sequence[dist.ProcessGroup] = ()) -> None:
@@ -92,9 +89,7 @@ class GradientCodes:
             self._reduction.requantize_(self.codes, self.tensors, scale / self._scale())
         received = self._reduction.exchange(self.codes, group)
         if group.size() > 1 and self._reduction.rounds_sums:
-            total = torch.zeros(received.shape[1], device=received.device)
-            self._reduction.sum_codes_(received, [(0, total.numel())], torch.ones(1, device=total.device), total)
-            received = self._reduction.encode(total).view(1, -1)
+            received = self._reduction.encode(self._sum(received)).view(1, -1)
         self._received = self.codes[: received.numel()].view(received.shape)
         if group.size() > 1:
             self._received.copy_(received)
@@ -118,6 +113,12 @@ class GradientCodes:
             return values[first + start : first + end]
 
         return part
+
+    def _sum(self, received: torch.Tensor) -> torch.Tensor:
+        """Sum of codes, uint8 [ranks, n], in rank order: fp32 [n]."""
+        total = torch.empty(received.shape[1:], device=received.device)
+        self._reduction.sum_codes_(received, [(0, total.numel())], torch.ones(1, device=total.device), total)
+        return total
 
     def _between(self, tensors: Sequence[Bounds], first: int, end: int, rows: slice) -> torch.Tensor:
         """Reduced gradients in entries ``first`` to ``end`` of the buffer, fp32; undefined between tensors."""

@@ -53,6 +53,17 @@ def test_the_error_of_draws_parts_into_a_shared_one_and_noise() -> None:
     assert fixed["bias"] == pytest.approx(20.0)
 
 
+def test_the_mean_over_linears_is_of_relative_energies() -> None:
+    case = {"recipe": "r", "gemm": "wgrad", "mean": None, "bias": None}
+    rows = [{**case, "linear": "a", "one": 10.0, "slope": -0.2}, {**case, "linear": "b", "one": 20.0, "slope": 0.1}]
+    (row,) = operand_error.layer_means(rows)
+    assert row["one"] == pytest.approx(-10 * math.log10((0.1 + 0.01) / 2))
+    assert row["slope"] == pytest.approx(0.15)
+    assert (row["count"], row["mean"], row["bias"]) == (2, None, None)
+    result = operand_error.error_result([{**row, "what": "product"} for row in rows], 2)
+    assert [table.name for table in result.tables] == ["layers", "products", "operands"]
+
+
 @pytest.mark.parametrize("recipe", ["mxfp4_rht_sr", "fp8_blockwise", "fp8_rowwise", "fp8_delayed"])
 def test_values_of_operands_multiply_to_the_product(recipe: str) -> None:
     """So transform, headroom and scales are undone as the GEMM cancels them."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +39,12 @@ COLUMNS = (
     Column("mean", "SNR of the\nmean, dB", ".2f"),
     Column("bias", "shared error\nSNR, dB", ".2f"),
     Column("slope", "slope - 1", "+.5f"),
+)
+LAYER_COLUMNS = (
+    *COLUMNS[1:3],
+    Column("count", "linears", "d"),
+    *COLUMNS[4:7],
+    Column("slope", "size of\nslope - 1", ".5f"),
 )
 
 
@@ -78,18 +85,43 @@ def error_result(
         "that is not the file's is ignored",
     )
     products = [row for row in rows if row["what"] == "product"]
+    shown = products
+    if len({row["linear"] for row in products}) > 1:
+        shown = layer_means(products)
+        tables = [*tables, Table("layers", "products, mean over the linears", LAYER_COLUMNS, shown)]
     tables = [
         *tables,
         Table("products", "products", COLUMNS, products),
         Table("operands", "operands", COLUMNS, [row for row in rows if row["what"] != "product"]),
     ]
     bars = [
-        (gemm, {f"{row['linear']}, {row['recipe']}": row["one"] for row in products if row["gemm"] == gemm})
-        for gemm in dict.fromkeys(row["gemm"] for row in products)
+        (gemm, {_bar(row): row["one"] for row in shown if row["gemm"] == gemm})
+        for gemm in dict.fromkeys(row["gemm"] for row in shown)
     ]
-    names = dict.fromkeys(f"{row['linear']}, {row['recipe']}" for row in products)
+    names = dict.fromkeys(_bar(row) for row in shown)
     panels = [(gemm, {name: values.get(name) or 0.0 for name in names}) for gemm, values in bars]
     return Result(title, notes, tables, {"": grouped_bars(panels, "SNR of one draw, dB")})
+
+
+def layer_means(products: Sequence[Row]) -> list[Row]:
+    """A row for each recipe and GEMM: mean relative energy of the error over the linears, and mean size of the slope.
+
+    ``bias`` is None where no linear has a shared error that is resolved.
+    """
+    rows: list[Row] = []
+    for recipe, gemm in dict.fromkeys((row["recipe"], row["gemm"]) for row in products):
+        of_case = [row for row in products if (row["recipe"], row["gemm"]) == (recipe, gemm)]
+        found: dict[str, Any] = {"recipe": recipe, "gemm": gemm, "count": len(of_case)}
+        for key in ("one", "mean", "bias"):
+            energies = [0.0 if row[key] is None else 10.0 ** (-row[key] / 10.0) for row in of_case]
+            found[key] = _decibels(len(energies), sum(energies))
+        found["slope"] = sum(abs(row["slope"] or 0.0) for row in of_case) / len(of_case)
+        rows.append(found)
+    return rows
+
+
+def _bar(row: Row) -> str:
+    return ", ".join(str(row[key]) for key in ("linear", "recipe") if key in row)
 
 
 def error_rows(capture: Capture, recipe: Recipe, draws: int) -> Iterator[Row]:

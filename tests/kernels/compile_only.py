@@ -143,7 +143,7 @@ def updates() -> None:
     gradient_codes.count_saturated(codes, FORMATS["e4m3"])
     for name, bounds in product(("e4m3", "e5m2"), ([(0, 4096)], [(3, 5)])):
         gradient_codes.requantize_(codes, bounds, torch.ones(1), FORMATS[name])
-        for ranks, rounds in ((1, False), (2, False), (2, True)):
+        for ranks, rounds in ((1, False), (2, False), (2, True), (3, True)):
             received = torch.zeros(ranks, 4096, dtype=torch.uint8)
             total = torch.zeros(4096)
             gradient_codes.sum_codes_(received, bounds, torch.ones(1), FORMATS[name], rounds, total)

@@ -205,6 +205,23 @@ def from_fp8(codes, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
 
 
 @triton.jit
+def round_to_fp8(v, CODES: tl.constexpr):
+    """fp32 rounded to the format, saturating, as fp32; NaN stays NaN.
+
+    Natively the codes are not integers in between: of bytes extracted from a code that was just converted, ptxas 12.8
+    and 12.9 (Triton 3.6 has 12.8) read some from the register before they write it.
+    """
+    if CODES.NATIVE:
+        if CODES.MANTISSA == 3:
+            v = v.to(tl.float8e4nv).to(tl.float32)
+        else:
+            v = v.to(tl.float8e5).to(tl.float32)
+    else:
+        v = from_fp8(to_fp8(v, CODES), CODES.MANTISSA, CODES.MIN_EXPONENT)
+    return v
+
+
+@triton.jit
 def four_to_fp8(v0, v1, v2, v3, CODES: tl.constexpr):
     """``to_fp8`` of four numbers as one uint32, v0's code lowest; natively two conversions of pairs."""
     if CODES.NATIVE:

@@ -17,7 +17,7 @@ from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.amax.triton_ops import amax_along, larger
 from megatron_lowprec.kernels.cast_fp8.prologue import KINDS
 from megatron_lowprec.kernels.cast_fp8.rule import CodeConstants, Fp8Rule, code_constants
-from megatron_lowprec.kernels.cast_fp8.triton_ops import encode_scale, from_fp8, to_fp8
+from megatron_lowprec.kernels.cast_fp8.triton_ops import encode_scale, from_fp8, round_to_fp8, to_fp8
 from megatron_lowprec.kernels.gradient_codes.reference import Bounds, largest_code
 from megatron_lowprec.kernels.launch import Specialized, specialized_on
 from megatron_lowprec.kernels.multi_tensor_cast.triton import address_table
@@ -105,7 +105,7 @@ def _sum_kernel(
             codes = tl.load(received_ptr + tl.cast(rank, tl.int64) * stride + at, mask=at < end, other=0)
             total += from_fp8(codes, CODES.MANTISSA, CODES.MIN_EXPONENT)
             if ROUNDS:
-                total = from_fp8(to_fp8(total, CODES), CODES.MANTISSA, CODES.MIN_EXPONENT)
+                total = round_to_fp8(total, CODES)
         tl.store(total_ptr + at, total * factor, mask=at < end)
 
 

@@ -44,6 +44,7 @@ class GradientCodes:
         self._decode_scale: torch.Tensor | None = None  # fp32 [tensors], after the reduction
         self._received = self.codes.view(1, -1)
         self._first = 0  # entry of the buffer at which this rank's part begins
+        self._holds_received = False  # which lie over the tensors and what is between them
 
     @property
     def reduced(self) -> bool:
@@ -52,7 +53,9 @@ class GradientCodes:
 
     def reset(self) -> None:
         """Empty all tensors, at the beginning of a step."""
-        self.codes.zero_()
+        if self._holds_received:
+            self.codes.zero_()
+            self._holds_received = False
         self.amax.zero_()
         self._filled = [False] * len(self.tensors)
         self._decode_scale = None
@@ -83,6 +86,9 @@ class GradientCodes:
         A tensor with a non-finite entry on any rank becomes NaN as a whole. With rounded sums the codes are the sum's,
         in the first part of the buffer.
         """
+        for (start, end), filled in zip(self.tensors, self._filled, strict=True):
+            if not filled:  # it may have the codes of an earlier step
+                self.codes[start:end].zero_()
         self._reduction.count(self.codes, self.tensors)
         scale = self._reduction.encode_scale(max_over(self.amax, group, *sharers))
         if group.size() > 1 or sharers:
@@ -93,6 +99,7 @@ class GradientCodes:
         self._received = self.codes[: received.numel()].view(received.shape)
         if group.size() > 1:
             self._received.copy_(received)
+            self._holds_received = True
         self._first = group.rank() * (self.codes.numel() // group.size())
         self._decode_scale = times / scale
 

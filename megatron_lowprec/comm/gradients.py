@@ -64,21 +64,24 @@ class GradientFactor:
         self.automatic = automatic
         self.mu = torch.ones(1, device=device)
         self.saturated = torch.zeros((), dtype=torch.float64, device=device)
-        self._counts = torch.zeros(2, dtype=torch.float64, device=device)  # saturated, all
+        self.forget()
 
-    def count(self, saturated: torch.Tensor | int, entries: int) -> None:
+    def count(self, saturated: torch.Tensor, entries: int) -> None:
         """Add a buffer to the counts of this step: ``saturated`` (int64 scalar) of ``entries`` codes."""
-        self._counts[0] += saturated
-        self._counts[1] += entries
+        self._saturated.append(saturated)
+        self._entries += entries
 
     def forget(self) -> None:
         """Reset the counts, after a pass that is not a step."""
-        self._counts.zero_()
+        self._saturated: list[torch.Tensor] = []
+        self._entries = 0
 
     def end_step(self) -> None:
         """Set mu for the next step, after a weight update; collective over all ranks."""
-        dist.all_reduce(self._counts)
-        self.saturated = self._counts[0] / self._counts[1].clamp(min=1)
+        counts = torch.full((2,), self._entries, dtype=torch.float64, device=self.mu.device)
+        counts[0] = torch.stack(self._saturated).sum() if self._saturated else 0
+        dist.all_reduce(counts)
+        self.saturated = counts[0] / counts[1].clamp(min=1)
         if self.automatic:
             too_many = self.saturated > _MOST_SATURATED
             self.mu = torch.where(too_many, _LOWEST, (self.mu * _RISE).clamp(max=_HIGHEST))

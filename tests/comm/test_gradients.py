@@ -7,6 +7,7 @@ the error of the mean at up to 128 ranks, simulated in one process.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,25 @@ def test_mu_rises_from_one_half_to_two_in_a_thousand_steps(monkeypatch: pytest.M
     factor.end_step()
     factor.end_step()
     assert float(factor.mu) == 2.0
+
+
+def test_a_tensor_without_a_gradient_is_empty_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    alone: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    factor = GradientFactor(torch.device("cpu"), automatic=False)
+    codes = GradientCodes(8, [(0, 3), (4, 8)], GradientSum(SPECS["e4m3"], factor), torch.device("cpu"))
+    for indices in ([0, 1], [1]):
+        codes.reset()
+        for index in indices:
+            start, end = codes.tensors[index]
+            codes.cast(index, torch.full((end - start,), 448.0))
+        codes.reduce(1.0, alone)
+        assert codes.part(1, 0, 4).tolist() == [448.0] * 4
+        assert codes.part(0, 0, 3).tolist() == [448.0 if 0 in indices else 0.0] * 3
+        factor.end_step()
+        assert float(factor.saturated) == (7 if 0 in indices else 4) / 7
 
 
 MANY = (2, 8, 32, 128)

@@ -212,10 +212,8 @@ def round_to_fp8(v, CODES: tl.constexpr):
     and 12.9 (Triton 3.6 has 12.8) read some from the register before they write it.
     """
     if CODES.NATIVE:
-        if CODES.MANTISSA == 3:
-            v = v.to(tl.float8e4nv).to(tl.float32)
-        else:
-            v = v.to(tl.float8e5).to(tl.float32)
+        DTYPE: tl.constexpr = tl.float8e4nv if CODES.MANTISSA == 3 else tl.float8e5
+        v = v.to(DTYPE).to(tl.float32)
     else:
         v = from_fp8(to_fp8(v, CODES), CODES.MANTISSA, CODES.MIN_EXPONENT)
     return v

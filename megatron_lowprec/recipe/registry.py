@@ -67,6 +67,8 @@ def get_recipe(name: str) -> Recipe:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else "--list-recipes prints them all"
+        if name.endswith((".yaml", ".yml")):
+            hint = "megatron_lowprec.recipe.parsing.load_recipe reads a file"
         raise UserError(f"there is no recipe {name!r}: {hint}")
     return _RECIPES[name]
 

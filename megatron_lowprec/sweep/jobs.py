@@ -76,8 +76,9 @@ def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
     """
     for need in sweep.needs:
         if not any(settings.get(name) for name in rivals_of(need)):
+            own = f"{flag(need)} or " if need == "data_path" else ""  # the one option that sweep.py has as a flag
             raise UserError(
-                f"{sweep.name} at size {sweep.size} needs {flag(need)}: give {flag(need)} or --set {need}=VALUE"
+                f"{sweep.name} at size {sweep.size} needs {flag(need)}: give {own}--set {need.replace('_', '-')}=VALUE"
             )
     jobs = []
     every = product(sweep.seeds, sweep.models, sweep.variants, sweep.recipes)

@@ -52,7 +52,8 @@ def test_every_shipped_sweep_expands_at_every_size(path: Any, size: str) -> None
         assert {(o["lr_decay_style"], o["lr_warmup_fraction"]) for o in options} == {("cosine", 0.1)}
         assert {job.train_iters * 32 * 1024 for job in found} == {2200 * 32 * 1024}
     if need:
-        words = f"needs --{need.replace('_', '-')}: give --{need.replace('_', '-')} or --set {need}=VALUE"
+        name = need.replace("_", "-")
+        words = f"needs --{name}: give {'--data-path or ' * (name == 'data-path')}--set {name}=VALUE"
         with pytest.raises(UserError, match=words):
             expand(sweep, {}, sweep.resources.gpus_per_job or 1)
 

@@ -144,6 +144,9 @@ def test_a_checkpoint_of_another_shape_is_refused(drive: Drive) -> None:
 def test_load_without_a_checkpoint_is_refused_unless_it_is_save(drive: Drive) -> None:
     with pytest.raises(UserError, match="no checkpoint there"):
         drive(argv(save="out", load="elsewhere"))
+    drive(argv(save="run/checkpoints", train_iters=1))
+    with pytest.raises(UserError, match=r"no checkpoint there .*; name run/checkpoints"):
+        drive(argv(save="out", load="run"))
     drive(argv(save="out", load="out", train_iters=1, no_save=None))
     assert Path("out/iter_0000001").is_dir()
 

@@ -106,7 +106,7 @@ def error_result(
 def layer_means(products: Sequence[Row]) -> list[Row]:
     """A row for each recipe and GEMM: mean relative energy of the error over the linears, and mean size of the slope.
 
-    ``bias`` is None where no linear has a shared error that is resolved.
+    A shared error that is not resolved counts as 0; ``bias`` is None where no linear's is resolved.
     """
     rows: list[Row] = []
     for recipe, gemm in dict.fromkeys((row["recipe"], row["gemm"]) for row in products):

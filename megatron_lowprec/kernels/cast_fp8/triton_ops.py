@@ -206,7 +206,7 @@ def from_fp8(codes, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
 
 @triton.jit
 def round_to_fp8(v, CODES: tl.constexpr):
-    """fp32 rounded to the format, saturating, as fp32; NaN stays NaN.
+    """fp32 rounded to the format, saturating, as fp32; not for NaN, which stays NaN only natively.
 
     Natively the codes are not integers in between: of bytes extracted from a code that was just converted, ptxas 12.8
     and 12.9 (Triton 3.6 has 12.8) read some from the register before they write it.

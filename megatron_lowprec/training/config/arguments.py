@@ -125,6 +125,8 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
         unknown = next((r for r in rest if r.startswith("-")), "").split("=")[0]
         if not unknown:
             raise UserError(f"{rest[0]!r} is no flag, nor the value of one; flags begin with -- (see --help)")
+        if unknown == "--spec":
+            raise UserError("--spec is a flag of Megatron-LM's pretrain_gpt.py; here --recipe NAME selects a recipe")
         raise UserError(f"unknown flag {unknown}{nearest(unknown, known)} (see --help)")
     notes: list[str] = []
     given = current_names("the command line", vars(namespace), notes)

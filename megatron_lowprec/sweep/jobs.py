@@ -78,7 +78,7 @@ def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
         if not any(settings.get(name) for name in rivals_of(need)):
             own = f"{flag(need)} or " if need == "data_path" else ""  # the one option that sweep.py has as a flag
             raise UserError(
-                f"{sweep.name} at size {sweep.size} needs {flag(need)}: give {own}--set {need.replace('_', '-')}=VALUE"
+                f"{sweep.name} at size {sweep.size} needs {flag(need)}: give {own}--set {flag(need)[2:]}=VALUE"
             )
     jobs = []
     every = product(sweep.seeds, sweep.models, sweep.variants, sweep.recipes)

@@ -12,7 +12,7 @@ from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved, find_checkpoint, read
 from megatron_lowprec.training.checkpoint.safe_load import Damaged
-from megatron_lowprec.training.checkpoint.storage import TRACKER, iteration_folder
+from megatron_lowprec.training.checkpoint.storage import checkpoints_of, iteration_folder
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_run
 
@@ -79,9 +79,7 @@ def find(path: str) -> Saved:
             return read(place)
         except Damaged as error:
             raise UserError(f"--load {place}: cannot be loaded: {error}; name another checkpoint") from None
-    if not (place / TRACKER).exists() and (place / "checkpoints" / TRACKER).exists():
-        place = place / "checkpoints"
-    found, _ = find_checkpoint(Config(load=str(place)))
+    found, _ = find_checkpoint(Config(load=str(checkpoints_of(place))))
     assert found is not None  # find_checkpoint raises if there is none, since this Config has no --save
     return found
 

@@ -130,8 +130,8 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
 
 def _without_tracker(load: str) -> str:
     if not (Path(load) / storage.TRACKER).exists():
-        inner = Path(load) / "checkpoints"  # as make train names it
-        where = inner if (inner / storage.TRACKER).exists() else "the folder that --save had"
+        inner = storage.checkpoints_of(Path(load))
+        where = "the folder that --save had" if inner == Path(load) else inner
         return f"{load}: no checkpoint there (no {storage.TRACKER}); name {where}"
     return f"{load}: {storage.TRACKER} holds no iteration; write the number of one of the iter_ folders into it"
 

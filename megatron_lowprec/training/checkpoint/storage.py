@@ -36,6 +36,12 @@ def tracked(folder: str) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]+", text) else None
 
 
+def checkpoints_of(folder: Path) -> Path:
+    """The folder with the tracker file: ``checkpoints`` in a run's folder, if that has one; else ``folder`` itself."""
+    inner = folder / "checkpoints"
+    return inner if not (folder / TRACKER).exists() and (inner / TRACKER).exists() else folder
+
+
 def whole(folder: str) -> dict[int, Path]:
     """iteration -> folder of the complete checkpoints, newest first.
 

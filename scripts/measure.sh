@@ -188,8 +188,9 @@ medium() { study all_recipes medium; }
 
 lm() {
     run python -m tools.bench step --shapes 345m,1.3b --recipes fp8_delayed,fp8_lm --rounds 2 --out "$out/lm.json" &&
-        run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m --recipes fp8_delayed,fp8_lm \
-            --out "$out/lm-scaling.json" &&
+        run python -m tools.bench exchange --gpus "$gpus" --shapes 345m,1.3b --out "$out/exchange.json" &&
+        run python -m tools.bench scaling --gpus "1,$gpus" --shapes 345m,1.3b \
+            --recipes bf16,fp8_delayed,fp8_lm,fp8_lm_o2 --out "$out/lm-scaling.json" &&
         train lm/345m "$gpus" --config configs/models/gpt_345m.yaml --recipe fp8_lm --train-iters 100 \
             --micro-batch-size 16 --global-batch-size $((16 * gpus))
 }

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,19 @@ import torch
 
 from megatron_lowprec.errors import UserError, current_argv
 from tests.waiting import PATIENCE
-from tools.bench import experts, hugging_face, ops, overhead, quantize, scaling, shapes, step
+from tools.bench import (
+    exchange,
+    exchange_worker,
+    experts,
+    hugging_face,
+    ops,
+    overhead,
+    quantize,
+    scaling,
+    shapes,
+    step,
+    step_worker,
+)
 from tools.bench.__main__ import RENAMED, main
 from tools.bench.cases import layer
 from tools.bench.cases.op_cases import OpCase
@@ -465,6 +478,38 @@ def test_scaling_end_to_end(tmp_path: Path) -> None:
     # the batch of each is the same, so that together they see other samples
     assert one["batch"] == two["batch"] == "2x128"
     assert one["runs"][0]["losses"] != two["runs"][0]["losses"]
+
+
+@pytest.mark.slow
+def test_exchange_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "exchange.json"
+    done = bench("exchange", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["tables"][0]["rows"]
+    sent = {row["exchange"]: row["sent"] for row in rows if row["part"] == "exchange"}
+    # all entries of the tiny model's matrices, of which one of two ranks sends half
+    entries = sum(exchange.tensors_of(shapes.MODELS["smoke"]))
+    assert sent["fp32 reduce-scatter"] == entries * 4 / 2
+    assert sent["bf16 reduce-scatter"] == entries * 2 / 2
+    assert sent["fp8_lm, from an fp32 buffer"] == sent["fp8_lm_o2, stored in FP8"] == entries / 2
+    assert {row["part"] for row in rows if row["exchange"] == "fp8_lm_o2, stored in FP8"} == {
+        "cast, in the backward pass",
+        "exchange",
+        "sum, before the update",
+    }
+    far = {row["exchange"]: row["distance"] for row in rows}
+    assert far["fp32 reduce-scatter"] == 0.0
+    assert 0.0 < far["bf16 reduce-scatter"] < far["fp8_lm_o2, stored in FP8"] < exchange_worker.MOST_DISTANCE
+
+
+def test_communication_that_other_kernels_hide() -> None:
+    def event(name: str, start: int, end: int) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start * 3000, end=end * 3000))
+
+    nccl = [event("ncclDevKernel_SendRecv", 2, 6), event("ncclDevKernel_AllGather", 5, 7)]
+    others = [event("gemm", 0, 3), event("cast", 1, 4), event("copy", 6, 9)]
+    # of 2 to 7, 2 to 4 and 6 to 7 are hidden
+    assert step_worker._communication([*nccl, *others]) == {"ms": 5.0, "exposed_ms": 2.0}
 
 
 def test_former_names_are_accepted_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "step": (1, "a training step over bf16"),
     "hugging_face": (2, "a training step of Hugging Face models: convert over bf16, eager and compiled"),
     "scaling": (1, "weak scaling of a training step: several GPUs over one, data parallel"),
+    "exchange": (1, "gradients over data-parallel ranks: FP8-LM beside reduce-scatters in fp32 and bf16"),
     "ops": (3, "the ops of a step besides its linear layers, against torch and Megatron-core"),
     "overhead": (7, "the cost of the Hadamard transform and of stochastic rounding"),
 }
@@ -83,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     parts["scaling"].add_argument(
         "--gpus", type=names, default=["1", "8"], help="numbers of GPUs, on a CPU of processes (default: 1,8)"
     )
+    parts["exchange"].add_argument("--gpus", type=int, default=2, help="ranks, on a CPU processes (default: 2)")
     parts["ops"].add_argument("--ops", type=names, help="norm,bias,gelu,dropout,cast,loss,attention (default: all)")
     overhead = parts["overhead"]
     overhead.add_argument("--full-accumulation", action="store_true", help="run the FP8 GEMM without fast accumulation")

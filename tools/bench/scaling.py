@@ -19,6 +19,8 @@ COLUMNS = (
     Column("processes", "GPUs", "d"),
     *TIMES,
     Column("efficiency", "t1/tN", ".3f"),
+    Column("communication_ms", "NCCL", ".1f"),
+    Column("exposed_ms", "exposed", ".1f"),
     *(RATE, PEAK, LOSS),
 )
 
@@ -30,6 +32,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
     report.note(
         f"data parallel, {' '.join(FLAGS)}; mock data; the batch is per GPU",
         f"{args.warm_up} iterations before {args.iterations} timed ones; ms: median of rank 0's wall clock",
+        "NCCL: ms of rank 0's step, profiled, with a kernel of NCCL; exposed: those of them without another kernel",
         "peak: allocated memory of rank 0; t1/tN: step time of the first count of GPUs over this one's",
     )
     rows: list[Row] = []
@@ -59,4 +62,6 @@ def _row(model: ModelShape, recipe: str, count: int, found: dict[int, Runs], arg
     if "failed" not in row:
         alone = median_ms(next(iter(found.values())))
         row["efficiency"] = alone / row["ms"] if alone else None
+        of_nccl = found[count][0].get("communication") or {}
+        row |= {"communication_ms": of_nccl.get("ms"), "exposed_ms": of_nccl.get("exposed_ms")}
     return row

@@ -86,6 +86,9 @@ def main(asked: dict[str, Any]) -> None:
         train_step(trainer, batches, config, steps, device)
 
     kernels, idle, isolated_ms, update_ms, stock_update_ms = None, None, None, None, None
+    communication = None
+    if asked["step_alone"] and on_gpu and ranks.world_size > 1:
+        communication = _communication(_profiled(step))
     if not asked["step_alone"]:
         isolated_ms = median(clock.wall_milliseconds(step, 5))
         if on_gpu:
@@ -109,6 +112,7 @@ def main(asked: dict[str, Any]) -> None:
         "kernel_ms": sum(kernel["ms"] for kernel in kernels) if kernels else None,
         "kernels": kernels,
         "idle": idle,
+        "communication": communication,
         "isolated_ms": isolated_ms,
         "update_ms": update_ms,
         "stock_update_ms": stock_update_ms,
@@ -156,6 +160,25 @@ def _idle(events: Sequence[Any]) -> dict[str, Any]:
             last = event
     longest = sorted(gaps, key=lambda gap: -gap["ms"])[:12]
     return {"ms": sum(gap["ms"] for gap in gaps) / PROFILED, "gaps": len(gaps) / PROFILED, "longest": longest}
+
+
+def _communication(events: Sequence[Any]) -> dict[str, float]:
+    """Milliseconds of a step in which a kernel of NCCL runs, and those of them in which no other kernel does.
+
+    A kernel of NCCL includes its wait for the other ranks.
+    """
+    changes = []
+    for event in events:
+        own = "nccl" in event.name.lower()
+        changes += [(event.time_range.start, 1, own), (event.time_range.end, -1, own)]
+    running, last, total, exposed = {True: 0, False: 0}, 0.0, 0.0, 0.0
+    for at, change, own in sorted(changes):
+        if running[True]:
+            total += at - last
+            exposed += at - last if not running[False] else 0.0
+        running[own] += change
+        last = at
+    return {"ms": total / PROFILED / 1e3, "exposed_ms": exposed / PROFILED / 1e3}
 
 
 def _updates(optimizer: Any, clock: Any) -> tuple[float, float]:

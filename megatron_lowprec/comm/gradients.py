@@ -22,11 +22,12 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import (
     cast_gradient_,
     count_saturated,
+    gradient_scale,
     multi_tensor_cast_,
     requantize_,
     sum_codes_,
 )
-from megatron_lowprec.kernels.gradient_codes.reference import Bounds, gradient_scale, parts_between
+from megatron_lowprec.kernels.gradient_codes.reference import Bounds, parts_between
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.recipe.schema import GradientSpec
 

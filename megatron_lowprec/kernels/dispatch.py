@@ -133,6 +133,7 @@ update_history_ = _op(amax_history.update_history_)
 multi_tensor_cast_ = _op(
     multi_tensor_cast.multi_tensor_cast_, lambda _, encode_scale, *__: encode_scale.is_cuda and have_triton()
 )
+gradient_scale = _op(gradient_codes.gradient_scale)
 cast_gradient_ = _op(gradient_codes.cast_gradient_)
 count_saturated = _op(gradient_codes.count_saturated, lambda codes, *_: codes.is_cuda and have_triton())
 requantize_ = _op(gradient_codes.requantize_, lambda codes, *_: codes.is_cuda and have_triton())

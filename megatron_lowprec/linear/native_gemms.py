@@ -11,7 +11,7 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
 from megatron_lowprec.kernels.dispatch import load
-from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, scaled_gemm
+from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, SCALE_ALIGNMENT, scaled_gemm
 from megatron_lowprec.linear.backend import gemm_operands
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
 from megatron_lowprec.quantization.quantizer import Reduce
@@ -95,7 +95,9 @@ class NativeGemms:
         codes, scale = quantized.rowwise()
         if not columnwise:
             assert quantized.spec is not None
-            return codes_of_blocks(codes, scale) if quantized.spec.granularity == "1x128" else (codes, scale)
+            if quantized.spec.granularity == "1x128":
+                return codes_of_blocks(codes, scale)
+            return codes, None if scale is None else _aligned(scale)
         tokens, features = codes.shape
         transposed = codes.new_empty((features, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE), dtype=torch.uint8)
         transposed[:, :tokens].copy_(codes.view(torch.uint8).t())
@@ -151,7 +153,12 @@ def codes_of_blocks(codes: torch.Tensor, scale: torch.Tensor | None) -> tuple[to
     assert scale is not None
     height = (0, 0, 0, -len(codes) % 128)
     padded = pad(codes.view(torch.uint8), height).view(codes.dtype) if height[3] else codes
-    return padded, pad(scale, height).t().contiguous().t()
+    return padded, _aligned(pad(scale, height).t().contiguous()).t()
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """Scales at an address that cuBLAS takes: those of one expert may begin between two."""
+    return scale if scale.data_ptr() % SCALE_ALIGNMENT == 0 else scale.clone()
 
 
 @lru_cache(maxsize=64)

@@ -139,6 +139,7 @@ def updates() -> None:
             adam.update_(slots, step, None, torch.ones(()))
     codes = torch.zeros(4096, dtype=torch.uint8)
     multi_tensor_cast.multi_tensor_cast_([torch.zeros(4096)], torch.ones(1), FORMATS["e4m3"], [codes])
+    gradient_codes.gradient_scale(torch.zeros(300), FORMATS["e4m3"], torch.ones(1))
     gradient_codes.cast_gradient_(torch.zeros(4096), codes, torch.zeros(1), torch.ones(1), FORMATS["e4m3"])
     gradient_codes.count_saturated(codes, FORMATS["e4m3"])
     for name, bounds in product(("e4m3", "e5m2"), ([(0, 4096)], [(3, 5)])):

@@ -24,6 +24,20 @@ def differs(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return not ((found == wanted) | (((wanted & 0x7F) == 0x7F) & (found == 0x7F))).all()
 
 
+def scales(device: str) -> Iterator[str]:
+    """Scales of many tensors whose bits differ, a line each."""
+    from megatron_lowprec.kernels.gradient_codes import triton
+
+    draws = torch.rand(289, generator=torch.Generator().manual_seed(7))
+    amax = torch.cat([torch.tensor(LARGEST), torch.tensor([2.0**-149, 2.0**-126, 448.0, 57344.0]), draws * 500])
+    for name, mu in product(("e4m3", "e5m2"), MU):
+        fmt, factor = FORMATS[name], torch.tensor([mu])
+        found = triton.gradient_scale(amax.to(device), fmt, factor.to(device)).cpu()
+        wanted = reference.gradient_scale(amax, fmt, factor)
+        if not torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1)):
+            yield f"{name}: scales by mu {mu}"
+
+
 def casts(device: str) -> Iterator[str]:
     """Casts whose codes or amax differ, a line each."""
     from megatron_lowprec.kernels.gradient_codes import triton
@@ -83,8 +97,8 @@ def far_apart(device: str) -> Iterator[str]:
 def differences(device: str) -> tuple[int, list[str]]:
     """(cases, faults)"""
     small = 2 * (len(SIZES) - 1) * len(LARGEST) * len(MU)
-    found = [*casts(device), *buffers(device), *far_apart(device)]
-    return small + 2 + 2 * 2 * len(BOUNDS) * 4 + 1, found
+    found = [*scales(device), *casts(device), *buffers(device), *far_apart(device)]
+    return 2 * len(MU) + small + 2 + 2 * 2 * len(BOUNDS) * 4 + 1, found
 
 
 if __name__ == "__main__":

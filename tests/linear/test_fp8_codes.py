@@ -148,3 +148,19 @@ def test_native_operands_of_tokens(spec: QuantSpec, tokens: int) -> None:
     assert torch.equal(data.view(torch.uint8), cast.rowwise_data.view(torch.uint8))
     assert scale.stride() == cast.rowwise_scale.stride()
     torch.testing.assert_close(scale[:tokens], cast.rowwise_scale[:tokens], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("spec", [FP8_1X128, FP8_ROW], ids=lambda spec: spec.granularity)
+def test_native_scales_of_an_expert_in_the_middle_are_aligned(spec: QuantSpec) -> None:
+    """cuBLAS refuses scales that do not begin at a multiple of 16 bytes."""
+    recipe = get_recipe("fp8_blockwise")
+    recipe = replace(recipe, fprop=replace(recipe.fprop, input=spec))
+    scale = torch.rand(131, 1)[3:]
+    assert scale.data_ptr() % 16
+    sent = QuantizedTensor(
+        torch.Size((128, 128)), torch.bfloat16, spec, torch.zeros(128, 128).to(torch.float8_e4m3fn), scale
+    )
+    _, found = LinearGemms(recipe, LinearId(1, "x"), 0, AmaxHistory).native.from_codes(sent, columnwise=False)
+    assert found is not None
+    assert found.data_ptr() % 16 == 0
+    assert torch.equal(found, scale)

@@ -233,6 +233,9 @@ def bytes_on_the_wire(name: str) -> None:
     rows = 2 * TOKENS * TOPK  # of two microbatches
     for dispatch in (False, True):
         block, runtime = build(recipe, dispatch)
+        got: list[int] = []  # tokens of the experts on this rank, in each microbatch
+        experts = block.layers[0].mlp.experts
+        experts.register_forward_pre_hook(lambda _, inputs, got=got: got.append(len(inputs[0])))
         with counted() as sent:
             steps(block, runtime)
         probabilities = {key: sent.pop(key) for key in list(sent) if key[1] <= 4}
@@ -241,27 +244,8 @@ def bytes_on_the_wire(name: str) -> None:
         for size in (width, back):
             want[(torch.uint8, size) if dispatch else (torch.bfloat16, bf16)] += rows * (size if dispatch else bf16)
         # what a rank gives to combine outputs and gradients of tokens is what it got
-        want[torch.bfloat16, bf16] += sum(received(block)) * 2 * bf16
+        want[torch.bfloat16, bf16] += sum(got) * 2 * bf16
         assert sent == want
-
-
-def received(block: Any) -> list[int]:
-    """Tokens that the experts of this rank got in each microbatch of ``steps``, from a third run of its inputs."""
-    counts: list[int] = []
-    hook = block.layers[0].mlp.experts.register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0])))
-    generator = torch.Generator().manual_seed(10 + dist.get_rank())
-    saved = {name: weight.clone() for name, weight in block.state_dict().items() if torch.is_tensor(weight)}
-    with torch.no_grad():
-        for _, weight in block.named_parameters():
-            if weight.grad is not None:
-                weight += 0.01 * weight.grad
-        for _ in range(2):
-            x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).bfloat16().to(DEVICE)
-            block(hidden_states=x, attention_mask=None)
-            torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
-    hook.remove()
-    block.load_state_dict(saved, strict=False)
-    return counts
 
 
 def quantized_once(grouped: bool) -> None:

@@ -7,6 +7,9 @@ import torch
 ROW_MULTIPLE = 16
 """The contracted dimension and the columns of the result must be multiples of this."""
 
+SCALE_ALIGNMENT = 16
+"""Bytes; cuBLAS refuses scales of rows or blocks at other addresses, as those of an expert in the middle may be."""
+
 # values of torch.nn.functional.ScalingType, which the operator takes as integers
 _SCALINGS = {"tensor": 0, "row": 1, "1x128": 4, "128x128": 5}
 

@@ -1,4 +1,4 @@
-"""Gradients as FP8 codes in few launches: two a cast, and one a buffer for counting, requantizing and summing.
+"""Gradients as FP8 codes in few launches: two a cast, and one a buffer for scales, requantizing and summing.
 
 A cast of n entries reads 8n bytes and writes n; its second launch finds the scale from the first one's partial amaxes,
 so the host neither waits nor launches for it. Counting reads a byte an entry; a sum reads one of each rank and writes
@@ -23,6 +23,7 @@ from megatron_lowprec.kernels.launch import Specialized, specialized_on
 from megatron_lowprec.kernels.multi_tensor_cast.triton import address_table
 
 _BLOCK, _MOST_PARTS = 4096, 256
+_SCALES = 128  # of a program
 _ALIGNMENT = 16  # of addresses in bytes, and of bounds, for vector loads and stores
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -34,6 +35,19 @@ def _partial_amax_kernel(values_ptr, partial_ptr, count, BLOCK: tl.constexpr):
         at = block + tl.arange(0, BLOCK)
         found = larger(found, tl.abs(tl.load(values_ptr + at, mask=at < count, other=0.0)))
     tl.store(partial_ptr + tl.program_id(0) + tl.arange(0, 1), amax_along(found, 0))
+
+
+@triton.jit
+def _gradient_scale(amax, mu_ptr, CAST: tl.constexpr):
+    scale = encode_scale(amax, CAST) * tl.load(mu_ptr)
+    return tl.where(scale > _FP32_MAX, _FP32_MAX, scale)  # which keeps NaN
+
+
+@triton.jit
+def _scale_kernel(amax_ptr, mu_ptr, scale_ptr, count, CAST: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(amax_ptr + at, mask=at < count, other=0.0)
+    tl.store(scale_ptr + at, _gradient_scale(amax, mu_ptr, CAST), mask=at < count)
 
 
 @triton.jit
@@ -52,8 +66,7 @@ def _cast_kernel(
     amax = amax_along(tl.load(partial_ptr + part, mask=part < tl.num_programs(0), other=0.0), 0)
     if tl.program_id(0) == 0:
         tl.store(amax_ptr + tl.arange(0, 1), amax)
-    scale = encode_scale(amax, CAST) * tl.load(mu_ptr)
-    scale = tl.where(scale > _FP32_MAX, _FP32_MAX, scale)  # which keeps NaN
+    scale = _gradient_scale(amax, mu_ptr, CAST)
     CODES: tl.constexpr = CAST.CODES
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
@@ -120,12 +133,13 @@ def _bounds(table_ptr, ALIGNED: tl.constexpr):
 
 
 @lru_cache(maxsize=8)
-def _cast_launchers(fmt: Format, device: torch.device) -> tuple[Specialized, Specialized]:
-    """Kernels of the amax and of the cast, tensor-wise by a power-of-two scale."""
+def _launchers(fmt: Format, device: torch.device) -> tuple[Specialized, Specialized, Specialized]:
+    """Kernels of scales, of a tensor's amax, and of its cast, tensor-wise by a power-of-two scale."""
     rule = Fp8Rule(fmt, "tensor", "amax_pow2")
     constants = rule.constants(True, False, False, False, KINDS["matrix"], (0, 0), device)
     cast = {"CAST": constants, "PARTS": _MOST_PARTS, "BLOCK": _BLOCK}
     return (
+        Specialized(_scale_kernel, {"CAST": constants, "BLOCK": _SCALES}),
         Specialized(_partial_amax_kernel, {"BLOCK": _BLOCK}, num_warps=8),
         Specialized(_cast_kernel, cast, num_warps=8),
     )
@@ -135,6 +149,16 @@ def _parts(entries: int) -> int:
     return min(_MOST_PARTS, triton.cdiv(entries, _BLOCK))
 
 
+def gradient_scale(amax: torch.Tensor, fmt: Format, mu: torch.Tensor) -> torch.Tensor:
+    """As ``reference.gradient_scale``, bit for bit."""
+    amax = amax.contiguous()
+    scale, count = torch.empty_like(amax), amax.numel()
+    arguments = amax, mu, scale, count
+    scales, _, _ = _launchers(fmt, amax.device)
+    scales.launch(triton.cdiv(count, _SCALES), amax.device, arguments, specialized_on(arguments))
+    return scale
+
+
 def cast_gradient_(
     values: torch.Tensor, codes: torch.Tensor, amax: torch.Tensor, mu: torch.Tensor, fmt: Format
 ) -> None:
@@ -142,7 +166,7 @@ def cast_gradient_(
     count, parts = values.numel(), _parts(values.numel())
     assert values.is_contiguous()
     partial = torch.empty(parts, device=values.device)
-    amax_of, cast = _cast_launchers(fmt, values.device)
+    _, amax_of, cast = _launchers(fmt, values.device)
     for kernel, arguments in ((amax_of, (values, partial, count)), (cast, (values, codes, amax, mu, partial, count))):
         kernel.launch(parts, values.device, arguments, specialized_on(arguments))
 

@@ -203,6 +203,8 @@ def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[
         rise = float(finite[-LAST:].mean() - smooth(curve.train, LAST // 2)[1].min())
         if rise > diverged_rise:
             return Status.DIVERGED, f"training loss ended {rise:.2f} nats above its lowest, {at}"
+    if not len(curve.train[0]):
+        return Status.UNFINISHED, "trained no step: it only validated a checkpoint"
     if curve.last_iteration < train_iters:
         return Status.UNFINISHED, f"ended {at}"
     if not len(curve.validation[0]) or curve.validation[0][-1] < train_iters:

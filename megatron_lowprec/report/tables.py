@@ -37,14 +37,13 @@ def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
     """Gap of each recipe to the reference with its interval, final validation loss, and throughput."""
     rows = []
     for label in group.labels:
-        finished, diverged = group.of(label, Status.FINISHED), len(group.of(label, Status.DIVERGED))
+        finished, diverged = _draws(group.of(label, Status.FINISHED)), _draws(group.of(label, Status.DIVERGED))
         runs = _with_losses(group, label)
         known = fit if finished else None
         gap = _gap(group, fit, label)
         row = {
             "recipe": label,
-            "seeds\nfinished": f"{len(finished)} of {len(group.of(label))}"
-            + (f", {diverged} diverged" if diverged else ""),
+            "seeds\nfinished": f"{finished} of {_draws(group.of(label))}" + (f", {diverged} diverged" if diverged else ""),
             f"gap to {group.reference}\nnats": gap[0],
             f"{confidence:.0%} interval\nnats": gap[1],
             "gap\n% of perplexity": gap[2],
@@ -68,6 +67,11 @@ def all_groups(groups: Sequence[Group], fits: Mapping[str, Fit | None], confiden
             del cells[f"{confidence:.0%} interval\n% of perplexity"]
             rows.append({"group": group.name, **cells})
     return Table.of(rows, {"group", "recipe", "GEMMs"})
+
+
+def _draws(runs: Sequence[Run]) -> int:
+    """Seeds of these runs: a repeated seed is one draw, and a run with an unknown seed is its own."""
+    return len({str(run.folder) if run.seed is None else run.seed for run in runs})
 
 
 def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:

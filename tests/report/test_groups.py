@@ -6,6 +6,8 @@ import pytest
 
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.runs import Run, find_runs
+from megatron_lowprec.report.statistics import Fit
+from megatron_lowprec.report.tables import quality
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 
 
@@ -78,6 +80,8 @@ def test_a_repeated_seed_counts_once_and_is_told(tmp_path: Path) -> None:
     )
     assert group.final_losses() == {("bf16", 1): pytest.approx(3.71), ("bf16", 2): pytest.approx(3.7)}
     assert group.repeated() == ["bf16, seed 1"]
+    table = quality(group, Fit(group.final_losses(), 0.95), 0.95)
+    assert dict(zip(table.columns, table.rows[0], strict=True))["seeds\nfinished"] == "2 of 2"
 
 
 def test_early_losses_count_runs_that_came_so_far(tmp_path: Path) -> None:

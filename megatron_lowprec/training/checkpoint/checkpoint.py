@@ -117,7 +117,8 @@ def load(found: Saved, trainer: Trainer, config: Config, layout: dict[str, int])
         for name, chunk in _named_chunks(trainer.chunks):
             _load_weights(unwrap_model(chunk), state[name])
     progress = Progress() if config.finetune else Progress(**found.progress)
-    notes += _resize_gradients(trainer, found, config, layout, progress.consumed_samples)
+    if _has_gradient_histories(state):
+        notes += _resize_gradients(trainer, found, config, layout, progress.consumed_samples)
     if with_optimizer:
         optimizer_state.load(trainer, state["optimizer"])
         trainer.scheduler.step(increment=int(state["scheduler"]["num_steps"]))
@@ -216,6 +217,12 @@ def _resize_gradients(
     if not trainer.runtime.rescale_gradients(factor):
         return []
     return [f"checkpoint: amax histories of gradients times {factor:g}, for a rank's batch is another"]
+
+
+def _has_gradient_histories(state: Mapping[str, Any]) -> bool:
+    """Whether amax histories of gradients came from the checkpoint: empty ones follow no earlier batch."""
+    chunks = [chunk for name, chunk in state.items() if name.startswith("model")]
+    return any(".amax." in key and key.endswith("grad_output") for chunk in chunks for key in chunk)
 
 
 def _tokens_of_a_rank(options: Mapping[str, Any], layout: Mapping[str, int], consumed: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.checkpoint import save_lock
+from megatron_lowprec.training.checkpoint import save_lock, storage
 from megatron_lowprec.training.config.options import Config
 
 
@@ -57,7 +57,11 @@ class RunPaths:
 
 
 def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
-    """The run's folder: --save's, else the parent of --tensorboard-dir, else runs/CONFIG-RECIPE in this folder."""
+    """The run's folder: --save's, else the parent of --tensorboard-dir, else runs/CONFIG-RECIPE in this folder.
+
+    Raises:
+        UserError: the folder cannot be written, or --no-save would put metrics beside another run's checkpoints.
+    """
     name = f"{Path(config.config).stem if config.config else 'gpt'}-{recipe_name}"
     if config.save is not None:
         run = Path(config.save)
@@ -66,7 +70,14 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
     else:
         run = Path("runs") / _short(name.replace("/", "_").replace(" ", "_"))
     check_folder(run, "--save")
-    save = None if config.no_save else config.save or str(run / "checkpoints")
+    checkpoints = config.save or str(run / "checkpoints")
+    moved = _in_default_folder(run) and (config.load is None or not _same(config.load, Path(checkpoints)))
+    if config.no_save and storage.whole(checkpoints) and not moved:
+        raise UserError(
+            f"--no-save in {run}, whose metrics belong to the checkpoints in {checkpoints}: this run's would replace "
+            "them; name another folder with --save"
+        )
+    save = None if config.no_save else checkpoints
     tensorboard = Path(config.tensorboard_dir) if config.tensorboard_dir is not None else run / "tensorboard"
     return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None)
 
@@ -81,7 +92,7 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
     old = [path for path in (paths.metrics, paths.quantization) if path.exists()]
     if continues or not old:
         return []
-    in_default_folder = paths.run.parent == Path("runs")
+    in_default_folder = _in_default_folder(paths.run)
     if in_default_folder:
         old = [paths.run]
     number = 1
@@ -91,6 +102,10 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
     if in_default_folder:
         (aside[0] / "checkpoints" / save_lock.FILE).unlink(missing_ok=True)  # this run's own lock
     return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside[0]}"]
+
+
+def _in_default_folder(run: Path) -> bool:
+    return run.parent == Path("runs")
 
 
 def _aside(old: Path, number: int) -> Path:

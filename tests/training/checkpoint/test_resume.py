@@ -113,9 +113,17 @@ def test_a_save_folder_without_a_checkpoint_starts_a_run(drive: Drive, tmp_path:
     assert [row["iteration"] for row in rows(Path("out"))] == [1]
 
 
-def test_no_save_does_not_look_for_checkpoints(drive: Drive, interrupted: Path) -> None:
-    drive(argv(**COMMON | {"train_iters": 1, "no_save": True}))
-    assert [row["iteration"] for row in rows(interrupted)] == [1]
+def test_no_save_leaves_checkpoints_and_their_metrics_alone(drive: Drive, interrupted: Path) -> None:
+    before = rows(interrupted)
+    with pytest.raises(UserError, match="name another folder with --save"):
+        drive(argv(**COMMON | {"train_iters": 1, "no_save": True}))
+    assert rows(interrupted) == before
+
+
+def test_no_save_does_not_look_for_checkpoints(drive: Drive) -> None:
+    drive(argv(**COMMON | {"save": None, "train_iters": 2}))
+    drive(argv(**COMMON | {"save": None, "train_iters": 1, "no_save": True}))
+    assert [[row["iteration"] for row in rows(folder)] for folder in sorted(Path("runs").iterdir())] == [[1], [1, 2]]
 
 
 def test_a_pretrained_checkpoint_is_where_a_run_begins_once(drive: Drive, whole: Path) -> None:
@@ -339,6 +347,9 @@ def test_delayed_scaling_is_calibrated_for_a_checkpoint_without_histories(
     exact, new = (rows(Path(name))[0] for name in ("exact", "new"))
     assert new["lm loss"] == pytest.approx(exact["lm loss"], rel=1e-3)
     assert new["grad-norm"] == pytest.approx(exact["grad-norm"], rel=0.03)
+    # Histories that begin anew follow no earlier batch.
+    drive(argv(**common | {"save": "larger", "load": "plain", "recipe": "fp8_delayed", "global_batch_size": 16}))
+    assert "amax histories of gradients times" not in capsys.readouterr().out
     # The other way round the histories have no use, and this is said.
     drive(argv(**common | {"save": "back", "load": "new", "train_iters": 6}))
     assert "amax histories of grad_output, input, weight are dropped" in capsys.readouterr().out

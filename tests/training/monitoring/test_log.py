@@ -101,6 +101,19 @@ def test_a_continued_run_drops_rows_that_it_writes_again(tmp_path: Path) -> None
     assert [(r["iteration"], r["lm loss"]) for r in rows] == [(1, 5.5), (2, 5.5), (3, 9.0)]
 
 
+@pytest.mark.parametrize("options", [{"save": "kept"}, {"load": "runs/gpt-bf16/checkpoints"}])
+def test_metrics_stay_with_their_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("kept", "runs/gpt-bf16/checkpoints"):
+        (tmp_path / folder / "iter_0000002").mkdir(parents=True)
+    run_paths(Config(**options), "bf16")
+    run_paths(Config(no_save=True), "bf16")  # moves the older run as a whole
+    with pytest.raises(UserError, match="name another folder with --save"):
+        run_paths(Config(no_save=True, **options), "bf16")
+
+
 def test_a_new_run_leaves_an_older_one_s_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config, paths = run_paths(Config(config="configs/models/gpt_tiny.yaml"), "bf16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_lowprec.errors import UserError
@@ -10,7 +10,7 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs, without_graphs
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import resolve_run
+from megatron_lowprec.training.config.resolve import layout_of, resolve_run
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.memory.activations import layer_activations
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
@@ -73,12 +73,13 @@ def eager_if_close(
 
 
 def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | None) -> list[str]:
-    """The plan in GiB, one line per part."""
+    """The plan, one line per part; each block is in GiB, or in MiB if all of it is small."""
     where = f", the fullest of {found.stages} pipeline stages: {found.stage}" if found.stages > 1 else ""
+    layout = ", ".join(f"{name} {size}" for name, size in layout_of(config, found.gpus).items())
     lines = [
         f"memory plan of one of {found.gpus} GPUs{where}; recipe {recipe.name}, "
         f"microbatches of {require(config.micro_batch_size)} x {require(config.seq_length)} tokens",
-        *(_row(name, size) for name, size in found.resident.items()),
+        f"parallelism: {layout}",
     ]
     held = f"{found.in_flight:g} microbatch{'' if found.in_flight == 1 else 'es'}"
     names = {
@@ -93,21 +94,22 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     parts = {**found.kept, **found.transient}
     if not parts["gradients"]:  # in a buffer, which is resident
         del parts["gradients"]
-    lines += [_row(names[name], size) for name, size in parts.items()]
+    lines += _rows({**found.resident, **{names[name]: size for name, size in parts.items()}, "peak": found.peak})
     counts = "CUDA graphs hold the second: both count" if found.held else "not at the same time: the larger counts"
-    lines += [_row("peak", found.peak), f"(*) {counts}; formulas: docs/guide/memory.md"]
+    lines.append(f"(*) {counts}; formulas: docs/guide/memory.md")
     lines.append("a layer keeps of a microbatch:")
-    lines += [_row(name, size) for name, size in layer_activations(config, found.runs).items()]
+    lines += _rows(layer_activations(config, found.runs))
     if config.sequence_parallel and config.transformer_impl == "local":
         lines.append("linear layers of the model: a rank receives for a microbatch, by sequence parallelism:")
-        lines += [_row(name, size) for name, size in planned_transfers(config, recipe).items()]
+        lines += _rows(planned_transfers(config, recipe))
     if device is not None:
         lines.append(f"{device.name}: {device.size / GIB:.1f} GiB, so the plan takes {found.peak / device.size:.0%}")
     return lines
 
 
-def _row(name: str, size: float) -> str:
-    return f"  {name:<56}{size / GIB:>10.3f} GiB"
+def _rows(sizes: Mapping[str, float]) -> list[str]:
+    unit, name_of_unit = (GIB, "GiB") if max(sizes.values()) >= GIB else (2**20, "MiB")
+    return [f"  {name:<56}{size / unit:>10.3f} {name_of_unit}" for name, size in sizes.items()]
 
 
 def is_close(found: MemoryPlan, device: Device) -> bool:

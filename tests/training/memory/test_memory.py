@@ -377,7 +377,9 @@ def test_a_layout_is_planned_without_its_gpus_or_data(drive: Drive, capsys: pyte
     drive(["--config", str(REPOSITORY / "configs/models/gpt_6.7b_released.yaml"), *flags])
     assert "one of 8 GPUs" in capsys.readouterr().out
     drive(["--config", str(REPOSITORY / "configs/models/gpt_125m.yaml"), *flags, "--memory-plan-gpus", "16"])
-    assert "one of 16 GPUs" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "one of 16 GPUs" in said
+    assert "parallelism: tensor 1, pipeline 1" in said
     with pytest.raises(UserError, match="10 processes are not divisible"):
         drive(["--config", str(REPOSITORY / "configs/models/gpt_6.7b.yaml"), *flags, "--memory-plan-gpus", "10"])
 
@@ -389,7 +391,8 @@ def test_gathers_are_planned_with_the_memory(drive: Drive, capsys: pytest.Captur
     for flags in ([], ["--fp8-sequence-parallel-gather"]):
         drive(["--config", config, *layout, *flags, "--memory-plan", "--memory-plan-gpus", "2"])
         lines = capsys.readouterr().out.splitlines()
-        found.append({line[2:58].rstrip(): float(line.split()[-2]) for line in lines if line.endswith(" GiB")})
+        sizes = [(line[2:58].rstrip(), *line.split()[-2:]) for line in lines if line.endswith((" GiB", " MiB"))]
+        found.append({name: float(size) * (1 if unit == "GiB" else 2**-10) for name, size, unit in sizes})
     plain, codes = found
     for name in plain:
         if "gathered" in name:

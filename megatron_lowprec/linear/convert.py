@@ -32,6 +32,7 @@ M = TypeVar("M", bound=nn.Module)
 Filter = Callable[[str, nn.Module], bool]
 
 _HEADS, _ROUTERS = ("lm_head", "embed_out"), ("gate", "router")
+_DTYPES = (torch.bfloat16, torch.float32)
 # by name: importing the wrappers takes longer than the conversion
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel(model)",
@@ -186,7 +187,7 @@ def plan(
         assert isinstance(weight, torch.Tensor)
         arch = arch_of(weight.device if device is None else torch.device(device))
         used = weight.dtype if dtype is None else dtype
-        why = _requested(recipe, layer, filter, keep_bf16, heads) or _unsupported(model, layer)
+        why = _requested(recipe, layer, filter, keep_bf16, heads) or _unsupported(model, layer, used)
         if why is None:
             why = _unsuitable(recipe, layer, arch if skip_slower and used == torch.bfloat16 else "cpu")
         if why is not None:
@@ -322,8 +323,8 @@ def _output_heads(model: nn.Module) -> set[int]:
 
 
 # ---- reasons
-def _unsupported(model: nn.Module, layer: _Layer) -> Exclusion | None:
-    """Reason if the layer's own forward would not run, or is not that of a linear layer."""
+def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusion | None:
+    """Reason if the layer's own forward would not run, is not that of a linear layer, or has another dtype."""
     kind, parent = type(layer.module), model.get_submodule(layer.path.rpartition(".")[0])
     if isinstance(layer.module, nn.Linear) and kind is not nn.Linear:
         return Exclusion(f"its class {kind.__module__}.{kind.__qualname__} is not torch.nn.Linear itself", False)
@@ -332,6 +333,8 @@ def _unsupported(model: nn.Module, layer: _Layer) -> Exclusion | None:
     if isinstance(parent, nn.TransformerEncoderLayer):
         # torch's fused inference path reads the weights of linear1 and linear2
         return Exclusion("nn.TransformerEncoderLayer evaluates without its layers' forward", False)
+    if dtype not in _DTYPES:
+        return Exclusion(f"its GEMMs are in {str(dtype)[6:]}, and recipes are for bfloat16 and float32", False)
     return None
 
 

@@ -219,6 +219,13 @@ def test_blocks_need_not_be_in_a_module_list() -> None:
     assert converted(convert(nn.ModuleDict({"layers": stage}), recipe)) == ["layers.4.up"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UserError, match=f"its GEMMs are in {str(dtype)[6:]}, and recipes are for bfloat16 and float32"):
+        convert(nn.Linear(64, 64, dtype=dtype), "mxfp8")
+    assert converted(convert(nn.Sequential(nn.Linear(64, 64, dtype=dtype)), "mxfp8", dtype=torch.bfloat16)) == ["0"]
+
+
 def test_layers_that_cannot_follow_the_recipe_are_named_once() -> None:
     model = nn.ModuleDict(
         {

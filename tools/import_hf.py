@@ -76,7 +76,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     final = write_checkpoint(Path(args.save), config, weights, source, tokenizer)
     return [
         f"{folder} -> {final}: {sum(w.numel() for w in weights.values()):,} weights in {'bf16' if bf16 else 'fp32'}",
-        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, and a learning rate and data of yours",
+        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, with your --lr and data",
     ]
 
 

@@ -74,7 +74,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     final = write_checkpoint(Path(args.save), config, found.weights, f"Megatron-LM's {found.folder}", tokenizer)
     return [
         f"{found.folder} -> {final}: {sum(w.numel() for w in found.weights.values()):,} weights",
-        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, and a learning rate and data of yours",
+        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, with your --lr and data",
     ]
 
 

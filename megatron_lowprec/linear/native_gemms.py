@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.cast_fp8.rule import Fp8Rule
-from megatron_lowprec.kernels.dispatch import load
+from megatron_lowprec.kernels.dispatch import load, transpose_codes
 from megatron_lowprec.kernels.gemm.native import ROW_MULTIPLE, SCALE_ALIGNMENT, scaled_gemm
 from megatron_lowprec.linear.backend import gemm_operands
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax
@@ -98,11 +98,7 @@ class NativeGemms:
             if quantized.spec.granularity == "1x128":
                 return codes_of_blocks(codes, scale)
             return codes, None if scale is None else _aligned(scale)
-        tokens, features = codes.shape
-        transposed = codes.new_empty((features, -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE), dtype=torch.uint8)
-        transposed[:, :tokens].copy_(codes.view(torch.uint8).t())
-        transposed[:, tokens:].zero_()
-        return transposed.view(codes.dtype), scale
+        return transpose_codes(codes, ROW_MULTIPLE), scale
 
     def weight_amax(self, w_OI: torch.Tensor) -> torch.Tensor | None:
         """fp32 [1] over the ranks that hold parts, if fprop and dgrad share one current scale of w; else None."""

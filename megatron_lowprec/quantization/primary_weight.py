@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.dispatch import multi_tensor_cast_, partial_cast_
+from megatron_lowprec.kernels.dispatch import multi_tensor_cast_, partial_cast_, transpose_codes
 from megatron_lowprec.kernels.multi_tensor_cast.reference import DTYPES
 from megatron_lowprec.kernels.partial_cast.reference import Shard
 from megatron_lowprec.kernels.quantize.reference import block_amax, fp32_encode_scale, scale_blocks
@@ -126,8 +126,8 @@ class Fp8Weight(torch.Tensor):
             else:
                 quantized.rowwise_data, quantized.rowwise_scale = plain, kept
         elif columnwise:
-            transposed = self.codes.t().contiguous().view(DTYPES[self.spec.format])
-            quantized.columnwise_data, quantized.columnwise_scale = transposed, self._native_scale(scale.t())
+            quantized.columnwise_data = transpose_codes(elements)
+            quantized.columnwise_scale = self._native_scale(scale.t())
         else:
             quantized.rowwise_data, quantized.rowwise_scale = elements, self._native_scale(scale)
         return quantized

@@ -43,7 +43,8 @@ def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
         gap = _gap(group, fit, label)
         row = {
             "recipe": label,
-            "seeds\nfinished": f"{finished} of {_draws(group.of(label))}" + (f", {diverged} diverged" if diverged else ""),
+            "seeds\nfinished": f"{finished} of {_draws(group.of(label))}"
+            + (f", {diverged} diverged" if diverged else ""),
             f"gap to {group.reference}\nnats": gap[0],
             f"{confidence:.0%} interval\nnats": gap[1],
             "gap\n% of perplexity": gap[2],

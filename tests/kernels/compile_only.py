@@ -128,6 +128,7 @@ def updates() -> None:
     from megatron_lowprec.kernels.partial_cast.reference import Shard
     from megatron_lowprec.kernels.scaled_adam import triton as adam
     from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters
+    from megatron_lowprec.kernels.transpose_codes import triton as transposes
     from tests.kernels.scaled_adam_cases import SIZES, STATES, STREAMS, slots_of
 
     step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
@@ -156,6 +157,9 @@ def updates() -> None:
         packed = packed_cast.packed_cast(torch.zeros(256, 256).bfloat16(), FORMATS[name])
         packed_cast.packed_decode(*packed, FORMATS[name], torch.bfloat16)
     update_history_(torch.zeros(16), torch.zeros(64, 16), torch.zeros(16), True)
+    for size, dtype in product(((256, 256), (255, 257)), (torch.float8_e4m3fn, torch.float8_e5m2)):
+        transposes.transpose_codes(torch.zeros(size, dtype=dtype), 16)
+        transposes.transpose_groups([torch.zeros(size, dtype=dtype)])
 
 
 def operand_statistics() -> None:

@@ -85,7 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--gpus", type=names, default=["1", "8"], help="numbers of GPUs, on a CPU of processes (default: 1,8)"
     )
     parts["exchange"].add_argument("--gpus", type=int, default=2, help="ranks, on a CPU processes (default: 2)")
-    parts["ops"].add_argument("--ops", type=names, help="norm,bias,gelu,dropout,cast,loss,attention (default: all)")
+    parts["ops"].add_argument(
+        "--ops", type=names, help="norm,bias,gelu,dropout,cast,transpose,loss,attention (default: all)"
+    )
     overhead = parts["overhead"]
     overhead.add_argument("--full-accumulation", action="store_true", help="run the FP8 GEMM without fast accumulation")
     overhead.add_argument("--only", choices=("fp8", "backward"), help="only one of the two tables")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_lowprec.kernels.dispatch import load
+from megatron_lowprec.kernels.dispatch import load, transpose_groups
 from megatron_lowprec.linear.grouped.grouped_backend import GroupedBackend
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.linear.native_gemms import rule_of
@@ -248,5 +248,5 @@ def _primary_weights(weights: Sequence[Fp8Weight], columnwise: bool) -> Weights:
     scale = torch.cat(scales) if weights[0].spec.block is None else torch.stack(scales)
     if not columnwise:
         return [weight.elements() for weight in weights], scale
-    codes = torch.stack([weight.codes.t() for weight in weights]).view(weights[0].elements().dtype)
+    codes = transpose_groups([weight.elements() for weight in weights])
     return codes.unbind(), scale if scale.dim() == 1 else scale.transpose(1, 2).contiguous()

@@ -310,12 +310,30 @@ def attentions(given: Inputs) -> Iterator[OpCase]:
         yield OpCase(f"attention, dropout {p}, backward", size, LAYERS, None, backward)
 
 
+def transposes(given: Inputs) -> Iterator[OpCase]:
+    """FP8 codes of each weight for dgrad, where the layer has no other copy of the weight."""
+    from megatron_lowprec.kernels.transpose_codes.triton import transpose_codes as ours
+
+    def stock(codes: torch.Tensor) -> torch.Tensor:
+        return codes.t().contiguous()
+
+    def pairs(codes: torch.Tensor) -> Pairs:
+        return [(ours(codes), stock(codes))]
+
+    for linear in given.model.linears:
+        codes = given.normal(linear.out_features, linear.in_features).to(torch.float8_e4m3fn)
+        variants: dict[str, Call] = {"torch": partial(stock, codes), "ours": partial(ours, codes)}
+        size, moved = f"{linear.out_features}x{linear.in_features}", 2 * codes.numel()
+        yield OpCase(f"transpose {linear.name} codes", size, LAYERS, moved, variants, partial(pairs, codes))
+
+
 OPS: dict[str, Callable[[Inputs], Iterator[OpCase]]] = {
     "norm": norms,
     "bias": qkv_bias,
     "gelu": gelus,
     "dropout": dropouts,
     "cast": casts,
+    "transpose": transposes,
     "loss": losses,
     "attention": attentions,
 }

@@ -27,7 +27,7 @@ from megatron_lowprec.kernels.operand_stats import reference as operand_stats_re
 from megatron_lowprec.kernels.packed_cast import reference as packed_cast_reference
 from megatron_lowprec.kernels.partial_cast import reference as partial_cast
 from megatron_lowprec.kernels.scaled_adam import reference as scaled_adam
-from megatron_lowprec.kernels.transpose_codes import reference as transposes
+from megatron_lowprec.kernels.transpose_codes import reference as transpose_codes_reference
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -146,6 +146,6 @@ adam_update_amax = _op(scaled_adam.update_amax, _on_gpu)
 adam_update_ = _op(scaled_adam.update_, _on_gpu)
 """All slots have the same dtypes."""
 transpose_codes = _op(
-    transposes.transpose_codes, lambda codes, *_: codes.is_cuda and codes.numel() > 0 and have_triton()
+    transpose_codes_reference.transpose_codes, lambda codes, *_: codes.is_cuda and codes.numel() > 0 and have_triton()
 )
-transpose_groups = _op(transposes.transpose_groups, lambda codes: codes[0].is_cuda and have_triton())
+transpose_groups = _op(transpose_codes_reference.transpose_groups, lambda codes: codes[0].is_cuda and have_triton())

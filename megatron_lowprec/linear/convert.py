@@ -32,7 +32,7 @@ M = TypeVar("M", bound=nn.Module)
 Filter = Callable[[str, nn.Module], bool]
 
 _HEADS, _ROUTERS = ("lm_head", "embed_out"), ("gate", "router")
-_DTYPES = (torch.bfloat16, torch.float32)
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 # by name: importing the wrappers takes longer than the conversion
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel(model)",
@@ -333,8 +333,10 @@ def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusi
     if isinstance(parent, nn.TransformerEncoderLayer):
         # torch's fused inference path reads the weights of linear1 and linear2
         return Exclusion("nn.TransformerEncoderLayer evaluates without its layers' forward", False)
-    if dtype not in _DTYPES:
-        return Exclusion(f"its GEMMs are in {str(dtype)[6:]}, and recipes are for bfloat16 and float32", False)
+    if dtype not in _COMPUTE_DTYPES:
+        return Exclusion(
+            f"its GEMMs are in {str(dtype).removeprefix('torch.')}, and recipes are for bfloat16 and float32", False
+        )
     return None
 
 

@@ -191,7 +191,8 @@ def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[
     """Status of a run from its losses alone, and a short explanation.
 
     Diverged: the last training or validation loss is not finite, or the mean of the last training losses is more than
-    ``diverged_rise`` nats above the lowest earlier mean over as many iterations.
+    ``diverged_rise`` nats above the lowest earlier mean over as many iterations. Unfinished: it has no training loss,
+    or its last iteration or last validation comes before ``train_iters``.
     """
     at = f"at iteration {curve.last_iteration:,} of {train_iters:,}"
     for name, (iterations, losses) in (("training", curve.train), ("validation", curve.validation)):
@@ -204,7 +205,7 @@ def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[
         if rise > diverged_rise:
             return Status.DIVERGED, f"training loss ended {rise:.2f} nats above its lowest, {at}"
     if not len(curve.train[0]):
-        return Status.UNFINISHED, "trained no step: it only validated a checkpoint"
+        return Status.UNFINISHED, "no training loss logged: it validated a checkpoint alone, or ended too early"
     if curve.last_iteration < train_iters:
         return Status.UNFINISHED, f"ended {at}"
     if not len(curve.validation[0]) or curve.validation[0][-1] < train_iters:

@@ -37,13 +37,13 @@ def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
     """Gap of each recipe to the reference with its interval, final validation loss, and throughput."""
     rows = []
     for label in group.labels:
-        finished, diverged = _draws(group.of(label, Status.FINISHED)), _draws(group.of(label, Status.DIVERGED))
+        finished, diverged = (_count_seeds(group.of(label, how)) for how in (Status.FINISHED, Status.DIVERGED))
         runs = _with_losses(group, label)
         known = fit if finished else None
         gap = _gap(group, fit, label)
         row = {
             "recipe": label,
-            "seeds\nfinished": f"{finished} of {_draws(group.of(label))}"
+            "seeds\nfinished": f"{finished} of {_count_seeds(group.of(label))}"
             + (f", {diverged} diverged" if diverged else ""),
             f"gap to {group.reference}\nnats": gap[0],
             f"{confidence:.0%} interval\nnats": gap[1],
@@ -70,8 +70,8 @@ def all_groups(groups: Sequence[Group], fits: Mapping[str, Fit | None], confiden
     return Table.of(rows, {"group", "recipe", "GEMMs"})
 
 
-def _draws(runs: Sequence[Run]) -> int:
-    """Seeds of these runs: a repeated seed is one draw, and a run with an unknown seed is its own."""
+def _count_seeds(runs: Sequence[Run]) -> int:
+    """Seeds of these runs: a repeated one counts once, and each run without a known seed by itself."""
     return len({str(run.folder) if run.seed is None else run.seed for run in runs})
 
 

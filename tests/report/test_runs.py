@@ -56,7 +56,10 @@ def test_a_run_without_a_last_validation_is_unfinished() -> None:
 def test_a_run_that_only_validated_is_unfinished() -> None:
     nothing = np.array([], np.int64), np.array([])
     curve = Curve(nothing, (np.array([100]), np.array([4.0])))
-    assert how_it_ended(curve, 100, 0.5) == (Status.UNFINISHED, "trained no step: it only validated a checkpoint")
+    assert how_it_ended(curve, 100, 0.5) == (
+        Status.UNFINISHED,
+        "no training loss logged: it validated a checkpoint alone, or ended too early",
+    )
 
 
 def test_only_the_validation_may_be_not_finite() -> None:

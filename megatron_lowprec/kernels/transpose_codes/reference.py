@@ -12,6 +12,7 @@ def transpose_codes(codes: torch.Tensor, multiple: int = 1) -> torch.Tensor:
         codes: uint8 or an FP8 dtype, contiguous.
         multiple: R is padded with zero bytes to a multiple of this.
     """
+    assert codes.is_contiguous()
     R, C = codes.shape
     transposed = codes.new_zeros((C, -(-R // multiple) * multiple), dtype=torch.uint8)
     transposed[:, :R] = codes.view(torch.uint8).t()

@@ -20,7 +20,10 @@ _WARPS = 8  # four 16-byte loads in flight a thread; eight programs fill a multi
 
 @triton.jit
 def _transpose_kernel(codes_ptr, out_ptr, R, C, padded, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """GROUPS: ``codes_ptr`` is a table of addresses, int64, one for each program of axis 1."""
+    """Write codes [R, C] to ``out_ptr`` [C, padded], a tile each program of axis 0; zeros from column R on.
+
+    GROUPS: ``codes_ptr`` is a table of addresses, int64, one for each program of axis 1.
+    """
     out_ptr = out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     if GROUPS:
         group = tl.program_id(1)
@@ -53,7 +56,10 @@ def transpose_codes(codes: torch.Tensor, multiple: int = 1) -> torch.Tensor:
 
 
 def transpose_groups(codes: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As ``reference.transpose_groups``; not empty, at addresses that are multiples of 16."""
+    """As ``reference.transpose_groups``; not empty, at addresses that are multiples of 16.
+
+    The first call with new addresses copies their table to the device, so it must not be captured in a CUDA graph.
+    """
     R, C = codes[0].shape
     for each in codes:  # the kernel gets only addresses
         assert (each.dtype, each.shape, each.data_ptr() % 16) == (codes[0].dtype, (R, C), 0)

@@ -209,7 +209,7 @@ def _resize_gradients(
     Args:
         consumed: samples consumed before this run.
     """
-    if config.calculate_per_token_loss or not _same_gradients(found, config):
+    if config.calculate_per_token_loss:
         return []
     options = found.content["options"]
     before = _tokens_of_a_rank(options, found.layout, found.progress["consumed_samples"])
@@ -220,7 +220,7 @@ def _resize_gradients(
 
 
 def _has_gradient_histories(state: Mapping[str, Any]) -> bool:
-    """Whether amax histories of gradients came from the checkpoint: empty ones follow no earlier batch."""
+    """Whether the loaded state has amax histories of gradients; empty ones follow no earlier batch."""
     chunks = [chunk for name, chunk in state.items() if name.startswith("model")]
     return any(".amax." in key and key.endswith("grad_output") for chunk in chunks for key in chunk)
 

@@ -59,9 +59,9 @@ def required(config: Config, *names: str) -> None:
     """Raise a UserError if one of these options has no value."""
     missing = [flag(name) for name in names if getattr(config, name) is None]
     if missing:
-        them = "it" if len(missing) == 1 else "them"
-        place = f"; {config.config} has none" if config.config else " or --config FILE.yaml"
-        raise UserError(f"{', '.join(missing)} missing: give {them}{place}")
+        pronoun = "it" if len(missing) == 1 else "them"
+        hint = f"; {config.config} has none" if config.config else " or --config FILE.yaml"
+        raise UserError(f"{', '.join(missing)} missing: give {pronoun}{hint}")
 
 
 class _Parser(argparse.ArgumentParser):

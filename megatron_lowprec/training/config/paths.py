@@ -23,6 +23,7 @@ class RunPaths:
     run: Path
     tensorboard: Path
     checkpoints: Path | None
+    default: bool  # runs/CONFIG-RECIPE, which a new run moves away as a whole
 
     @property
     def metrics(self) -> Path:
@@ -71,15 +72,16 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
         run = Path("runs") / _short(name.replace("/", "_").replace(" ", "_"))
     check_folder(run, "--save")
     checkpoints = config.save or str(run / "checkpoints")
-    moved = _in_default_folder(run) and (config.load is None or not _same(config.load, Path(checkpoints)))
-    if config.no_save and storage.whole(checkpoints) and not moved:
+    default = config.save is None and config.tensorboard_dir is None
+    will_be_moved = default and (config.load is None or not _same(config.load, Path(checkpoints)))
+    if config.no_save and storage.whole(checkpoints) and not will_be_moved:
         raise UserError(
             f"--no-save in {run}, whose metrics belong to the checkpoints in {checkpoints}: this run's would replace "
             "them; name another folder with --save"
         )
     save = None if config.no_save else checkpoints
     tensorboard = Path(config.tensorboard_dir) if config.tensorboard_dir is not None else run / "tensorboard"
-    return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None)
+    return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None, default)
 
 
 def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
@@ -90,22 +92,17 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
     """
     continues = config.load is not None and not config.finetune and _same(config.load, paths.checkpoints)
     old = [path for path in (paths.metrics, paths.quantization) if path.exists()]
+    if paths.default and (old or storage.whole(str(paths.run / "checkpoints"))):
+        old = [paths.run]
     if continues or not old:
         return []
-    in_default_folder = _in_default_folder(paths.run)
-    if in_default_folder:
-        old = [paths.run]
     number = 1
     while any(_aside(path, number).exists() for path in old):
         number += 1
     aside = [path.rename(_aside(path, number)) for path in old]
-    if in_default_folder:
+    if paths.default:
         (aside[0] / "checkpoints" / save_lock.FILE).unlink(missing_ok=True)  # this run's own lock
-    return [f"an older run's {'folder' if in_default_folder else 'metrics'} moved to {aside[0]}"]
-
-
-def _in_default_folder(run: Path) -> bool:
-    return run.parent == Path("runs")
+    return [f"an older run's {'folder' if paths.default else 'metrics'} moved to {aside[0]}"]
 
 
 def _aside(old: Path, number: int) -> Path:

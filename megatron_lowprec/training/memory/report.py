@@ -108,8 +108,8 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
 
 
 def _rows(sizes: Mapping[str, float]) -> list[str]:
-    unit, name_of_unit = (GIB, "GiB") if max(sizes.values()) >= GIB else (2**20, "MiB")
-    return [f"  {name:<56}{size / unit:>10.3f} {name_of_unit}" for name, size in sizes.items()]
+    unit, unit_name = (GIB, "GiB") if max(sizes.values(), default=0) >= GIB else (2**20, "MiB")
+    return [f"  {name:<56}{size / unit:>10.3f} {unit_name}" for name, size in sizes.items()]
 
 
 def is_close(found: MemoryPlan, device: Device) -> bool:

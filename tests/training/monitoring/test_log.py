@@ -101,15 +101,17 @@ def test_a_continued_run_drops_rows_that_it_writes_again(tmp_path: Path) -> None
     assert [(r["iteration"], r["lm loss"]) for r in rows] == [(1, 5.5), (2, 5.5), (3, 9.0)]
 
 
-@pytest.mark.parametrize("options", [{"save": "kept"}, {"load": "runs/gpt-bf16/checkpoints"}])
+@pytest.mark.parametrize("options", [{"save": "kept"}, {"save": "runs/kept"}, {"load": "runs/gpt-bf16/checkpoints"}])
 def test_metrics_stay_with_their_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("kept", "runs/gpt-bf16/checkpoints"):
+    for folder in ("kept", "runs/kept", "runs/gpt-bf16/checkpoints"):
         (tmp_path / folder / "iter_0000002").mkdir(parents=True)
     run_paths(Config(**options), "bf16")
-    run_paths(Config(no_save=True), "bf16")  # moves the older run as a whole
+    config, paths = run_paths(Config(no_save=True), "bf16")
+    assert keep_older_run(paths, config) == ["an older run's folder moved to runs/gpt-bf16.1"]
+    paths.run.joinpath("checkpoints/iter_0000002").mkdir(parents=True)
     with pytest.raises(UserError, match="name another folder with --save"):
         run_paths(Config(no_save=True, **options), "bf16")
 

@@ -26,7 +26,14 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
-from megatron_lowprec.training.config.arguments import checked_options, current_names, find, nearest, without_rivals
+from megatron_lowprec.training.config.arguments import (
+    checked_options,
+    current_names,
+    find,
+    nearest,
+    shipped_like,
+    without_rivals,
+)
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS
 
 Options = dict[str, Any]
@@ -222,7 +229,7 @@ def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _yaml_file(path: str) -> dict[Any, Any]:
-    content = read_yaml_file(find(path), path, "the shipped sweeps are in configs/sweeps/")
+    content = read_yaml_file(find(path), path, shipped_like(path, "configs/sweeps"))
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"{path}: expected keys and values at the top, found {found}")

@@ -170,8 +170,10 @@ def test_unknown_sizes_and_files(write_sweep: WriteSweep, tmp_path: Any) -> None
         read(write_sweep(), "tiny")
     with pytest.raises(UserError, match="it has a, b"):
         read(write_sweep(sizes={"a": {}, "b": {}}), "tiny")
-    with pytest.raises(UserError, match="no such file; the shipped sweeps are in configs/sweeps/"):
+    with pytest.raises(UserError, match="no such file; the shipped ones are in configs/sweeps/"):
         read(str(tmp_path / "nothing.yaml"))
+    with pytest.raises(UserError, match=r"no such file; did you mean configs/sweeps/paper_table2\.yaml\?"):
+        read("paper_table2")
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(UserError, match="no valid YAML"):
         read(str(tmp_path / "broken.yaml"))

@@ -220,10 +220,7 @@ def read_yaml(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        shipped = {file.stem: f"configs/models/{file.name}" for file in (REPOSITORY / "configs/models").glob("*.yaml")}
-        near = difflib.get_close_matches(Path(path).stem, shipped, n=1)
-        hint = f"did you mean {shipped[near[0]]}?" if near else "the shipped ones are in configs/models/"
-        raise UserError(f"--config {path}: no such file; {hint}") from None
+        raise UserError(f"--config {path}: no such file; {shipped_like(path, 'configs/models')}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path}: cannot be read: {error}") from None
     content = read_yaml_text(text, f"--config {path}")
@@ -234,6 +231,13 @@ def read_yaml(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     if {"base", "fprop", "dgrad", "wgrad"} & content.keys():
         raise UserError(f"--config {path} is a recipe: give it as --recipe, and as --config a model's configuration")
     return checked_options(f"--config {path}", content, notes)
+
+
+def shipped_like(path: str, folder: str) -> str:
+    """Hint for a missing file: the one of a similar name in a folder of the repository, else the folder."""
+    shipped = {file.stem: f"{folder}/{file.name}" for file in (REPOSITORY / folder).glob("*.yaml")}
+    near = difflib.get_close_matches(Path(path).stem, shipped, n=1)
+    return f"did you mean {shipped[near[0]]}?" if near else f"the shipped ones are in {folder}/"
 
 
 def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | None = None) -> dict[str, Any]:

@@ -47,14 +47,18 @@ def gradients(rank: int, step: int, common: float = 0.0) -> torch.Tensor:
     return flat
 
 
-def stored(rank: int, flat: torch.Tensor, spec: GradientSpec, group: Any) -> torch.Tensor:
-    """[SIZE // RANKS] of the mean, by gradients that are stored in FP8 before and after the exchange."""
+def stored(rank: int, flat: torch.Tensor, spec: GradientSpec, group: Any, left_out: int | None = None) -> torch.Tensor:
+    """[SIZE // RANKS] of the mean, by gradients that are stored in FP8 before and after the exchange.
+
+    In the last step tensor ``left_out`` has no gradient.
+    """
     reduction = GradientSum(spec, GradientFactor(torch.device("cpu"), automatic=True))
     codes, part = GradientCodes(SIZE, TENSORS, reduction, torch.device("cpu")), SIZE // RANKS
-    for _ in range(2):  # nothing of a step is left in the next one
+    for step in range(2):  # nothing of a step is left in the next one
         codes.reset()
         for index, (start, end) in enumerate(TENSORS):
-            codes.cast(index, flat[start:end])
+            if step == 0 or index != left_out:
+                codes.cast(index, flat[start:end])
         codes.reduce(0.5 / RANKS, group)
         codes.scale_(2.0)
     own = torch.zeros(part)
@@ -91,6 +95,7 @@ def worker(rank: int, store: str, answers: Any) -> None:
     for name, spec in STORED.items():
         for values, kind in ((gradients(rank, 1), name), (broken, f"{name}, broken")):
             found[kind] = stored(rank, values, spec, group).numpy()
+        found[f"{name}, one left out"] = stored(rank, gradients(rank, 1), spec, group, left_out=2).numpy()
     mu, history = fresh(), []
     mu.mu.fill_(FIRST_MU)
     for step in range(6):
@@ -157,6 +162,15 @@ def inside() -> torch.Tensor:
     for start, end in TENSORS:
         mask[start:end] = True
     return mask
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_tensor_without_a_gradient_has_none_of_the_step_before(found: dict[str, Any], name: str) -> None:
+    start, end = TENSORS[2]
+    expected = found[name].clone()
+    assert expected[start:end].count_nonzero() > 0
+    expected[start:end] = 0
+    assert torch.equal(found[f"{name}, one left out"], expected)
 
 
 @pytest.mark.slow

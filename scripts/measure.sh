@@ -28,7 +28,8 @@
 #   interrupt  a run on two GPUs, stopped by SIGTERM and resumed, against an undisturbed one
 #
 # Environment: DATA is the corpus of configs, large and of the studies from schedule to medium; GPUS is the number of GPUs
-# (default: all), JOBS the jobs of a study that share one (default: 3), CLIENT a checkout of Megatron-LM core_v0.16.1 for
+# (default: all), JOBS the jobs of a study that share one (default: 3), SWEEP further flags of scripts/sweep.py in a study,
+# such as "--seeds 1238-1241 --only *mxfp8*" to leave out what has run; CLIENT a checkout of Megatron-LM core_v0.16.1 for
 # clients and megatron (default: Megatron-LM).
 # Each part writes OUT/PART.log and its JSON, and OUT/PART.done after success. A part with that file is not repeated.
 # --dry-run only prints the commands.
@@ -42,6 +43,7 @@ shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
 jobs=${JOBS:-3}
+read -ra sweep <<<"${SWEEP:-}"
 
 run() {
     if [ -n "$dry" ]; then
@@ -164,7 +166,7 @@ study() {
     for size in "$@"; do
         folders+=("$out/$name${size:+-$size}")
         run python scripts/sweep.py "configs/sweeps/$name.yaml" ${size:+--size "$size"} --set train-data-path="$data" \
-            --set no-save=true --jobs-per-gpu "$jobs" --out "${folders[-1]}" || code=1
+            --set no-save=true --jobs-per-gpu "$jobs" --out "${folders[-1]}" "${sweep[@]}" || code=1
     done
     run python tools/report.py "${folders[@]}" --out "${folders[0]}-report" --archive "${folders[0]}.tar.xz" &&
         return $code

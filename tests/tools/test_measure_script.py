@@ -53,6 +53,13 @@ def test_commands(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             bench.check(bench.build_parser().parse_args(words[3:]))
 
 
+def test_flags_of_sweeps_reach_each_sweep(tmp_path: Path) -> None:
+    flags = "--seeds 1238-1241 --only *mxfp8*"
+    done = measure("--dry-run", str(tmp_path), "recipes", GPUS="1", DATA="my_corpus_text_document", SWEEP=flags)
+    sweeps = [words for line in done.stdout.splitlines() if "scripts/sweep.py" in (words := shlex.split(line))]
+    assert [words[-4:] for words in sweeps] == [flags.split()] * 2
+
+
 def test_peaks_of_saved_activations_are_compared_without_cuda_graphs(tmp_path: Path) -> None:
     """Not every variant can be captured, and graphs hold memory."""
     done = measure("--dry-run", str(tmp_path), "activations", GPUS="1", DATA="my_corpus_text_document")

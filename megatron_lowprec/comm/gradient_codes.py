@@ -65,6 +65,10 @@ class GradientCodes:
         """Replace a tensor's gradient by the codes of ``values``, fp32, by the tensor's own scale."""
         start, end = self.tensors[index]
         self._reduction.cast_(values.reshape(-1), self.codes[start:end], self.amax[index : index + 1])
+        self.fill(index)
+
+    def fill(self, index: int) -> None:
+        """State that a tensor holds this rank's gradient, as after a replayed ``cast``."""
         self._filled[index] = True
 
     def is_filled(self, index: int) -> bool:

@@ -85,7 +85,8 @@ class GradientFactor:
         self.saturated = counts[0] / counts[1].clamp(min=1)
         if self.automatic:
             too_many = self.saturated > _MOST_SATURATED
-            self.mu = torch.where(too_many, _LOWEST, (self.mu * _RISE).clamp(max=_HIGHEST))
+            # in place: CUDA graphs read it at its address
+            self.mu.copy_(torch.where(too_many, _LOWEST, (self.mu * _RISE).clamp(max=_HIGHEST)))
         self.forget()
 
 

@@ -104,7 +104,7 @@ class _Pass:
         left: list[tuple[torch.Tensor, torch.Tensor]] = [
             (weight.main_grad, grad)  # type: ignore[attr-defined]
             for weight, grad in zip(self._weights, grads, strict=True)
-            if not weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+            if not (weight.grad_added_to_main_grad or hasattr(weight, "stored_gradient"))  # type: ignore[attr-defined]
         ]
         _accumulate(left, overwrite=not self._later)
         del self._leaf, self._y, self._weights
@@ -129,6 +129,11 @@ def _accumulate(grads: Sequence[tuple[torch.Tensor, torch.Tensor]], overwrite: b
             torch._foreach_add_(mains, values)
     for main, grad in large:
         main.add_(grad)
+
+
+def _store(leaf: Any, grad: torch.Tensor) -> None:
+    """Hook of a weight whose gradient is stored in FP8: casts it as soon as it is complete, and frees it."""
+    leaf.stored_gradient.capture(None if leaf.grad_added_to_main_grad else grad)
 
 
 class _Layer:
@@ -161,6 +166,8 @@ class _Layer:
             leaf = nn.Parameter(weight.detach())
             leaf.__dict__.update(weight.__dict__)
             leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            if hasattr(leaf, "stored_gradient"):
+                leaf.register_hook(partial(_store, leaf))
             part._parameters[name] = leaf
             leaves.append(leaf)
         try:
@@ -192,6 +199,8 @@ class _Replay(torch.autograd.Function):
             linear_gemms.main_grad_is_zero = False
         for weight in layer.weights:
             weight.grad_added_to_main_grad = True
+            if hasattr(weight, "stored_gradient"):
+                weight.stored_gradient.replayed()
         # autograd copies a gradient with other references: return new tensors over the same memory
         return None, None, captured.dx.detach(), *[dummy.detach() for dummy in layer.dummies]
 
@@ -222,7 +231,10 @@ class LayerGraphs:
         self._microbatches = 0
         self._cached_weights: list[list[QuantizedTensor]] = []
         self._ends: tuple[torch.Tensor, ...] = ()  # buffers of the first layer's input and the last one's gradient
-        self._zeroed = _other_gradients(model, [weight for layer in self._layers for weight in layer.weights])
+        weights = [weight for layer in self._layers for weight in layer.weights]
+        self._stored = any(hasattr(weight, "stored_gradient") for weight in weights)
+        self._model: Any = model
+        self._zeroed = {} if self._stored else _other_gradients(model, weights)
         for buffer in self._zeroed:
             buffer.reset = partial(self._reset, buffer)
         for layer in self._layers:
@@ -301,6 +313,8 @@ class LayerGraphs:
         self._ends = tuple(torch.zeros(call.shape, dtype=call.dtype, device=device) for _ in range(2))
         for layer, dummies in zip(layers, _dummies([layer.weights for layer in layers]), strict=True):
             layer.dummies = dummies
+        if self._stored:  # as the step will: codes of the step before are reduced
+            self._model.zero_grad_buffer()
         recorder = self._make_recorder()  # which measures the memory that is reserved before the graphs'
         kinds = (False, True) if self._several else (False,)
         with self._capturing():

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
@@ -72,7 +73,14 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     transformer.finalize_model_grads_func = finalize_model_grads
     graphs = None
     if config.cuda_graph_impl == "local" and isinstance(model.runtime, RecipeRuntime):
-        graphs = LayerGraphs(chunks[0], several=_several_microbatches(config))
+        several = _several_microbatches(config)
+        if several and recipe.gradients.accumulation == "fp32":
+            raise UserError(
+                f"--cuda-graph-impl local with several microbatches a step: recipe {recipe.name} sums them in fp32 at "
+                "changing addresses; add --recipe-override gradients.accumulation=format, raise --micro-batch-size, or "
+                "give --cuda-graph-impl none"
+            )
+        graphs = LayerGraphs(chunks[0], several=several)
         model.runtime.notes.append("--cuda-graph-impl local: behind the first step layers are captured in CUDA graphs")
     return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer), graphs, factor)
 

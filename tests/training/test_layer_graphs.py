@@ -69,11 +69,6 @@ OBSTACLES: list[tuple[dict[str, Any], str, str]] = [
         "use nccl",
     ),
     (
-        {"recipe": "fp8_lm_o1"},
-        "recipe fp8_lm_o1 stores gradients in E4M3, at changing addresses",
-        "add --recipe-override gradients.accumulation=buffer",
-    ),
-    (
         {"recipe": "deepseek_v3"},
         "recipe deepseek_v3 saves activations in formats of its own",
         "add --recipe-override activations.attention_output=none --recipe-override activations.swiglu_input=none",
@@ -96,6 +91,15 @@ def test_layers_are_captured_on_gpus_by_default() -> None:
     assert (config.cuda_graph_impl, notes) == ("local", [])
     config, notes = resolved(asked="none")
     assert (config.cuda_graph_impl, notes) == ("none", [])
+
+
+def test_stored_gradients_are_captured_if_asked() -> None:
+    config, (note,) = resolved(asked="auto", recipe="fp8_lm_o2")
+    assert config.cuda_graph_impl == "none"
+    assert note.startswith(
+        "CUDA graphs: off, they have not run on a GPU with stored gradients, as recipe fp8_lm_o2 has"
+    )
+    assert resolved(recipe="fp8_lm_o2")[0].cuda_graph_impl == "local"
 
 
 def test_it_needs_gpus_and_layers_of_this_project(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +215,12 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32, megatron-core's attention": {"bf16": None, "attention_backend": "local"},
     "llama": {"swiglu": True, "disable_bias_linear": True, "position_embedding_type": "rope"},
     "stock linears": {"no_lowprec_linears": True},
+    "stored gradients": {"recipe": "fp8_lm_o2", "global_batch_size": 2},
+    "stored gradients, fp8 weights": {"recipe": "fp8_lm_o3", "global_batch_size": 2, **OVERLAP},
+    "stored gradients, two microbatches": {
+        "recipe": "fp8_lm_o2",
+        "recipe_override": "gradients.accumulation=format",
+    },
 }
 
 # gathers run under the layers; for the norm of all weights they would end before the next step
@@ -218,6 +228,7 @@ OVERLAPPED = {**OVERLAP, "global_batch_size": 8, "log_params_norm": None}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data parallel": {"global_batch_size": 8},
     "data parallel, overlapped": OVERLAPPED,
+    "data parallel, stored gradients": {**OVERLAPPED, "recipe": "fp8_lm_o2", "global_batch_size": 4},
     "data parallel, primary weights": {**OVERLAPPED, "fp8_param_gather": True},
     "tensor parallel": {"tensor_model_parallel_size": 2},
     "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -282,7 +293,7 @@ def test_a_run_by_recordings_has_the_bits_of_a_plain_one(
     drive(argv(save="recorded", **GRAPHS | options))
     assert digest() == plain
     assert history("recorded") == history("plain")
-    kinds = 1 if case == "one microbatch" else 2
+    kinds = 1 if options["global_batch_size"] == 2 else 2
     assert f"CUDA graphs: 3 layers captured, {6 * kinds} graphs" in capsys.readouterr().out
     # forwards, in order, then backwards, each replayed for as many microbatches as there are
     (recorder,) = recorders
@@ -290,6 +301,12 @@ def test_a_run_by_recordings_has_the_bits_of_a_plain_one(
     later = options["global_batch_size"] // 2 - 1
     step = [*range(6), *[*range(6, 12)] * later]
     assert recorder.replayed == step * 4
+
+
+def test_sums_of_microbatches_at_changing_addresses_are_refused(drive: Drive, recorders: list[RerunRecorder]) -> None:
+    with pytest.raises(UserError, match="with several microbatches a step: recipe fp8_lm_o2 sums them in fp32"):
+        drive(argv(save="recorded", **GRAPHS | SMALL | {"recipe": "fp8_lm_o2"}))
+    assert not recorders
 
 
 class NoHostReads(TorchDispatchMode):
@@ -302,7 +319,12 @@ class NoHostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "case",
-    [{"recipe": "mxfp4_rht_sr"}, {"recipe": "fp8_blockwise"}, {"recipe": "fp8_delayed", "emulate_accumulator": True}],
+    [
+        {"recipe": "mxfp4_rht_sr"},
+        {"recipe": "fp8_blockwise"},
+        {"recipe": "fp8_delayed", "emulate_accumulator": True},
+        {"recipe": "fp8_lm_o2", "recipe_override": "gradients.accumulation=format"},
+    ],
     ids=str,
 )
 def test_captured_layers_read_nothing_on_the_host(

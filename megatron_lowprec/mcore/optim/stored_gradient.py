@@ -37,16 +37,17 @@ class StoredGradient:
 
     def reset(self) -> None:
         """Drop the gradient, at the beginning of a step."""
-        self._writable = self._cast = self._exposed = False
-        self._main_grad = self._placeholder
+        self._writable = self._cast = self._exposed = self._replayed = False
+        self.main_grad = self._placeholder
 
     @property
-    def _main_grad(self) -> torch.Tensor:
+    def main_grad(self) -> torch.Tensor:
+        """``main_grad`` of the weight."""
         found: torch.Tensor = self.weight.main_grad  # type: ignore[attr-defined]
         return found
 
-    @_main_grad.setter
-    def _main_grad(self, value: torch.Tensor) -> None:
+    @main_grad.setter
+    def main_grad(self, value: torch.Tensor) -> None:
         self.weight.main_grad = value  # type: ignore[attr-defined]
 
     def register_hooks(self) -> None:
@@ -69,7 +70,7 @@ class StoredGradient:
             RuntimeError: the gradient was reduced already, or was cast before the last microbatch although the recipe
                 accumulates in fp32.
         """
-        if self._writable:
+        if self._writable or self._replayed:
             return
         if self.codes.reduced:
             raise RuntimeError("a weight has a second gradient in a step after its gradient was reduced over ranks")
@@ -79,21 +80,39 @@ class StoredGradient:
                 "in DistributedDataParallel.no_sync(), or set gradients.accumulation=format"
             )
         if overwrites and not self.codes.is_filled(self.index):
-            self._main_grad = torch.empty(self.weight.shape, device=self._placeholder.device)
+            self.main_grad = torch.empty(self.weight.shape, device=self._placeholder.device)
         else:
-            self._main_grad = self.codes.local(self.index).view(self.weight.shape)
+            self.main_grad = self.codes.local(self.index).view(self.weight.shape)
         self._writable = True
 
     def end_write(self, *_: Any) -> None:
         """Cast ``main_grad`` and free it, unless it stays fp32 for the next microbatch."""
         if self._more_microbatches is None or not self._more_microbatches():
             self.cast()
+        self._replayed = False
+
+    def capture(self, grad: torch.Tensor | None) -> None:
+        """Finish a microbatch's gradient within a CUDA graph, whose replays call no hooks: add ``grad``, then cast.
+
+        Args:
+            grad: gradient of autograd; None if it is in ``main_grad`` already.
+        """
+        if grad is not None:
+            later = self.codes.is_filled(self.index)
+            self.begin_write(overwrites=True)
+            self.main_grad.add_(grad) if later else self.main_grad.copy_(grad)
+        self.cast()
+
+    def replayed(self) -> None:
+        """State that a graph has written the codes; the hooks of this microbatch have nothing to do."""
+        self.codes.fill(self.index)
+        self._cast = self._replayed = True
 
     def cast(self) -> None:
         """Cast ``main_grad``, if it is being written, and free it."""
         if self._writable:
-            self.codes.cast(self.index, self._main_grad)
-            self._main_grad = self._placeholder
+            self.codes.cast(self.index, self.main_grad)
+            self.main_grad = self._placeholder
             self._writable, self._cast = False, True
 
     def expose(self, start: int, end: int) -> None:
@@ -105,12 +124,12 @@ class StoredGradient:
         main_grad = torch.zeros(self.weight.shape, device=self._placeholder.device)
         if start < end:
             main_grad.view(-1)[start:end] = self.codes.part(self.index, start, end)
-        self._main_grad, self._exposed = main_grad, True
+        self.main_grad, self._exposed = main_grad, True
 
     def release(self) -> None:
         """Free an exposed gradient, after the update."""
         if self._exposed:
-            self._main_grad, self._exposed = self._placeholder, False
+            self.main_grad, self._exposed = self._placeholder, False
 
     def part(self, start: int, end: int, decoded: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
         """Entries ``start`` to ``end`` of the reduced gradient, which lie in this rank's part: fp32 [entries].
@@ -118,12 +137,12 @@ class StoredGradient:
         Args:
             decoded: ``parts()`` of ``codes``.
         """
-        return self._main_grad.view(-1)[start:end] if self._exposed else decoded(self.index, start, end)
+        return self.main_grad.view(-1)[start:end] if self._exposed else decoded(self.index, start, end)
 
     def scale_exposed_(self, factor: float | torch.Tensor) -> None:
         """Multiply the gradient by ``factor`` if it is exposed; the codes of a bucket have their own scales."""
         if self._exposed:
-            self._main_grad.mul_(factor)
+            self.main_grad.mul_(factor)
 
     def is_finite(self) -> bool:
         """Whether the reduced gradient is finite on all ranks; synchronizes with the device."""
@@ -139,6 +158,7 @@ def writable_main_grad(weight: torch.Tensor, overwrites: bool = False) -> torch.
     stored: StoredGradient | None = getattr(weight, "stored_gradient", None)
     if stored is not None:
         stored.begin_write(overwrites=overwrites)
+        return stored.main_grad  # the weight may be a copy of the layer's own for a capture
     return getattr(weight, "main_grad", None)
 
 

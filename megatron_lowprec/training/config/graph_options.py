@@ -19,6 +19,9 @@ def resolve_cuda_graphs(config: Config, recipe: Recipe, gpus: bool) -> tuple[Con
     if config.cuda_graph_impl == "none":
         return config, []
     found = _obstacle(config, recipe, gpus)
+    if found is None and recipe.gradients.stored and config.cuda_graph_impl == "auto":
+        reason = f"they have not run on a GPU with stored gradients, as recipe {recipe.name} has"
+        found = f"{reason}; --cuda-graph-impl local captures the layers", ""
     if found is None:
         return replace(config, cuda_graph_impl="local"), []
     reason, remedy = found
@@ -55,9 +58,6 @@ def _obstacle(config: Config, recipe: Recipe, gpus: bool) -> tuple[str, str] | N
         return "--log-quantization-interval 1 runs layers kernel by kernel in every iteration", "give 2 or more"
     if config.distributed_backend == "gloo" and config.tensor_model_parallel_size > 1:
         return "--distributed-backend gloo runs tensor-parallel collectives on the host", "use nccl"
-    if recipe.gradients.stored:
-        reason = f"recipe {recipe.name} stores gradients in {recipe.gradients.format.upper()}, at changing addresses"
-        return reason, "add --recipe-override gradients.accumulation=buffer"
     formats = [name for name, form in recipe.activations.formats.items() if form != "none"]
     if formats:
         overrides = " ".join(f"--recipe-override activations.{name}=none" for name in formats)

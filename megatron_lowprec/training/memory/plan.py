@@ -79,6 +79,6 @@ def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: i
     held = 0.0
     if config.cuda_graph_impl == "local":
         resident["buffers of CUDA graphs"] = graph_buffers(config, layers)
-        held = kept["layers"] + transient["backward"]
+        held = kept["layers"] + transient["backward"] + transient["gradients"]
     stages = config.pipeline_model_parallel_size
     return MemoryPlan(runs, stage, stages, gpus, in_flight, resident, kept, transient, held)

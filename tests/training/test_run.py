@@ -231,7 +231,7 @@ def test_grouped_and_sequential_experts_continue_each_other(drive: Drive, capsys
 def test_an_older_run_is_kept_by_a_run_from_elsewhere(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="seed", train_iters=1))
     drive(argv(save="out", train_iters=2))
-    drive(argv(save="out", load="seed", finetune=True, train_iters=1, no_save=True))
+    drive(argv(save="out", load="seed", finetune=True, train_iters=1))
     assert "an older run's metrics moved to" in capsys.readouterr().out
     assert len(Path("out/metrics.1.jsonl").read_text().splitlines()) == 2
 

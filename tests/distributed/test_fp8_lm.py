@@ -308,10 +308,6 @@ def test_fp8_weights_are_cast_from_the_main_weight_of_scaled_adam(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"recipe": "fp8_lm_o1", "cuda_graph_impl": "local"},
-            "fp8_lm_o1 stores gradients in E4M3, at changing addresses",
-        ),
         ({"recipe": "fp8_lm_o2", "grad_reduce_in_bf16": True}, "set --recipe-override gradients.accumulation=buffer"),
         (
             {"recipe": "mxfp8+fp8_lm_o3"},

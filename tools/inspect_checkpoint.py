@@ -24,6 +24,7 @@ from megatron_lowprec.recipe.parsing import recipe_from_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
 from megatron_lowprec.training.checkpoint import safe_load, storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved
+from megatron_lowprec.training.config.resolve import describe_layout
 
 
 def describe(folder: Path) -> Iterator[str]:
@@ -52,7 +53,7 @@ def describe(folder: Path) -> Iterator[str]:
         f"{options.get('num_attention_heads')} heads, sequence {options.get('seq_length')}, "
         f"vocabulary {content.get('padded_vocab_size')} (padded)",
     )
-    yield _row("layout", ", ".join(f"{name} {size}" for name, size in layout.items()))
+    yield _row("layout", describe_layout(layout))
     if "versions" in content:
         yield _row("written by", ", ".join(f"{name} {version}" for name, version in content["versions"].items()))
     metadata = safe_load.examine(folder)

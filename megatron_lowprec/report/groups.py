@@ -215,8 +215,7 @@ def _by_seed(found: Any) -> dict[tuple[str, Hashable], float]:
     """Mean over the runs of a label that share a seed; a run with unknown seed counts as its own seed."""
     values: dict[tuple[str, Hashable], list[float]] = {}
     for run, value in found:
-        seed = str(run.folder) if run.seed is None else run.seed
-        values.setdefault((run.label, seed), []).append(value)
+        values.setdefault((run.label, run.block), []).append(value)
     return {key: sum(each) / len(each) for key, each in values.items()}
 
 

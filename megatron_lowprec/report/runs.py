@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -60,6 +60,11 @@ class Run:
     def named(self, text: str) -> str:
         """``text`` with the temporary folder of an unpacked archive replaced by the archive's path."""
         return text if self.source is None else self.source.named(text)
+
+    @property
+    def block(self) -> Hashable:
+        """The seed, which counts as one draw however often it ran; the folder of a run whose seed is unknown."""
+        return str(self.folder) if self.seed is None else self.seed
 
     @property
     def train_iters(self) -> int:

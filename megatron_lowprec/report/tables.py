@@ -72,7 +72,7 @@ def all_groups(groups: Sequence[Group], fits: Mapping[str, Fit | None], confiden
 
 def _count_seeds(runs: Sequence[Run]) -> int:
     """Seeds of these runs: a repeated one counts once, and each run without a known seed by itself."""
-    return len({str(run.folder) if run.seed is None else run.seed for run in runs})
+    return len({run.block for run in runs})
 
 
 def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:

@@ -27,6 +27,7 @@ from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths, keep_older_run, run_paths
 from megatron_lowprec.training.config.resolve import (
+    describe_layout,
     layout_of,
     resolve_model,
     resolve_recipe,
@@ -355,7 +356,7 @@ def _header(plan: _Plan, layers: str, device: str, splits: Data, world_size: int
     phase = [] if switch is None else [f"from sample {switch:,} on the second blend"]
     rows = [
         ("model", model),
-        ("parallelism", ", ".join(f"{name} {size}" for name, size in plan.content["layout"].items())),
+        ("parallelism", describe_layout(plan.content["layout"])),
         ("recipe", plan.recipe.name),
         ("layers", layers),
         ("device", ", ".join([_device_name(device), *(f"{name} {version}" for name, version in versions().items())])),

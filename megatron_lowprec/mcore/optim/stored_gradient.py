@@ -98,9 +98,8 @@ class StoredGradient:
             grad: gradient of autograd; None if it is in ``main_grad`` already.
         """
         if grad is not None:
-            later = self.codes.is_filled(self.index)
-            self.begin_write(overwrites=True)
-            self.main_grad.add_(grad) if later else self.main_grad.copy_(grad)
+            self.begin_write()
+            self.main_grad.add_(grad)  # as Megatron-core's hook does, which a graph replaces
         self.cast()
 
     def replayed(self) -> None:

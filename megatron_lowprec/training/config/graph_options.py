@@ -20,8 +20,10 @@ def resolve_cuda_graphs(config: Config, recipe: Recipe, gpus: bool) -> tuple[Con
         return config, []
     found = _obstacle(config, recipe, gpus)
     if found is None and recipe.gradients.stored and config.cuda_graph_impl == "auto":
-        reason = f"they have not run on a GPU with stored gradients, as recipe {recipe.name} has"
-        found = f"{reason}; --cuda-graph-impl local captures the layers", ""
+        return without_graphs(config), [
+            f"CUDA graphs: off, they have not run on a GPU with stored gradients, as recipe {recipe.name} has; "
+            "--cuda-graph-impl local captures the layers"
+        ]
     if found is None:
         return replace(config, cuda_graph_impl="local"), []
     reason, remedy = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -141,6 +142,11 @@ def layout_of(config: Config, world_size: int) -> dict[str, int]:
         "expert": config.expert_model_parallel_size,
         "data": data_parallel_size(config, world_size),
     }
+
+
+def describe_layout(layout: Mapping[str, int]) -> str:
+    """``tensor 2, pipeline 1, ...``"""
+    return ", ".join(f"{name} {size}" for name, size in layout.items())
 
 
 def virtual_stages(config: Config) -> int | None:

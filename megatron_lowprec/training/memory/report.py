@@ -10,7 +10,7 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs, without_graphs
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import layout_of, resolve_run
+from megatron_lowprec.training.config.resolve import describe_layout, layout_of, resolve_run
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.memory.activations import layer_activations
 from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
@@ -75,11 +75,10 @@ def eager_if_close(
 def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | None) -> list[str]:
     """The plan, one line per part; each block is in GiB, or in MiB if all of it is small."""
     where = f", the fullest of {found.stages} pipeline stages: {found.stage}" if found.stages > 1 else ""
-    layout = ", ".join(f"{name} {size}" for name, size in layout_of(config, found.gpus).items())
     lines = [
         f"memory plan of one of {found.gpus} GPUs{where}; recipe {recipe.name}, "
         f"microbatches of {require(config.micro_batch_size)} x {require(config.seq_length)} tokens",
-        f"parallelism: {layout}",
+        f"parallelism: {describe_layout(layout_of(config, found.gpus))}",
     ]
     held = f"{found.in_flight:g} microbatch{'' if found.in_flight == 1 else 'es'}"
     names = {

@@ -16,6 +16,7 @@ from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import describe_layout
 from megatron_lowprec.training.data.batches import Batches
 from megatron_lowprec.training.distributed.interrupt import Stop
 from megatron_lowprec.training.model import Trainer
@@ -138,7 +139,7 @@ class BadSteps:
             else "Weights are not finite themselves: an earlier update has spoiled them, so no checkpoint was written. "
             "Continue from an older one."
         )
-        layout = ", ".join(f"{name} {size}" for name, size in content["layout"].items())
+        layout = describe_layout(content["layout"])
         text = f"""# Stopped at iteration {iteration}: {self.in_a_row} skipped iterations in a row
 
 Recipe {content["recipe"]["name"]}; {layout}; seed {content["options"]["seed"]}.

@@ -145,23 +145,25 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
         PRIOR: "No recipe has two seeds; the claims file's prior noise is assumed",
     }.get(fit.method, "Seeds count as independent runs")
     dof = "" if fit.method == PRIOR else f" with {fit.dof:.0f} degrees of freedom"
+    but = f" but {' and '.join(fit.aside)}" if fit.aside else ""
     lines = [
-        f"{how}. The standard deviation of a final validation loss, pooled over all recipes, is {fit.sigma:.4f} nats a "
-        f"token{dof}."
+        f"{how}. The standard deviation of a final validation loss, pooled over all recipes{but}, is {fit.sigma:.4f} "
+        f"nats a token{dof}."
+    ]
+    lines += [
+        f"The runs of {label} scatter more than the others' (F test, 1% for the group): its differences have the noise "
+        "of its own pairs."
+        for label in fit.aside
     ]
     others = [label for label in group.labels if label != group.reference and group.of(label, Status.FINISHED)]
+    others = [label for label in others if label not in fit.aside]
     if group.of(group.reference, Status.FINISHED) and others:
         found = [fit.difference(label, group.reference) for label in others]
-        widths, detected = [each.half_width for each in found], [fit.detected(each) for each in found]
+        widths, detected = [each.half_width for each in found], [each.detected for each in found]
         lines.append(
             f"The smallest difference to {group.reference} that these seeds resolve at {confidence:.0%} is "
             f"{_range(widths)}; a true difference of {_range(detected)} is found four times out of five."
         )
-    lines += [
-        f"The runs of {label} scatter over three times as much as the others': the pooled standard deviation is too "
-        "small for it and too large for them."
-        for label in fit.unlike()
-    ]
     repeated = group.repeated()
     if repeated:
         lines.append(f"A seed that a recipe ran more than once counts once, as the mean: {'; '.join(repeated)}.")

@@ -224,7 +224,7 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     if held is Held.OPEN and any(diverged.values()):
         words += "; diverged runs leave the difference without a bound, which more seeds do not mend"
     elif held is Held.OPEN:
-        needed, reason = _needed(test, smallest, fit, difference, fit.mean(right))
+        needed, reason = _needed(test, smallest, fit, difference, (left, right))
         words += f"; {reason}"
     elif held is Held.NO and test.threshold == 0 and -smallest <= interval[0] and interval[1] <= smallest:
         words += f", within the smallest difference that matters, {_amount(smallest, test)}"
@@ -237,16 +237,18 @@ def _diverged(group: Group, label: str, test: Test) -> int:
     return 0 if test.over else len(group.of(label, Status.DIVERGED))
 
 
-def _needed(test: Test, smallest: float, fit: Fit, difference: Difference, right: float) -> tuple[int | None, str]:
+def _needed(
+    test: Test, smallest: float, fit: Fit, difference: Difference, labels: tuple[str, str]
+) -> tuple[int | None, str]:
     """Number of seeds that decide a difference of the smallest size that matters, and a text with it.
 
-    The number is 2 if the spread is unknown, and None if it is over 1,000. ``right`` is the mean loss of the test's
-    right side in nats a token.
+    The number is 2 if the spread is unknown, and None if it is over 1,000. ``labels`` are the test's left and right.
     """
     unit = _amount(smallest, test)
     if not fit.known:
         return 2, f"the spread over seeds is unknown; train two shared seeds or more to learn how many resolve {unit}"
-    seeds = fit.seeds_needed(_in_nats(smallest, test.quantity, right), test.relation == "within")
+    margin = _in_nats(smallest, test.quantity, fit.mean(labels[1]))
+    seeds = fit.seeds_needed(*labels, margin, test.relation == "within")
     spread = f"resolve {unit} at the measured spread"
     if seeds is None:
         return None, f"over 1,000 shared seeds are needed to {spread}"

@@ -83,7 +83,7 @@ def test_the_detected_difference_is_found_four_times_out_of_five() -> None:
     rng = np.random.default_rng(2)
     sigma, found, trials = 0.002, 0, 1500
     fit = Fit(results(a=[0.0, 1.0, 3.0], b=[0.0, 2.0, 2.0], c=[1.0, 1.0, 3.0]), 0.95)
-    truth = fit.detected(fit.difference("a", "b")) * sigma / fit.sigma
+    truth = fit.difference("a", "b").detected * sigma / fit.sigma
     assert truth == pytest.approx((2.776 + 0.941) * sigma * math.sqrt(2 / 3), rel=1e-3)
     for _ in range(trials):
         values = {label: list(sigma * rng.standard_normal(3) + (truth if label == "a" else 0)) for label in "abc"}
@@ -97,7 +97,7 @@ def test_one_seed_knows_no_noise_unless_it_is_given() -> None:
     fit = Fit(single, 0.95)
     assert (fit.method, fit.known) == (NONE, False)
     assert fit.difference("b", "a").interval == (-math.inf, math.inf)
-    assert math.isinf(fit.detected(fit.difference("b", "a")))
+    assert math.isinf(fit.difference("b", "a").detected)
     prior = Fit(single, 0.95, prior=0.01)
     assert (prior.method, prior.dof) == (PRIOR, math.inf)
     assert prior.difference("b", "a").half_width == pytest.approx(1.96 * 0.01 * math.sqrt(2), rel=1e-4)
@@ -111,10 +111,82 @@ def test_equal_losses_are_copies_and_resolve_nothing() -> None:
     assert math.isinf(fit.difference("b", "a").half_width)
 
 
-def test_a_recipe_that_scatters_more_is_named() -> None:
-    wild = Fit(results(a=[3.70, 3.701, 3.702], b=[3.80, 3.801, 3.802], c=[3.7, 4.1, 3.9]), 0.95)
-    assert wild.unlike() == ["c"]
-    assert Fit(results(a=[3.70, 3.701], b=[3.80, 3.802]), 0.95).unlike() == []
+def drawn(rng: np.random.Generator, noise: dict[str, float], seeds: int) -> dict[tuple[str, int], float]:
+    """Losses of recipes that share their seeds' effects and have noise of their own."""
+    effects = 0.01 * rng.standard_normal(seeds)
+    return results(**{label: list(effects + own * rng.standard_normal(seeds)) for label, own in noise.items()})
+
+
+def test_a_recipe_that_scatters_more_is_compared_by_its_own_pairs() -> None:
+    rng = np.random.default_rng(4)
+    losses = drawn(rng, dict.fromkeys("abcd", 0.003) | {"wild": 0.03}, seeds=6)
+    fit = Fit(losses, 0.95)
+    rest = Fit({key: loss for key, loss in losses.items() if key[0] != "wild"}, 0.95)
+    assert (fit.aside, rest.aside) == (("wild",), ())
+    assert (fit.sigma, fit.dof) == (rest.sigma, rest.dof)
+    assert fit.difference("b", "a") == rest.difference("b", "a")
+    pairs = [losses["wild", seed] - losses["a", seed] for seed in range(6)]
+    found = fit.difference("wild", "a")
+    assert (found.value, found.dof, found.counts) == (pytest.approx(statistics.mean(pairs)), 5, (6, 6))
+    assert found.error == pytest.approx(statistics.stdev(pairs) / math.sqrt(6))
+    margin = 0.02
+    assert fit.seeds_needed("b", "a", margin, False) == rest.seeds_needed("b", "a", margin, False) == 2
+    needed = fit.seeds_needed("wild", "a", margin, False)
+    assert needed == Fit(
+        {key: loss for key, loss in losses.items() if key[0] in ("wild", "a")}, 0.95, paired=True
+    ).seeds_needed("wild", "a", margin, False)
+    assert needed is not None
+    assert needed > 6
+
+
+def test_a_recipe_set_aside_needs_a_shared_pair() -> None:
+    rng = np.random.default_rng(5)
+    losses = drawn(rng, dict.fromkeys("abcd", 0.003) | {"wild": 0.05}, seeds=6)
+    for seed in (0, 1, 2, 3, 4):
+        del losses["d", seed]
+    fit = Fit(losses, 0.95)
+    assert fit.aside == ("wild",)
+    assert fit.difference("wild", "d").value == losses["wild", 5] - losses["d", 5]
+    assert (fit.difference("wild", "d").error, fit.seeds_needed("wild", "d", 0.01, False)) == (None, None)
+    assert fit.difference("a", "d").error is not None
+
+
+def test_independent_runs_with_unequal_noise_are_welch_s_test() -> None:
+    rng = np.random.default_rng(6)
+    losses = {
+        (label, 100 * n + seed): 0.003 * rng.standard_normal() for n, label in enumerate("abc") for seed in range(4)
+    }
+    losses |= {("wild", 900 + seed): 0.1 * rng.standard_normal() for seed in range(4)}
+    fit = Fit(losses, 0.95)
+    assert (fit.method, fit.aside, fit.dof) == (INDEPENDENT, ("wild",), 9)
+    own, other = (
+        statistics.variance([loss for (label, _), loss in losses.items() if label == "wild"]) / 4,
+        fit.sigma**2 / 4,
+    )
+    found = fit.difference("wild", "a")
+    assert found.error == pytest.approx(math.sqrt(own + other))
+    assert found.dof == pytest.approx((own + other) ** 2 / (own**2 / 3 + other**2 / 9))
+
+
+def test_recipes_of_equal_noise_are_set_aside_as_rarely_as_said() -> None:
+    rng = np.random.default_rng(7)
+    groups = 1500
+    found = sum(bool(Fit(drawn(rng, dict.fromkeys("abcdefgh", 0.006), seeds=4), 0.95).aside) for _ in range(groups))
+    assert found / groups < 0.01 + 3 * math.sqrt(0.01 / groups)
+    assert found  # the test can set one aside
+
+
+def test_intervals_hold_the_truth_under_unequal_noise() -> None:
+    rng = np.random.default_rng(8)
+    trials, held = 1500, {"wild": 0, "b": 0}
+    for _ in range(trials):
+        fit = Fit(drawn(rng, dict.fromkeys("abcdef", 0.006) | {"wild": 0.03}, seeds=6), 0.95)
+        for label in held:
+            low, high = fit.difference(label, "a").interval
+            held[label] += low <= 0 <= high
+    spread = 3 * math.sqrt(0.95 * 0.05 / trials)
+    assert held["b"] / trials == pytest.approx(0.95, abs=spread)
+    assert held["wild"] / trials == pytest.approx(0.95, abs=0.01 + spread)  # the choice itself costs up to a percent
 
 
 def test_means_and_deviations_are_plain() -> None:
@@ -139,9 +211,9 @@ def test_the_seeds_needed_decide_four_times_out_of_five(both_sides: bool) -> Non
     rng = np.random.default_rng(3)
     pilot = Fit(results(a=[0.0, 0.004, 0.001], b=[0.003, 0.0, 0.002], c=[0.001, 0.002, 0.006]), 0.95, paired=True)
     margin, decided, trials = 2 * pilot.sigma, 0, 800
-    seeds = pilot.seeds_needed(margin, both_sides)
+    seeds = pilot.seeds_needed("a", "b", margin, both_sides)
     assert seeds is not None
-    fewer = pilot.seeds_needed(1.5 * margin, both_sides)
+    fewer = pilot.seeds_needed("a", "b", 1.5 * margin, both_sides)
     assert fewer is not None
     assert fewer < seeds
     for _ in range(trials):
@@ -149,8 +221,8 @@ def test_the_seeds_needed_decide_four_times_out_of_five(both_sides: bool) -> Non
         low, high = Fit(results(**drawn), 0.95, paired=True).difference("a", "b").interval
         decided += high < margin and (low > -margin or not both_sides)
     assert 0.75 < decided / trials < 0.95  # whole seeds, and for two sides a bound, lie above 0.8
-    assert pilot.seeds_needed(1e-3 * pilot.sigma, both_sides) is None
+    assert pilot.seeds_needed("a", "b", 1e-3 * pilot.sigma, both_sides) is None
 
 
 def test_unknown_noise_needs_an_unknown_number_of_seeds() -> None:
-    assert Fit(results(a=[3.7], b=[3.8]), 0.95, paired=True).seeds_needed(0.1, False) is None
+    assert Fit(results(a=[3.7], b=[3.8]), 0.95, paired=True).seeds_needed("b", "a", 0.1, False) is None

@@ -1,4 +1,4 @@
-"""Means over seeds, their differences, and the smallest significant difference.
+"""Differences between recipes over seeds, and the smallest significant difference.
 
 One model serves a whole group of runs: a run's result is its recipe's mean, plus its seed's effect if seeds are shared,
 plus noise of one standard deviation, pooled over the runs of all recipes but those whose own noise is clearly larger.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +58,7 @@ class Fit:
     do not affect that choice.
 
     A label whose noise exceeds the others' (F test of the squares that it adds, at 1% for the whole group) is set
-    aside: its runs do not count for the pooled noise, and its differences have the noise of their own pairs.
+    aside: its runs do not count for the pooled noise, and its differences have noise of their own.
 
     Args:
         results: (label, seed) -> finite value; one per pair.
@@ -70,43 +71,39 @@ class Fit:
         self, results: Results, confidence: float, prior: float | None = None, *, paired: bool = False
     ) -> None:
         self._results, self._confidence = results, confidence
-        fewest = 1 if paired else _FEWEST
-        independent, blocks = _independent(results), _blocks(results)
+        self._labels = list(dict.fromkeys(label for label, _ in results))
         self.aside: tuple[str, ...] = ()
-        self.method, self._model = NONE, independent
-        if blocks is not None and blocks.dof >= fewest:
-            self.method, self._model = BLOCKS, blocks
-            self._set_aside(_blocks, fewest)
+        self.method, self.sigma, self.dof = NONE, math.nan, 0.0
+        fewest = 1 if paired else _FEWEST
+        blocks, independent = _blocks(results), _independent(results)
+        if blocks.dof >= fewest:
+            self.method = BLOCKS
+            self._pool(_blocks, fewest)
         elif independent.dof and not paired:
             self.method = INDEPENDENT
-            self._set_aside(_independent, _FEWEST)
+            self._pool(_independent, _FEWEST)
         elif prior is not None and not independent.dof:
-            self.method = PRIOR
-        self.sigma, self.dof = math.nan, 0.0
-        if self.method == PRIOR and prior is not None:
-            self.sigma, self.dof = prior, math.inf
-        elif self.method != NONE:
-            self.sigma, self.dof = math.sqrt(self._model.variance), self._model.dof
+            self.method, self.sigma, self.dof = PRIOR, prior, math.inf
 
-    def _set_aside(self, model_of: Callable[[Results], _Model | None], fewest: int) -> None:
-        """Move the label with the most noise from the model to ``aside`` until none has clearly more than the rest."""
+    def _pool(self, noise_of: Callable[[Results], _Noise], fewest: int) -> None:
+        """Set ``sigma`` and ``dof``; one after the other, labels with clearly more noise than the rest go ``aside``."""
         from scipy.special import fdtrc  # as in t_quantile
 
-        while len(self._model.means) > 2:
-            chances: list[tuple[float, str, _Model]] = []
-            for label in self._model.means:
-                rest = model_of(
-                    {key: value for key, value in self._results.items() if key[0] not in (*self.aside, label)}
-                )
-                spare = 0.0 if rest is None else self._model.dof - rest.dof
-                if rest is None or rest.dof < fewest or not spare or math.sqrt(rest.variance) <= _COPIES:
-                    continue
-                added = (self._model.squares - rest.squares) / spare
-                chances.append((float(fdtrc(spare, rest.dof, added / rest.variance)), label, rest))
-            least, label, rest = min(chances, key=lambda chance: chance[0], default=(1.0, "", self._model))
-            if least * len(self._model.means) > _CHANCE:
+        noise, labels = noise_of(self._results), self._labels
+        while len(labels) > 2:
+            chances: list[tuple[float, str, _Noise]] = []
+            for label in labels:
+                kept = {key: value for key, value in self._results.items() if key[0] in labels and key[0] != label}
+                rest = noise_of(kept)
+                own = noise.dof - rest.dof
+                if rest.dof >= fewest and own and rest.sigma > _COPIES:
+                    ratio = (noise.squares - rest.squares) / own / rest.sigma**2
+                    chances.append((float(fdtrc(own, rest.dof, ratio)), label, rest))
+            least, label, rest = min(chances, key=lambda chance: chance[0], default=(1.0, "", noise))
+            if least * len(labels) > _CHANCE:
                 break
-            self.aside, self._model = (*self.aside, label), rest
+            self.aside, noise, labels = (*self.aside, label), rest, [each for each in labels if each != label]
+        self.sigma, self.dof = noise.sigma, noise.dof
 
     @property
     def known(self) -> bool:
@@ -114,42 +111,35 @@ class Fit:
         return self.dof > 0 and self.sigma > _COPIES
 
     def difference(self, left: str, right: str) -> Difference:
-        """Difference of two labels in the model; of labels with other noise, from their pairs or means alone."""
-        counts = len(self._values(left)), len(self._values(right))
-        if left not in self.aside and right not in self.aside:
-            value = self._model.means[left] - self._model.means[right]
-            variance, dof = self.sigma**2 * self._model.spread(left, right), self.dof
-        elif self.method == BLOCKS:
-            pairs = self._pairs(left, right)
-            counts = len(pairs), len(pairs)
-            value = float(pairs.mean()) if len(pairs) else self.mean(left) - self.mean(right)
-            dof = max(0.0, len(pairs) - 1.0)
-            variance = float(pairs.var(ddof=1)) / len(pairs) if dof else math.nan
-        else:
-            value = self.mean(left) - self.mean(right)
-            variance, dof = self._welch(left, right)
-        known = self.known and dof > 0
-        quantile = t_quantile(0.5 + self._confidence / 2, dof) if known else math.inf
-        return Difference(value, math.sqrt(variance) if known else None, quantile, dof, counts)
+        """Mean difference of two labels over the seeds that both have; of independent runs, of their means."""
+        own_noise = left in self.aside or right in self.aside
+        measure = self._of_pairs if self.method == BLOCKS else self._of_means
+        value, variance, dof, counts = measure(left, right, own_noise)
+        if not self.known or not dof:
+            return Difference(value, None, math.inf, 0.0, counts)
+        return Difference(value, math.sqrt(variance), t_quantile(0.5 + self._confidence / 2, dof), dof, counts)
 
-    def _welch(self, left: str, right: str) -> tuple[float, float]:
-        """Variance and degrees of freedom of a difference of independent means with unequal noise."""
-        parts = []
-        for label in (left, right):
-            values = self._values(label)
-            own = label in self.aside
-            parts.append(
-                (
-                    (float(values.var(ddof=1)) if own else self.sigma**2) / len(values),
-                    len(values) - 1.0 if own else self.dof,
-                )
-            )
-        variance = sum(part for part, _ in parts)
-        return variance, variance**2 / sum(part**2 / dof for part, dof in parts)
-
-    def _pairs(self, left: str, right: str) -> npt.NDArray[np.float64]:
+    def _of_pairs(self, left: str, right: str, own_noise: bool) -> tuple[float, float, float, tuple[int, int]]:
+        """Value, its variance and degrees of freedom, and seeds; own noise: the paired t-test."""
         seeds = [seed for label, seed in self._results if label == left and (right, seed) in self._results]
-        return np.array([self._results[left, seed] - self._results[right, seed] for seed in seeds])
+        pairs = np.array([self._results[left, seed] - self._results[right, seed] for seed in seeds])
+        counts = len(pairs), len(pairs)
+        dof = len(pairs) - 1.0 if own_noise else self.dof
+        if not len(pairs) or not dof:
+            return float(pairs.mean()) if len(pairs) else self.mean(left) - self.mean(right), math.nan, 0.0, counts
+        variance = float(pairs.var(ddof=1)) if own_noise else 2 * self.sigma**2
+        return float(pairs.mean()), variance / len(pairs), dof, counts
+
+    def _of_means(self, left: str, right: str, own_noise: bool) -> tuple[float, float, float, tuple[int, int]]:
+        """Likewise; own noise: Welch's test."""
+        parts, counts = [], (len(self._values(left)), len(self._values(right)))
+        for label, count in zip((left, right), counts):
+            aside = label in self.aside
+            variance = float(self._values(label).var(ddof=1)) if aside else self.sigma**2
+            parts.append((variance / count, count - 1.0 if aside else self.dof))
+        variance = sum(part for part, _ in parts)
+        dof = variance**2 / sum(part**2 / own for part, own in parts) if own_noise else self.dof
+        return self.mean(left) - self.mean(right), variance, dof, counts
 
     def seeds_needed(self, left: str, right: str, margin: float, both_sides: bool) -> int | None:
         """Fewest seeds per label, shared by all, that decide a test of two labels four times out of five.
@@ -167,7 +157,7 @@ class Fit:
         """
         if not self.known:
             return None
-        sigma, others = self.sigma, max(1, len(self._model.means) - 1)
+        sigma, others = self.sigma, max(1, len(self._labels) - len(self.aside) - 1)
         if left in self.aside or right in self.aside:
             difference = self.difference(left, right)
             if difference.error is None:
@@ -194,58 +184,44 @@ class Fit:
         return float(values.std(ddof=1)) if len(values) > 1 else math.nan
 
 
-@dataclass(frozen=True)
-class _Model:
-    """Least squares of the labels' means."""
+class _Noise(NamedTuple):
+    """What a model leaves unexplained."""
 
-    means: dict[str, float]
-    covariance: npt.NDArray[np.floating]  # of the means, over the variance of a run
     squares: float  # sum of the squared residuals
     dof: float
 
     @property
-    def variance(self) -> float:
-        return self.squares / self.dof
-
-    def spread(self, left: str, right: str) -> float:
-        """Variance of a difference of two means, over that of a run."""
-        contrast = np.array([(label == left) - (label == right) for label in self.means], float)
-        return float(contrast @ self.covariance @ contrast)
+    def sigma(self) -> float:
+        return math.sqrt(self.squares / self.dof)
 
 
-def _independent(results: Results) -> _Model:
+def _independent(results: Results) -> _Noise:
     """Every label's runs scatter about its mean."""
     values: dict[str, list[float]] = {}
     for (label, _), value in results.items():
         values.setdefault(label, []).append(value)
-    means = {label: float(np.mean(each)) for label, each in values.items()}
-    squares = sum(float(((np.array(each) - means[label]) ** 2).sum()) for label, each in values.items())
-    covariance = np.diag([1.0 / len(each) for each in values.values()])
-    return _Model(means, covariance, squares, float(len(results) - len(values)))
+    squares = sum(float(((np.array(each) - np.mean(each)) ** 2).sum()) for each in values.values())
+    return _Noise(squares, float(len(results) - len(values)))
 
 
-def _blocks(results: Results) -> _Model | None:
-    """Means of labels plus effects of seeds; None if shared seeds do not connect all labels, or no dof is left."""
+def _blocks(results: Results) -> _Noise:
+    """Runs scatter about their label's mean plus their seed's effect; no degree of freedom if shared seeds do not
+    connect all labels.
+    """
     labels = list(dict.fromkeys(label for label, _ in results))
     seeds = list(dict.fromkeys(seed for _, seed in results))
-    if len(seeds) < 2 or len(labels) < 2:
-        return None
     design = np.zeros((len(results), len(labels) + len(seeds) - 1))
-    values = np.array(list(results.values()))
     for row, (label, seed) in enumerate(results):
         design[row, labels.index(label)] = 1.0
         if seeds.index(seed):
             design[row, len(labels) + seeds.index(seed) - 1] = 1.0
-    # Without full rank some labels share no seeds, not even through others, and cannot be compared with them.
     dof = len(results) - design.shape[1]
-    if dof < 1 or np.linalg.matrix_rank(design) < design.shape[1]:
-        return None
-    inverse = np.linalg.inv(design.T @ design)
-    effects = inverse @ design.T @ values
-    residual = values - design @ effects
-    count = len(labels)
-    means = dict(zip(labels, map(float, effects)))
-    return _Model(means, inverse[:count, :count], float(residual @ residual), float(dof))
+    # Without full rank some labels share no seeds, not even through others, and cannot be compared with them.
+    if len(labels) < 2 or dof < 1 or np.linalg.matrix_rank(design) < design.shape[1]:
+        return _Noise(0.0, 0.0)
+    values = np.array(list(results.values()))
+    residual = values - design @ np.linalg.lstsq(design, values)[0]
+    return _Noise(float(residual @ residual), float(dof))
 
 
 def t_quantile(probability: float, dof: float) -> float:

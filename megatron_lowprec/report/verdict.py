@@ -199,10 +199,9 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     reason = group.unpaired(left, right)
     if reason is not None:
         return Finding(test, Held.UNPAIRED, f"{name}: not compared, {reason}", f"{name} not paired")
-    # Only seeds of both sides count: they share weights, data order and dropout. Other recipes add to the estimate of
+    # Only seeds of both sides count: they share weights, data order and dropout. The other runs add to the estimate of
     # the noise.
-    results = {(label, seed): value for (label, seed), value in results.items() if seed in seeds}
-    have = {label: sum(each == label for each, _ in results) for label in (left, right)}
+    have = {label: sum((label, seed) in results for seed in seeds) for label in (left, right)}
     diverged = {label: _diverged(group, label, test) for label in (left, right)}
     for label in (left, right):
         if not have[label] and not diverged[label]:

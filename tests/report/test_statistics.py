@@ -56,7 +56,7 @@ def test_shared_seeds_too_few_to_spare_count_as_independent() -> None:
     assert (fit.method, fit.dof) == (INDEPENDENT, 2)
 
 
-def test_a_missing_cell_is_made_up_for_by_its_seed() -> None:
+def test_a_difference_is_over_the_seeds_that_both_have() -> None:
     # Seed 3 ends 0.3 lower than the others under every recipe; "c" has lost it, which must not look like a gap.
     losses = results(a=[3.7, 3.7, 3.4, 3.7], b=[3.8, 3.8001, 3.5, 3.8], c=[3.9, 3.9, 0, 3.9002])
     del losses["c", 2]
@@ -64,7 +64,19 @@ def test_a_missing_cell_is_made_up_for_by_its_seed() -> None:
     assert fit.method == BLOCKS
     assert fit.dof == 11 - (3 + 3)
     assert fit.difference("c", "a").value == pytest.approx(0.2, abs=2e-4)
-    assert fit.difference("c", "a").counts == (3, 4)
+    assert fit.difference("c", "a").counts == (3, 3)
+    assert fit.difference("c", "a").error == pytest.approx(fit.sigma * math.sqrt(2 / 3))
+    assert fit.difference("b", "a").error == pytest.approx(fit.sigma * math.sqrt(2 / 4))
+
+
+def test_recipes_without_a_shared_seed_are_not_compared() -> None:
+    losses = results(a=[3.70, 3.71, 3.72], b=[3.70, 3.712, 3.722, 3.733, 3.741, 3.75])
+    losses |= {("c", seed): loss for seed, loss in zip((3, 4, 5), (3.80, 3.813, 3.824))}
+    fit = Fit(losses, 0.95)
+    assert (fit.method, fit.dof) == (BLOCKS, 12 - 3 - 6 + 1)
+    assert fit.difference("b", "a").error is not None
+    assert fit.difference("c", "a").error is None
+    assert fit.difference("c", "a").interval == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.05])

@@ -17,7 +17,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
-from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
@@ -30,7 +29,7 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import virtual_stages
+from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.schedule import Schedule
 
@@ -73,14 +72,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     transformer.finalize_model_grads_func = finalize_model_grads
     graphs = None
     if config.cuda_graph_impl == "local" and isinstance(model.runtime, RecipeRuntime):
-        several = _several_microbatches(config)
-        if several and recipe.gradients.accumulation == "fp32":
-            raise UserError(
-                f"--cuda-graph-impl local with several microbatches a step: recipe {recipe.name} sums them in fp32 at "
-                "changing addresses; add --recipe-override gradients.accumulation=format, raise --micro-batch-size, or "
-                "give --cuda-graph-impl none"
-            )
-        graphs = LayerGraphs(chunks[0], several=several)
+        graphs = LayerGraphs(chunks[0], several=_several_microbatches(config))
         model.runtime.notes.append("--cuda-graph-impl local: behind the first step layers are captured in CUDA graphs")
     return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer), graphs, factor)
 
@@ -120,8 +112,7 @@ def bind(config: Config, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> R
 
 
 def _several_microbatches(config: Config) -> bool:
-    """Whether a step may have more than one microbatch, after any batch-size ramp."""
-    return require(config.global_batch_size) > require(config.micro_batch_size) * mpu.get_data_parallel_world_size()
+    return microbatches_of(config, torch.distributed.get_world_size()) > 1
 
 
 def transformer_config(config: Config, te: TEConfig | None = None) -> TransformerConfig:

@@ -191,7 +191,7 @@ def _plan(
         tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )
     gpu, automatic = _gpu(ranks), config.cuda_graph_impl == "auto"
-    config, more = resolve_cuda_graphs(config, recipe, gpus=torch.cuda.is_available())
+    config, more = resolve_cuda_graphs(config, recipe, ranks.world_size, gpus=torch.cuda.is_available())
     notes = notes + more
     if gpu is not None and not config.no_memory_check:
 

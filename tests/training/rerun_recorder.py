@@ -108,7 +108,7 @@ def rerun_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[RerunRecorder]:
 
     found: list[RerunRecorder] = []
     seed = tensor_parallel.model_parallel_cuda_manual_seed
-    monkeypatch.setattr(run, "resolve_cuda_graphs", lambda config, recipe, gpus: (config, []))
+    monkeypatch.setattr(run, "resolve_cuda_graphs", lambda config, recipe, world_size, gpus: (config, []))
     monkeypatch.setattr(model, "LayerGraphs", partial(_rerun_graphs, recorders=found))
     monkeypatch.setattr(
         tensor_parallel,

@@ -44,7 +44,7 @@ def main(asked: dict[str, Any]) -> None:
     recipe = load_recipe(config.recipe, config.recipe_override)
     config, _ = resolve_recipe(resolve_model(config), recipe)
     config = resolve_run(config, ranks.world_size, gpus=on_gpu)
-    config, _ = resolve_cuda_graphs(config, recipe, gpus=on_gpu)
+    config, _ = resolve_cuda_graphs(config, recipe, ranks.world_size, gpus=on_gpu)
     te_checks.prepare(config, recipe)
     schedule, _ = schedules.plan(config, total_samples(config))
     tokenizer = tokenizer_of(config)

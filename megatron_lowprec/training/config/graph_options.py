@@ -7,10 +7,11 @@ from dataclasses import replace
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import microbatches_of
 from megatron_lowprec.training.models.architectures import architecture_of
 
 
-def resolve_cuda_graphs(config: Config, recipe: Recipe, gpus: bool) -> tuple[Config, list[str]]:
+def resolve_cuda_graphs(config: Config, recipe: Recipe, world_size: int, gpus: bool) -> tuple[Config, list[str]]:
     """Turn ``auto`` into ``local`` or ``none``, with the reason for none on GPUs; call it after ``resolve_run``.
 
     Raises:
@@ -18,12 +19,7 @@ def resolve_cuda_graphs(config: Config, recipe: Recipe, gpus: bool) -> tuple[Con
     """
     if config.cuda_graph_impl == "none":
         return config, []
-    found = _obstacle(config, recipe, gpus)
-    if found is None and recipe.gradients.stored and config.cuda_graph_impl == "auto":
-        return without_graphs(config), [
-            f"CUDA graphs: off, they have not run on a GPU with stored gradients, as recipe {recipe.name} has; "
-            "--cuda-graph-impl local captures the layers"
-        ]
+    found = _obstacle(config, recipe, world_size, gpus)
     if found is None:
         return replace(config, cuda_graph_impl="local"), []
     reason, remedy = found
@@ -37,7 +33,7 @@ def without_graphs(config: Config) -> Config:
     return replace(config, cuda_graph_impl="none")
 
 
-def _obstacle(config: Config, recipe: Recipe, gpus: bool) -> tuple[str, str] | None:
+def _obstacle(config: Config, recipe: Recipe, world_size: int, gpus: bool) -> tuple[str, str] | None:
     """Why layers cannot be captured whole and replayed one microbatch after the other, and the remedy; None if they
     can.
     """
@@ -60,6 +56,11 @@ def _obstacle(config: Config, recipe: Recipe, gpus: bool) -> tuple[str, str] | N
         return "--log-quantization-interval 1 runs layers kernel by kernel in every iteration", "give 2 or more"
     if config.distributed_backend == "gloo" and config.tensor_model_parallel_size > 1:
         return "--distributed-backend gloo runs tensor-parallel collectives on the host", "use nccl"
+    if recipe.gradients.accumulation == "fp32" and microbatches_of(config, world_size) > 1:
+        return (
+            f"recipe {recipe.name} sums a step's microbatches in fp32 at changing addresses",
+            "add --recipe-override gradients.accumulation=format or raise --micro-batch-size",
+        )
     formats = [name for name, form in recipe.activations.formats.items() if form != "none"]
     if formats:
         overrides = " ".join(f"--recipe-override activations.{name}=none" for name in formats)

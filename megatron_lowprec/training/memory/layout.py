@@ -9,7 +9,7 @@ from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import data_parallel_size, virtual_stages
+from megatron_lowprec.training.config.resolve import microbatches_of, virtual_stages
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.models.sizes import linear_sites, sharding
 
@@ -60,11 +60,6 @@ def stage_layers(config: Config, stage: int) -> range:
     """Numbers of a pipeline stage's layers, from 1; an interleaved stage holds as many, of other numbers."""
     here = require(config.num_layers) // config.pipeline_model_parallel_size
     return range(stage * here + 1, (stage + 1) * here + 1)
-
-
-def microbatches_of(config: Config, gpus: int) -> int:
-    """Microbatches of a step on one rank."""
-    return require(config.global_batch_size) // (require(config.micro_batch_size) * data_parallel_size(config, gpus))
 
 
 def microbatches_in_flight(config: Config, gpus: int, stage: int) -> float:

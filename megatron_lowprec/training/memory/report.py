@@ -42,7 +42,7 @@ def planned(config: Config, recipe: Recipe, world_size: int, device: Device | No
     )
     config = resolve_run(without_data, gpus, gpus=True)
     automatic = config.cuda_graph_impl == "auto"
-    config, notes = resolve_cuda_graphs(config, recipe, gpus=True)
+    config, notes = resolve_cuda_graphs(config, recipe, gpus, gpus=True)
     vocabulary = padded_vocab_size(
         tokenizer_of(config).vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
     )

@@ -76,6 +76,9 @@ class ScaledAdamW(torch.optim.Optimizer):
         places: each weight -> its place among all tensors that the ranks of ``reduce_amax`` share.
         amax: fp32 [tensors, 3] on the weights' device, one row for each of these tensors.
         reduce_amax: returns the elementwise maximum of ``amax`` over the ranks that hold parts or copies.
+
+    Attributes:
+        launched: whether an update was launched that ``step`` has not recorded. Set it to False if it was skipped.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class ScaledAdamW(torch.optim.Optimizer):
         self.param_groups = param_groups
         self._formats = [DTYPES[name] for name in spec.formats.values()]
         self._places, self._amax, self._reduce_amax = places, amax, reduce_amax
+        self.launched = False
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
         for weight in self._weights():
             self.state[weight] = {
@@ -117,18 +121,35 @@ class ScaledAdamW(torch.optim.Optimizer):
         return stored, None if stored.dtype == torch.float32 else self.state[weight]["decode_scale"][2:]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update; collective over the ranks of ``reduce_amax``."""
-        assert closure is None
+    def launch(self, grad_factor: torch.Tensor | None = None) -> None:
+        """Update state and weights from the gradients; collective over the ranks of ``reduce_amax``.
+
+        Args:
+            grad_factor: fp32 scalar on the weights' device, multiplies the gradients; NaN: nothing changes. None: 1.
+        """
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
         self._amax.zero_()
         for batch in batches:
-            self._amax[batch.rows] = adam_update_amax(batch.slots, batch.step)
+            self._amax[batch.rows] = adam_update_amax(batch.slots, batch.step, grad_factor)
         amax = self._reduce_amax(self._amax)
         for batch in batches:
             parts = zip(amax[batch.rows].unbind(1), batch.dtypes, strict=True)
             scales = [encode_scale(part, dtype) for part, dtype in parts]
-            adam_update_(batch.slots, batch.step, torch.stack(scales, 1))
+            adam_update_(batch.slots, batch.step, torch.stack(scales, 1), grad_factor)
+        self.launched = True
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Count the launched update; without one, launch it first."""
+        assert closure is None
+        if not self.launched:
+            self.launch()
+        self.launched = False
+        for group in self.param_groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            for weight in group["params"]:
+                if getattr(weight, "decoupled_grad", None) is not None:
+                    self.state[weight]["step"].fill_(group["step"])
 
     def decode_scales(self, name: str) -> torch.Tensor:
         """Decode scales of one part of the state ("exp_avg", "exp_avg_sq" or "master"), of tensors that have one: fp32
@@ -141,14 +162,12 @@ class ScaledAdamW(torch.optim.Optimizer):
 
     def _batches(self, group: dict[str, Any]) -> Iterator[_Batch]:
         """Batches of the tensors of a group that have a gradient, by the dtypes of their state and weights."""
-        group["step"] = int(group.get("step", 0)) + 1
         by_kind: dict[tuple[bool, bool], tuple[list[int], list[Slot]]] = {}
         for weight in group["params"]:
             grad = getattr(weight, "decoupled_grad", None)
             if grad is None:
                 continue
             state, place = self.state[weight], self._places[weight]
-            state["step"].fill_(group["step"])
             exp_avg, exp_avg_sq, master = (state[name] for name in _NAMES)
             stream = None if place.keeps_fp32 else place.stream
             model_weight = None if place.values is not None else weight.detach()
@@ -157,7 +176,8 @@ class ScaledAdamW(torch.optim.Optimizer):
             rows.append(place.row)
             slots.append(slot)
         beta1, beta2 = group["betas"]
-        numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["step"])
+        step = int(group.get("step", 0)) + 1
+        numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step)
         for (keeps_fp32, _), (rows, slots) in by_kind.items():
             key = tuple(rows)
             if key not in self._indices:  # cached, since the copy to the device blocks the host

@@ -34,7 +34,8 @@ STREAMS = (
         rows=ShardSlice(8, gate_offset=5, gate_stride=16),
     ),
 )
-STEPS = 3
+# of the gradients, a step each; the second changes nothing
+FACTORS = (0.37, float("nan"), None)
 
 
 def _chosen(sizes: tuple[int, ...], weight: torch.dtype, grad: torch.dtype, stream: Stream | None) -> bool:
@@ -48,6 +49,10 @@ CASES = [
     case
     for case in itertools.product(SIZES, STATES, WEIGHTS, WEIGHTS, STREAMS)
     if _chosen(case[0], case[2], case[3], case[4])
+]
+# (case, whether the state has scales): state in no format of theirs is also updated without
+RUNS = [
+    (case, scaled) for case in CASES for scaled in (True, False) if scaled or not any(d in FORMAT_OF for d in case[1])
 ]
 TENSORS = Slot._fields[:-1]
 
@@ -82,65 +87,43 @@ def faults(device: str) -> Iterator[str]:
     """Every tensor that differs after a step, a line each."""
     from megatron_lowprec.kernels.scaled_adam import triton
 
-    for sizes, state, weight, grad, stream in CASES:
-        name = f"{sizes}, {state}, weight {weight}, gradient {grad}, {stream}"
+    for (sizes, state, weight, grad, stream), scaled in RUNS:
+        name = f"{sizes}, {state}, weight {weight}, gradient {grad}, {stream}, {'scales' if scaled else 'no scales'}"
         mine, generators = slots_of(sizes, state, weight, grad, device, stream)
         theirs, _ = slots_of(sizes, state, weight, grad, "cpu", stream)
-        for count in range(1, STEPS + 1):
+        for count, value in enumerate(FACTORS, 1):
             step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=count)
             for ours, other, generator in zip(mine, theirs, generators, strict=True):
                 noise = torch.randn(other.grad.shape, generator=generator)
                 noise[::7] = 0.0
                 other.grad.copy_(noise * torch.exp2(6 * noise.roll(1)) * 1e-4)
                 ours.grad.copy_(other.grad)
-            amax, wanted = triton.update_amax(mine, step), reference.update_amax(theirs, step)
-            if not torch.equal(amax.cpu(), wanted):
-                yield f"{name}: amax of step {count}"
-            scales = torch.stack([encode_scale(part, dtype) for part, dtype in zip(wanted.unbind(1), state)], 1)
-            triton.update_(mine, step, scales.to(device))
-            reference.update_(theirs, step, scales)
-            for number, (ours, other) in enumerate(zip(mine, theirs, strict=True)):
-                for part, a, b in zip(TENSORS, ours, other):
-                    if not torch.equal(bits(a), bits(b)):
-                        yield f"{name}: {part} of tensor {number} after step {count}"
-
-
-UNSCALED = [case for case in CASES if not any(dtype in FORMAT_OF for dtype in case[1])]
-# of the gradients; the second changes nothing
-FACTORS = (0.37, float("nan"), 1.0)
-
-
-def unscaled_faults(device: str) -> Iterator[str]:
-    """The same for state without scales, whose gradients are clipped."""
-    from megatron_lowprec.kernels.scaled_adam import triton
-
-    for sizes, state, weight, grad, stream in UNSCALED:
-        name = f"{sizes}, {state}, weight {weight}, gradient {grad}, {stream}"
-        mine, generators = slots_of(sizes, state, weight, grad, device, stream)
-        theirs, _ = slots_of(sizes, state, weight, grad, "cpu", stream)
-        for count, value in enumerate(FACTORS, 1):
-            step = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=count)
-            for ours, other, generator in zip(mine, theirs, generators, strict=True):
-                other.grad.copy_(torch.randn(other.grad.shape, generator=generator))
-                ours.grad.copy_(other.grad)
-            before = [[part.clone() for part in slot.state] for slot in mine]
-            factor = torch.tensor(value)
-            triton.update_(mine, step, None, factor.to(device))
-            reference.update_(theirs, step, None, factor)
+            factor = None if value is None else torch.tensor(value)
+            factor_here = None if factor is None else factor.to(device)
+            scales = scales_here = None
+            if scaled:
+                amax, wanted = triton.update_amax(mine, step, factor_here), reference.update_amax(theirs, step, factor)
+                if value == value and not torch.equal(amax.cpu(), wanted):
+                    yield f"{name}: amax of step {count}"
+                scales = torch.stack([encode_scale(part, dtype) for part, dtype in zip(wanted.unbind(1), state)], 1)
+                scales_here = scales.to(device)
+            before = [[tensor.clone() for tensor in slot[:-1]] for slot in mine]
+            triton.update_(mine, step, scales_here, factor_here)
+            reference.update_(theirs, step, scales, factor)
+            changed = False
             for number, (ours, other, old) in enumerate(zip(mine, theirs, before, strict=True)):
-                for part, a, b in zip(TENSORS, ours, other):
+                for part, a, b, c in zip(TENSORS, ours, other, old):
                     if not torch.equal(bits(a), bits(b)):
-                        yield f"{name}: {part} of tensor {number} after factor {value}"
-                kept = all(torch.equal(bits(a), bits(b)) for a, b in zip(ours.state, old, strict=True))
-                if kept != (value != value):
-                    yield f"{name}: tensor {number} is {'not ' if kept else ''}changed by factor {value}"
+                        yield f"{name}: {part} of tensor {number} after step {count}, factor {value}"
+                    changed |= not torch.equal(bits(a), bits(c))
+            if changed != (value == value):
+                yield f"{name}: {'' if changed else 'not '}changed by factor {value}"
 
 
 def differences(device: str) -> tuple[int, list[str]]:
     """(comparisons, faults)"""
-    scaled = STEPS * sum(1 + len(case[0]) * len(TENSORS) for case in CASES)
-    unscaled = len(FACTORS) * sum(len(case[0]) * (1 + len(TENSORS)) for case in UNSCALED)
-    return scaled + unscaled, [*faults(device), *unscaled_faults(device)]
+    compared = sum(1 + scaled + len(case[0]) * len(TENSORS) for case, scaled in RUNS)
+    return len(FACTORS) * compared, list(faults(device))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from megatron_lowprec.mcore.optim import fp8_param_gather, fused_adamw
 from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
 from megatron_lowprec.mcore.optim.fused_adamw import FusedAdamW
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, grad_norm, optimizer_step
+from megatron_lowprec.mcore.pending_numbers import PendingNumbers
 from megatron_lowprec.quantization import primary_weight
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.registry import get_recipe
@@ -323,6 +324,68 @@ def test_casts_of_fp8_weights_do_not_grow_with_their_number(
         assert casts == [4 * layers]
     assert found[0] == found[1]
     assert found[0][1] == 0
+
+
+def scaled_state(trainer: Trainer) -> list[torch.Tensor]:
+    """Weights, codes, scales and step counts under a quantized optimizer state."""
+    (part,) = trainer.optimizer.chained_optimizers
+    parts = [value.clone() for state in states(part) for value in state.values()]
+    return weights(trainer) + parts + [torch.tensor(group.get("step", 0)) for group in part.optimizer.param_groups]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+FP8_LM = {"recipe": "fp8_lm", "use_distributed_optimizer": True, "lr_warmup_iters": 0}
+
+
+def test_a_quantized_state_is_updated_by_clipped_gradients(build: Build) -> None:
+    """Its kernels clip, with the bits of gradients that were clipped before."""
+    clipped, plain = build(clip_grad=0.5, **FP8_LM), build(clip_grad=0, **FP8_LM)
+    starts = [grad.clone() for grad in main_grads(clipped)]
+    for _ in range(2):
+        updated, norm, _ = optimizer_step(clipped.optimizer)
+        assert updated
+        assert norm is not None
+        assert norm > 0.5
+        for grad in main_grads(plain):
+            grad.mul_(0.5 / (norm + 1e-6))
+        assert optimizer_step(plain.optimizer)[0]
+        for grad, start in zip(main_grads(plain), starts, strict=True):
+            grad.copy_(start)
+    assert all(torch.equal(a, b) for a, b in zip(starts, main_grads(clipped), strict=True))
+    pairs = zip(scaled_state(clipped), scaled_state(plain), strict=True)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_a_quantized_state_skips_what_is_not_finite(build: Build, bad: str) -> None:
+    trainer = build(**FP8_LM)
+    assert optimizer_step(trainer.optimizer)[0]
+    before = scaled_state(trainer)
+    if bad == "gradient":
+        main_grads(trainer)[3].view(-1)[5] = math.inf
+    loss = torch.tensor(math.nan if bad == "loss" else 1.0)
+    assert not optimizer_step(trainer.optimizer, loss)[0]
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(before, scaled_state(trainer), strict=True))
+    main_grads(trainer)[3].zero_()
+    assert optimizer_step(trainer.optimizer, torch.tensor(1.0))[0]
+    (part,) = trainer.optimizer.chained_optimizers
+    assert {group["step"] for group in part.optimizer.param_groups} == {2}
+    assert {float(state["step"]) for state in states(part)} == {2.0}
+
+
+def test_a_quantized_update_is_launched_before_its_numbers_are_awaited(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, seen = build(**FP8_LM), list[bool]()
+    (part,) = trainer.optimizer.chained_optimizers
+    wait = PendingNumbers.wait
+    monkeypatch.setattr(PendingNumbers, "wait", lambda self: (seen.append(part.optimizer.launched), wait(self))[1])
+    optimizer_step(trainer.optimizer)
+    assert seen == [True]
+    assert not part.optimizer.launched
 
 
 def test_fp8_lm_moves_every_weight_of_a_model(build: Build) -> None:

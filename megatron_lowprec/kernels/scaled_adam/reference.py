@@ -127,9 +127,13 @@ def encode_scale(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> tor
     return fp32_encode_scale(amax, FORMAT_OF[dtype], "amax_pow2", margin=margin).nan_to_num(nan=1.0)
 
 
-def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
-    """Amax of the new exp_avg, exp_avg_sq and main weight of each slot: fp32 [len(slots), 3]."""
-    rows = [torch.stack([new.abs().amax() for new in _updated(slot, step)]) for slot in slots]
+def update_amax(slots: Sequence[Slot], step: Hyperparameters, grad_factor: torch.Tensor | None = None) -> torch.Tensor:
+    """Amax of the new exp_avg, exp_avg_sq and main weight of each slot: fp32 [len(slots), 3].
+
+    Args:
+        grad_factor: as for ``update_``; NaN: the amaxes mean nothing.
+    """
+    rows = [torch.stack([new.abs().amax() for new in _updated(slot, step, grad_factor)]) for slot in slots]
     return torch.stack(rows)
 
 

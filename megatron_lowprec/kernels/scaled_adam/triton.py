@@ -3,11 +3,12 @@
 Bytes an entry with FP8-LM's formats and fp32 gradients: the first pass reads 9, the second reads 9 and writes 7.
 On fp32 state the second pass alone reads 16 and writes 14, with the model's bf16 weight; torch's clipping, fused AdamW
 and copy move 42. Stochastic rounding adds three Philox
-calls for eight entries to the second pass. The tensors' addresses are a cached table in device memory, since they do
-not move. The grid is (part, tensor), as in ``multi_tensor_cast``.
+calls for eight entries to the second pass. The tensors' addresses are a table in device memory, cached by them since
+they do not move: to describe hundreds of tensors takes the host longer than the launch. The grid is (part, tensor), as
+in ``multi_tensor_cast``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from megatron_lowprec.kernels.cast_fp8.triton_ops import from_fp8, round_to_bf16
 from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL
 from megatron_lowprec.kernels.philox.triton import philox
 from megatron_lowprec.kernels.quantize.triton_ops import STOCHASTIC, round_to_grid
-from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters, Slot
+from megatron_lowprec.kernels.scaled_adam.reference import FORMAT_OF, Hyperparameters, Slot, Stream
 
 _BLOCK, _MOST_PARTS = 1024, 512
 _ALIGNMENT = 16  # of addresses in bytes, and of entry counts, for vector loads and stores
@@ -227,13 +228,14 @@ def _updated(row, at, inside, numbers, factor, SLOT: tl.constexpr):
 
 
 @triton.jit
-def _amax_kernel(table_ptr, amax_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+def _amax_kernel(table_ptr, amax_ptr, factor_ptr, numbers, SLOT: tl.constexpr, BLOCK: tl.constexpr):
     row, count = _tensor(table_ptr, SLOT)
+    factor = tl.load(factor_ptr)
     first, second, main = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = block + tl.arange(0, BLOCK)
         # Entries outside are zeros in all of the state, before and after the update.
-        exp_avg, exp_avg_sq, master = _updated(row, at, at < count, numbers, 1.0, SLOT)
+        exp_avg, exp_avg_sq, master = _updated(row, at, at < count, numbers, factor, SLOT)
         first, second, main = larger(first, tl.abs(exp_avg)), larger(second, exp_avg_sq), larger(main, tl.abs(master))
     cells = (amax_ptr + 3 * tl.program_id(1)).to(tl.pointer_type(tl.int32), bitcast=True) + tl.arange(0, 1)
     tl.atomic_max(cells, amax_along(first, 0).to(tl.int32, bitcast=True), sem="relaxed")
@@ -290,9 +292,40 @@ def _update_kernel(
             tl.store(_pointer(tl.load(row + 1), SLOT.WEIGHT, SLOT.ALIGNED) + at, weight, mask=inside)
 
 
-@lru_cache(maxsize=64)
-def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+class _Slots(NamedTuple):
+    """What a launch needs to know of its slots."""
+
+    table: torch.Tensor  # int64 [slots, _COLUMNS]
+    constants: SlotConstants
+    grid: tuple[int, int]
+
+
+_described: dict[Hashable, _Slots] = {}
+_MOST_DESCRIBED = 64
+
+
+def _describe(slots: Sequence[Slot], scaled: bool) -> _Slots:
+    """Table, constants and grid of slots; cached by their addresses, sizes, dtypes and streams."""
+    device, places = slots[0].grad.device, []
+    for grad, weight, exp_avg, exp_avg_sq, master, decode_scale, stream in slots:
+        addresses = (
+            grad.data_ptr(),
+            0 if weight is None else weight.data_ptr(),
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            master.data_ptr(),
+            decode_scale.data_ptr() if scaled else 0,
+        )
+        places.append((*addresses, grad.numel(), stream))
+    key = (device, scaled, _kinds(slots[0]), tuple(places))
+    known = _described.get(key)
+    if known is None:
+        if len(_described) >= _MOST_DESCRIBED:
+            _described.clear()
+        rows = [(*place[:-1], *_stream_numbers(slot.stream)) for place, slot in zip(places, slots, strict=True)]
+        table = torch.tensor(rows, dtype=torch.int64, device=device)
+        known = _described[key] = _Slots(table, _constants(slots, rows, scaled), _grid(slots))
+    return known
 
 
 @lru_cache(maxsize=8)
@@ -300,36 +333,27 @@ def _one(device: torch.device) -> torch.Tensor:
     return torch.ones((), device=device)
 
 
-def _rows(slots: Sequence[Slot], scaled: bool) -> tuple[tuple[int, ...], ...]:
-    rows = []
-    for slot in slots:  # the kernel gets only addresses
-        tensors = (slot.grad, slot.weight, *slot.state)
-        assert all(t is None or (t.is_contiguous() and t.numel() == slot.grad.numel()) for t in tensors)
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        scales = 0
-        if scaled:
-            assert slot.decode_scale.is_contiguous()
-            assert slot.decode_scale.dtype == torch.float32
-            scales = slot.decode_scale.data_ptr()
-        rows.append((*addresses, scales, slot.grad.numel(), *_stream_numbers(slot)))
-    return tuple(rows)
+def _kinds(slot: Slot) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if each is None else each.dtype for each in (slot.grad, slot.weight, *slot.state))
 
 
-def _stream_numbers(slot: Slot) -> tuple[int, ...]:
+def _stream_numbers(stream: Stream | None) -> tuple[int, ...]:
     """Columns of a table row from ``_STREAM`` on."""
-    if slot.stream is None:
+    if stream is None:
         return (0,) * (_COLUMNS.value - _STREAM.value)
-    key, columns, first, whole_columns, first_column, rows = slot.stream
+    key, columns, first, whole_columns, first_column, rows = stream
     return (*key, first, columns, whole_columns, first_column, *rows)
 
 
-def _constants(slots: Sequence[Slot], rows: tuple[tuple[int, ...], ...], scaled: bool) -> SlotConstants:
-    (kinds,) = {
-        tuple(_KINDS[None if t is None else t.dtype] for t in (slot.grad, slot.weight, *slot.state)) for slot in slots
-    }
+def _constants(slots: Sequence[Slot], rows: Sequence[tuple[int, ...]], scaled: bool) -> SlotConstants:
+    for slot in slots:  # the kernel gets only addresses
+        tensors = (slot.grad, slot.weight, *slot.state)
+        assert all(t is None or (t.is_contiguous() and t.numel() == slot.grad.numel()) for t in tensors)
+        assert not scaled or (slot.decode_scale.is_contiguous() and slot.decode_scale.dtype == torch.float32)
+    (kinds,) = {_kinds(slot) for slot in slots}
     (stochastic,) = {slot.stream is not None for slot in slots}
     shifted = any(slot.stream.first % VALUES_PER_CALL for slot in slots if slot.stream is not None)
-    grad, weight, first, second, main = kinds
+    grad, weight, first, second, main = (_KINDS[kind] for kind in kinds)
     aligned = not shifted and all(number % _ALIGNMENT == 0 for row in rows for number in (*row[:5], row[6]))
     return SlotConstants(grad, weight, first, second, main, aligned, stochastic, shifted, scaled)
 
@@ -338,13 +362,11 @@ def _grid(slots: Sequence[Slot]) -> tuple[int, int]:
     return min(_MOST_PARTS, triton.cdiv(max(slot.grad.numel() for slot in slots), _BLOCK)), len(slots)
 
 
-def update_amax(slots: Sequence[Slot], step: Hyperparameters) -> torch.Tensor:
+def update_amax(slots: Sequence[Slot], step: Hyperparameters, grad_factor: torch.Tensor | None = None) -> torch.Tensor:
     """As ``reference.update_amax``, bit for bit; all slots have the same dtypes and rounding."""
     amax = torch.zeros(len(slots), 3, device=slots[0].grad.device)
-    rows = _rows(slots, scaled=True)
-    table = _table(rows, amax.device)
-    constants = _constants(slots, rows, scaled=True)
-    _amax_kernel[_grid(slots)](table, amax, Numbers.of(step), SLOT=constants, **_OPTIONS)
+    found, factor = _describe(slots, scaled=True), _one(amax.device) if grad_factor is None else grad_factor
+    _amax_kernel[found.grid](found.table, amax, factor, Numbers.of(step), SLOT=found.constants, **_OPTIONS)
     return amax
 
 
@@ -355,15 +377,18 @@ def update_(
     grad_factor: torch.Tensor | None = None,
 ) -> None:
     """As ``reference.update_``, bit for bit; all slots have the same dtypes and rounding."""
-    device, scaled = slots[0].grad.device, encode_scales is not None
-    rows = _rows(slots, scaled)
+    device = slots[0].grad.device
+    found = _describe(slots, scaled=encode_scales is not None)
     formats = (FORMATS["e4m3"], FORMATS["e5m2"], FORMAT_OF[torch.float16], _BF16_FORMAT)
     state = StateConstants(*(code_constants(fmt, device) for fmt in formats))
     factor = _one(device) if grad_factor is None else grad_factor
     scales = factor if encode_scales is None else encode_scales.contiguous()
-    constants = {"SLOT": _constants(slots, rows, scaled), "STATE": state}
-    _update_kernel[_grid(slots)](
-        _table(rows, device), scales, factor, Numbers.of(step), step.step, **constants, **_OPTIONS
+    _update_kernel[found.grid](
+        found.table, scales, factor, Numbers.of(step), step.step, SLOT=found.constants, STATE=state, **_OPTIONS
     )
     if encode_scales is not None:
-        torch._foreach_copy_([slot.decode_scale for slot in slots], list((1 / encode_scales).unbind()))
+        decode_scales = [slot.decode_scale for slot in slots]
+        new = 1 / encode_scales
+        if grad_factor is not None:
+            new = torch.where(grad_factor.isnan(), torch.stack(decode_scales), new)
+        torch._foreach_copy_(decode_scales, list(new.unbind()))

@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
 from megatron_lowprec.mcore.optim.fused_adamw import FusedAdamW, main_weights, supports_fused_adamw
 from megatron_lowprec.mcore.pending_numbers import PendingNumbers
+from megatron_lowprec.optimizer.adamw import ScaledAdamW
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 
 _TINY = 1.0e-6  # Megatron-core's, in the denominator of clipping
@@ -44,18 +45,18 @@ def optimizer_step(
     norm = grad_norm(optimizer)
     numbers = PendingNumbers(torch.stack([norm, norm if loss is None else loss.to(norm)]))
     # While the host waits for these numbers, the device has work, and the host has collected what to launch next.
-    fused, clipped = [], []
+    launched, clipped = [], []
     for part in optimizer.chained_optimizers:
-        limit, adamw = part.config.clip_grad, getattr(part, "fused_adamw", None)
-        if adamw is not None:
-            adamw.launch(grad_factor(norm, limit, loss))
-            fused.append(adamw)
+        limit, update = part.config.clip_grad, _launched_update(part)
+        if update is not None:
+            update.launch(grad_factor(norm, limit, loss))
+            launched.append(update)
         elif limit > 0.0:
             clipped.append((limit, gradients(part)))
     norm_value, loss_value = numbers.wait()
     if not (math.isfinite(norm_value) and math.isfinite(loss_value)):
-        for adamw in fused:
-            adamw.launched = False
+        for update in launched:
+            update.launched = False
         return False, norm_value, None
     for limit, grads in clipped:
         factor = limit / (norm_value + _TINY)
@@ -63,6 +64,14 @@ def optimizer_step(
             torch._foreach_mul_(grads, factor)
     zeros = optimizer.count_zeros() if optimizer.config.log_num_zeros_in_grad else None
     return optimizer.step_with_ready_grads(), norm_value, zeros
+
+
+def _launched_update(part: MegatronOptimizer) -> FusedAdamW | ScaledAdamW | None:
+    """The part's update that needs no number on the host; None if there is none."""
+    if isinstance(part.optimizer, ScaledAdamW):
+        return part.optimizer
+    found: FusedAdamW | None = getattr(part, "fused_adamw", None)
+    return found
 
 
 def grad_factor(norm: torch.Tensor, limit: float, loss: torch.Tensor | None) -> torch.Tensor:

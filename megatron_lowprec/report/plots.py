@@ -47,7 +47,8 @@ def gaps(
         paint = styles[label].paint(theme)
         difference = fit.difference(label, group.reference)
         middle = percent(difference.value)
-        ends.append(middle)
+        if math.isfinite(middle):
+            ends.append(middle)
         if difference.error is not None:
             low, high = (percent(end) for end in difference.interval)
             ends += [low, high]

@@ -53,9 +53,8 @@ class Difference:
 class Fit:
     """The noise of one quantity over a group's runs, and differences between labels.
 
-    Seeds are blocks (they share weights, data order and dropout over recipes) if the design allows: shared seeds
-    connect all labels, and at least 4 degrees of freedom are left. Otherwise the runs count as independent. The results
-    do not affect that choice.
+    Seeds are blocks (they share weights, data order and dropout over recipes) if that leaves at least 4 degrees of
+    freedom. Otherwise the runs count as independent. The results do not affect that choice.
 
     A label whose noise exceeds the others' (F test of the squares that it adds, at 1% for the whole group) is set
     aside: its runs do not count for the pooled noise, and its differences have noise of their own.
@@ -111,7 +110,9 @@ class Fit:
         return self.dof > 0 and self.sigma > _COPIES
 
     def difference(self, left: str, right: str) -> Difference:
-        """Mean difference of two labels over the seeds that both have; of independent runs, of their means."""
+        """Mean difference of two labels over the seeds that both have, NaN without one; of independent runs, the
+        difference of their means.
+        """
         own_noise = left in self.aside or right in self.aside
         measure = self._of_pairs if self.method == BLOCKS else self._of_means
         value, variance, dof, counts = measure(left, right, own_noise)
@@ -126,12 +127,12 @@ class Fit:
         counts = len(pairs), len(pairs)
         dof = len(pairs) - 1.0 if own_noise else self.dof
         if not len(pairs) or not dof:
-            return float(pairs.mean()) if len(pairs) else self.mean(left) - self.mean(right), math.nan, 0.0, counts
+            return float(pairs.mean()) if len(pairs) else math.nan, math.nan, 0.0, counts
         variance = float(pairs.var(ddof=1)) if own_noise else 2 * self.sigma**2
         return float(pairs.mean()), variance / len(pairs), dof, counts
 
     def _of_means(self, left: str, right: str, own_noise: bool) -> tuple[float, float, float, tuple[int, int]]:
-        """Likewise; own noise: Welch's test."""
+        """Value, its variance and degrees of freedom, and seeds; own noise: Welch's test."""
         parts, counts = [], (len(self._values(left)), len(self._values(right)))
         for label, count in zip((left, right), counts):
             aside = label in self.aside
@@ -185,7 +186,7 @@ class Fit:
 
 
 class _Noise(NamedTuple):
-    """What a model leaves unexplained."""
+    """Residual sum of squares with its degrees of freedom."""
 
     squares: float  # sum of the squared residuals
     dof: float
@@ -196,7 +197,7 @@ class _Noise(NamedTuple):
 
 
 def _independent(results: Results) -> _Noise:
-    """Every label's runs scatter about its mean."""
+    """Residual noise about each label's mean."""
     values: dict[str, list[float]] = {}
     for (label, _), value in results.items():
         values.setdefault(label, []).append(value)
@@ -205,9 +206,7 @@ def _independent(results: Results) -> _Noise:
 
 
 def _blocks(results: Results) -> _Noise:
-    """Runs scatter about their label's mean plus their seed's effect; no degree of freedom if shared seeds do not
-    connect all labels.
-    """
+    """Residual noise about label means plus seed effects."""
     labels = list(dict.fromkeys(label for label, _ in results))
     seeds = list(dict.fromkeys(seed for _, seed in results))
     design = np.zeros((len(results), len(labels) + len(seeds) - 1))
@@ -215,9 +214,8 @@ def _blocks(results: Results) -> _Noise:
         design[row, labels.index(label)] = 1.0
         if seeds.index(seed):
             design[row, len(labels) + seeds.index(seed) - 1] = 1.0
-    dof = len(results) - design.shape[1]
-    # Without full rank some labels share no seeds, not even through others, and cannot be compared with them.
-    if len(labels) < 2 or dof < 1 or np.linalg.matrix_rank(design) < design.shape[1]:
+    dof = len(results) - int(np.linalg.matrix_rank(design))  # labels that share no seeds lower the rank
+    if len(labels) < 2 or not dof:
         return _Noise(0.0, 0.0)
     values = np.array(list(results.values()))
     residual = values - design @ np.linalg.lstsq(design, values)[0]

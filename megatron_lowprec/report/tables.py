@@ -158,7 +158,9 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
     others = [label for label in group.labels if label != group.reference and group.of(label, Status.FINISHED)]
     others = [label for label in others if label not in fit.aside]
     if group.of(group.reference, Status.FINISHED) and others:
-        found = [fit.difference(label, group.reference) for label in others]
+        found = [
+            each for each in (fit.difference(label, group.reference) for label in others) if each.error is not None
+        ]
         widths, detected = [each.half_width for each in found], [each.detected for each in found]
         lines.append(
             f"The smallest difference to {group.reference} that these seeds resolve at {confidence:.0%} is "

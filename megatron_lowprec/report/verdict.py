@@ -244,7 +244,7 @@ def _needed(
     The number is 2 if the spread is unknown, and None if it is over 1,000. ``labels`` are the test's left and right.
     """
     unit = _amount(smallest, test)
-    if not fit.known:
+    if difference.error is None:
         return 2, f"the spread over seeds is unknown; train two shared seeds or more to learn how many resolve {unit}"
     margin = _in_nats(smallest, test.quantity, fit.mean(labels[1]))
     seeds = fit.seeds_needed(*labels, margin, test.relation == "within")
@@ -295,6 +295,8 @@ def _basis(difference: Difference, fit: Fit, rules: Rules, convert: Callable[[fl
     seeds = "{} and {} seeds".format(*difference.counts)
     if difference.error is None:
         reason = "their losses are equal to the last bit" if fit.dof > 0 else "no recipe has two to pair"
+        if fit.known:
+            reason = "a recipe that scatters more needs two pairs of its own"
         return f"of unknown uncertainty ({seeds}; {reason})"
     low, high = (_number(convert(end), test, unit=False) for end in difference.interval)
     noise = "a prior standard deviation" if fit.method == PRIOR else f"{difference.dof:.0f} degrees of freedom"

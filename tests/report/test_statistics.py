@@ -38,6 +38,15 @@ def test_unshared_seeds_pool_their_variances() -> None:
     assert found.counts == (2, 3)
 
 
+def test_a_recipe_of_its_own_seeds_leaves_the_others_paired() -> None:
+    losses = results(a=[3.70, 3.74, 3.72, 3.71], b=[3.80, 3.841, 3.822, 3.809], c=[3.75, 3.791, 3.769, 3.76])
+    alone, beside = Fit(losses, 0.95), Fit(losses | {("d", 99): 3.9}, 0.95)
+    assert (beside.method, beside.dof) == (alone.method, alone.dof) == (BLOCKS, 6)
+    assert beside.sigma == pytest.approx(alone.sigma)
+    assert beside.difference("b", "a").error == pytest.approx(alone.difference("b", "a").error)
+    assert beside.difference("d", "a").error is None
+
+
 def test_two_recipes_over_shared_seeds_are_the_paired_t_test() -> None:
     rng = np.random.default_rng(0)
     a = 3.7 + 0.1 * rng.standard_normal(6)
@@ -76,6 +85,7 @@ def test_recipes_without_a_shared_seed_are_not_compared() -> None:
     assert (fit.method, fit.dof) == (BLOCKS, 12 - 3 - 6 + 1)
     assert fit.difference("b", "a").error is not None
     assert fit.difference("c", "a").error is None
+    assert math.isnan(fit.difference("c", "a").value)
     assert fit.difference("c", "a").interval == (-math.inf, math.inf)
 
 

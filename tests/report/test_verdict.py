@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,31 @@ def test_only_shared_seeds_count(tmp_path: Path) -> None:
     (finding,) = judged(claims(tmp_path, gap_is()), sweep).findings
     assert finding.measured == pytest.approx(0.1, abs=0.006)
     assert "paired, 3 and 3 seeds" in finding.words
+
+
+def test_a_recipe_of_other_seeds_takes_no_verdict_away(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.8, "mxfp8": 3.7})
+    apart = write_run(tmp_path / "apart", "fp8_delayed", 99, 3.7)
+    alone, beside = judged(claims(tmp_path, gap_is()), sweep), judged(claims(tmp_path, gap_is()), sweep, apart)
+    assert beside.outcome is alone.outcome is Outcome.REPRODUCED
+    assert beside.findings[0].interval == pytest.approx(alone.findings[0].interval)
+
+
+def test_a_recipe_that_scatters_needs_pairs_of_its_own(tmp_path: Path) -> None:
+    quiet = [3.70, 3.71, 3.72, 3.73, 3.70, 3.69, 3.71, 3.72]
+    wild = [loss + 0.1 * sign for loss, sign in zip(quiet, (1, -1, 1, -1, 2, -2, 1, -1))]
+    finals = {
+        "bf16": quiet[:4],
+        "mxfp8": quiet,
+        "fp8_delayed": [loss + 0.001 * (i % 3) for i, loss in enumerate(quiet)],
+    }
+    sweep = write_sweep(tmp_path / "sweep", finals | {"mxfp4": wild})
+    for seed in (1, 2, 3):  # of bf16's it shares the fourth
+        shutil.rmtree(sweep / f"mxfp4-s{seed}")
+    (finding,) = judged(claims(tmp_path, gap_is()), sweep).findings
+    assert (finding.held, finding.seeds) == (Held.OPEN, 2)
+    assert "(1 and 1 seeds; a recipe that scatters more needs two pairs of its own)" in finding.words
+    assert "train two shared seeds or more" in finding.words
 
 
 def pair(tmp_path: Path, seeds: tuple[int, int] = (1, 1), **theirs: Any) -> list[Path]:

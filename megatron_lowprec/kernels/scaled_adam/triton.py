@@ -4,7 +4,7 @@ Bytes an entry with FP8-LM's formats and fp32 gradients: the first pass reads 9,
 On fp32 state the second pass alone reads 16 and writes 14, with the model's bf16 weight; torch's clipping, fused AdamW
 and copy move 42. Stochastic rounding adds three Philox
 calls for eight entries to the second pass. The tensors' addresses are a table in device memory, cached by them since
-they do not move: to describe hundreds of tensors takes the host longer than the launch. The grid is (part, tensor), as
+most do not move: describing hundreds of tensors takes the host longer than the launch. The grid is (part, tensor), as
 in ``multi_tensor_cast``.
 """
 
@@ -293,7 +293,7 @@ def _update_kernel(
 
 
 class _Slots(NamedTuple):
-    """What a launch needs to know of its slots."""
+    """Launch arguments derived from slots."""
 
     table: torch.Tensor  # int64 [slots, _COLUMNS]
     constants: SlotConstants
@@ -317,7 +317,7 @@ def _describe(slots: Sequence[Slot], scaled: bool) -> _Slots:
             decode_scale.data_ptr() if scaled else 0,
         )
         places.append((*addresses, grad.numel(), stream))
-    key = (device, scaled, _kinds(slots[0]), tuple(places))
+    key = (device, scaled, _kinds(slots[0]), tuple(places))  # all slots have the same dtypes
     known = _described.get(key)
     if known is None:
         if len(_described) >= _MOST_DESCRIBED:

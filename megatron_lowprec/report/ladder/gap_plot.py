@@ -17,7 +17,7 @@ _FILLS = ("full", "none", "left", "bottom", "right")  # likewise
 _PUBLISHED = "sD^vPX<>ph"  # a marker per line
 _LONGEST = 44  # characters of half a legend's width
 _LINEAR = 0.02  # nats; larger gaps are drawn logarithmically, so that one does not squeeze the others
-_SPREAD, _WIDEST = 0.007, 0.06  # of the axis' logarithmic length: between two recipes, and between the outermost
+_SPREAD, _WIDEST = 0.007, 0.06  # of the axis' logarithmic length: between two lines, and between the outermost
 
 
 def gap_by_tokens(
@@ -26,7 +26,7 @@ def gap_by_tokens(
     """PNG: gaps in nats a token with intervals over tokens per parameter; None without a measured gap.
 
     Color and marker tell recipes apart, dashes and filling models. Published runs are thin, gray and hollow.
-    Recipes are shifted along the axis against each other, so that intervals at one budget stay apart.
+    Measured lines are shifted along the axis against each other, so that intervals at one budget stay apart.
     """
     if not measured:
         return None
@@ -53,10 +53,9 @@ def gap_by_tokens(
     axes.axhline(0, color=theme.muted, linewidth=1)
     scale = _gap_axis(axes, [0.0, *ys])
     models = sorted({_model(line) for line in lines})
-    recipes = list(dict.fromkeys(line.label for line in measured))
-    spread = min(_SPREAD, _WIDEST / len(recipes))
-    for line in measured:
-        shift = (high / low) ** (spread * (recipes.index(line.label) - (len(recipes) - 1) / 2))
+    spread = min(_SPREAD, _WIDEST / len(measured))
+    for at, line in enumerate(measured):
+        shift = (high / low) ** (spread * (at - (len(measured) - 1) / 2))
         style, fill = styles[line.label], _FILLS[models.index(_model(line)) % len(_FILLS)]
         look: dict[str, Any] = {"color": style.paint(theme), "linewidth": 1.5, "elinewidth": 1.3, "markersize": 6.5}
         error = [point.half_width for point in line.points]

@@ -69,6 +69,8 @@ def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> t
         assert fit is not None
         for label in _compared(group):
             difference = fit.difference(label, group.reference)
+            if math.isnan(difference.value):
+                continue  # no shared seed
             half_width = math.nan if difference.error is None else difference.half_width
             model = group.name if size in ambiguous else amount(size)
             point = Point(group.tokens / size, difference.value, half_width)

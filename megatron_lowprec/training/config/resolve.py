@@ -134,7 +134,7 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 
 
 def microbatches_of(config: Config, world_size: int) -> int:
-    """Microbatches of a step on one rank, behind any ramp of the batch size."""
+    """Microbatches of a step on one rank, after any ramp of the batch size."""
     samples = require(config.micro_batch_size) * data_parallel_size(config, world_size)
     return require(config.global_batch_size) // samples
 

@@ -41,7 +41,9 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The confidence interval."""
+        """The confidence interval; without bounds if the noise is unknown."""
+        if self.error is None:
+            return -math.inf, math.inf
         return self.value - self.half_width, self.value + self.half_width
 
     @property

@@ -58,6 +58,7 @@ $(TE_WHEEL): | $(BIN)/python
 		transformer-engine==$(TE_VERSION) || echo "make: the tests of TransformerEngine's Python part are skipped" >&2
 
 train: setup  ## train gpt_tiny with RECIPE on every GPU, or as 2 processes on a CPU; more flags in ARGS
+	@$(BIN)/python pretrain_gpt.py --recipe $(RECIPE) $(ARGS) --explain-recipe >/dev/null  # a typo ends here, in a line
 	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
 	processes=$$((gpus > 0 ? gpus : 2)); $(call threads,processes); \
 	$(BIN)/torchrun --standalone --nproc-per-node "$$processes" pretrain_gpt.py --recipe $(RECIPE) $(ARGS)

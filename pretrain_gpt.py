@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"pretrain_gpt.py: rank {ranks.rank}: stopped, for another rank has ended", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
+        if ranks.rank == 0:
+            print("pretrain_gpt.py: stopped by Ctrl-C, nothing saved; SIGTERM saves first", file=sys.stderr, flush=True)
         return 130
     except Exception as error:  # noqa: BLE001 - shown in full there
         from megatron_lowprec.training.distributed import watchdog

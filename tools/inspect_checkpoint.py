@@ -19,7 +19,7 @@ import yaml
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.recipe.explain import describe_operand
+from megatron_lowprec.recipe.explain import describe_operand, describe_transform
 from megatron_lowprec.recipe.parsing import recipe_from_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
 from megatron_lowprec.training.checkpoint import safe_load, storage
@@ -66,8 +66,9 @@ def _recipe(recipe: Recipe) -> Iterator[str]:
     yield _row("recipe", f"{recipe.name}: {recipe.summary}")
     for name, gemm in recipe.gemms.items():
         if gemm.quantized:
-            operands = (f"{operand} {describe_operand(getattr(gemm, operand))}" for operand in GEMM_OPERANDS[name])
-            yield _row("", f"{name}: {'; '.join(operands)}")
+            parts = [f"{operand} {describe_operand(getattr(gemm, operand))}" for operand in GEMM_OPERANDS[name]]
+            parts += [] if gemm.hadamard is None else [describe_transform(gemm.hadamard)]
+            yield _row("", f"{name}: {'; '.join(parts)}")
 
 
 def _sizes(metadata: Metadata) -> Iterator[str]:

@@ -141,7 +141,10 @@ def _draw_range(axes: "Axes", curves: Sequence[Curve]) -> None:
             axes.fill_between(iterations, low, high, color=_REFERENCE, alpha=0.45, linewidth=0.8, label=label)
         else:
             label = f"bf16, {len(curves)} seeds, validation (last: {low[-1]:.3f} to {high[-1]:.3f})"
-            axes.vlines(iterations, low, high, color=_REFERENCE, linewidth=7, alpha=0.6, label=label)
+            # caps wider than the points in front of them, since the range is often narrower than a point
+            middle, half = (low + high) / 2, (high - low) / 2
+            look: dict[str, Any] = {"ecolor": _REFERENCE, "elinewidth": 1.5, "capsize": 7, "capthick": 1.5}
+            axes.errorbar(iterations, middle, half, fmt="none", label=label, **look)
 
 
 def _smoothed(series: Series) -> Series:

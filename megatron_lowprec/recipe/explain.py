@@ -5,7 +5,7 @@ from itertools import groupby
 
 from megatron_lowprec.recipe.coverage import LinearSite, gemms_in_bf16, kept_in_bf16, without_gemms
 from megatron_lowprec.recipe.native_support import why_emulated
-from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HadamardSpec, QuantSpec, Recipe
 
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
 
@@ -34,9 +34,7 @@ def describe_gemm(
     """Lines for one GEMM: its execution, its transform, and a line per operand; arguments as ``why_emulated``."""
     if not gemm.quantized:
         return [f"{name}  native, compute dtype"]
-    transform = "no transform"
-    if gemm.hadamard is not None:
-        transform = f"Hadamard {gemm.hadamard.block} ({gemm.hadamard.signs} signs) on both operands"
+    transform = "no transform" if gemm.hadamard is None else describe_transform(gemm.hadamard)
     first, second = GEMM_OPERANDS[name]
     alpha = 1.0
     for quant in (getattr(gemm, first), getattr(gemm, second)):
@@ -48,6 +46,11 @@ def describe_gemm(
     accumulation = "fast" if fast else "fp32"
     lines = [f"{name}  {runs}, contracts {_CONTRACTED[name]}, {transform}, {accumulation} accumulation{scaled}"]
     return lines + [f"         {operand:<11} {describe_operand(getattr(gemm, operand))}" for operand in (first, second)]
+
+
+def describe_transform(transform: HadamardSpec) -> str:
+    """One GEMM's Hadamard transform."""
+    return f"Hadamard {transform.block} ({transform.signs} signs) on both operands"
 
 
 def describe_training_state(recipe: Recipe) -> list[str]:

@@ -28,17 +28,26 @@ T = TypeVar("T")
 
 
 def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of that name or YAML file, with overrides such as ``dgrad.hadamard.block=128`` applied in order.
+    """The recipe of that name or YAML file, ``overridden``.
 
     ``GEMMS+STATE`` names two recipes: the GEMMs of one, with optimizer state, gradients and weights of the other.
+
+    Raises:
+        UserError: unknown recipe or file, with the nearest names; as ``overridden``.
+    """
+    recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else _named_recipe(name_or_file)
+    return overridden(recipe, overrides)
+
+
+def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The recipe with overrides such as ``dgrad.hadamard.block=128`` applied in order.
+
     A value is parsed as YAML (``null`` removes an operand or a transform). Overrides are appended to the recipe's name,
     so that no log shows a published name for a changed recipe.
 
     Raises:
-        UserError: unknown recipe, file or field, each with the nearest names; a value of the wrong type or not among
-            its choices.
+        UserError: unknown field, with the nearest names; a value of the wrong type or not among its choices.
     """
-    recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else _named_recipe(name_or_file)
     if not overrides:
         return recipe
     data = recipe_to_dict(recipe)

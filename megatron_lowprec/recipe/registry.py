@@ -65,7 +65,7 @@ def get_recipe(name: str) -> Recipe:
     """The recipe of that name; UserError with the nearest names if there is none."""
     known = recipes()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else "--list-recipes prints them all"
         if name.endswith((".yaml", ".yml")):
             hint = "megatron_lowprec.recipe.parsing.load_recipe reads a file"

@@ -31,6 +31,8 @@ from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all, published_gaps
 
+_IN_SHORT = (Outcome.NOT_TESTED, Outcome.NOT_LOSSES)  # which the terminal only names; the page has them in full
+
 
 @dataclass(frozen=True)
 class Report:
@@ -76,6 +78,8 @@ class Report:
             found += [f"  {run.cell} ({run.label or 'of no recipe'}): {run.status.value}, {run.why}" for run in ended]
         found += ["", "claims:"]
         for verdict in self.verdicts:
+            if verdict.outcome in _IN_SHORT:
+                continue
             where = f", {verdict.group.name}" if verdict.group is not None and len(self.groups) > 1 else ""
             found.append(f"  {verdict.outcome.value}: {verdict.claim.id} (arXiv {verdict.claim.source.arxiv}){where}")
             found.append(f"    {verdict.claim.sentence}")
@@ -86,6 +90,9 @@ class Report:
             others = self.beside(verdict)
             if others is not None:
                 found += [f"    {others.said.value}:", *(f"      {words}" for words in others.words)]
+        for outcome in _IN_SHORT:
+            ids = [verdict.claim.id for verdict in self.verdicts if verdict.outcome is outcome]
+            found += [f"  {outcome.value}: {', '.join(ids)}"] if ids else []
         return found
 
     def write(self, folder: Path) -> Path:

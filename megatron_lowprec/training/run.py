@@ -16,7 +16,7 @@ from megatron_lowprec.recipe.coverage import (
     check_sizes,
     keeps_all,
 )
-from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.parsing import load_recipe, overridden
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from megatron_lowprec.training.data.batches import Data
     from megatron_lowprec.training.data.tokenizer import Tokenizer
 
+_MANY_EPOCHS = 10  # beyond, a run is more likely to lack a --data-path than to want them
+
 
 def run(argv: Sequence[str], ranks: Ranks) -> None:
     """Train, or print the requested information.
@@ -73,7 +75,8 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         _print_once(ranks, _recipe_table())
         return
     config = resolve_model(config)
-    recipe = load_recipe(str(find(config.recipe)), config.recipe_override)
+    recipe, more = _recipe(config, given)
+    notes = notes + more
     check_sizes(recipe, linear_sites(config), require(config.num_layers), tensor_ranks(config))
     check_activations(recipe, linear_sites(config), tensor_ranks(config))
     check_gemm_globs(recipe, config.rerun_in_bf16, linear_sites(config), require(config.num_layers))
@@ -92,6 +95,17 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         _print_once(ranks, *notes, *memory_report.planned(config, recipe, ranks.world_size, _gpu(ranks)))
         return
     _train(config, given, notes, recipe, ranks)
+
+
+def _recipe(config: Config, given: frozenset[str]) -> tuple[Recipe, list[str]]:
+    """The recipe that was asked for, or else that of the checkpoint which the run continues from; a note if so."""
+    if "recipe" not in given and (config.load or config.save):
+        from megatron_lowprec.training.checkpoint.resume import recipe_to_continue
+
+        found = recipe_to_continue(config)
+        if found is not None:
+            return overridden(found, config.recipe_override), [f"recipe: the checkpoint's {found.name}"]
+    return load_recipe(str(find(config.recipe)), config.recipe_override), []
 
 
 def _print_once(ranks: Ranks, *lines: str) -> None:
@@ -348,6 +362,7 @@ def _header(plan: _Plan, layers: str, device: str, splits: Data, world_size: int
     config, vocabulary = plan.config, plan.content["padded_vocab_size"]
     tokens = {name: split.epoch_tokens for name, split in splits.items() if isinstance(split, SplitData)}
     whole = plan.samples * require(config.seq_length)
+    epochs = whole / tokens["train"]
     model = (
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, sequence "
         f"{config.seq_length}, vocabulary {vocabulary} (padded), {num_parameters(config, vocabulary):,} parameters"
@@ -363,10 +378,11 @@ def _header(plan: _Plan, layers: str, device: str, splits: Data, world_size: int
         ("data", ", ".join([*(f"{name} {count:,} tokens an epoch" for name, count in tokens.items()), *phase])),
         (
             "run",
-            f"{config.train_iters:,} iterations, {whole:,} tokens = {whole / tokens['train']:.2f} epochs, "
-            f"in {plan.paths.run}",
+            f"{config.train_iters:,} iterations, {whole:,} tokens = {epochs:.2f} epochs, in {plan.paths.run}",
         ),
     ]
+    if epochs > _MANY_EPOCHS:
+        rows.append(("warning", f"each text is seen {epochs:,.0f} times; --data-path PREFIX gives a larger corpus"))
     if plan.config.capture_step:
         completed = plan.found.progress["iteration"] if plan.found is not None else 0
         rows.append(("capture", capture_line(plan.config, plan.paths, world_size, completed)))

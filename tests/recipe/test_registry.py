@@ -116,7 +116,13 @@ def test_recipe_is_its_row(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "offered"),
-    [("mxpf4", "mxfp4"), ("mxfp4_sr_rht", "mxfp4_rht_sr"), ("fp8_curent", "fp8_current"), ("MXFP8", None), ("", None)],
+    [
+        ("mxpf4", "mxfp4"),
+        ("mxfp4_sr_rht", "mxfp4_rht_sr"),
+        ("fp8_curent", "fp8_current"),
+        ("MXFP8", "mxfp8"),
+        ("", None),
+    ],
 )
 def test_unknown_recipe_offers_the_nearest(asked: str, offered: str | None) -> None:
     with pytest.raises(UserError) as error:

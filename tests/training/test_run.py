@@ -242,6 +242,29 @@ def test_another_recipe_continues_and_says_so(drive: Drive, capsys: pytest.Captu
     assert "trained with bf16" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("load", [{"load": "out"}, {}])
+def test_a_run_continues_under_the_checkpoint_s_recipe(
+    drive: Drive, capsys: pytest.CaptureFixture[str], load: dict[str, str]
+) -> None:
+    override = ["dgrad.grad_output.format=e5m2"]
+    drive(argv(save="out", train_iters=1, recipe="mxfp8", recipe_override=override))
+    capsys.readouterr()
+    drive(argv(save="out", train_iters=2, **load))
+    printed = capsys.readouterr().out
+    assert "recipe: the checkpoint's mxfp8+dgrad.grad_output.format=e5m2" in printed
+    assert "recipe:      mxfp8+dgrad.grad_output.format=e5m2" in printed
+    assert "where the checkpoint was trained with" not in printed
+    assert [row["iteration"] for row in rows(Path("out"))] == [1, 2]
+
+
+def test_weights_alone_bring_no_recipe(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="out", train_iters=1, recipe="mxfp8"))
+    drive(argv(save="new", load="out", finetune=True, train_iters=1))
+    assert "recipe:      bf16" in capsys.readouterr().out
+    drive(argv(save="newer", pretrained_checkpoint="out", train_iters=1))
+    assert "recipe:      bf16" in capsys.readouterr().out
+
+
 def test_finetune_takes_weights_alone(drive: Drive) -> None:
     drive(argv(save="out", train_iters=2))
     drive(argv(save="new", load="out", finetune=True, train_iters=1))

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.parsing import recipe_to_dict
+from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.checkpoint import safe_load, storage
 from megatron_lowprec.training.config.options import Config
@@ -245,6 +245,18 @@ def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Con
             "so the samples from here on are not those it would have seen"
         )
     return config, notes
+
+
+def recipe_to_continue(config: Config) -> Recipe | None:
+    """The recipe of the checkpoint that a run continues from; None if it starts anew, or only takes weights from it.
+
+    Raises:
+        UserError: as ``find_checkpoint``.
+    """
+    config, _ = source(config)
+    found = None if config.finetune else find_checkpoint(config)[0]
+    stored = None if found is None else found.content.get("recipe")
+    return recipe_from_dict(stored) if stored else None
 
 
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:

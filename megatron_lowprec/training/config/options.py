@@ -18,7 +18,9 @@ from megatron_lowprec.training.models.moe.options import MoeOptions
 class RecipeOptions:
     """low precision (ours)"""
 
-    recipe: str = arg("bf16", "a named recipe (--list-recipes) or a YAML file with one")
+    recipe: str = arg(
+        "bf16", "a named recipe (--list-recipes) or a YAML file with one; a run that resumes takes the checkpoint's"
+    )
     recipe_override: list[str] = arg(
         [], "change one field of the recipe, as in dgrad.hadamard.block=128; may be repeated"
     )

@@ -46,11 +46,22 @@ class MemoryPlan:
 
         Logits reuse the memory of the backward pass, except where it is in the memory pool of CUDA graphs.
         """
-        resident = sum(self.resident.values())
+        return sum(self.resident.values()) + max(self._passes, self._update)
+
+    @property
+    def peaks_in_update(self) -> bool:
+        """Whether the peak is at the update of the weights, not in the forward and backward passes."""
+        return self._update > self._passes
+
+    @property
+    def _update(self) -> float:
+        return self.held + self.transient["update"]
+
+    @property
+    def _passes(self) -> float:
         logits, backward = (self.transient[name] for name in ("logits", "backward"))
         passes = sum(self.kept.values()) + (logits + backward if self.held else max(logits, backward))
-        passes += self.transient["gradients"]
-        return resident + max(passes, self.held + self.transient["update"])
+        return passes + self.transient["gradients"]
 
 
 def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "sm90") -> MemoryPlan:

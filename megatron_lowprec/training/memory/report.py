@@ -93,7 +93,8 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
     parts = {**found.kept, **found.transient}
     if not parts["gradients"]:  # in a buffer, which is resident
         del parts["gradients"]
-    lines += _rows({**found.resident, **{names[name]: size for name, size in parts.items()}, "peak": found.peak})
+    peak = f"peak ({'update' if found.peaks_in_update else 'forward and backward'})"
+    lines += _rows({**found.resident, **{names[name]: size for name, size in parts.items()}, peak: found.peak})
     counts = "CUDA graphs hold the second: both count" if found.held else "not at the same time: the larger counts"
     lines.append(f"(*) {counts}; formulas: docs/guide/memory.md")
     lines.append("a layer keeps of a microbatch:")

@@ -108,7 +108,7 @@ def _add_flag(group: argparse._ActionsContainer, name: str, help: str, kind: _Ki
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """Suffix of an error about an unknown name: the nearest known name, if any."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"; the nearest one is {close[0]}" if close else ""
 
 

@@ -104,7 +104,12 @@ def _recipe(config: Config, given: frozenset[str]) -> tuple[Recipe, list[str]]:
 
         found = recipe_to_continue(config)
         if found is not None:
-            return overridden(found, config.recipe_override), [f"recipe: the checkpoint's {found.name}"]
+            changed = overridden(found, config.recipe_override)
+            if (
+                replace(changed, name=found.name) == found
+            ):  # the same command again: its overrides are in the checkpoint
+                changed = found
+            return changed, [f"recipe: the checkpoint's {found.name}"]
     return load_recipe(str(find(config.recipe)), config.recipe_override), []
 
 

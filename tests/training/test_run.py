@@ -257,6 +257,17 @@ def test_a_run_continues_under_the_checkpoint_s_recipe(
     assert [row["iteration"] for row in rows(Path("out"))] == [1, 2]
 
 
+def test_a_command_with_overrides_continues_when_repeated(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    command = {"save": "out", "recipe_override": ["keep_bf16.last_layers=1"]}
+    drive(argv(**command, train_iters=1))
+    capsys.readouterr()
+    drive(argv(**command, train_iters=2))
+    printed = capsys.readouterr().out
+    assert "recipe: the checkpoint's bf16+keep_bf16.last_layers=1\n" in printed
+    assert "recipe:      bf16+keep_bf16.last_layers=1\n" in printed
+    assert "where the checkpoint was trained with" not in printed
+
+
 def test_weights_alone_bring_no_recipe(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="out", train_iters=1, recipe="mxfp8"))
     drive(argv(save="new", load="out", finetune=True, train_iters=1))

@@ -48,6 +48,11 @@ def arch_of(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
+def arch_here() -> str:
+    """``arch_of`` this process's current GPU, or "cpu" where there is none."""
+    return arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def has_mx_kernel(device: str, block: tuple[int, int] | None, scale_format: str) -> bool:
     """Whether ``kernels.quantize.triton`` supports the block, MX blocks of 32, on ``device`` ("cpu" or "cuda").
 

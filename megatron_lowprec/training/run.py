@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -16,23 +15,19 @@ from megatron_lowprec.recipe.coverage import (
     check_sizes,
     keeps_all,
 )
-from megatron_lowprec.recipe.parsing import load_recipe, overridden
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training import schedule as schedules
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import find, parse
 from megatron_lowprec.training.config.fields import require
-from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.paths import RunPaths, keep_older_run, run_paths
+from megatron_lowprec.training.config.paths import keep_older_run, run_paths
 from megatron_lowprec.training.config.resolve import (
     describe_layout,
-    layout_of,
     resolve_model,
     resolve_recipe,
     resolve_run,
-    total_samples,
 )
 from megatron_lowprec.training.distributed.interrupt import (
     Interrupted,
@@ -46,20 +41,17 @@ from megatron_lowprec.training.distributed.interrupt import (
 )
 from megatron_lowprec.training.distributed.startup import Ranks, finalize, initialize, versions
 from megatron_lowprec.training.memory import report as memory_report
-from megatron_lowprec.training.memory.plan import GIB, MemoryPlan
-from megatron_lowprec.training.memory.plan import plan as plan_memory
+from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.models.sizes import linear_sites, num_parameters, tensor_ranks
 from megatron_lowprec.training.monitoring.counterfactuals import check_counterfactuals
 from megatron_lowprec.training.monitoring.operand_files import capture_line, check_capture
-from megatron_lowprec.training.rampup import run_length
+from megatron_lowprec.training.run_plan import RunPlan, plan_run
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
-    from megatron_lowprec.training.checkpoint.resume import Saved
     from megatron_lowprec.training.data.batches import Data
-    from megatron_lowprec.training.data.tokenizer import Tokenizer
 
 _MANY_EPOCHS = 10  # beyond, a run is more likely to lack a --data-path than to want them
 
@@ -92,7 +84,8 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         _print_once(ranks, *notes, _explanation(config, recipe))
         return
     if config.memory_plan:
-        _print_once(ranks, *notes, *memory_report.planned(config, recipe, ranks.world_size, _gpu(ranks)))
+        gpu = memory_report.this_gpu(ranks.local_rank)
+        _print_once(ranks, *notes, *memory_report.planned(config, recipe, ranks.world_size, gpu))
         return
     _train(config, given, notes, recipe, ranks)
 
@@ -104,12 +97,7 @@ def _recipe(config: Config, given: frozenset[str]) -> tuple[Recipe, list[str]]:
 
         found = recipe_to_continue(config)
         if found is not None:
-            changed = overridden(found, config.recipe_override)
-            if (
-                replace(changed, name=found.name) == found
-            ):  # the same command again: its overrides are in the checkpoint
-                changed = found
-            return changed, [f"recipe: the checkpoint's {found.name}"]
+            return found, [f"recipe: the checkpoint's {found.name}"]
     return load_recipe(str(find(config.recipe)), config.recipe_override), []
 
 
@@ -125,6 +113,7 @@ def _recipe_table() -> str:
 
 
 def _explanation(config: Config, recipe: Recipe) -> str:
+    from megatron_lowprec.kernels.dispatch import arch_here
     from megatron_lowprec.recipe.explain import explain
 
     if config.transformer_impl == "transformer_engine":
@@ -134,7 +123,7 @@ def _explanation(config: Config, recipe: Recipe) -> str:
         recipe,
         linear_sites(config),
         require(config.num_layers),
-        _arch(),
+        arch_here(),
         config.rerun_in_bf16,
         config.emulate_accumulator,
     )
@@ -157,7 +146,7 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
         try:
             if first and lock.other() is None:
                 clear_requeue(config.save)
-            stop = _work(_plan(config, paths, given, notes, recipe, ranks), ranks, signals, lock)
+            stop = _work(plan_run(config, paths, given, notes, recipe, ranks), ranks, signals, lock)
         except BaseException as error:
             if signals.received is None:
                 raise
@@ -176,81 +165,7 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
         raise UserError(stop.error)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A run's setup that needs no other ranks."""
-
-    config: Config
-    paths: RunPaths
-    recipe: Recipe
-    schedule: schedules.Schedule
-    tokenizer: Tokenizer
-    found: Saved | None
-    content: dict[str, Any]
-    # Of the whole run, including the past of a continued run.
-    samples: int
-    # For the log, before and after the header.
-    notes: list[str]
-    later_notes: list[str]
-
-
-def _plan(
-    config: Config, paths: RunPaths, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks
-) -> _Plan:
-    """Tokenizer, schedule, and the checkpoint to resume from, checked for consistency."""
-    import torch
-
-    from megatron_lowprec.training.checkpoint import resume as saved_state
-    from megatron_lowprec.training.data.blend import check_paths, continued_phase
-    from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
-
-    tokenizer = tokenizer_of(config)
-    check_paths(config, tokenizer)
-    vocabulary = padded_vocab_size(
-        tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
-    )
-    gpu, automatic = _gpu(ranks), config.cuda_graph_impl == "auto"
-    config, more = resolve_cuda_graphs(config, recipe, ranks.world_size, gpus=torch.cuda.is_available())
-    notes = notes + more
-    if gpu is not None and not config.no_memory_check:
-
-        def plan_of(config: Config) -> MemoryPlan:
-            return plan_memory(config, recipe, vocabulary, ranks.world_size, _arch())
-
-        needed = plan_of(config)
-        if automatic:
-            config, needed, more = memory_report.eager_if_close(config, needed, gpu, plan_of)
-            notes = notes + more
-        notes = notes + memory_report.check(needed, gpu)
-    schedule, later_notes = schedules.plan(config, total_samples(config))
-    found, more = saved_state.find_checkpoint(config)
-    later_notes += more
-    _, samples = run_length(config)
-    if found is not None:
-        saved_state.check_tokenizer(found, tokenizer)
-        vocabulary = saved_state.same_padding(found, config, tokenizer.vocab_size, vocabulary)
-        saved_state.check_model(found, config, vocabulary)
-        later_notes += [*saved_state.recipe_note(found, recipe), *saved_state.implementation_note(found, config)]
-        if not config.finetune:
-            config, more = saved_state.continued(found, config, given)
-            later_notes += more
-            config, more = continued_phase(config, found.content["options"], given)
-            later_notes += more
-            # Earlier iterations may have had another batch size.
-            behind = found.progress
-            iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
-            config = replace(config, train_iters=iterations)
-        if not (config.finetune or config.no_load_optim):
-            saved_state.check_optimizer(found, config)
-            schedule, more = schedules.continued(schedule, found.schedule, config, given)
-            later_notes += more
-    layout = layout_of(config, ranks.world_size)
-    content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
-    content |= {"versions": dict(versions())}
-    return _Plan(config, paths, recipe, schedule, tokenizer, found, content, samples, notes, later_notes)
-
-
-def _work(plan: _Plan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
+def _work(plan: RunPlan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
     """Set up process groups and train inside of them; returns why the training ended early, or None."""
     device = initialize(plan.config, ranks)
     from megatron_lowprec.training.distributed.watchdog import PeerWatch
@@ -261,7 +176,7 @@ def _work(plan: _Plan, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop |
     return stop
 
 
-def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
+def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: Signals, lock: SaveLock) -> Stop | None:
     from megatron_lowprec.training import loop, model
     from megatron_lowprec.training.checkpoint import checkpoint
     from megatron_lowprec.training.checkpoint.writer import CheckpointWriter
@@ -330,24 +245,6 @@ def _train_on_ranks(plan: _Plan, device: torch.device, ranks: Ranks, signals: Si
     return stop
 
 
-def _arch() -> str:
-    import torch
-
-    from megatron_lowprec.kernels.dispatch import arch_of
-
-    return arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _gpu(ranks: Ranks) -> memory_report.Device | None:
-    """This process's GPU, or None."""
-    import torch
-
-    if not torch.cuda.is_available() or ranks.local_rank >= torch.cuda.device_count():
-        return None
-    found = torch.cuda.get_device_properties(ranks.local_rank)
-    return memory_report.Device(found.name, found.total_memory)
-
-
 def _peak_memory(device: torch.device, graphs: LayerGraphs | None) -> int | None:
     """Peak bytes allocated by torch, or held by graphs, on the fullest GPU of the run; a collective call."""
     import torch
@@ -361,7 +258,7 @@ def _peak_memory(device: torch.device, graphs: LayerGraphs | None) -> int | None
     return int(peak)
 
 
-def _header(plan: _Plan, layers: str, device: str, splits: Data, world_size: int) -> list[str]:
+def _header(plan: RunPlan, layers: str, device: str, splits: Data, world_size: int) -> list[str]:
     from megatron_lowprec.training.data.batches import SplitData
 
     config, vocabulary = plan.config, plan.content["padded_vocab_size"]

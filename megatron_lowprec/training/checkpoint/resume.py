@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
+from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe_to_dict
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.checkpoint import safe_load, storage
 from megatron_lowprec.training.config.options import Config
@@ -248,15 +248,22 @@ def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Con
 
 
 def recipe_to_continue(config: Config) -> Recipe | None:
-    """The recipe of the checkpoint that a run continues from; None if it starts anew, or only takes weights from it.
+    """The recipe of the checkpoint that a run continues from, with --recipe-override applied.
+
+    None if the run starts anew, or only takes weights from the checkpoint. An override that the stored recipe already
+    has keeps its name: the same command may resume.
 
     Raises:
-        UserError: as ``find_checkpoint``.
+        UserError: as ``find_checkpoint`` and ``overridden``.
     """
     config, _ = source(config)
     found = None if config.finetune else find_checkpoint(config)[0]
     stored = None if found is None else found.content.get("recipe")
-    return recipe_from_dict(stored) if stored else None
+    if not stored:
+        return None
+    recipe = recipe_from_dict(stored)
+    changed = overridden(recipe, config.recipe_override)
+    return recipe if replace(changed, name=recipe.name) == recipe else changed
 
 
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:

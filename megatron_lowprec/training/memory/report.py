@@ -27,6 +27,16 @@ class Device:
     size: int
 
 
+def this_gpu(local_rank: int) -> Device | None:
+    """The GPU of this process, or None."""
+    import torch
+
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        return None
+    found = torch.cuda.get_device_properties(local_rank)
+    return Device(found.name, found.total_memory)
+
+
 def planned(config: Config, recipe: Recipe, world_size: int, device: Device | None) -> list[str]:
     """Output of --memory-plan, for a configuration after ``resolve_model``; data need not exist."""
     model_ranks = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size

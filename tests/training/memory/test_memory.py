@@ -360,12 +360,10 @@ def test_a_layer_s_parts_are_named(drive: Drive, capsys: pytest.CaptureFixture[s
 def test_a_plan_gives_up_graphs_as_a_run_does(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_lowprec.training import run
-
     config = str(REPOSITORY / "configs/models/gpt_345m.yaml")
     flags = ["--config", config, "--mock-data", "--micro-batch-size", "16", "--global-batch-size", "16"]
     for gib, asked, eager in ((36, "auto", True), (36, "local", False), (40, "auto", False)):
-        monkeypatch.setattr(run, "_gpu", lambda ranks, gib=gib: report.Device("GPU", gib * 2**30))
+        monkeypatch.setattr(report, "this_gpu", lambda local_rank, gib=gib: report.Device("GPU", gib * 2**30))
         drive([*flags, "--memory-plan", "--cuda-graph-impl", asked])
         printed = capsys.readouterr().out
         assert ("CUDA graphs: off, memory is close to the GPU's" in printed) == eager
@@ -421,9 +419,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_the_driver_refuses_before_anything_starts(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from megatron_lowprec.training import run
-
-    monkeypatch.setattr(run, "_gpu", lambda ranks: report.Device("a tiny GPU", 2**20))
+    monkeypatch.setattr(report, "this_gpu", lambda local_rank: report.Device("a tiny GPU", 2**20))
     with pytest.raises(UserError, match="but a tiny GPU has"):
         drive(argv(save="out"))
     assert not torch.distributed.is_initialized()

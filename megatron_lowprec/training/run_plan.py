@@ -1,0 +1,97 @@
+"""A run's setup that needs no other ranks: its checks fail before any process group starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training import schedule as schedules
+from megatron_lowprec.training.config.graph_options import resolve_cuda_graphs
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.paths import RunPaths
+from megatron_lowprec.training.config.resolve import layout_of, total_samples
+from megatron_lowprec.training.distributed.startup import Ranks, versions
+from megatron_lowprec.training.memory import report as memory_report
+from megatron_lowprec.training.memory.plan import MemoryPlan
+from megatron_lowprec.training.memory.plan import plan as plan_memory
+from megatron_lowprec.training.rampup import run_length
+
+if TYPE_CHECKING:
+    from megatron_lowprec.training.checkpoint.resume import Saved
+    from megatron_lowprec.training.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run's setup that needs no other ranks."""
+
+    config: Config
+    paths: RunPaths
+    recipe: Recipe
+    schedule: schedules.Schedule
+    tokenizer: Tokenizer
+    found: Saved | None
+    content: dict[str, Any]
+    # Of the whole run, including the past of a continued run.
+    samples: int
+    # For the log, before and after the header.
+    notes: list[str]
+    later_notes: list[str]
+
+
+def plan_run(
+    config: Config, paths: RunPaths, given: frozenset[str], notes: list[str], recipe: Recipe, ranks: Ranks
+) -> RunPlan:
+    """Tokenizer, schedule, and the checkpoint to resume from, checked for consistency."""
+    import torch
+
+    from megatron_lowprec.kernels.dispatch import arch_here
+    from megatron_lowprec.training.checkpoint import resume as saved_state
+    from megatron_lowprec.training.data.blend import check_paths, continued_phase
+    from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
+
+    tokenizer = tokenizer_of(config)
+    check_paths(config, tokenizer)
+    vocabulary = padded_vocab_size(
+        tokenizer.vocab_size, config.make_vocab_size_divisible_by, config.tensor_model_parallel_size
+    )
+    gpu, automatic = memory_report.this_gpu(ranks.local_rank), config.cuda_graph_impl == "auto"
+    config, more = resolve_cuda_graphs(config, recipe, ranks.world_size, gpus=torch.cuda.is_available())
+    notes = notes + more
+    if gpu is not None and not config.no_memory_check:
+
+        def plan_of(config: Config) -> MemoryPlan:
+            return plan_memory(config, recipe, vocabulary, ranks.world_size, arch_here())
+
+        needed = plan_of(config)
+        if automatic:
+            config, needed, more = memory_report.eager_if_close(config, needed, gpu, plan_of)
+            notes = notes + more
+        notes = notes + memory_report.check(needed, gpu)
+    schedule, later_notes = schedules.plan(config, total_samples(config))
+    found, more = saved_state.find_checkpoint(config)
+    later_notes += more
+    _, samples = run_length(config)
+    if found is not None:
+        saved_state.check_tokenizer(found, tokenizer)
+        vocabulary = saved_state.same_padding(found, config, tokenizer.vocab_size, vocabulary)
+        saved_state.check_model(found, config, vocabulary)
+        later_notes += [*saved_state.recipe_note(found, recipe), *saved_state.implementation_note(found, config)]
+        if not config.finetune:
+            config, more = saved_state.continued(found, config, given)
+            later_notes += more
+            config, more = continued_phase(config, found.content["options"], given)
+            later_notes += more
+            # Earlier iterations may have had another batch size.
+            behind = found.progress
+            iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
+            config = replace(config, train_iters=iterations)
+        if not (config.finetune or config.no_load_optim):
+            saved_state.check_optimizer(found, config)
+            schedule, more = schedules.continued(schedule, found.schedule, config, given)
+            later_notes += more
+    layout = layout_of(config, ranks.world_size)
+    content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
+    content |= {"versions": dict(versions())}
+    return RunPlan(config, paths, recipe, schedule, tokenizer, found, content, samples, notes, later_notes)

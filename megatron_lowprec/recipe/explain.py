@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from megatron_lowprec.recipe.coverage import LinearSite, gemms_in_bf16, kept_in_bf16, without_gemms
-from megatron_lowprec.recipe.native_support import why_emulated
+from megatron_lowprec.recipe.native_support import native_elsewhere, why_emulated
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HadamardSpec, QuantSpec, Recipe
 
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
@@ -41,6 +41,9 @@ def describe_gemm(
         alpha /= quant.headroom if quant is not None else 1.0
     scaled = f", accumulator x {alpha:.6g}" if alpha != 1.0 else ""
     reason = why_emulated(name, gemm, arch, in_features, out_features)
+    elsewhere = native_elsewhere(name, gemm, in_features, out_features) if reason is not None and arch == "cpu" else []
+    if elsewhere:
+        reason = f"no GPU here; native on {', '.join(elsewhere)}"
     runs = "native" if reason is None else f"emulated ({reason})"
     fast = gemm.fast_accumulation and (reason is None or emulate_accumulator)
     accumulation = "fast" if fast else "fp32"
@@ -104,7 +107,8 @@ def explain(
 ) -> str:
     """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
 
-    Identical layers are shown once, with the range of their numbers.
+    Layers with the same GEMMs are shown once, under their names, sizes and the ranges of their numbers. On "cpu" a GEMM
+    says which GPUs run it natively.
 
     Args:
         sites: the model's linear layers, in order.
@@ -120,16 +124,19 @@ def explain(
         plain = gemms_in_bf16(rerun_in_bf16, site.layer_number, site.name)
         return site.name, site.in_features, site.out_features, kept, plain
 
+    names_of: dict[tuple[str, ...], list[str]] = {}
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
     for (name, in_features, out_features, kept, plain), group in groupby(by_name, key=runs_as):
         which = _ranges([site.layer_number for site in group])
-        lines.append(
-            f"{which}: {name} [{in_features} -> {out_features}]" + ("  kept in the compute dtype" if kept else "")
-        )
+        heading = f"{which}: {name} [{in_features} -> {out_features}]"
+        gemms: list[str] = []
         for gemm_name in GEMM_OPERANDS if not kept else ():
             gemm = getattr(without_gemms(recipe, plain), gemm_name)
             sizes = in_features, out_features
-            lines += ["  " + line for line in describe_gemm(gemm_name, gemm, arch, *sizes, emulate_accumulator)]
+            gemms += ["  " + line for line in describe_gemm(gemm_name, gemm, arch, *sizes, emulate_accumulator)]
+        names_of.setdefault(tuple(gemms), []).append(heading + ("  kept in the compute dtype" if kept else ""))
+    for gemms_of, headings in names_of.items():
+        lines += [*headings, *gemms_of]
     lines += ["", *describe_training_state(recipe)]
     lines += ["never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

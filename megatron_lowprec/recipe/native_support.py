@@ -18,6 +18,9 @@ _SINCE: dict[frozenset[str], int] = {
     frozenset({"1x128", "128x128"}): 90,
 }
 
+# Architectures with FP8 units: Ada, Hopper, data-center Blackwell, the other Blackwell.
+_WITH_FP8 = ("sm89", "sm90", "sm100", "sm120")
+
 # Weights of up to this many entries, [2048, 2048] or [4096, 1024], take longer in FP8 than in bf16: forward and
 # backward with 8192 tokens, called from Python, on an H200 (docs/results/native-fp8.md#linear-layers). The next larger
 # one measured, [6144, 2048], is faster.
@@ -50,6 +53,11 @@ def native_gemms(recipe: Recipe, arch: str, in_features: int, out_features: int)
         for name, gemm in recipe.gemms.items()
         if gemm.quantized and why_emulated(name, gemm, arch, in_features, out_features) is None
     )
+
+
+def native_elsewhere(name: str, gemm: GemmSpec, in_features: int, out_features: int) -> list[str]:
+    """The architectures on which a GEMM would run natively; arguments as in ``why_emulated``."""
+    return [arch for arch in _WITH_FP8 if why_emulated(name, gemm, arch, in_features, out_features) is None]
 
 
 def fast_gemms(recipe: Recipe) -> list[str]:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import pytest
@@ -188,12 +189,8 @@ def test_explanation_has_every_layer_gemm_and_operand(name: str) -> None:
         assert is_kept == {"kept in the compute dtype" in line}
         if is_kept == {True}:
             continue
-        body = []
-        for following in lines[start + 1 :]:
-            if not following.startswith("  "):
-                break
-            body.append(following)
-        text = "\n".join(body)
+        after = dropwhile(lambda other: other.startswith("layer"), lines[start:])
+        text = "\n".join(takewhile(lambda other: other.startswith("  "), after))
         for gemm, operands in GEMM_OPERANDS.items():
             spec: GemmSpec = getattr(recipe, gemm)
             about = text[text.index(f"  {gemm}  ") :].split(
@@ -222,6 +219,28 @@ def test_explanation_of_layers_that_are_not_consecutive() -> None:
     sites.append(LinearSite(3, "mlp.linear_fc1", 64, 64, "column"))
     lines = [line for line in explain(get_recipe("mxfp8"), sites, 4, "cpu").splitlines() if "experts" in line]
     assert not any(line.startswith("layers 2-4:") for line in lines)
+
+
+def test_explanation_shows_equal_layers_once_and_others_apart() -> None:
+    lines = explain(get_recipe("mxfp8"), sites_of(4), 4, "cpu").splitlines()
+    assert sum(line.startswith("  fprop") for line in lines) == 1
+    lines = explain(get_recipe("mxfp8"), sites_of(4), 4, "cpu", ["layers.2.mlp.linear_fc1.dgrad"]).splitlines()
+    assert sum(line.startswith("  fprop") for line in lines) == 2
+    apart = next(n for n, line in enumerate(lines) if line.startswith("layer 2: mlp.linear_fc1"))
+    assert "  dgrad  native, compute dtype" in lines[apart:]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fp8_delayed", "emulated (no GPU here; native on sm89, sm90, sm100, sm120)"),
+        ("fp8_blockwise", "emulated (no GPU here; native on sm90)"),
+        ("mxfp8", "emulated (no MX GEMM on cpu)"),
+    ],
+)
+def test_explanation_without_a_gpu_names_those_that_run_natively(name: str, said: str) -> None:
+    assert f"  fprop  {said}, " in explain(get_recipe(name), sites_of(1, 256), 1, "cpu")
+    assert "no GPU here" not in explain(get_recipe(name), sites_of(1, 256), 1, "sm90")
 
 
 def test_execution() -> None:

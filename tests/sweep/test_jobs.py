@@ -78,6 +78,7 @@ def test_settings_are_written_as_on_the_command_line() -> None:
     [
         ("lr", "has no value: write KEY=VALUE"),
         ("lrr=1", "unknown key 'lrr'; the nearest one is lr"),
+        ("zzz=1", "unknown key 'zzz'; pretrain_gpt.py --help lists all of them"),
         ("lr=fast", "wants a number"),
         ("train-iters=1.5", "wants a whole number"),
         ("bf16=yes", "wants true or false"),

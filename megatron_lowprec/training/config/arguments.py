@@ -247,7 +247,8 @@ def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | N
     for name, (key, value) in current_names(where, given, notes).items():
         if (name not in KINDS and name not in FP8_FLAGS) or name == "config":
             known = [n.replace("_", "-") for n in KINDS if n != "config"]
-            raise UserError(f"{where}: unknown key '{key}'{nearest(str(key).replace('_', '-'), known)}")
+            hint = nearest(str(key).replace("_", "-"), known) or "; pretrain_gpt.py --help lists all of them as flags"
+            raise UserError(f"{where}: unknown key '{key}'{hint}")
         values[name] = value if name in FP8_FLAGS else _checked(f"{where}: {key}", KINDS[name], value)
     return values
 

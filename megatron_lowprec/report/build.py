@@ -220,7 +220,7 @@ def build(
             "was read; name docs/results/quartet2-runs.csv of the repository with --published."
         )
     judged = judge_all(claims, groups)
-    verdicts = tuple(replace(verdict, required=required_runs(verdict, claims.rules)) for verdict in judged)
+    verdicts = tuple(replace(verdict, required=required_runs(verdict, claims)) for verdict in judged)
     ladder = tuple(measured), tuple(lines)
     return Report(
         title, claims, tuple(runs), tuple(groups), fits, snapshots, *ladder, verdicts, tuple(found), evidence(claims)

@@ -132,17 +132,24 @@ class Group:
         return _not_decayed(next(run for run in self.of(left) if run.curve is not None))
 
     def find(self, asked: str) -> str | None:
-        """The label that a claim refers to: a label, a recipe's name, or a recipe with overrides, by its numerics.
+        """The label that a claim refers to, as ``find_label``."""
+        return find_label(asked, [(run.label, run.recipe) for run in self.runs])
 
-        ``asked`` has the form "mxfp4_rht_sr" or "mxfp4_rht_sr dgrad.hadamard.block=32 wgrad.hadamard.block=32".
-        """
-        if asked in self.labels:
-            return asked
-        numerics = _numerics(asked)
-        for run in self.runs:
-            if run.recipe.get("name") == asked or (numerics is not None and _without_name(run.recipe) == numerics):
-                return run.label
-        return None
+
+def find_label(asked: str, recipes: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
+    """The first label that a claim refers to: a label, a recipe's name, or a recipe with overrides, by its numerics.
+
+    Args:
+        asked: of the form "mxfp4_rht_sr" or "mxfp4_rht_sr dgrad.hadamard.block=32 wgrad.hadamard.block=32".
+        recipes: labels, each with its recipe's fields.
+    """
+    if asked in (label for label, _ in recipes):
+        return asked
+    numerics = _numerics(asked)
+    for label, recipe in recipes:
+        if recipe.get("name") == asked or (numerics is not None and _without_name(recipe) == numerics):
+            return label
+    return None
 
 
 def group_runs(runs: Sequence[Run], reference: str) -> tuple[list[Group], list[Run]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.sweep.jobs import expand
 from megatron_lowprec.sweep.spec import Sweep, read, size_names
-from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.arguments import find, parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.data.tokenizer import build_tokenizer, padded_vocab_size
@@ -22,9 +25,17 @@ class Budget:
     model: str  # label
     parameters: int  # with embeddings
     tokens: int  # of a run
-    runs_per_seed: int  # one of each recipe
-    only: str | None  # pattern of the runs' names; None if the size has no others
+    variant: str | None  # label; None if the size has no overrides
+    recipes: tuple[tuple[str, dict[str, Any]], ...]  # labels, each with its recipe's fields; a run of each per seed
+    alone: bool  # whether the size has no other runs
     needs: tuple[str, ...]  # options that must be given in addition to the file
+
+    def only(self, labels: Collection[str]) -> list[str]:
+        """Patterns of the runs' names under some of the recipes; none if these are all runs of the size."""
+        ending = f"-{self.variant}-s*" if self.variant else ""
+        if len(labels) == len(self.recipes):
+            return [] if self.alone else [f"{self.model}-*{ending}"]
+        return [f"{self.model}-{label}{ending or '-s*'}" for label in labels]
 
 
 def budgets(path: str) -> list[Budget]:
@@ -40,6 +51,10 @@ def _of_size(sweep: Sweep) -> list[Budget]:
     one = replace(sweep, recipes=sweep.recipes[:1], seeds=sweep.seeds[:1])
     data = {need: ["DATA"] for need in sweep.needs}  # not opened
     resources = sweep.resources
+    recipes = tuple(
+        (each.label, recipe_to_dict(load_recipe(str(find(each.recipe)), each.recipe_override)))
+        for each in sweep.recipes
+    )
     found = []
     jobs = expand(one, data, resources.gpus_per_job or resources.processes_per_job)
     for job in jobs:
@@ -55,8 +70,9 @@ def _of_size(sweep: Sweep) -> list[Budget]:
             model=job.model,
             parameters=num_parameters(config, vocabulary),
             tokens=job.train_iters * require(config.global_batch_size) * job.seq_length,
-            runs_per_seed=len(sweep.recipes),
-            only=f"{job.model}-*{f'-{job.variant}-s*' if job.variant else ''}" if len(jobs) > 1 else None,
+            variant=job.variant,
+            recipes=recipes,
+            alone=len(jobs) == 1,
             needs=sweep.needs,
         )
         found.append(budget)

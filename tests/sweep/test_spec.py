@@ -234,20 +234,17 @@ def test_the_command_line_s_seeds_replace_the_file_s(
 
 def test_budgets_of_a_file(write_sweep: WriteSweep) -> None:
     (only,) = budgets(write_sweep())
-    assert (only.size, only.model, only.tokens, only.runs_per_seed, only.only) == (
-        None,
-        "gpt_tiny",
-        4 * 4 * 32,
-        2,
-        None,
-    )
+    labels = [label for label, _ in only.recipes]
+    assert (only.size, only.model, only.tokens, only.only(labels)) == (None, "gpt_tiny", 4 * 4 * 32, [])
+    assert only.only(labels[:1]) == [f"gpt_tiny-{labels[0]}-s*"]
     variants = {"a": {}, "b": {"train-iters": 8}}
     sizes = {"small": {}, "large": {"models": ["gpt_tiny", "gpt_25m"], "overrides": variants}}
     found = budgets(write_sweep(sizes=sizes, needs=["data-path"], options={"train-iters": 4}))
-    assert [(each.size, each.only) for each in found] == [
-        ("small", None),
-        *(("large", f"{model}-*-{variant}-s*") for model in ("gpt_tiny", "gpt_25m") for variant in "ab"),
+    assert [(each.size, each.only(labels)) for each in found] == [
+        ("small", []),
+        *(("large", [f"{model}-*-{variant}-s*"]) for model in ("gpt_tiny", "gpt_25m") for variant in "ab"),
     ]
+    assert found[1].only(labels[1:]) == [f"gpt_tiny-{labels[1]}-a-s*"]
     assert {each.parameters for each in found[3:]} == {51_500_032}  # as run.json of the archive in docs/results
     assert found[4].tokens == 2 * found[3].tokens
-    assert {(each.runs_per_seed, each.needs) for each in found} == {(2, ("data_path",))}
+    assert {(len(each.recipes), each.needs) for each in found} == {(2, ("data_path",))}

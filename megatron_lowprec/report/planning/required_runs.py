@@ -6,22 +6,23 @@ import shlex
 from collections.abc import Iterable
 
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.claims import SIZES, Claim, Rules
-from megatron_lowprec.report.groups import Group
+from megatron_lowprec.report.claims import SIZES, Claim, Claims
+from megatron_lowprec.report.groups import Group, find_label
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict
 from megatron_lowprec.sweep.budgets import Budget, budgets
 from megatron_lowprec.sweep.slurm import indices
 
 
-def required_runs(verdict: Verdict, rules: Rules) -> tuple[str, ...]:
+def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
     """Lines on the seeds, parameters and tokens that decide a claim, each followed by its command if a sweep has them.
 
-    Empty if the claim is not open, names no sweep, or if no number of seeds is known to decide it; findings say why.
+    The runs are of the recipes that the claim and its control compare. Empty if the claim is not open, names no sweep,
+    or if no number of seeds is known to decide it; findings say why.
 
     Raises:
         UserError: the claim's sweep is missing or wrong.
     """
-    claim, group = verdict.claim, verdict.group
+    claim, group, rules = verdict.claim, verdict.group, claims.rules
     numbers = [each.seeds for each in verdict.findings if each.held is Held.OPEN]
     known = [number for number in numbers if number is not None]
     if verdict.outcome is not Outcome.OPEN or group is None or claim.sweep is None or len(known) < len(numbers):
@@ -30,15 +31,17 @@ def required_runs(verdict: Verdict, rules: Rules) -> tuple[str, ...]:
     shipped = budgets(path)
     at_hand = set.intersection(*(_seeds(group, test.left, test.right) for test in claim.tests))
     seeds = extended(at_hand, max(known))
+    tests = claim.tests + (claims.named(claim.control).tests if claim.control is not None else ())
+    asked = dict.fromkeys(side for test in tests for side in (test.right, test.left))
     lines: list[str] = []
     if len(seeds) > len(at_hand):
         same = [each for each in shipped if (each.parameters, each.tokens) == (group.parameters, group.tokens)]
-        lines += _lines(f"next, at the scale of these runs: {max(known)} shared seeds", same, path, seeds)
+        lines += _lines(f"next, at the scale of these runs: {max(known)} shared seeds", same, path, asked, seeds)
     least = {name: rules.comparable_scale * (getattr(claim.scale, name) or 0) for name in SIZES}
     if not all(getattr(group, name) >= each for name, each in least.items()):  # also if not recorded
         enough = [each for each in shipped if all(getattr(each, name) >= least[name] for name in SIZES)]
         what = f"next, at the claim's scale: {_needed(claim, least)} ({rules.comparable_scale:.0%} of the claim's)"
-        lines += _lines(f"{what}, {max(known)} shared seeds", enough, path, seeds)
+        lines += _lines(f"{what}, {max(known)} shared seeds", enough, path, asked, seeds)
     return tuple(lines)
 
 
@@ -60,21 +63,28 @@ def _needed(claim: Claim, least: dict[str, float]) -> str:
     )
 
 
-def _lines(what: str, fitting: list[Budget], path: str, seeds: list[int]) -> list[str]:
+def _lines(what: str, fitting: list[Budget], path: str, asked: Iterable[str], seeds: list[int]) -> list[str]:
     """The line, completed with the cheapest of the fitting budgets, and its command."""
     if not fitting:
         return [f"{what}; no size of {path} has such runs"]
     budget = min(fitting, key=lambda each: each.parameters * each.tokens)
     at_size = f" at size {budget.size}" if budget.size else ""
-    runs = f"{budget.runs_per_seed * len(seeds):,} runs of {budget.model}{at_size}"
+    labels = _labels(budget, asked)
+    runs = f"{len(labels) * len(seeds):,} runs of {budget.model}{at_size}"
     scale = f"{amount(budget.parameters)} parameters, {amount(budget.tokens)} tokens each"
-    return [f"{what}; {runs} ({scale})", _command(budget, path, seeds)]
+    return [f"{what}; {runs} ({scale})", _command(budget, path, labels, seeds)]
 
 
-def _command(budget: Budget, path: str, seeds: list[int]) -> str:
+def _labels(budget: Budget, asked: Iterable[str]) -> list[str]:
+    """The sweep's labels of the recipes; all of its labels if one of them has other names there."""
+    found = {find_label(each, budget.recipes) for each in asked}
+    return [label for label, _ in budget.recipes if label in found or None in found]
+
+
+def _command(budget: Budget, path: str, labels: list[str], seeds: list[int]) -> str:
     words = ["python", "scripts/sweep.py", path, *(["--size", budget.size] if budget.size else [])]
     words += ["--seeds", indices(seeds)]
-    words += [] if budget.only is None else ["--only", budget.only]
+    words += [word for pattern in budget.only(labels) for word in ("--only", pattern)]
     for need in budget.needs:
         words += ["--data-path", "DATA"] if need == "data_path" else ["--set", f"{need.replace('_', '-')}=DATA"]
     return shlex.join(words)

@@ -36,7 +36,7 @@ def claims(tmp_path: Path, **changes: Any) -> Claims:
 def required(found: Claims, sweep: Path, outcome: Outcome = Outcome.OPEN) -> list[str]:
     (verdict,) = judge_all(found, group_runs(find_runs([str(sweep)], 0.5)[0], "bf16")[0])
     assert verdict.outcome is outcome
-    return list(required_runs(verdict, found.rules))
+    return list(required_runs(verdict, found))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_both_scales_have_a_command_with_enough_seeds(
     here, command, there, large = required(found, sweep)
     seeds = int(re.search(r"(\d+) shared seeds", here)[1])  # type: ignore[index]
     assert seeds > 2
-    assert here.startswith(f"next, at the scale of these runs: {seeds} shared seeds; {5 * seeds} runs of gpt_25m at")
+    assert here.startswith(f"next, at the scale of these runs: {seeds} shared seeds; {2 * seeds} runs of gpt_25m at")
     assert there.startswith(
         "next, at the claim's scale: at least 172M parameters and 10B tokens (50% of the claim's), "
     )
@@ -70,7 +70,27 @@ def test_both_scales_have_a_command_with_enough_seeds(
         jobs = dry_run(each, capsys)
         assert {job[2] for job in jobs} == {model}
         assert {int(job[3]) for job in jobs} == set(range(1, seeds + 1))
-        assert len(jobs) == 5 * seeds
+        assert [job[1] for job in jobs] == ["bf16", "mxfp4"] * seeds
+
+
+def test_the_control_is_trained_as_well(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A claim of no gap counts if the same runs show a known gap."""
+    found = load_claims(SHIPPED)
+    (claim,) = (each for each in found.claims if each.id == "mxfp4_rht_alone")
+    assert claim.control == "mxfp4_plain"
+    verdicts = judge_all(found, group_runs(find_runs([str(sweep)], 0.5)[0], "bf16")[0])
+    (verdict,) = (each for each in verdicts if each.claim == claim)
+    jobs = dry_run(required_runs(verdict, found)[1], capsys)
+    assert {job[1] for job in jobs} == {"bf16", "mxfp4", "mxfp4_rht"}
+
+
+def test_a_recipe_that_the_sweep_lacks_asks_for_all(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = required(claims(tmp_path, sweep="fp8_scaling", scale={"parameters": None, "tokens": 10**9}), sweep)
+    assert {job[1] for job in dry_run(lines[-1], capsys)} == {
+        label for label, _ in budgets("configs/sweeps/fp8_scaling.yaml")[0].recipes
+    }
 
 
 def test_the_number_follows_the_spread(sweep: Path, tmp_path: Path) -> None:

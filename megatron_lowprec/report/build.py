@@ -19,6 +19,7 @@ from megatron_lowprec.report.ladder.gap_plot import gap_by_tokens
 from megatron_lowprec.report.ladder.gap_points import (
     SOURCE,
     Line,
+    best_measured,
     comparable_roundings,
     measured_lines,
     published_lines,
@@ -212,6 +213,11 @@ def build(
             found.append(f"{group.name} has no run of {reference}, so no gaps to it.")
     measured, unsized = measured_lines(groups, fits)
     found += [f"{name} is not in gap_by_tokens.png: its options give no number of parameters." for name in unsized]
+    measured, omitted = best_measured(measured)
+    if omitted:
+        found.append(
+            f"gap_by_tokens.png leaves out {', '.join(omitted)}, which have fewer budgets or seeds; gaps.png has them."
+        )
     roundings = comparable_roundings(groups) if measured else set()
     lines = published_lines(published, roundings)
     if roundings and not lines:

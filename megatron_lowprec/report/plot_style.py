@@ -22,6 +22,8 @@ _USUAL = {"mxfp4_rht_sr": 0, "mxfp4": 1, "mxfp4_sr": 2, "mxfp4_rht": 4, "mxfp8":
 _DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1), (6, 2, 1, 2))  # for labels that share a color
 _MARKERS = "osD^vPXd<>hp"
 
+_LINEAR = 0.02  # nats; the linear part of an axis of gaps
+
 NOT_FINISHED = (0, (1.0, 1.5))
 """Line style of a run that did not finish."""
 
@@ -117,6 +119,25 @@ def limits(setter: Callable[[float, float], object], values: Sequence[float]) ->
     low, high = min(finite), max(finite)
     margin = 0.08 * (high - low) or 0.01
     setter(low - margin, high + margin)
+
+
+def gap_axis(axes: Axes, gaps: Sequence[float]) -> str:
+    """Vertical scale and limits for these gaps in nats; returns what the label must say of the scale.
+
+    Large gaps are drawn logarithmically, so that one does not squeeze the others.
+    """
+    if max(map(abs, gaps)) <= 2 * _LINEAR:
+        limits(axes.set_ylim, gaps)
+        return ""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axes.set_yscale("symlog", linthresh=_LINEAR, linscale=1.5)
+    axes.set_ylim(min(1.3 * min(gaps), -_LINEAR / 2), max(1.3 * max(gaps), _LINEAR / 2))
+    ticks = [_LINEAR / 2, *(digit * 10.0**power for power in range(-2, 3) for digit in (2, 5, 10))]
+    axes.yaxis.set_major_locator(FixedLocator([0.0, *ticks, *(-tick for tick in ticks)]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    return f"(log beyond {_LINEAR:g})"
 
 
 def band(

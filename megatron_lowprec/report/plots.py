@@ -11,7 +11,7 @@ import numpy as np
 from megatron_lowprec.report.amounts import amount, percent
 from megatron_lowprec.report.curve import Floats, Series, smooth
 from megatron_lowprec.report.groups import Group
-from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, limits, wrapped
+from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, gap_axis, limits, wrapped
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 
@@ -24,6 +24,7 @@ _MARKED = 40  # most points with a marker each
 _SMOOTHING = 100  # a smoothed loss averages 1/_SMOOTHING of the run on either side
 _EARLY = 0.1  # first share of the run, ignored for the axis limits of a difference
 _FIRST = 0.04  # likewise for a loss
+_MOST_RANGES = 8  # ranges over seeds in one panel; more cover each other
 
 
 def gaps(
@@ -92,9 +93,10 @@ def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
 def losses(
     name: Literal["training loss", "validation loss"], group: Group, styles: Mapping[str, Style], theme: Theme
 ) -> bytes | None:
-    """PNG over tokens: mean over seeds with their range, and paired differences to the reference with theirs.
+    """PNG over tokens: mean over seeds, and that of paired differences to the reference.
 
-    Training losses are smoothed, validation losses have markers. None if no run has losses.
+    Up to eight recipes have their ranges over seeds as well. Training losses are smoothed, validation losses have
+    markers. None if no run has losses.
     """
     if all(run.curve is None for run in group.runs):
         return None
@@ -108,10 +110,11 @@ def losses(
     figure = theme.new_figure(6.6 if compared else 3.9)
     panels = figure.subplots(2 if compared else 1, 1, sharex=True, squeeze=False)[:, 0]
     top = panels[0]
+    ranges = len(finished) <= _MOST_RANGES
     seen: list[Floats] = []
     for label, (iterations, values) in finished.items():
         x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
-        _band(top, x, values, styles[label], theme, label, markers)
+        _mean(top, x, values, styles[label], theme, label, ranges, markers)
         seen.append(values[:, x >= _FIRST * x[-1]])
     for run in rest:
         iterations, values = series(run)
@@ -130,10 +133,11 @@ def losses(
         for label in compared:
             iterations, differences = _paired(group, label, series)
             x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
-            _band(bottom, x, differences, styles[label], theme, label, markers)
-            ends += list(differences[:, x >= _EARLY * x[-1]].ravel())
-        limits(bottom.set_ylim, [0.0, *ends])
-        bottom.set_ylabel(f"less {group.reference}'s, nats a token")
+            _mean(bottom, x, differences, styles[label], theme, label, ranges, markers)
+            drawn = differences if ranges else differences.mean(axis=0, keepdims=True)
+            ends += list(drawn[:, x >= _EARLY * x[-1]].ravel())
+        scale = gap_axis(bottom, [0.0, *(end for end in ends if math.isfinite(end))])
+        bottom.set_ylabel(f"less {group.reference}'s, nats a token\n{scale}")
     panels[-1].set_xlabel("tokens")
     panels[-1].xaxis.set_major_formatter(lambda value, _: amount(value))
     theme.legend(figure, [top])
@@ -177,9 +181,11 @@ def _paired(group: Group, label: str, series: Callable[[Run], Series]) -> tuple[
     return iterations, np.stack([row[id(one)] - row[id(other)] for one, other in pairs])
 
 
-def _band(axes: Axes, x: Floats, values: Floats, style: Style, theme: Theme, label: str, markers: bool) -> None:
-    """Plot the mean over seeds, one row each, and their range."""
-    ends = (values.min(axis=0), values.max(axis=0)) if len(values) > 1 else None
+def _mean(
+    axes: Axes, x: Floats, values: Floats, style: Style, theme: Theme, label: str, ranges: bool, markers: bool
+) -> None:
+    """Plot the mean over seeds, one row each, and their range if asked."""
+    ends = (values.min(axis=0), values.max(axis=0)) if ranges and len(values) > 1 else None
     band(axes, x, values.mean(axis=0), ends, style, theme, label, markers and len(x) <= _MARKED)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.report.ladder.gap_points import Line
-from megatron_lowprec.report.plot_style import Style, Theme, limits, wrapped
+from megatron_lowprec.report.plot_style import Style, Theme, gap_axis, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,6 @@ _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.2), (6, 2, 1, 2), (3
 _FILLS = ("full", "none", "left", "bottom", "right")  # likewise
 _PUBLISHED = "sD^vPX<>ph"  # a marker per line
 _LONGEST = 44  # characters of half a legend's width
-_LINEAR = 0.02  # nats; larger gaps are drawn logarithmically, so that one does not squeeze the others
 _SPREAD, _WIDEST = 0.007, 0.06  # of the axis' logarithmic length: between two lines, and between the outermost
 
 
@@ -51,7 +50,7 @@ def gap_by_tokens(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
     axes.axhline(0, color=theme.muted, linewidth=1)
-    scale = _gap_axis(axes, [0.0, *ys])
+    scale = gap_axis(axes, [0.0, *ys])
     models = sorted({_model(line) for line in lines})
     spread = min(_SPREAD, _WIDEST / len(measured))
     for at, line in enumerate(measured):
@@ -64,25 +63,9 @@ def gap_by_tokens(
         look = {"color": theme.muted, "linewidth": 0.8, "markersize": 4.5, "markerfacecolor": "none", "zorder": 1.5}
         _draw(axes, line, models, 1.0, marker=_PUBLISHED[at % len(_PUBLISHED)], **look)
     axes.set_xlabel("training tokens per parameter, without embeddings (log)")
-    axes.set_ylabel(f"gap to {reference}, nats a token{scale}")
+    axes.set_ylabel(f"gap to {reference}, nats a token {scale}".rstrip())
     theme.legend(figure, [axes])
     return theme.png(figure)
-
-
-def _gap_axis(axes: Axes, gaps: Sequence[float]) -> str:
-    """Scale and limits for these gaps; returns what the label must say of the scale."""
-    if max(map(abs, gaps)) <= 2 * _LINEAR:
-        limits(axes.set_ylim, gaps)
-        return ""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    axes.set_yscale("symlog", linthresh=_LINEAR, linscale=1.5)
-    axes.set_ylim(min(1.3 * min(gaps), -_LINEAR / 2), max(1.3 * max(gaps), _LINEAR / 2))
-    ticks = [_LINEAR / 2, *(digit * 10.0**power for power in range(-2, 3) for digit in (2, 5, 10))]
-    axes.yaxis.set_major_locator(FixedLocator([0.0, *ticks, *(-tick for tick in ticks)]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
-    return f" (log beyond {_LINEAR:g})"
 
 
 def _model(line: Line) -> tuple[float, str]:

@@ -22,6 +22,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.models.sizes import num_non_embedding_parameters
 
+_MOST_RECIPES = 8
 SOURCE = "Quartet II"
 _GROUPS = ("fixed_albert_tseng", "orig_albert_tseng")  # the source's runs of MXFP4 with a Hadamard transform
 
@@ -33,6 +34,7 @@ class Point:
     tokens_per_parameter: float
     gap: float
     half_width: float = math.nan
+    seeds: int = 1  # shared with the reference
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,31 @@ def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> t
                 continue  # no shared seed
             half_width = math.nan if difference.error is None else difference.half_width
             model = group.name if size in ambiguous else amount(size)
-            point = Point(group.tokens / size, difference.value, half_width)
+            seeds = len(group.shared_seeds(label, group.reference))
+            point = Point(group.tokens / size, difference.value, half_width, seeds)
             lines.setdefault((label, model, size), []).append(point)
     return [Line(*key, _rising(points)) for key, points in lines.items()], [
         name for name, size in compared.items() if math.isnan(size)
     ]
+
+
+def best_measured(lines: Sequence[Line]) -> tuple[list[Line], list[str]]:
+    """Lines of at most eight recipes, and the labels left out, so that the figure can be read.
+
+    Recipes with more budgets come first, then those with more seeds. Equal ones stay or go together, and the first
+    always stay.
+    """
+    ranks: dict[str, tuple[int, int]] = {}
+    for line in lines:
+        budgets, seeds = ranks.get(line.label, (0, 0))
+        ranks[line.label] = budgets + len(line.points), max(seeds, *(point.seeds for point in line.points))
+    kept: list[str] = []
+    for rank in sorted(set(ranks.values()), reverse=True):
+        equal = [label for label, each in ranks.items() if each == rank]
+        if kept and len(kept) + len(equal) > _MOST_RECIPES:
+            break
+        kept += equal
+    return [line for line in lines if line.label in kept], [label for label in ranks if label not in kept]
 
 
 def comparable_roundings(groups: Sequence[Group]) -> set[bool]:

@@ -41,7 +41,7 @@ def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
     if not all(getattr(group, name) >= each for name, each in least.items()):  # also if not recorded
         enough = [each for each in shipped if all(getattr(each, name) >= least[name] for name in SIZES)]
         what = f"next, at the claim's scale: {_needed(claim, least)} ({rules.comparable_scale:.0%} of the claim's)"
-        lines += _lines(f"{what}, {max(known)} shared seeds", enough, path, asked, seeds)
+        lines += _lines(f"{what}, {max(known)} shared seeds", enough, path, asked, seeds[: max(known)])
     return tuple(lines)
 
 

@@ -9,15 +9,17 @@ import yaml
 from matplotlib.figure import Figure
 
 from megatron_lowprec.report.groups import Group, group_runs
-from megatron_lowprec.report.ladder.gap_plot import _gap_axis, gap_by_tokens
+from megatron_lowprec.report.ladder.gap_plot import gap_by_tokens
 from megatron_lowprec.report.ladder.gap_points import (
     Line,
+    Point,
+    best_measured,
     comparable_roundings,
     measured_lines,
     non_embedding_parameters,
     published_lines,
 )
-from megatron_lowprec.report.plot_style import DARK, LIGHT, styles
+from megatron_lowprec.report.plot_style import DARK, LIGHT, gap_axis, styles
 from megatron_lowprec.report.published.ladder import read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.statistics import Fit
@@ -58,6 +60,20 @@ def test_budgets_of_one_size_are_points_of_one_line(tmp_path: Path) -> None:
     assert small.points[0].half_width == pytest.approx(2.7764 * 0.01291 * math.sqrt(2 / 3), rel=1e-3)
     assert large.model == "101M"
     assert large.points[0].tokens_per_parameter == tokens / large.parameters
+
+
+def test_the_figure_has_the_best_measured_recipes() -> None:
+    def line(label: str, budgets: int, seeds: int) -> Line:
+        return Line(label, "8M", 8e6, tuple(Point(1.0 + at, 0.1, seeds=seeds) for at in range(budgets)))
+
+    ladder, six = line("ladder", 2, 2), [line(f"six{at}", 1, 6) for at in range(6)]
+    two = [line(f"two{at}", 1, 2) for at in range(2)]
+    assert best_measured([two[0], ladder, *six]) == ([two[0], ladder, *six], [])  # eight fit
+    assert best_measured([*two, ladder, *six]) == ([ladder, *six], ["two0", "two1"])  # equal ones go together
+    many = [line(f"two{at}", 1, 2) for at in range(9)]
+    assert best_measured(many) == (many, [])
+    rungs = [line("ladder", 1, 2), line("ladder", 1, 2)]  # of two models
+    assert best_measured([*many, *rungs])[0] == rungs
 
 
 def test_groups_of_one_size_and_budget_are_not_joined(tmp_path: Path) -> None:
@@ -143,7 +159,7 @@ def test_published_lines_have_one_rounding_each() -> None:
 @pytest.mark.parametrize(("gap", "scale"), [(0.04, "linear"), (0.041, "symlog"), (-0.3, "symlog")])
 def test_one_large_gap_does_not_squeeze_the_others(gap: float, scale: str) -> None:
     axes = Figure().subplots()
-    words = _gap_axis(axes, [0.0, 0.01, gap])
+    words = gap_axis(axes, [0.0, 0.01, gap])
     assert axes.get_yscale() == scale
     assert ("log beyond 0.02" in words) == (scale == "symlog")
     low, high = axes.get_ylim()

@@ -144,7 +144,9 @@ class Fit:
         dof = variance**2 / sum(part**2 / own for part, own in parts) if own_noise else self.dof
         return self.mean(left) - self.mean(right), variance, dof, counts
 
-    def seeds_needed(self, left: str, right: str, margin: float, both_sides: bool) -> int | None:
+    def seeds_needed(
+        self, left: str, right: str, margin: float, both_sides: bool, *, alone: bool = False
+    ) -> int | None:
         """Fewest seeds per label, shared by all, that decide a test of two labels four times out of five.
 
         Power calculation at the measured standard deviation, as if the recipes differed from the threshold by
@@ -154,13 +156,14 @@ class Fit:
             left, right: the labels.
             margin: difference to tell apart, above 0, in the unit of the results.
             both_sides: whether both ends of the interval have a bound.
+            alone: the two labels' runs are the only ones to estimate the noise from, as in a new group.
 
         Returns:
             At least 2; None if the standard deviation is unknown or over 1000 seeds are needed.
         """
         if not self.known:
             return None
-        sigma, others = self.sigma, max(1, len(self._labels) - len(self.aside) - 1)
+        sigma, others = self.sigma, 1 if alone else max(1, len(self._labels) - len(self.aside) - 1)
         if left in self.aside or right in self.aside:
             difference = self.difference(left, right)
             if difference.error is None:

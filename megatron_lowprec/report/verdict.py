@@ -62,7 +62,9 @@ class Finding:
     brief: str = ""
     measured: float | None = None
     interval: Interval | None = None
-    seeds: int | None = None  # shared seeds that resolve the smallest difference; of an open test with known spread
+    # Shared seeds that resolve an open test: beside the group's other recipes, and of its two recipes alone.
+    seeds: int | None = None
+    seeds_alone: int | None = None
 
 
 @dataclass(frozen=True)
@@ -219,16 +221,16 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     measured = convert(difference.value)
     words = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test)}"
     words += f"{_diverged_words(diverged)}; {_relation(test)}: {held.value}"
-    needed = None
+    needed, alone = None, None
     if held is Held.OPEN and any(diverged.values()):
         words += "; diverged runs leave the difference without a bound, which more seeds do not mend"
     elif held is Held.OPEN:
-        needed, reason = _needed(test, smallest, fit, difference, (left, right))
+        needed, alone, reason = _needed(test, smallest, fit, difference, (left, right))
         words += f"; {reason}"
     elif held is Held.NO and test.threshold == 0 and -smallest <= interval[0] and interval[1] <= smallest:
         words += f", within the smallest difference that matters, {_amount(smallest, test)}"
     brief = f"{name} {_number(measured, test)}"
-    return Finding(test, held, words, brief, measured, interval, needed)
+    return Finding(test, held, words, brief, measured, interval, needed, alone)
 
 
 def _diverged(group: Group, label: str, test: Test) -> int:
@@ -238,22 +240,24 @@ def _diverged(group: Group, label: str, test: Test) -> int:
 
 def _needed(
     test: Test, smallest: float, fit: Fit, difference: Difference, labels: tuple[str, str]
-) -> tuple[int | None, str]:
-    """Number of seeds that decide a difference of the smallest size that matters, and a text with it.
+) -> tuple[int | None, int | None, str]:
+    """Seeds that decide a difference of the smallest size that matters, those of the two recipes alone, and a text.
 
-    The number is 2 if the spread is unknown, and None if it is over 1,000. ``labels`` are the test's left and right.
+    A number is 2 if the spread is unknown, and None if it is over 1,000. ``labels`` are the test's left and right.
     """
     unit = _amount(smallest, test)
     if difference.error is None:
-        return 2, f"the spread over seeds is unknown; train two shared seeds or more to learn how many resolve {unit}"
+        words = f"the spread over seeds is unknown; train two shared seeds or more to learn how many resolve {unit}"
+        return 2, 2, words
     margin = _in_nats(smallest, test.quantity, fit.mean(labels[1]))
     seeds = fit.seeds_needed(*labels, margin, test.relation == "within")
+    alone = fit.seeds_needed(*labels, margin, test.relation == "within", alone=True)
     spread = f"resolve {unit} at the measured spread"
     if seeds is None:
-        return None, f"over 1,000 shared seeds are needed to {spread}"
+        return None, alone, f"over 1,000 shared seeds are needed to {spread}"
     if seeds <= min(difference.counts):
-        return seeds, f"{seeds} shared seeds {spread}, but the difference is closer to the threshold"
-    return seeds, f"at least {seeds} shared seeds are needed to {spread}"
+        return seeds, alone, f"{seeds} shared seeds {spread}, but the difference is closer to the threshold"
+    return seeds, alone, f"at least {seeds} shared seeds are needed to {spread}"
 
 
 def _all_diverged(

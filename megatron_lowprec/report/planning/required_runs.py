@@ -23,9 +23,9 @@ def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
         UserError: the claim's sweep is missing or wrong.
     """
     claim, group, rules = verdict.claim, verdict.group, claims.rules
-    numbers = [each.seeds for each in verdict.findings if each.held is Held.OPEN]
-    known = [number for number in numbers if number is not None]
-    if verdict.outcome is not Outcome.OPEN or group is None or claim.sweep is None or len(known) < len(numbers):
+    undecided = [each for each in verdict.findings if each.held is Held.OPEN]
+    known = [each.seeds for each in undecided if each.seeds is not None]
+    if verdict.outcome is not Outcome.OPEN or group is None or claim.sweep is None or len(known) < len(undecided):
         return ()
     path = f"configs/sweeps/{claim.sweep}.yaml"
     shipped = budgets(path)
@@ -38,10 +38,13 @@ def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
         same = [each for each in shipped if (each.parameters, each.tokens) == (group.parameters, group.tokens)]
         lines += _lines(f"next, at the scale of these runs: {max(known)} shared seeds", same, path, asked, seeds)
     least = {name: rules.comparable_scale * (getattr(claim.scale, name) or 0) for name in SIZES}
-    if not all(getattr(group, name) >= each for name, each in least.items()):  # also if not recorded
+    alone = [each.seeds_alone for each in undecided if each.seeds_alone is not None]
+    too_small = not all(getattr(group, name) >= each for name, each in least.items())  # also if not recorded
+    if too_small and len(alone) == len(undecided):
         enough = [each for each in shipped if all(getattr(each, name) >= least[name] for name in SIZES)]
         what = f"next, at the claim's scale: {_needed(claim, least)} ({rules.comparable_scale:.0%} of the claim's)"
-        lines += _lines(f"{what}, {max(known)} shared seeds", enough, path, asked, seeds[: max(known)])
+        new = extended(at_hand, max(alone))[: max(alone)]  # runs at hand do not help there
+        lines += _lines(f"{what}, {max(alone)} shared seeds", enough, path, asked, new)
     return tuple(lines)
 
 

@@ -132,8 +132,8 @@ class Group:
         return _not_decayed(next(run for run in self.of(left) if run.curve is not None))
 
     def find(self, asked: str) -> str | None:
-        """The label that a claim refers to, as ``find_label``."""
-        return find_label(asked, [(run.label, run.recipe) for run in self.runs])
+        """The label that a claim refers to, as ``find_label``; none of runs that were under two recipes."""
+        return find_label(asked, [(run.label, run.recipe) for run in self.runs if not run.earlier_recipes])
 
 
 def find_label(asked: str, recipes: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:

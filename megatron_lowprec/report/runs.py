@@ -37,9 +37,10 @@ class Run:
 
     folder: Path
     cell: str  # the job's id in the sweep, or the folder's name
-    label: str  # the sweep's label, else the recipe's name
+    label: str  # the sweep's label, else the recipe's name; after the earlier recipes' names, joined by "then"
     recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
     options: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
+    earlier_recipes: tuple[str, ...] = ()  # names, of a run that resumed under another recipe
     seed: int | None = None  # None if unknown
     status: Status = Status.FAILED  # final status
     why: str = ""
@@ -151,11 +152,12 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
     cell = replace(cell, why=_exit(folder))
     config = _config(folder)
     options = config.get("options", {})
-    recipe = config.get("recipe", {})
+    recipe, earlier = config.get("recipe", {}), tuple(map(str, config.get("earlier_recipes", [])))
     cell = replace(
         cell,
-        label=cell.label or recipe.get("name") or folder.name,
+        label=" then ".join([*earlier, cell.label or recipe.get("name") or folder.name]),
         recipe=recipe,
+        earlier_recipes=earlier,
         options=options,
         seed=options.get("seed", cell.seed),
         model=cell.model if cell.sweep else Path(options.get("config") or "gpt").stem,
@@ -251,7 +253,8 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict):
         return {}
-    return {key: config[key] for key in ("options", "recipe") if isinstance(config.get(key), dict)}
+    kinds = {"options": dict, "recipe": dict, "earlier_recipes": list}
+    return {key: config[key] for key, kind in kinds.items() if isinstance(config.get(key), kind)}
 
 
 def _exit(folder: Path) -> str:

@@ -73,6 +73,7 @@ def plan_run(
     found, more = saved_state.find_checkpoint(config)
     later_notes += more
     _, samples = run_length(config)
+    earlier: list[str] = []
     if found is not None:
         saved_state.check_tokenizer(found, tokenizer)
         vocabulary = saved_state.same_padding(found, config, tokenizer.vocab_size, vocabulary)
@@ -83,6 +84,7 @@ def plan_run(
             later_notes += more
             config, more = continued_phase(config, found.content["options"], given)
             later_notes += more
+            earlier = saved_state.earlier_recipes(found, recipe)
             # Earlier iterations may have had another batch size.
             behind = found.progress
             iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
@@ -93,5 +95,5 @@ def plan_run(
             later_notes += more
     layout = layout_of(config, ranks.world_size)
     content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
-    content |= {"versions": dict(versions())}
+    content |= {"versions": dict(versions()), **({"earlier_recipes": earlier} if earlier else {})}
     return RunPlan(config, paths, recipe, schedule, tokenizer, found, content, samples, notes, later_notes)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.curve import Curve
+from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import Run, Status, find_runs, how_it_ended
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 
@@ -28,6 +29,19 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.tokens_a_second == pytest.approx(64 * 1024 / 0.1)
     assert run.peak_memory_gib == 7
     assert run.tokens_at(np.array([0, 100, 400])) == pytest.approx([0, 6_553_600, 26_214_400])
+
+
+def test_a_run_under_two_recipes_is_no_run_of_either(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "mxfp8")
+    with (folder / "config.yaml").open("a") as config:
+        config.write("earlier_recipes: [bf16, mxfp4]\n")
+    (run,) = find(folder)
+    assert run.label == "bf16 then mxfp4 then mxfp8"
+    (group,) = group_runs([run], "bf16")[0]
+    assert group.find("mxfp8") is None
+    plain = find(write_run(tmp_path / "plain", "mxfp8"))
+    (group,) = group_runs([run, *plain], "bf16")[0]
+    assert group.find("mxfp8") == "mxfp8"
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,13 @@ def test_another_recipe_continues_and_says_so(drive: Drive, capsys: pytest.Captu
     drive(argv(save="out", train_iters=1, recipe="bf16"))
     drive(argv(save="out", load="out", train_iters=2, recipe="mxfp8"))
     assert "trained with bf16" in capsys.readouterr().out
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["earlier_recipes"] == ["bf16"]
+    drive(argv(save="out", load="out", train_iters=3))
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["earlier_recipes"] == ["bf16"]
+    drive(argv(save="out", load="out", train_iters=4, recipe="bf16"))
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["earlier_recipes"] == ["bf16", "mxfp8"]
+    drive(argv(save="new", load="out", train_iters=1, finetune=True))
+    assert "earlier_recipes" not in yaml.safe_load(Path("new/config.yaml").read_text())
 
 
 @pytest.mark.parametrize("load", [{"load": "out"}, {}])

@@ -266,6 +266,13 @@ def recipe_to_continue(config: Config) -> Recipe | None:
     return recipe if replace(changed, name=recipe.name) == recipe else changed
 
 
+def earlier_recipes(saved: Saved, recipe: Recipe) -> list[str]:
+    """Names of the recipes that a continued run was under before this one, in order; empty if there is no other."""
+    before = saved.content.get("recipe", {})
+    changed = bool(before) and before != recipe_to_dict(recipe)
+    return [*saved.content.get("earlier_recipes", []), *([str(before["name"])] if changed else [])]
+
+
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
     """A note if a run resumes under another recipe than it was saved with."""
     before = saved.content.get("recipe", {})

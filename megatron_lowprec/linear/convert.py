@@ -187,6 +187,7 @@ def plan(
         assert isinstance(weight, torch.Tensor)
         arch = arch_of(weight.device if device is None else torch.device(device))
         used = weight.dtype if dtype is None else dtype
+        kind = str(used).removeprefix("torch.")
         why = _requested(recipe, layer, filter, keep_bf16, heads) or _unsupported(model, layer, used)
         if why is None:
             why = _unsuitable(recipe, layer, arch if skip_slower and used == torch.bfloat16 else "cpu")
@@ -195,9 +196,7 @@ def plan(
             continue
         converted.append(layer.path)
         for name, gemm in recipe.gemms.items():
-            reason = why_emulated(name, gemm, arch, layer.in_features, layer.out_features)
-            if reason is None and gemm.quantized and used != torch.bfloat16:
-                reason = f"FP8 GEMMs are for bf16 weights, these are {str(used)[6:]}"
+            reason = why_emulated(name, gemm, arch, layer.in_features, layer.out_features, kind)
             if gemm.quantized:
                 line = f"native on {arch}" if reason is None else f"emulated on {arch} ({reason})"
                 gemms.setdefault(line, set()).add(name)

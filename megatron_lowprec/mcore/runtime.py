@@ -176,16 +176,12 @@ class RecipeRuntime:
     def _note_emulated(self, module: LowPrecLinearMixin, name: str, layer_number: int) -> None:
         """Record which of a layer's GEMMs are emulated, and why: one header line for each reason."""
         out_features, in_features = module.weight.shape
-        arch = arch_of(self.device)
+        arch, dtype = arch_of(self.device), str(module.weight.dtype).removeprefix("torch.")
         for gemm, spec in module.bound_gemms.recipe.gemms.items():
             if not spec.quantized:
                 continue
-            everywhere = why_emulated(gemm, spec, arch)
-            here = why_emulated(gemm, spec, arch, in_features, out_features)
-            if self._emulate:
-                everywhere = "asked"
-            elif everywhere is None and module.weight.dtype != torch.bfloat16:
-                everywhere = f"FP8 GEMMs are for bf16 models, this one is {str(module.weight.dtype)[6:]}"
+            everywhere = "asked" if self._emulate else why_emulated(gemm, spec, arch, dtype=dtype)
+            here = why_emulated(gemm, spec, arch, in_features, out_features, dtype)
             reason, where = (everywhere, gemm) if everywhere else (here, f"layers.{layer_number}.{name}.{gemm}")
             if reason is not None and where not in self.emulated.setdefault(reason, []):
                 self.emulated[reason].append(where)

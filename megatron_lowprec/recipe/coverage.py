@@ -40,6 +40,12 @@ class LinearSite:
         """Path matched by the globs of ``keep_bf16.names``."""
         return site_path(self.layer_number, self.name)
 
+    def sizes_on_rank(self, tensor_ranks: int) -> tuple[int, int]:
+        """Input and output features of the layer on each of its tensor-parallel ranks."""
+        if self.split == "column":
+            return self.in_features, self.out_features // tensor_ranks
+        return self.in_features // tensor_ranks, self.out_features
+
 
 TensorRanks = int | Callable[[LinearSite], int]
 """Ranks that shard every linear layer, or those of each: experts that are spread over ranks are whole."""
@@ -209,7 +215,7 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
             raise UserError(f"keep_bf16.{name} is {count}, but the model has {num_layers} layers; lower it")
     for site in sites:
         if not kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
-            check_site(recipe, site, _ranks_of(site, tensor_parallel))
+            check_site(recipe, site, ranks_of(site, tensor_parallel))
 
 
 def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
@@ -284,7 +290,7 @@ def check_activations(recipe: Recipe, sites: Sequence[LinearSite], tensor_parall
     behind = {"attention_output": ".linear_proj", "swiglu_input": ".linear_fc2"}
     for name, form in recipe.activations.formats.items():
         for site in sites if form != "none" else ():
-            ranks = _ranks_of(site, tensor_parallel)
+            ranks = ranks_of(site, tensor_parallel)
             width = _local_sizes(site, ranks)["input"]
             if site.name.endswith(behind[name]) and width % ACTIVATION_BLOCK:
                 a_rank = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
@@ -301,7 +307,8 @@ def _other(gemm: str, operand: str) -> str:
     return {"fprop": "tokens", "dgrad": "tokens", "wgrad": "input" if operand == "input" else "output"}[gemm]
 
 
-def _ranks_of(site: LinearSite, tensor_parallel: TensorRanks) -> int:
+def ranks_of(site: LinearSite, tensor_parallel: TensorRanks) -> int:
+    """Ranks that shard a layer."""
     return tensor_parallel if isinstance(tensor_parallel, int) else tensor_parallel(site)
 
 

@@ -1,10 +1,16 @@
 """Describes a recipe's GEMMs in every linear layer of a model as text, for ``--explain-recipe``."""
 
 from collections.abc import Sequence
-from itertools import groupby
 
-from megatron_lowprec.recipe.coverage import LinearSite, gemms_in_bf16, kept_in_bf16, without_gemms
-from megatron_lowprec.recipe.native_support import native_elsewhere, why_emulated
+from megatron_lowprec.recipe.coverage import (
+    LinearSite,
+    TensorRanks,
+    gemms_in_bf16,
+    kept_in_bf16,
+    ranks_of,
+    without_gemms,
+)
+from megatron_lowprec.recipe.native_support import why_emulated, why_emulated_without_gpu
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, HadamardSpec, QuantSpec, Recipe
 
 _CONTRACTED = {"fprop": "input features", "dgrad": "output features", "wgrad": "tokens"}
@@ -28,10 +34,14 @@ def describe_operand(quant: QuantSpec | None) -> str:
     return ", ".join(parts)
 
 
-def describe_gemm(
-    name: str, gemm: GemmSpec, arch: str, in_features: int, out_features: int, emulate_accumulator: bool = False
-) -> list[str]:
-    """Lines for one GEMM: its execution, its transform, and a line per operand; arguments as ``why_emulated``."""
+def describe_gemm(name: str, gemm: GemmSpec, reason: str | None, emulate_accumulator: bool = False) -> list[str]:
+    """Lines for one GEMM: its execution, its transform, and a line per operand.
+
+    Args:
+        name: fprop, dgrad or wgrad.
+        reason: for emulating it; None if it runs natively.
+        emulate_accumulator: an emulated GEMM accumulates as fast as its spec allows.
+    """
     if not gemm.quantized:
         return [f"{name}  native, compute dtype"]
     transform = "no transform" if gemm.hadamard is None else describe_transform(gemm.hadamard)
@@ -40,10 +50,6 @@ def describe_gemm(
     for quant in (getattr(gemm, first), getattr(gemm, second)):
         alpha /= quant.headroom if quant is not None else 1.0
     scaled = f", accumulator x {alpha:.6g}" if alpha != 1.0 else ""
-    reason = why_emulated(name, gemm, arch, in_features, out_features)
-    elsewhere = native_elsewhere(name, gemm, in_features, out_features) if reason is not None and arch == "cpu" else []
-    if elsewhere:
-        reason = f"no GPU here; native on {', '.join(elsewhere)}"
     runs = "native" if reason is None else f"emulated ({reason})"
     fast = gemm.fast_accumulation and (reason is None or emulate_accumulator)
     accumulation = "fast" if fast else "fp32"
@@ -104,6 +110,10 @@ def explain(
     arch: str,
     rerun_in_bf16: Sequence[str] = (),
     emulate_accumulator: bool = False,
+    *,
+    tensor_ranks: TensorRanks = 1,
+    dtype: str = "bfloat16",
+    emulate: bool = False,
 ) -> str:
     """Text for every linear layer: its three GEMMs, and each operand's format, scales, rounding and transform.
 
@@ -116,27 +126,36 @@ def explain(
         arch: "cpu", or a GPU's compute capability as "sm90", which selects native or emulated GEMMs.
         rerun_in_bf16: globs of single GEMMs that run unquantized.
         emulate_accumulator: emulated GEMMs accumulate as fast as their specs allow.
+        tensor_ranks: ranks that shard each layer, or those of each.
+        dtype: of the model's weights.
+        emulate: no GEMM runs natively (--emulate).
     """
     lines = [f"recipe {recipe.name}: {recipe.summary}", f"source {recipe.source}" if recipe.source else "", ""]
 
-    def runs_as(site: LinearSite) -> tuple[str, int, int, bool, frozenset[str]]:
-        kept = not recipe.quantized or kept_in_bf16(recipe, site.layer_number, site.name, num_layers)
-        plain = gemms_in_bf16(rerun_in_bf16, site.layer_number, site.name)
-        return site.name, site.in_features, site.out_features, kept, plain
+    def why(name: str, gemm: GemmSpec, site: LinearSite) -> str | None:
+        sizes = site.sizes_on_rank(ranks_of(site, tensor_ranks))
+        if emulate and gemm.quantized:
+            return "asked"
+        if arch == "cpu":
+            return why_emulated_without_gpu(name, gemm, *sizes, dtype)
+        return why_emulated(name, gemm, arch, *sizes, dtype)
 
-    names_of: dict[tuple[str, ...], list[str]] = {}
+    # lines of the GEMMs -> name and sizes of a layer -> its numbers
+    layers_of: dict[tuple[str, ...], dict[tuple[str, int, int], list[int]]] = {}
     by_name = sorted(sites, key=lambda site: [s.name for s in sites].index(site.name))
-    for (name, in_features, out_features, kept, plain), group in groupby(by_name, key=runs_as):
-        which = _ranges([site.layer_number for site in group])
-        heading = f"{which}: {name} [{in_features} -> {out_features}]"
+    for site in by_name:
         gemms: list[str] = []
-        for gemm_name in GEMM_OPERANDS if not kept else ():
-            gemm = getattr(without_gemms(recipe, plain), gemm_name)
-            sizes = in_features, out_features
-            gemms += ["  " + line for line in describe_gemm(gemm_name, gemm, arch, *sizes, emulate_accumulator)]
-        names_of.setdefault(tuple(gemms), []).append(heading + ("  kept in the compute dtype" if kept else ""))
-    for gemms_of, headings in names_of.items():
-        lines += [*headings, *gemms_of]
+        if recipe.quantized and not kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
+            here = without_gemms(recipe, gemms_in_bf16(rerun_in_bf16, site.layer_number, site.name)).gemms
+            for name, gemm in here.items():
+                reason = why(name, gemm, site)
+                gemms += ["  " + line for line in describe_gemm(name, gemm, reason, emulate_accumulator)]
+        heading = site.name, site.in_features, site.out_features
+        layers_of.setdefault(tuple(gemms), {}).setdefault(heading, []).append(site.layer_number)
+    for gemms_of, layers in layers_of.items():
+        kept = "" if gemms_of else "  kept in the compute dtype"
+        lines += [f"{_ranges(numbers)}: {name} [{i} -> {o}]{kept}" for (name, i, o), numbers in layers.items()]
+        lines += gemms_of
     lines += ["", *describe_training_state(recipe)]
     lines += ["never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

@@ -18,8 +18,8 @@ _SINCE: dict[frozenset[str], int] = {
     frozenset({"1x128", "128x128"}): 90,
 }
 
-# Architectures with FP8 units: Ada, Hopper, data-center Blackwell, the other Blackwell.
-_WITH_FP8 = ("sm89", "sm90", "sm100", "sm120")
+# Ada, Hopper and Blackwell; what runs on the last runs on later ones too.
+_WITH_FP8 = ("sm89", "sm90", "sm100")
 
 # Weights of up to this many entries, [2048, 2048] or [4096, 1024], take longer in FP8 than in bf16: forward and
 # backward with 8192 tokens, called from Python, on an H200 (docs/results/native-fp8.md#linear-layers). The next larger
@@ -55,9 +55,16 @@ def native_gemms(recipe: Recipe, arch: str, in_features: int, out_features: int)
     )
 
 
-def native_elsewhere(name: str, gemm: GemmSpec, in_features: int, out_features: int) -> list[str]:
-    """The architectures on which a GEMM would run natively; arguments as in ``why_emulated``."""
-    return [arch for arch in _WITH_FP8 if why_emulated(name, gemm, arch, in_features, out_features) is None]
+def why_emulated_without_gpu(name: str, gemm: GemmSpec, in_features: int, out_features: int, dtype: str) -> str | None:
+    """As ``why_emulated`` on "cpu", with the GPUs that would run the GEMM natively, else with Hopper's reason."""
+    if not gemm.quantized:
+        return None
+    reasons = {arch: why_emulated(name, gemm, arch, in_features, out_features, dtype) for arch in _WITH_FP8}
+    native = [arch for arch, reason in reasons.items() if reason is None]
+    if not native:
+        return f"on GPUs as well: {reasons['sm90']}"
+    later = " and later" if native[-1] == _WITH_FP8[-1] else ""
+    return f"no GPU here; native on {native[0]}{later}"
 
 
 def fast_gemms(recipe: Recipe) -> list[str]:
@@ -102,13 +109,16 @@ def _operands(name: str, gemm: GemmSpec) -> list[QuantSpec]:
     return [quant for operand in GEMM_OPERANDS[name] if (quant := getattr(gemm, operand)) is not None]
 
 
-def why_emulated(name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out_features: int = 0) -> str | None:
-    """Reason for emulating a GEMM of a bf16 layer in the compute dtype; None if it runs natively.
+def why_emulated(
+    name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out_features: int = 0, dtype: str = "bfloat16"
+) -> str | None:
+    """Reason for emulating a GEMM of a layer in the compute dtype; None if it runs natively.
 
     Args:
         name: fprop, dgrad or wgrad.
         arch: "cpu", or a GPU's compute capability as "sm90".
         in_features, out_features: of the layer on one rank; 0 skips the size checks.
+        dtype: of the layer's weight.
     """
     if not gemm.quantized:
         return None
@@ -131,6 +141,8 @@ def why_emulated(name: str, gemm: GemmSpec, arch: str, in_features: int = 0, out
         return f"no FP8 GEMM of granularity {' and '.join(sorted(granularities))} on {arch}"
     if "1x128" in granularities and formats != {"e4m3"}:
         return "FP8 GEMMs of granularity 1x128 take E4M3 alone"
+    if dtype != "bfloat16":
+        return f"FP8 GEMMs are for bf16 models, this one is {dtype}"
     for label, size in (("in_features", in_features), ("out_features", out_features)):
         if size % _MULTIPLE:
             return f"{label} {size} is no multiple of {_MULTIPLE}"

@@ -370,7 +370,7 @@ def test_slower_layers_stay_where_gemms_are_native(monkeypatch: pytest.MonkeyPat
     # fp32 GEMMs are emulated
     found = plan(model, "fp8_current", device="cuda", dtype=torch.float32)
     assert found.converted == ("0", "1")
-    assert "emulated on sm90 (FP8 GEMMs are for bf16 weights, these are float32)" in found.execution[0]
+    assert "emulated on sm90 (FP8 GEMMs are for bf16 models, this one is float32)" in found.execution[0]
 
 
 @pytest.mark.gpu

@@ -180,9 +180,10 @@ def test_explanation_has_every_layer_gemm_and_operand(name: str) -> None:
         if not line.startswith("layer"):
             continue
         which, _, rest = line.partition(": ")
-        numbers = [int(n) for n in which.split(" ")[1].split("-")]
+        ranges = [part.split("-") for part in which.partition(" ")[2].split(", ")]
+        numbers = {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
         linear, sizes = rest.split(" [")[0], rest.split("[")[1].split("]")[0]
-        here = [s for s in sites if s.name == linear and numbers[0] <= s.layer_number <= numbers[-1]]
+        here = [s for s in sites if s.name == linear and s.layer_number in numbers]
         assert {f"{s.in_features} -> {s.out_features}" for s in here} == {sizes}
         covered |= {(s.layer_number, s.name) for s in here}
         is_kept = {not recipe.quantized or kept_in_bf16(recipe, s.layer_number, s.name, 4) for s in here}
@@ -228,19 +229,37 @@ def test_explanation_shows_equal_layers_once_and_others_apart() -> None:
     assert sum(line.startswith("  fprop") for line in lines) == 2
     apart = next(n for n, line in enumerate(lines) if line.startswith("layer 2: mlp.linear_fc1"))
     assert "  dgrad  native, compute dtype" in lines[apart:]
+    assert "layers 1, 3-4: mlp.linear_fc1 [512 -> 2048]" in lines
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("fp8_delayed", "emulated (no GPU here; native on sm89, sm90, sm100, sm120)"),
+        ("fp8_delayed", "emulated (no GPU here; native on sm89 and later)"),
         ("fp8_blockwise", "emulated (no GPU here; native on sm90)"),
-        ("mxfp8", "emulated (no MX GEMM on cpu)"),
+        ("mxfp8", "emulated (on GPUs as well: no MX GEMM on sm90)"),
     ],
 )
 def test_explanation_without_a_gpu_names_those_that_run_natively(name: str, said: str) -> None:
     assert f"  fprop  {said}, " in explain(get_recipe(name), sites_of(1, 256), 1, "cpu")
     assert "no GPU here" not in explain(get_recipe(name), sites_of(1, 256), 1, "sm90")
+
+
+@pytest.mark.parametrize("arch", ["cpu", "sm90"])
+def test_explanation_is_of_the_model_as_it_runs(arch: str) -> None:
+    recipe, sites = get_recipe("fp8_current"), sites_of(1, 256, 1040)
+    native = "native on sm89 and later" if arch == "cpu" else "fprop  native"
+    said = explain(recipe, sites, 1, arch)
+    assert native in said
+    assert "no multiple" not in said
+    assert "this one is float32" in explain(recipe, sites, 1, arch, dtype="float32")
+    assert native not in explain(recipe, sites, 1, arch, dtype="float32")
+    assert "fprop  emulated (asked)" in explain(recipe, sites, 1, arch, emulate=True)
+    assert native not in explain(recipe, sites, 1, arch, emulate=True)
+    said = explain(recipe, sites, 1, arch, tensor_ranks=2)  # linear_fc1 has 520 output features on a rank
+    assert native in said
+    assert "out_features 520 is no multiple of 16" in said
+    assert "in_features 520 is no multiple of 16" in said
 
 
 def test_execution() -> None:

@@ -245,7 +245,9 @@ def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | N
     values: dict[str, Any] = {}
     given = {str(key).replace("-", "_"): (key, value) for key, value in content.items()}
     for name, (key, value) in current_names(where, given, notes).items():
-        if (name not in KINDS and name not in FP8_FLAGS) or name == "config":
+        if name == "config":
+            raise UserError(f"{where}: config is not a key: --config names such a file")
+        if name not in KINDS and name not in FP8_FLAGS:
             known = [n.replace("_", "-") for n in KINDS if n != "config"]
             hint = nearest(str(key).replace("_", "-"), known) or "; pretrain_gpt.py --help lists all of them as flags"
             raise UserError(f"{where}: unknown key '{key}'{hint}")

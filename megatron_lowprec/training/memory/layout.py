@@ -50,10 +50,7 @@ class Runs:
         if not config.bf16 or config.emulate:
             return frozenset()
         ranks = sharding(config, site).tensor_ranks
-        sizes = site.in_features, site.out_features
-        if site.split == "column":
-            return native_gemms(self.recipe, self.arch, sizes[0], sizes[1] // ranks)
-        return native_gemms(self.recipe, self.arch, sizes[0] // ranks, sizes[1])
+        return native_gemms(self.recipe, self.arch, *site.sizes_on_rank(ranks))
 
 
 def stage_layers(config: Config, stage: int) -> range:

@@ -39,6 +39,11 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     return overridden(recipe, overrides)
 
 
+def same_numerics(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes differ at most in name, summary and source."""
+    return dataclasses.replace(one, name=other.name, summary=other.summary, source=other.source) == other
+
+
 def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe with overrides such as ``dgrad.hadamard.block=128`` applied in order.
 

@@ -97,7 +97,9 @@ def _recipe(config: Config, given: frozenset[str]) -> tuple[Recipe, list[str]]:
 
         found = recipe_to_continue(config)
         if found is not None:
-            return found, [f"recipe: the checkpoint's {found.name}"]
+            recipe, stored = found
+            changed = " with --recipe-override" if recipe.name != stored else ""
+            return recipe, [f"recipe: the checkpoint's {stored}{changed}"]
     return load_recipe(str(find(config.recipe)), config.recipe_override), []
 
 
@@ -126,6 +128,9 @@ def _explanation(config: Config, recipe: Recipe) -> str:
         arch_here(),
         config.rerun_in_bf16,
         config.emulate_accumulator,
+        tensor_ranks=tensor_ranks(config),
+        dtype="bfloat16" if config.bf16 else "float32",
+        emulate=config.emulate,
     )
 
 

@@ -104,11 +104,11 @@ def rerun_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[RerunRecorder]:
     """Let --cuda-graph-impl local work with such recordings; the recorders that runs will have made."""
     from megatron.core import tensor_parallel
 
-    from megatron_lowprec.training import model, run
+    from megatron_lowprec.training import model, run_plan
 
     found: list[RerunRecorder] = []
     seed = tensor_parallel.model_parallel_cuda_manual_seed
-    monkeypatch.setattr(run, "resolve_cuda_graphs", lambda config, recipe, world_size, gpus: (config, []))
+    monkeypatch.setattr(run_plan, "resolve_cuda_graphs", lambda config, recipe, world_size, gpus: (config, []))
     monkeypatch.setattr(model, "LayerGraphs", partial(_rerun_graphs, recorders=found))
     monkeypatch.setattr(
         tensor_parallel,

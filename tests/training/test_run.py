@@ -275,6 +275,30 @@ def test_a_command_with_overrides_continues_when_repeated(drive: Drive, capsys: 
     assert "where the checkpoint was trained with" not in printed
 
 
+def test_overrides_of_the_command_are_not_called_the_checkpoint_s(
+    drive: Drive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drive(argv(save="out", train_iters=1, recipe="mxfp8"))
+    capsys.readouterr()
+    drive(argv(save="out", train_iters=2, recipe_override=["dgrad.grad_output.format=e5m2"]))
+    printed = capsys.readouterr().out
+    assert "recipe: the checkpoint's mxfp8 with --recipe-override\n" in printed
+    assert "recipe: mxfp8+dgrad.grad_output.format=e5m2, where the checkpoint was trained with mxfp8" in printed
+
+
+def test_an_older_checkpoint_s_recipe_is_no_other_one(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its summary may have other words, and it lacks fields that came later."""
+    drive(argv(save="out", train_iters=1, recipe="mxfp8"))
+    path = Path("out/iter_0000001/config.yaml")
+    content = yaml.safe_load(path.read_text())
+    del content["recipe"]["activations"]
+    path.write_text(yaml.safe_dump(content | {"recipe": content["recipe"] | {"summary": "as it was called then"}}))
+    capsys.readouterr()
+    drive(argv(save="out", train_iters=2, recipe="mxfp8"))
+    assert "where the checkpoint was trained with" not in capsys.readouterr().out
+    assert "earlier_recipes" not in yaml.safe_load(Path("out/config.yaml").read_text())
+
+
 def test_weights_alone_bring_no_recipe(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="out", train_iters=1, recipe="mxfp8"))
     drive(argv(save="new", load="out", finetune=True, train_iters=1))

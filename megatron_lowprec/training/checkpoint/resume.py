@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe_to_dict
+from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe_to_dict, same_numerics
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.checkpoint import safe_load, storage
 from megatron_lowprec.training.config.options import Config
@@ -67,6 +67,12 @@ class Saved:
     @property
     def schedule(self) -> Schedule:
         return Schedule.from_dict(self.content["schedule"])
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """None if the checkpoint holds none."""
+        stored = self.content.get("recipe")
+        return recipe_from_dict(stored) if stored else None
 
     @property
     def tokenizer(self) -> dict[str, str] | None:
@@ -247,8 +253,8 @@ def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Con
     return config, notes
 
 
-def recipe_to_continue(config: Config) -> Recipe | None:
-    """The recipe of the checkpoint that a run continues from, with --recipe-override applied.
+def recipe_to_continue(config: Config) -> tuple[Recipe, str] | None:
+    """The recipe of the checkpoint that a run continues from, with --recipe-override applied, and its stored name.
 
     None if the run starts anew, or only takes weights from the checkpoint. An override that the stored recipe already
     has keeps its name: the same command may resume.
@@ -258,31 +264,27 @@ def recipe_to_continue(config: Config) -> Recipe | None:
     """
     config, _ = source(config)
     found = None if config.finetune else find_checkpoint(config)[0]
-    stored = None if found is None else found.content.get("recipe")
-    if not stored:
+    stored = None if found is None else found.recipe
+    if stored is None:
         return None
-    recipe = recipe_from_dict(stored)
-    changed = overridden(recipe, config.recipe_override)
-    return recipe if replace(changed, name=recipe.name) == recipe else changed
+    changed = overridden(stored, config.recipe_override)
+    return stored if same_numerics(changed, stored) else changed, stored.name
 
 
 def earlier_recipes(saved: Saved, recipe: Recipe) -> list[str]:
     """Names of the recipes that a continued run was under before this one, in order; empty if there is no other."""
-    before = saved.content.get("recipe", {})
-    changed = bool(before) and before != recipe_to_dict(recipe)
-    return [*saved.content.get("earlier_recipes", []), *([str(before["name"])] if changed else [])]
+    before = saved.recipe
+    changed = before is not None and not same_numerics(before, recipe)
+    return [*saved.content.get("earlier_recipes", []), *([before.name] if before is not None and changed else [])]
 
 
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
     """A note if a run resumes under another recipe than it was saved with."""
-    before = saved.content.get("recipe", {})
-    if before == recipe_to_dict(recipe):
+    before = saved.recipe
+    if before is None or same_numerics(before, recipe):
         return []
-    same = before.get("name") == recipe.name
-    return [
-        f"recipe: {recipe.name}{' with other fields' if same else ''}, "
-        f"where the checkpoint was trained with {before.get('name')}"
-    ]
+    others = " with other fields" if before.name == recipe.name else ""
+    return [f"recipe: {recipe.name}{others}, where the checkpoint was trained with {before.name}"]
 
 
 def implementation_note(saved: Saved, config: Config) -> list[str]:

@@ -149,6 +149,7 @@ class Report:
         return {
             "name": group.name,
             "reference": group.reference,
+            "ranges": plots.has_ranges(group),
             "described": _described(group),
             "pictures": {name: _picture(draw) for name, draw in drawings.items()},
             "quality": tables.quality(group, fit, confidence),
@@ -216,9 +217,10 @@ def build(
     measured, omitted = best_measured(measured)
     if omitted:
         found.append(
-            f"gap_by_tokens.png leaves out {', '.join(omitted)}, which have fewer budgets or seeds; gaps.png has them."
+            "gap_by_tokens.png has the eight recipes with the most budgets and seeds; the figures of gaps of single "
+            f"groups have the others: {', '.join(omitted)}."
         )
-    roundings = comparable_roundings(groups) if measured else set()
+    roundings = comparable_roundings(groups, {line.label for line in measured})
     lines = published_lines(published, roundings)
     if roundings and not lines:
         found.append(

@@ -24,7 +24,7 @@ _MARKED = 40  # most points with a marker each
 _SMOOTHING = 100  # a smoothed loss averages 1/_SMOOTHING of the run on either side
 _EARLY = 0.1  # first share of the run, ignored for the axis limits of a difference
 _FIRST = 0.04  # likewise for a loss
-_MOST_RANGES = 8  # ranges over seeds in one panel; more cover each other
+_MOST_RANGES = 8  # recipes beside the reference; the ranges of more cover each other
 
 
 def gaps(
@@ -90,12 +90,18 @@ def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
     )
 
 
+def has_ranges(group: Group) -> bool:
+    """Whether figures of losses show ranges over seeds: with up to eight recipes beside the reference."""
+    finished = [label for label in group.labels if group.of(label, Status.FINISHED)]
+    return len(set(finished) - {group.reference}) <= _MOST_RANGES
+
+
 def losses(
     name: Literal["training loss", "validation loss"], group: Group, styles: Mapping[str, Style], theme: Theme
 ) -> bytes | None:
     """PNG over tokens: mean over seeds, and that of paired differences to the reference.
 
-    Up to eight recipes have their ranges over seeds as well. Training losses are smoothed, validation losses have
+    Ranges over seeds are shown as ``has_ranges`` says. Training losses are smoothed, validation losses have
     markers. None if no run has losses.
     """
     if all(run.curve is None for run in group.runs):
@@ -110,7 +116,7 @@ def losses(
     figure = theme.new_figure(6.6 if compared else 3.9)
     panels = figure.subplots(2 if compared else 1, 1, sharex=True, squeeze=False)[:, 0]
     top = panels[0]
-    ranges = len(finished) <= _MOST_RANGES
+    ranges = has_ranges(group)
     seen: list[Floats] = []
     for label, (iterations, values) in finished.items():
         x = group.of(label, Status.FINISHED)[0].tokens_at(iterations)
@@ -137,7 +143,7 @@ def losses(
             drawn = differences if ranges else differences.mean(axis=0, keepdims=True)
             ends += list(drawn[:, x >= _EARLY * x[-1]].ravel())
         scale = gap_axis(bottom, [0.0, *(end for end in ends if math.isfinite(end))])
-        bottom.set_ylabel(f"less {group.reference}'s, nats a token\n{scale}")
+        bottom.set_ylabel(f"less {group.reference}'s, nats a token\n{scale}".rstrip())
     panels[-1].set_xlabel("tokens")
     panels[-1].xaxis.set_major_formatter(lambda value, _: amount(value))
     theme.legend(figure, [top])

@@ -147,7 +147,7 @@ class Fit:
     def seeds_needed(
         self, left: str, right: str, margin: float, both_sides: bool, *, alone: bool = False
     ) -> int | None:
-        """Fewest seeds per label, shared by all, that decide a test of two labels four times out of five.
+        """Fewest seeds of two labels, shared by both, that decide a test of them four times out of five.
 
         Power calculation at the measured standard deviation, as if the recipes differed from the threshold by
         ``margin``. An interval that must stay within two bounds (two one-sided tests) can miss on both sides.
@@ -156,22 +156,23 @@ class Fit:
             left, right: the labels.
             margin: difference to tell apart, above 0, in the unit of the results.
             both_sides: whether both ends of the interval have a bound.
-            alone: the two labels' runs are the only ones to estimate the noise from, as in a new group.
+            alone: there are no runs of other labels, as in a new group; else those at hand add degrees of freedom.
 
         Returns:
             At least 2; None if the standard deviation is unknown or over 1000 seeds are needed.
         """
         if not self.known:
             return None
-        sigma, others = self.sigma, 1 if alone else max(1, len(self._labels) - len(self.aside) - 1)
+        others = [len(self._values(label)) - 1 for label in self._labels if label not in (left, right, *self.aside)]
+        sigma, more = self.sigma, 0 if alone else sum(others)
         if left in self.aside or right in self.aside:
             difference = self.difference(left, right)
             if difference.error is None:
                 return None
-            sigma, others = difference.error / math.sqrt(sum(1 / count for count in difference.counts)), 1
+            sigma, more = difference.error / math.sqrt(sum(1 / count for count in difference.counts)), 0
         power = 1 - (1 - _POWER) / 2 if both_sides else _POWER
         for seeds in range(2, _MOST_SEEDS + 1):
-            dof = math.inf if self.method == PRIOR else float(others * (seeds - 1))
+            dof = math.inf if self.method == PRIOR else float(seeds - 1 + more)
             quantiles = t_quantile(0.5 + self._confidence / 2, dof) + t_quantile(power, dof)
             if quantiles * sigma * math.sqrt(2 / seeds) <= margin:
                 return seeds

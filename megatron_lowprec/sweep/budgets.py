@@ -32,10 +32,10 @@ class Budget:
 
     def only(self, labels: Collection[str]) -> list[str]:
         """Patterns of the runs' names under some of the recipes; none if these are all runs of the size."""
-        ending = f"-{self.variant}-s*" if self.variant else ""
+        ending = f"-{self.variant}-s[0-9]*" if self.variant else ""
         if len(labels) == len(self.recipes):
             return [] if self.alone else [f"{self.model}-*{ending}"]
-        return [f"{self.model}-{label}{ending or '-s*'}" for label in labels]
+        return [f"{self.model}-{label}{ending or '-s[0-9]*'}" for label in labels]
 
 
 def budgets(path: str) -> list[Budget]:

@@ -239,11 +239,31 @@ def test_the_seeds_needed_decide_four_times_out_of_five(both_sides: bool) -> Non
     assert fewer is not None
     assert fewer < seeds
     for _ in range(trials):
-        drawn = {label: list(pilot.sigma * rng.standard_normal(seeds)) for label in "abc"}
+        counts = {"a": seeds, "b": seeds, "c": 3}
+        drawn = {label: list(pilot.sigma * rng.standard_normal(count)) for label, count in counts.items()}
         low, high = Fit(results(**drawn), 0.95, paired=True).difference("a", "b").interval
         decided += high < margin and (low > -margin or not both_sides)
     assert 0.75 < decided / trials < 0.95  # whole seeds, and for two sides a bound, lie above 0.8
     assert pilot.seeds_needed("a", "b", 1e-3 * pilot.sigma, both_sides) is None
+
+
+def test_runs_of_other_recipes_at_hand_spare_few_seeds() -> None:
+    """Two recipes get new seeds; the others add the degrees of freedom that they have."""
+    rng = np.random.default_rng(3)
+    pilot = Fit(results(a=[0.0, 0.004, 0.001], b=[0.003, 0.0, 0.002], c=[0.001, 0.002, 0.006]), 0.95, paired=True)
+    margin, trials = 2 * pilot.sigma, 800
+    beside = pilot.seeds_needed("a", "b", margin, False)
+    alone = pilot.seeds_needed("a", "b", margin, False, alone=True)
+    assert beside is not None
+    assert alone is not None
+    assert alone > beside
+    for seeds, others in ((beside, {"c": 3}), (alone, {})):
+        decided = 0
+        for _ in range(trials):
+            counts = {"a": seeds, "b": seeds, **others}
+            drawn = {label: list(pilot.sigma * rng.standard_normal(count)) for label, count in counts.items()}
+            decided += Fit(results(**drawn), 0.95, paired=True).difference("a", "b").interval[1] < margin
+        assert 0.78 < decided / trials < 0.95
 
 
 def test_unknown_noise_needs_an_unknown_number_of_seeds() -> None:

@@ -236,15 +236,15 @@ def test_budgets_of_a_file(write_sweep: WriteSweep) -> None:
     (only,) = budgets(write_sweep())
     labels = [label for label, _ in only.recipes]
     assert (only.size, only.model, only.tokens, only.only(labels)) == (None, "gpt_tiny", 4 * 4 * 32, [])
-    assert only.only(labels[:1]) == [f"gpt_tiny-{labels[0]}-s*"]
+    assert only.only(labels[:1]) == [f"gpt_tiny-{labels[0]}-s[0-9]*"]
     variants = {"a": {}, "b": {"train-iters": 8}}
     sizes = {"small": {}, "large": {"models": ["gpt_tiny", "gpt_25m"], "overrides": variants}}
     found = budgets(write_sweep(sizes=sizes, needs=["data-path"], options={"train-iters": 4}))
     assert [(each.size, each.only(labels)) for each in found] == [
         ("small", []),
-        *(("large", [f"{model}-*-{variant}-s*"]) for model in ("gpt_tiny", "gpt_25m") for variant in "ab"),
+        *(("large", [f"{model}-*-{variant}-s[0-9]*"]) for model in ("gpt_tiny", "gpt_25m") for variant in "ab"),
     ]
-    assert found[1].only(labels[1:]) == [f"gpt_tiny-{labels[1]}-a-s*"]
+    assert found[1].only(labels[1:]) == [f"gpt_tiny-{labels[1]}-a-s[0-9]*"]
     assert {each.parameters for each in found[3:]} == {51_500_032}  # as run.json of the archive in docs/results
     assert found[4].tokens == 2 * found[3].tokens
     assert {(len(each.recipes), each.needs) for each in found} == {(2, ("data_path",))}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,7 @@ def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> t
                 continue  # no shared seed
             half_width = math.nan if difference.error is None else difference.half_width
             model = group.name if size in ambiguous else amount(size)
-            seeds = len(group.shared_seeds(label, group.reference))
-            point = Point(group.tokens / size, difference.value, half_width, seeds)
+            point = Point(group.tokens / size, difference.value, half_width, min(difference.counts))
             lines.setdefault((label, model, size), []).append(point)
     return [Line(*key, _rising(points)) for key, points in lines.items()], [
         name for name, size in compared.items() if math.isnan(size)
@@ -86,24 +85,18 @@ def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> t
 def best_measured(lines: Sequence[Line]) -> tuple[list[Line], list[str]]:
     """Lines of at most eight recipes, and the labels left out, so that the figure can be read.
 
-    Recipes with more budgets come first, then those with more seeds. Equal ones stay or go together, and the first
-    always stay.
+    Those with the most budgets, then the most seeds, then the first.
     """
     ranks: dict[str, tuple[int, int]] = {}
     for line in lines:
         budgets, seeds = ranks.get(line.label, (0, 0))
         ranks[line.label] = budgets + len(line.points), max(seeds, *(point.seeds for point in line.points))
-    kept: list[str] = []
-    for rank in sorted(set(ranks.values()), reverse=True):
-        equal = [label for label, each in ranks.items() if each == rank]
-        if kept and len(kept) + len(equal) > _MOST_RECIPES:
-            break
-        kept += equal
+    kept = sorted(ranks, key=lambda label: ranks[label], reverse=True)[:_MOST_RECIPES]  # stable: equal ones in order
     return [line for line in lines if line.label in kept], [label for label in ranks if label not in kept]
 
 
-def comparable_roundings(groups: Sequence[Group]) -> set[bool]:
-    """Whether rounding is stochastic, of each compared recipe that the published runs resemble.
+def comparable_roundings(groups: Sequence[Group], labels: Collection[str]) -> set[bool]:
+    """Whether rounding is stochastic, of each compared recipe among ``labels`` that the published runs resemble.
 
     These are MXFP4 operands after a Hadamard transform in dgrad and wgrad, an unquantized fprop, and a gap to an
     unquantized reference.
@@ -112,7 +105,9 @@ def comparable_roundings(groups: Sequence[Group]) -> set[bool]:
         stochastic
         for group in groups
         for label in _compared(group)
-        if (plain := _recipe(group, group.reference)) and not _operands(plain, "fprop", "dgrad", "wgrad")
+        if label in labels
+        and (plain := _recipe(group, group.reference))
+        and not _operands(plain, "fprop", "dgrad", "wgrad")
         for stochastic, rounding in ((False, "nearest_even"), (True, "stochastic"))
         if _resembles(_recipe(group, label), rounding)
     }

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.claims import SIZES, Claim, Claims
+from megatron_lowprec.report.claims import SIZES, Claim, Claims, Test
 from megatron_lowprec.report.groups import Group, find_label
 from megatron_lowprec.report.verdict import Held, Outcome, Verdict
 from megatron_lowprec.sweep.budgets import Budget, budgets
@@ -16,8 +16,8 @@ from megatron_lowprec.sweep.slurm import indices
 def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
     """Lines on the seeds, parameters and tokens that decide a claim, each followed by its command if a sweep has them.
 
-    The runs are of the recipes that the claim and its control compare. Empty if the claim is not open, names no sweep,
-    or if no number of seeds is known to decide it; findings say why.
+    The runs are of the recipes that the claim compares, and of its control's where the sweep has them. Empty if the
+    claim is not open, names no sweep, or if no number of seeds is known to decide it; findings say why.
 
     Raises:
         UserError: the claim's sweep is missing or wrong.
@@ -29,22 +29,23 @@ def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
         return ()
     path = f"configs/sweeps/{claim.sweep}.yaml"
     shipped = budgets(path)
-    at_hand = set.intersection(*(_seeds(group, test.left, test.right) for test in claim.tests))
-    seeds = extended(at_hand, max(known))
+    of_tests = [_seeds(group, test.left, test.right) for test in claim.tests]
+    at_hand = set.intersection(*of_tests)
+    seeds = extended(at_hand or set.union(*of_tests), max(known))
+    shipped = [each for each in shipped if None not in _found(each, claim.tests)]
     tests = claim.tests + (claims.named(claim.control).tests if claim.control is not None else ())
-    asked = dict.fromkeys(side for test in tests for side in (test.right, test.left))
     lines: list[str] = []
     if len(seeds) > len(at_hand):
         same = [each for each in shipped if (each.parameters, each.tokens) == (group.parameters, group.tokens)]
-        lines += _lines(f"next, at the scale of these runs: {max(known)} shared seeds", same, path, asked, seeds)
+        lines += _lines(f"next, at the scale of these runs: {max(known)} shared seeds", same, path, tests, seeds)
     least = {name: rules.comparable_scale * (getattr(claim.scale, name) or 0) for name in SIZES}
     alone = [each.seeds_alone for each in undecided if each.seeds_alone is not None]
     too_small = not all(getattr(group, name) >= each for name, each in least.items())  # also if not recorded
     if too_small and len(alone) == len(undecided):
         enough = [each for each in shipped if all(getattr(each, name) >= least[name] for name in SIZES)]
         what = f"next, at the claim's scale: {_needed(claim, least)} ({rules.comparable_scale:.0%} of the claim's)"
-        new = extended(at_hand, max(alone))[: max(alone)]  # runs at hand do not help there
-        lines += _lines(f"{what}, {max(alone)} shared seeds", enough, path, asked, new)
+        new = extended(seeds, max(alone))[: max(alone)]  # runs at hand do not help there
+        lines += _lines(f"{what}, {max(alone)} shared seeds", enough, path, tests, new)
     return tuple(lines)
 
 
@@ -66,22 +67,22 @@ def _needed(claim: Claim, least: dict[str, float]) -> str:
     )
 
 
-def _lines(what: str, fitting: list[Budget], path: str, asked: Iterable[str], seeds: list[int]) -> list[str]:
+def _lines(what: str, fitting: list[Budget], path: str, tests: Iterable[Test], seeds: list[int]) -> list[str]:
     """The line, completed with the cheapest of the fitting budgets, and its command."""
     if not fitting:
-        return [f"{what}; no size of {path} has such runs"]
+        return [f"{what}; no size of {path} has such runs of these recipes"]
     budget = min(fitting, key=lambda each: each.parameters * each.tokens)
     at_size = f" at size {budget.size}" if budget.size else ""
-    labels = _labels(budget, asked)
+    found = _found(budget, tests)
+    labels = [label for label, _ in budget.recipes if label in found]
     runs = f"{len(labels) * len(seeds):,} runs of {budget.model}{at_size}"
     scale = f"{amount(budget.parameters)} parameters, {amount(budget.tokens)} tokens each"
     return [f"{what}; {runs} ({scale})", _command(budget, path, labels, seeds)]
 
 
-def _labels(budget: Budget, asked: Iterable[str]) -> list[str]:
-    """The sweep's labels of the recipes; all of its labels if one of them has other names there."""
-    found = {find_label(each, budget.recipes) for each in asked}
-    return [label for label, _ in budget.recipes if label in found or None in found]
+def _found(budget: Budget, tests: Iterable[Test]) -> set[str | None]:
+    """A budget's labels of the recipes that tests compare, with None if it lacks one."""
+    return {find_label(side, budget.recipes) for test in tests for side in (test.left, test.right)}
 
 
 def _command(budget: Budget, path: str, labels: list[str], seeds: list[int]) -> str:

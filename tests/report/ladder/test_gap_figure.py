@@ -1,6 +1,7 @@
 """The ladder figure: which lines it has, at which points, and what is said where one is missing."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,26 @@ def test_the_figure_has_the_best_measured_recipes() -> None:
     ladder, six = line("ladder", 2, 2), [line(f"six{at}", 1, 6) for at in range(6)]
     two = [line(f"two{at}", 1, 2) for at in range(2)]
     assert best_measured([two[0], ladder, *six]) == ([two[0], ladder, *six], [])  # eight fit
-    assert best_measured([*two, ladder, *six]) == ([ladder, *six], ["two0", "two1"])  # equal ones go together
+    assert best_measured([*two, ladder, *six]) == ([two[0], ladder, *six], ["two1"])  # of equal ones the first
     many = [line(f"two{at}", 1, 2) for at in range(9)]
-    assert best_measured(many) == (many, [])
     rungs = [line("ladder", 1, 2), line("ladder", 1, 2)]  # of two models
-    assert best_measured([*many, *rungs])[0] == rungs
+    assert best_measured([*many, *rungs]) == ([*many[:7], *rungs], ["two7", "two8"])
+
+
+def test_seeds_of_a_point_are_those_of_its_gap(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "sweep", 0.05)
+    shutil.rmtree(folder / "mxfp4_rht-s2")
+    write_run(folder / "mxfp4_rht-s2", "mxfp4_rht", 2, ends_at=200)
+    (line,), _ = lines_of(groups_of(folder))
+    assert line.points[0].seeds == 2
+
+
+def test_the_report_names_the_recipes_that_the_figure_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipes = [f"mxfp4+dgrad.weight.headroom=0.{digit}" for digit in range(1, 9)]
+    folder = write_sweep(tmp_path / "sweep", dict.fromkeys(["bf16", *recipes, "mxfp8", "mxfp4"], 3.7), seeds=2)
+    assert report.main([str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "the figures of gaps of single groups have the others: mxfp8, mxfp4." in capsys.readouterr().out
+    assert "bands" not in (tmp_path / "out/report.html").read_text()
 
 
 def test_groups_of_one_size_and_budget_are_not_joined(tmp_path: Path) -> None:
@@ -121,12 +137,15 @@ def test_only_mxfp4_with_a_transform_resembles_the_published_runs(
     tmp_path: Path, recipes: list[str], roundings: set[bool]
 ) -> None:
     folder = write_sweep(tmp_path / "sweep", dict.fromkeys(["bf16", *recipes], 3.7), seeds=1)
-    assert comparable_roundings(groups_of(folder)) == roundings
+    groups = groups_of(folder)
+    assert comparable_roundings(groups, groups[0].labels) == roundings
+    assert comparable_roundings(groups, ["bf16"]) == set()  # of the recipes in the figure
 
 
 def test_published_gaps_are_to_bf16(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path / "sweep", {"mxfp8": 3.7, "mxfp4_rht": 3.7}, seeds=1)
-    assert comparable_roundings(groups_of(folder, reference="mxfp8")) == set()
+    groups = groups_of(folder, reference="mxfp8")
+    assert comparable_roundings(groups, groups[0].labels) == set()
 
 
 @pytest.mark.parametrize("label", ["bf16", "mxfp4_rht"])
@@ -134,7 +153,7 @@ def test_a_run_without_a_recorded_recipe_is_not_comparable(tmp_path: Path, label
     folder = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4_rht": 3.7}, seeds=1)
     (folder / f"{label}-s1/config.yaml").write_text(yaml.safe_dump({"options": {**OPTIONS, "seed": 1}}))
     groups = groups_of(folder)
-    assert comparable_roundings(groups) == set()
+    assert comparable_roundings(groups, groups[0].labels) == set()
     assert [line.label for line in lines_of(groups)[0]] == ["mxfp4_rht"]
 
 

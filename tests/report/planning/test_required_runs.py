@@ -84,13 +84,32 @@ def test_the_control_is_trained_as_well(sweep: Path, tmp_path: Path, capsys: pyt
     assert {job[1] for job in jobs} == {"bf16", "mxfp4", "mxfp4_rht"}
 
 
-def test_a_recipe_that_the_sweep_lacks_asks_for_all(
-    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_sweep_without_the_recipes_has_no_command(sweep: Path, tmp_path: Path) -> None:
+    lines = required(claims(tmp_path, sweep="fp8_scaling"), sweep)
+    assert len(lines) == 2
+    assert all(
+        line.endswith("no size of configs/sweeps/fp8_scaling.yaml has such runs of these recipes") for line in lines
+    )
+
+
+def test_tests_without_a_common_seed_ask_for_all_their_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = required(claims(tmp_path, sweep="fp8_scaling", scale={"parameters": None, "tokens": 10**9}), sweep)
-    assert {job[1] for job in dry_run(lines[-1], capsys)} == {
-        label for label, _ in budgets("configs/sweeps/fp8_scaling.yaml")[0].recipes
-    }
+    finals = {"bf16": [3.7, 3.71, 3.72, 3.73], "mxfp4": [3.75, 3.72], "mxfp4_sr": [3.71, 3.73]}
+    folder = write_sweep(tmp_path / "sweep", finals, options=OPTIONS, parameters=SMALL.parameters)
+    for old, new in ((1, 3), (2, 4)):
+        (folder / f"mxfp4_sr-s{old}").rename(folder / f"mxfp4_sr-s{new}")
+        config = folder / f"mxfp4_sr-s{new}/config.yaml"
+        config.write_text(config.read_text().replace(f"seed: {old}", f"seed: {new}"))
+    manifest = (folder / "sweep.json").read_text()
+    for old, new in ((1, 3), (2, 4)):
+        manifest = manifest.replace(f"mxfp4_sr-s{old}", f"mxfp4_sr-s{new}")
+    (folder / "sweep.json").write_text(manifest)
+    test = {"right": "bf16", "quantity": "validation_loss", "relation": "above", "threshold": 0.03}
+    found = claims(tmp_path, tests=[{"left": left, **test} for left in ("mxfp4", "mxfp4_sr")])
+    jobs = dry_run(required(found, folder)[1], capsys)
+    assert {int(job[3]) for job in jobs} >= {1, 2, 3, 4}
+    assert {job[1] for job in jobs} == {"bf16", "mxfp4", "mxfp4_sr"}
 
 
 def test_the_number_follows_the_spread(sweep: Path, tmp_path: Path) -> None:
@@ -112,7 +131,7 @@ def test_a_sweep_without_such_runs_has_no_command(sweep: Path, tmp_path: Path) -
     lines = required(claims(tmp_path, scale={"parameters": 10**12, "tokens": None}), sweep)
     assert len(lines) == 3
     assert "at least 500B parameters (50% of the claim's), " in lines[2]
-    assert lines[2].endswith("; no size of configs/sweeps/paper_table2.yaml has such runs")
+    assert lines[2].endswith("; no size of configs/sweeps/paper_table2.yaml has such runs of these recipes")
 
 
 def test_seeds_at_hand_that_resolve_it_are_not_asked_for_again(tmp_path: Path) -> None:

@@ -271,17 +271,22 @@ def recipe_to_continue(config: Config) -> tuple[Recipe, str] | None:
     return stored if same_numerics(changed, stored) else changed, stored.name
 
 
+def _other_recipe(saved: Saved, recipe: Recipe) -> Recipe | None:
+    """The checkpoint's recipe if its numerics differ; None otherwise, and without one."""
+    before = saved.recipe
+    return None if before is None or same_numerics(before, recipe) else before
+
+
 def earlier_recipes(saved: Saved, recipe: Recipe) -> list[str]:
     """Names of the recipes that a continued run was under before this one, in order; empty if there is no other."""
-    before = saved.recipe
-    changed = before is not None and not same_numerics(before, recipe)
-    return [*saved.content.get("earlier_recipes", []), *([before.name] if before is not None and changed else [])]
+    before = _other_recipe(saved, recipe)
+    return [*saved.content.get("earlier_recipes", []), *([] if before is None else [before.name])]
 
 
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
     """A note if a run resumes under another recipe than it was saved with."""
-    before = saved.recipe
-    if before is None or same_numerics(before, recipe):
+    before = _other_recipe(saved, recipe)
+    if before is None:
         return []
     others = " with other fields" if before.name == recipe.name else ""
     return [f"recipe: {recipe.name}{others}, where the checkpoint was trained with {before.name}"]

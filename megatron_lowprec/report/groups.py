@@ -67,6 +67,17 @@ class Group:
         """Runs of a label, with any status or a given one."""
         return tuple(run for run in self.runs if run.label == label and status in (None, run.status))
 
+    @cached_property
+    def finished(self) -> tuple[str, ...]:
+        """Labels that have finished runs."""
+        return tuple(label for label in self.labels if self.of(label, Status.FINISHED))
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Labels besides the reference that have finished runs; none if the reference has none."""
+        others = tuple(label for label in self.finished if label != self.reference)
+        return others if self.reference in self.finished else ()
+
     @property
     def tokens(self) -> float:
         """Token budget of each run."""

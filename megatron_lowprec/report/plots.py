@@ -92,8 +92,7 @@ def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
 
 def has_ranges(group: Group) -> bool:
     """Whether figures of losses show ranges over seeds: with up to eight recipes beside the reference."""
-    finished = [label for label in group.labels if group.of(label, Status.FINISHED)]
-    return len(set(finished) - {group.reference}) <= _MOST_RANGES
+    return len(set(group.finished) - {group.reference}) <= _MOST_RANGES
 
 
 def losses(

@@ -76,8 +76,7 @@ def _count_seeds(runs: Sequence[Run]) -> int:
 
 
 def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
-    has = fit is not None and all(group.of(each, Status.FINISHED) for each in (label, group.reference))
-    if fit is None or not has or label == group.reference:
+    if fit is None or label not in group.compared:
         return [DASH] * 4
     difference = fit.difference(label, group.reference)
     cells = []
@@ -155,12 +154,9 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
         "of its own pairs."
         for label in fit.aside
     ]
-    others = [label for label in group.labels if label != group.reference and group.of(label, Status.FINISHED)]
-    others = [label for label in others if label not in fit.aside]
-    if group.of(group.reference, Status.FINISHED) and others:
-        found = [
-            each for each in (fit.difference(label, group.reference) for label in others) if each.error is not None
-        ]
+    differences = [fit.difference(label, group.reference) for label in group.compared if label not in fit.aside]
+    found = [each for each in differences if each.error is not None]  # the others share no seed with the reference
+    if found:
         widths, detected = [each.half_width for each in found], [each.detected for each in found]
         lines.append(
             f"The smallest difference to {group.reference} that these seeds resolve at {confidence:.0%} is "

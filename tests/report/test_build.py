@@ -158,6 +158,24 @@ def test_groups_are_kept_apart_and_named(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "out/group2_training_loss.png").exists()
 
 
+def test_recipes_that_share_no_seed_with_the_reference_have_no_gap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They share seeds among themselves, so that the noise is known."""
+    folder, seeds = tmp_path / "sweep", {"bf16": (1, 2), "mxfp4": range(3, 9), "mxfp8": range(3, 9)}
+    cells = []
+    for recipe, its in seeds.items():
+        for seed in its:
+            loss = 3.7 + 0.001 * (seed * 7 % 5) + (0.002 * (seed * 3 % 4) if recipe == "mxfp8" else 0.0)
+            write_run(folder / f"{recipe}-s{seed}", recipe, seed, loss)
+            cells.append(cell(recipe, seed))
+    add_cells(folder, "synthetic", cells)
+    assert report.main([str(folder), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "Recipes share their seeds, which count as blocks" in printed
+    assert "The smallest difference to bf16" not in printed
+
+
 @pytest.mark.parametrize("how", [{"nan_from": 200}, {"ends_at": 100}])
 def test_a_report_without_a_finished_run_is_one_all_the_same(
     tmp_path: Path, how: dict[str, int], capsys: pytest.CaptureFixture[str]

@@ -61,7 +61,7 @@ def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> t
 
     Groups of equal size and tokens differ in something else: each group of such a size has lines of its own.
     """
-    compared = {group.name: non_embedding_parameters(group.runs[0].options) for group in groups if _compared(group)}
+    compared = {group.name: non_embedding_parameters(group.runs[0].options) for group in groups if group.compared}
     found = [group for group in groups if not math.isnan(compared.get(group.name, math.nan))]
     rungs = Counter((compared[group.name], group.tokens) for group in found)
     ambiguous = {size for (size, _), count in rungs.items() if count > 1}
@@ -69,7 +69,7 @@ def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> t
     for group in found:
         fit, size = fits[group.name], compared[group.name]
         assert fit is not None
-        for label in _compared(group):
+        for label in group.compared:
             difference = fit.difference(label, group.reference)
             if math.isnan(difference.value):
                 continue  # no shared seed
@@ -104,7 +104,7 @@ def comparable_roundings(groups: Sequence[Group], labels: Collection[str]) -> se
     return {
         stochastic
         for group in groups
-        for label in _compared(group)
+        for label in group.compared
         if label in labels
         and (plain := _recipe(group, group.reference))
         and not _operands(plain, "fprop", "dgrad", "wgrad")
@@ -127,12 +127,6 @@ def published_lines(runs: Sequence[PublishedRun], roundings: set[bool]) -> list[
         for stochastic in sorted(roundings)
         if (pairs := gap_ladder(runs, size, group=group, bstochastic=str(stochastic)))
     ]
-
-
-def _compared(group: Group) -> list[str]:
-    """Labels with a gap to the reference: both have finished runs."""
-    finished = [label for label in group.labels if group.of(label, Status.FINISHED)]
-    return [label for label in finished if label != group.reference] if group.reference in finished else []
 
 
 def _recipe(group: Group, label: str) -> Mapping[str, Any]:

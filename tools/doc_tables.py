@@ -12,6 +12,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     transformer_engine             how each recipe runs in TransformerEngine, or why not
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     quality FILE                   the main table of tools/report.py on an archive of runs
+    ladder FILE                    its table of gaps by model and budget
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
@@ -32,11 +33,11 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
 from megatron_lowprec.report.amounts import amount, signed
-from megatron_lowprec.report.build import build
+from megatron_lowprec.report.build import Report, build
 from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.runs import find_runs
-from megatron_lowprec.report.tables import quality
+from megatron_lowprec.report.tables import Table, quality
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
@@ -271,12 +272,25 @@ def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
 
 
 def _quality(page: Path, name: str) -> Iterator[Row]:
+    report = _report(page.parent / name)
+    (group,) = report.groups
+    return _rows(quality(group, report.fits[group.name], report.claims.rules.confidence))
+
+
+def _ladder(page: Path, name: str) -> Iterator[Row]:
+    table = _report(page.parent / name).gap_table()
+    assert table is not None, f"{name}: no model has two budgets"
+    return _rows(table)
+
+
+def _report(archive: Path) -> Report:
     claims = load_claims(CLAIMS)
     with tempfile.TemporaryDirectory() as scratch:
-        runs, notes = find_runs([str(page.parent / name)], claims.rules.diverged_rise, Path(scratch))
-        report = build(runs, notes, claims, "bf16", name)
-        (group,) = report.groups
-        table = quality(group, report.fits[group.name], claims.rules.confidence)
+        runs, notes = find_runs([str(archive)], claims.rules.diverged_rise, Path(scratch))
+        return build(runs, notes, claims, "bf16", archive.name)
+
+
+def _rows(table: Table) -> Iterator[Row]:
     yield [column.replace("\n", ", ") for column in table.columns]
     yield from table.rows
 
@@ -290,6 +304,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "transformer_engine": _transformer_engine,
     "rounding": _rounding,
     "quality": _quality,
+    "ladder": _ladder,
     "experiment": _experiment,
 }
 

@@ -24,6 +24,7 @@ from megatron_lowprec.report.ladder.gap_points import (
     measured_lines,
     published_lines,
 )
+from megatron_lowprec.report.ladder.gap_table import gap_table
 from megatron_lowprec.report.operands import Snapshots, find_snapshots
 from megatron_lowprec.report.planning.required_runs import required_runs
 from megatron_lowprec.report.published.evidence import LEFT_OPEN, Evidence, evidence
@@ -55,6 +56,10 @@ class Report:
         """What others' runs say of a claim that the own runs neither reproduce nor contradict, if any are named."""
         return self.others.get(verdict.claim.id) if verdict.outcome in LEFT_OPEN else None
 
+    def gap_table(self) -> tables.Table | None:
+        """Gaps of all groups by model and budget; None if no model has two budgets."""
+        return gap_table(self.measured, self.groups[0].reference, self.claims.rules.confidence)
+
     def lines(self) -> list[str]:
         """Terminal text: notes, each group's table and resolution, and the verdicts."""
         found = [self._counted(), *self.notes]
@@ -62,6 +67,9 @@ class Report:
         several = len(self.groups) > 1
         if several:
             found += ["", *tables.all_groups(self.groups, self.fits, confidence).lines()]
+        budgets = self.gap_table()
+        if budgets is not None:
+            found += ["", *budgets.lines()]
         for group in self.groups:
             fit = self.fits[group.name]
             found += ["", f"{group.name}: {_described(group)}", ""]
@@ -122,6 +130,7 @@ class Report:
             judged=self._judged(),
             beside=self.beside,
             ladder=ladder,
+            gap_table=self.gap_table(),
             reference=reference,
             published=bool(self.published),
             groups=sections,

@@ -19,7 +19,7 @@ Results = Mapping[tuple[str, Hashable], float]
 BLOCKS, INDEPENDENT, PRIOR, NONE = "seeds as blocks", "independent runs", "prior noise", "none"
 _FEWEST = 4  # least degrees of freedom left by seeds as blocks
 _POWER = 0.8
-_CHANCE = 0.01  # probability of setting a recipe aside in a group whose recipes have equal noise
+_CHANCE = 0.02  # probability of setting a recipe aside in a group whose recipes have equal noise, at most
 _COPIES = 1e-9  # nats: a smaller standard deviation is rounding
 _MOST_SEEDS = 1000  # a comparison that needs more is out of reach
 
@@ -58,7 +58,7 @@ class Fit:
     Seeds are blocks (they share weights, data order and dropout over recipes) if that leaves at least 4 degrees of
     freedom. Otherwise the runs count as independent. The results do not affect that choice.
 
-    A label whose noise exceeds the others' (F test of the squares that it adds, at 1% for the whole group) is set
+    A label whose noise exceeds the others' (F test of the squares that it adds, at 2% for the whole group) is set
     aside: its runs do not count for the pooled noise, and its differences have noise of their own.
 
     Args:
@@ -87,24 +87,33 @@ class Fit:
             self.method, self.sigma, self.dof = PRIOR, prior, math.inf
 
     def _pool(self, noise_of: Callable[[Results], _Noise], fewest: int) -> None:
-        """Set ``sigma`` and ``dof``; one after the other, labels with clearly more noise than the rest go ``aside``."""
+        """Set ``sigma`` and ``dof``; labels with clearly more noise than the rest go ``aside``.
+
+        Labels are taken away one after the other, up to half of them, each the least likely to have the noise of the
+        rest. All up to the last unlikely one go aside: of two, the first may look likely beside the second. This is
+        Rosner's generalized test of many outliers (Technometrics 25, 1983), for variances.
+        """
         from scipy.special import fdtrc  # as in t_quantile
 
-        noise, labels = noise_of(self._results), self._labels
-        while len(labels) > 2:
+        noise, labels, removed, kept = noise_of(self._results), self._labels, list[str](), 0
+        self.sigma, self.dof = noise.sigma, noise.dof
+        for more in range(len(labels) // 2):
             chances: list[tuple[float, str, _Noise]] = []
             for label in labels:
-                kept = {key: value for key, value in self._results.items() if key[0] in labels and key[0] != label}
-                rest = noise_of(kept)
+                left = {key: value for key, value in self._results.items() if key[0] in labels and key[0] != label}
+                rest = noise_of(left)
                 own = noise.dof - rest.dof
                 if rest.dof >= fewest and own and rest.sigma > _COPIES:
                     ratio = (noise.squares - rest.squares) / own / rest.sigma**2
                     chances.append((float(fdtrc(own, rest.dof, ratio)), label, rest))
-            least, label, rest = min(chances, key=lambda chance: chance[0], default=(1.0, "", noise))
-            if least * len(labels) > _CHANCE:
+            if not chances:
                 break
-            self.aside, noise, labels = (*self.aside, label), rest, [each for each in labels if each != label]
-        self.sigma, self.dof = noise.sigma, noise.dof
+            least, label, noise = min(chances, key=lambda chance: chance[0])
+            removed.append(label)
+            if least * len(labels) <= _CHANCE / 2 ** (more + 1):  # the parts add up to less than the whole
+                kept, self.sigma, self.dof = len(removed), noise.sigma, noise.dof
+            labels = [each for each in labels if each != label]
+        self.aside = tuple(removed[:kept])
 
     @property
     def known(self) -> bool:

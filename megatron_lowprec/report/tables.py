@@ -150,7 +150,7 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
         f"nats a token{dof}."
     ]
     lines += [
-        f"The runs of {label} scatter more than the others' (F test, 1% for the group): its differences have the noise "
+        f"The runs of {label} scatter more than the others' (F test, 2% for the group): its differences have the noise "
         "of its own pairs."
         for label in fit.aside
     ]

@@ -29,12 +29,14 @@ _GROUPS = ("fixed_albert_tseng", "orig_albert_tseng")  # the source's runs of MX
 
 @dataclass(frozen=True)
 class Point:
-    """A gap to the reference in nats a token; ``half_width`` of its interval, NaN if unknown."""
+    """A gap to the reference in nats a token; ``half_width`` of its interval and standard ``error``, NaN if unknown."""
 
     tokens_per_parameter: float
     gap: float
     half_width: float = math.nan
     seeds: int = 1  # shared with the reference
+    error: float = math.nan
+    dof: float = 0.0  # of the error
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,12 @@ def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> t
             difference = fit.difference(label, group.reference)
             if math.isnan(difference.value):
                 continue  # no shared seed
-            half_width = math.nan if difference.error is None else difference.half_width
+            error, half_width = (
+                (math.nan, math.nan) if difference.error is None else (difference.error, difference.half_width)
+            )
             model = group.name if size in ambiguous else amount(size)
-            point = Point(group.tokens / size, difference.value, half_width, min(difference.counts))
+            seeds = min(difference.counts)
+            point = Point(group.tokens / size, difference.value, half_width, seeds, error, difference.dof)
             lines.setdefault((label, model, size), []).append(point)
     return [Line(*key, _rising(points)) for key, points in lines.items()], [
         name for name, size in compared.items() if math.isnan(size)

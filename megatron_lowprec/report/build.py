@@ -81,6 +81,8 @@ class Report:
                 what = "what quantization did to operands, medians over layers and seeds at the last snapshot:"
                 found += ["", what, ""]
                 found += operand_tables.in_short(snapshots).lines()
+                products = operand_tables.of_products(snapshots)
+                found += [] if products is None else ["", *products.lines()]
         ended = [run for run in self.runs if run.status is not Status.FINISHED]
         if ended:
             found += ["", "not finished:"]
@@ -164,6 +166,7 @@ class Report:
             "quality": tables.quality(group, fit, confidence),
             "resolution": tables.resolution(group, fit, confidence),
             "operands": operand_tables.of_every_operand(snapshots) if snapshots else None,
+            "products": operand_tables.of_products(snapshots),
             "cost": tables.cost(group),
         }
 

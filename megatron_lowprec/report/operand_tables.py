@@ -1,4 +1,4 @@
-"""Tables of the operands' quantization error: complete for the page, the worst for a terminal."""
+"""Tables of quantization error: of operands, complete for the page and the worst for a terminal, and of products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from megatron_lowprec.report.amounts import DASH, number, signed
-from megatron_lowprec.report.operands import KINDS, Row, Snapshots, by_snr, full_name, median, not_finite
+from megatron_lowprec.report.operands import KINDS, OUTPUTS, Row, Snapshots, by_snr, full_name, median, not_finite
 from megatron_lowprec.report.tables import Table
 
 
@@ -48,6 +48,23 @@ def in_short(snapshots: Sequence[Snapshots]) -> Table:
         }
         rows.append(row)
     return Table.of(rows, {"recipe", "worst layer"})
+
+
+def of_products(snapshots: Sequence[Snapshots]) -> Table | None:
+    """A row for each recipe and GEMM with the error of its output; None if no run recorded outputs."""
+    rows = [
+        {
+            "recipe": each.title,
+            "GEMM": kind[0],
+            "product's SNR\ndB": number(_median(last, "snr"), 1),
+            "product's bias\n%": _percent(_median(last, "bias")),
+            "worst layer": _worst(last, lambda row: str(row["linear"])),
+        }
+        for each in snapshots
+        for kind in OUTPUTS
+        if (last := each.last_outputs(kind))
+    ]
+    return Table.of(rows, {"recipe", "GEMM", "worst layer"}) if rows else None
 
 
 def _median(rows: Sequence[Row], quantity: str) -> float:

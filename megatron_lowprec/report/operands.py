@@ -33,7 +33,7 @@ _FIELDS = ("iteration", "linear", "gemm", "operand", "format", "amax", "snr", "b
 
 def read_rows(path: Path) -> list[Row]:
     """``read_all_rows`` of operands under the run's own recipe."""
-    return [row for row in read_all_rows(path) if row["operand"] != "output" and "recipe" not in row]
+    return [row for row in read_all_rows(path) if _kind(row) in KINDS and "recipe" not in row]
 
 
 def read_all_rows(path: Path) -> list[Row]:
@@ -89,7 +89,8 @@ class Snapshots:
 
     label: str  # of the recipe
     finished: bool  # whether ``runs`` are the finished ones; all of them if none finished
-    runs: tuple[Sequence[Row], ...]  # all rows of each run, at least one
+    runs: tuple[Sequence[Row], ...]  # all rows of operands of each run, at least one
+    outputs: tuple[Sequence[Row], ...] = ()  # likewise of GEMM outputs; none in older files
 
     @property
     def title(self) -> str:
@@ -109,7 +110,14 @@ class Snapshots:
 
     def last(self, kind: Kind | None = None) -> list[Row]:
         """Rows of every run's last snapshot, of one operand or of all."""
-        rows = [row for end, rows in zip(self.ends, self.runs) for row in rows if row["iteration"] == end]
+        return self._last(self.runs, kind)
+
+    def last_outputs(self, kind: Kind) -> list[Row]:
+        """Rows of every run's last snapshot of a GEMM's output."""
+        return self._last(self.outputs, kind)
+
+    def _last(self, runs: Sequence[Sequence[Row]], kind: Kind | None) -> list[Row]:
+        rows = [row for end, rows in zip(self.ends, runs) for row in rows if row["iteration"] == end]
         return [row for row in rows if kind in (None, _kind(row))]
 
     def snr(self, kind: Kind) -> dict[int, list[float]]:
@@ -124,18 +132,20 @@ def find_snapshots(group: Group) -> tuple[list[Snapshots], list[str]]:
     """Snapshots of each recipe that has any, in the group's order, and notes about unreadable files."""
     found, notes = [], []
     for label in group.labels:
-        recorded: list[tuple[Run, list[Row]]] = []
+        recorded: list[tuple[Run, list[Row], list[Row]]] = []
         for run in group.of(label):
             try:
-                rows = read_rows(run.folder / "quantization.jsonl")
+                rows = [row for row in read_all_rows(run.folder / "quantization.jsonl") if "recipe" not in row]
             except UserError as error:
                 notes.append(f"{run.named(str(error))}; nothing of that file is shown.")
                 continue
-            if rows:
-                recorded.append((run, rows))
-        finished = tuple(rows for run, rows in recorded if run.status is Status.FINISHED)
+            operands, outputs = ([row for row in rows if _kind(row) in kinds] for kinds in (KINDS, OUTPUTS))
+            if operands:
+                recorded.append((run, operands, outputs))
+        finished = [each for each in recorded if each[0].status is Status.FINISHED]
         if recorded:
-            found.append(Snapshots(label, bool(finished), finished or tuple(rows for _, rows in recorded)))
+            _, operands_of, outputs_of = zip(*(finished or recorded))
+            found.append(Snapshots(label, bool(finished), operands_of, outputs_of))
     return found, notes
 
 

@@ -209,6 +209,23 @@ def test_what_is_not_finite_comes_first_and_is_in_no_median(tmp_path: Path) -> N
     assert short[-1] == "layers.3.a dgrad grad_output, not finite (1 of 4)"
 
 
+def test_products_have_the_medians_of_their_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bf16, *folders = observed(tmp_path)
+    assert operand_tables.of_products(snapshots(bf16, *folders)) is None
+    for folder, snrs in zip(folders, ([20.0, 22.0], [21.0, 25.0]), strict=True):
+        rows = [json.loads(line) for line in (folder / "quantization.jsonl").read_text().splitlines()]
+        for number, snr in enumerate(snrs, 1):
+            output = operand_row(200, f"layers.{number}.a", snr, "wgrad", "output", bias=-snr / 1000, format="")
+            rows += [output, output | {"iteration": 100, "snr": 1.0}, output | {"snr": 2.0, "recipe": "mxfp8"}]
+        write_snapshots(folder, rows)
+    table = operand_tables.of_products(snapshots(bf16, *folders))
+    assert table is not None
+    assert table.rows == (("mxfp4", "wgrad", "21.5", "−2.15", "layers.1.a, 20.0 dB"),)
+    assert report.main([*map(str, (bf16, *folders)), "--out", str(tmp_path / "out")]) == 0
+    assert re.search(r"mxfp4 +wgrad +21\.5 +−2\.15 +layers\.1\.a, 20\.0 dB", capsys.readouterr().out)
+    assert "layers.1.a, 20.0 dB" in (tmp_path / "out/report.html").read_text()
+
+
 def test_what_lost_nothing_is_a_dash(tmp_path: Path) -> None:
     run = write_snapshots(write_run(tmp_path / "run", "mxfp4"), [operand_row(1, "layers.1.a", None, bias=None)])
     found = snapshots(run)

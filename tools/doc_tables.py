@@ -36,8 +36,8 @@ from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, Qu
 from megatron_lowprec.report.amounts import amount, signed
 from megatron_lowprec.report.build import Report, build
 from megatron_lowprec.report.claims import load_claims
-from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.operand_tables import of_products
+from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.tables import Table, quality
 from megatron_lowprec.te.factory import why_no_factory

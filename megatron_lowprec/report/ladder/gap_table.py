@@ -26,7 +26,8 @@ def gap_table(lines: Sequence[Line], reference: str, confidence: float) -> Table
         first, last = line.points[0], line.points[-1]
         change = _change(first, last, confidence) if len(points) > 1 else DASH
         gaps = {_heading(budget, reference): _gap(points, budget) for budget in budgets}
-        rows.append({"parameters\nwithout embeddings": line.model, "recipe": line.label, **gaps, "change\nnats": change})
+        named = {"parameters\nwithout embeddings": line.model, "recipe": line.label}
+        rows.append({**named, **gaps, "change\nnats": change})
     return Table.of(rows, {"recipe"})
 
 

@@ -47,4 +47,5 @@ def test_offsets_exceed_32_bits() -> None:
     codes[0, -1] = 3
     transposed = transpose_codes(codes, 16)
     assert (transposed[-1, 2**17], transposed[0, 2**17], transposed[-1, 0]) == (1, 2, 3)
-    assert (transposed != 0).sum() == 3  # count_nonzero needs eight times the memory
+    # of the whole, a count needs eight times its memory
+    assert sum(int(rows.count_nonzero()) for rows in transposed.split(1024)) == 3

@@ -27,7 +27,8 @@ class MemoryPlan:
 
     ``resident`` lasts through a step, ``kept`` is saved for backward, and of ``transient`` (allocated at different
     times on top of both) the largest counts, and fp32 gradients beside those of the passes. ``held`` is what CUDA
-    graphs hold throughout: the part of ``kept`` of the layers, and their backward pass.
+    graphs hold throughout: the part of ``kept`` of the layers, and their backward pass. ``eager`` is what a step adds
+    that runs the layers kernel by kernel beside the graphs, to look at operands.
     """
 
     runs: Runs
@@ -39,6 +40,7 @@ class MemoryPlan:
     kept: Mapping[str, float]
     transient: Mapping[str, float]
     held: float = 0.0
+    eager: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -61,7 +63,7 @@ class MemoryPlan:
     def _passes(self) -> float:
         logits, backward = (self.transient[name] for name in ("logits", "backward"))
         passes = sum(self.kept.values()) + (logits + backward if self.held else max(logits, backward))
-        return passes + self.transient["gradients"]
+        return passes + self.transient["gradients"] + self.eager
 
 
 def plan(config: Config, recipe: Recipe, padded_vocab_size: int, gpus: int, arch: str = "sm90") -> MemoryPlan:
@@ -87,9 +89,12 @@ def _stage_plan(config: Config, runs: Runs, vocabulary: int, gpus: int, stage: i
         "gradients": fp32_gradients(config, runs, vocabulary, gpus, stage),
         "update": update,
     }
-    held = 0.0
+    held = eager = 0.0
     if config.cuda_graph_impl == "local":
         resident["buffers of CUDA graphs"] = graph_buffers(config, layers)
         held = kept["layers"] + transient["backward"] + transient["gradients"]
+        if config.log_quantization_interval is not None or config.capture_step:
+            # its logits are free by the time of its backward pass
+            eager = held - min(transient["logits"], transient["backward"])
     stages = config.pipeline_model_parallel_size
-    return MemoryPlan(runs, stage, stages, gpus, in_flight, resident, kept, transient, held)
+    return MemoryPlan(runs, stage, stages, gpus, in_flight, resident, kept, transient, held, eager)

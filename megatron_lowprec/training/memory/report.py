@@ -99,8 +99,9 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
         "backward": "backward of a layer (*)",
         "gradients": "gradients in fp32, until they are cast",
         "update": f"update of the weights, {'beside' if found.held else 'without'} activations of the layers",
+        "eager": "a step that looks at operands, beside CUDA graphs",
     }
-    parts = {**found.kept, **found.transient}
+    parts = {**found.kept, **found.transient, **({"eager": found.eager} if found.eager else {})}
     if not parts["gradients"]:  # in a buffer, which is resident
         del parts["gradients"]
     peak = f"peak ({'update' if found.peaks_in_update else 'forward and backward'})"
@@ -142,6 +143,8 @@ def check(found: MemoryPlan, device: Device) -> list[str]:
         }
         if found.held:
             parts["backward of a layer"] = found.transient["backward"]
+        if found.eager:
+            parts["a step that looks at operands, beside CUDA graphs"] = found.eager
         if found.transient["gradients"]:
             parts["fp32 gradients"] = found.transient["gradients"]
         raise UserError(

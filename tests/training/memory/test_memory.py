@@ -91,6 +91,21 @@ def test_graphs_hold_the_backward_pass_beside_the_logits() -> None:
     assert graphs.held == eager.kept["layers"] + eager.transient["backward"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "gib"),
+    # Peak allocated, H100, commit 78a27ee: docs/results/memory.md#with-cuda-graphs
+    [("bf16", 12.6), ("mxfp4_rht", 12.9), ("mxfp4_sr", 12.9), ("fp8_delayed", 11.6), ("fp8_blockwise", 11.5)],
+)
+def test_a_step_that_looks_at_operands_takes_its_memory_beside_the_graphs(recipe: str, gib: float) -> None:
+    flags = {"recipe": recipe, "micro_batch_size": 32, "cuda_graph_impl": "local"}
+    assert shipped("gpt_25m", **flags, log_quantization_interval=440).peak / GIB == pytest.approx(gib, rel=0.03)
+    capture = {"capture_step": 5, "capture_layers": "layers.1.*"}
+    found = shipped("gpt_25m", **flags, **capture)
+    assert found.eager == found.held - found.transient["backward"] > 0
+    assert found.peak == shipped("gpt_25m", **flags).peak + found.eager
+    assert shipped("gpt_25m", **{**flags, "cuda_graph_impl": "none"}, **capture).eager == 0
+
+
 def test_a_recomputed_gelu_adds_nothing_to_the_backward_pass() -> None:
     """It is freed before the gradient of linear_fc1's output, which takes as much."""
     plain, recomputed = (shipped("gpt_345m", recipe="fp8_delayed", **changes) for changes in ({}, FLAGS))

@@ -13,7 +13,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     quality FILE                   the main table of tools/report.py on an archive of runs
     ladder FILE                    its table of gaps by model and budget
-    products FILE                  its table of the errors of GEMM outputs
+    outputs FILE                   its table of the errors of GEMM outputs
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, Qu
 from megatron_lowprec.report.amounts import amount, signed
 from megatron_lowprec.report.build import Report, build
 from megatron_lowprec.report.claims import load_claims
-from megatron_lowprec.report.operand_tables import of_products
+from megatron_lowprec.report.operand_tables import of_outputs
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.tables import Table, quality
@@ -285,14 +286,15 @@ def _ladder(page: Path, name: str) -> Iterator[Row]:
     return _rows(table)
 
 
-def _products(page: Path, name: str) -> Iterator[Row]:
+def _outputs(page: Path, name: str) -> Iterator[Row]:
     report = _report(page.parent / name)
     (group,) = report.groups
-    table = of_products(report.snapshots[group.name])
+    table = of_outputs(report.snapshots[group.name])
     assert table is not None, f"{name}: no run has recorded outputs"
     return _rows(table)
 
 
+@cache
 def _report(archive: Path) -> Report:
     claims = load_claims(CLAIMS)
     with tempfile.TemporaryDirectory() as scratch:
@@ -315,7 +317,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "rounding": _rounding,
     "quality": _quality,
     "ladder": _ladder,
-    "products": _products,
+    "outputs": _outputs,
     "experiment": _experiment,
 }
 

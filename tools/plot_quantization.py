@@ -24,7 +24,7 @@ from megatron_lowprec.report.operands import (
     by_snr,
     full_name,
     not_finite,
-    read_all_rows,
+    read_own_rows,
     read_rows,
 )
 from megatron_lowprec.training.config.paths import output_file
@@ -162,7 +162,7 @@ def _rows(path: Path, what: str) -> list[Row]:
     """The rows of operands, or of outputs that have the quantity; raises UserError without any."""
     rows = read_rows(path)
     if what == OF_OUTPUTS:
-        rows = [row for row in read_all_rows(path) if "recipe" not in row and row.get(what) is not None]
+        rows = [row for row in read_own_rows(path) if row.get(what) is not None]
     if not rows and not path.is_file():
         raise UserError(f"{path} does not exist: train with --log-quantization-interval N, and name the run's folder")
     if not rows:

@@ -57,7 +57,7 @@ class Report:
         return self.others.get(verdict.claim.id) if verdict.outcome in LEFT_OPEN else None
 
     def gap_table(self) -> tables.Table | None:
-        """Gaps of all groups by model and budget; None if no model has two budgets."""
+        """Gaps of the figure's lines by model and budget; None if no line has two budgets."""
         return gap_table(self.measured, self.groups[0].reference, self.claims.rules.confidence)
 
     def lines(self) -> list[str]:
@@ -69,7 +69,8 @@ class Report:
             found += ["", *tables.all_groups(self.groups, self.fits, confidence).lines()]
         budgets = self.gap_table()
         if budgets is not None:
-            found += ["", *budgets.lines()]
+            what = f"gaps by model and budget (±: half width of the {confidence:.0%} interval):"
+            found += ["", what, "", *budgets.lines()]
         for group in self.groups:
             fit = self.fits[group.name]
             found += ["", f"{group.name}: {_described(group)}", ""]
@@ -81,8 +82,9 @@ class Report:
                 what = "what quantization did to operands, medians over layers and seeds at the last snapshot:"
                 found += ["", what, ""]
                 found += operand_tables.in_short(snapshots).lines()
-                products = operand_tables.of_products(snapshots)
-                found += [] if products is None else ["", *products.lines()]
+                outputs = operand_tables.of_outputs(snapshots)
+                what = "error of GEMM outputs, likewise:"
+                found += [] if outputs is None else ["", what, "", *outputs.lines()]
         ended = [run for run in self.runs if run.status is not Status.FINISHED]
         if ended:
             found += ["", "not finished:"]
@@ -166,7 +168,7 @@ class Report:
             "quality": tables.quality(group, fit, confidence),
             "resolution": tables.resolution(group, fit, confidence),
             "operands": operand_tables.of_every_operand(snapshots) if snapshots else None,
-            "products": operand_tables.of_products(snapshots),
+            "outputs": operand_tables.of_outputs(snapshots),
             "cost": tables.cost(group),
         }
 

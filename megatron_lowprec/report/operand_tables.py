@@ -1,4 +1,4 @@
-"""Tables of quantization error: of operands, complete for the page and the worst for a terminal, and of products."""
+"""Tables of quantization error: of operands, complete and in short for a terminal, and of GEMM outputs."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def in_short(snapshots: Sequence[Snapshots]) -> Table:
     return Table.of(rows, {"recipe", "worst layer"})
 
 
-def of_products(snapshots: Sequence[Snapshots]) -> Table | None:
+def of_outputs(snapshots: Sequence[Snapshots]) -> Table | None:
     """A row for each recipe and GEMM with the error of its output; None if no run recorded outputs."""
     rows = [
         {
             "recipe": each.title,
             "GEMM": kind[0],
-            "product's SNR\ndB": number(_median(last, "snr"), 1),
-            "product's bias\n%": _percent(_median(last, "bias")),
+            "SNR of the output\ndB": number(_median(last, "snr"), 1),
+            "bias of the output\n%": _percent(_median(last, "bias")),
             "worst layer": _worst(last, lambda row: str(row["linear"])),
         }
         for each in snapshots

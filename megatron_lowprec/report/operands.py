@@ -32,8 +32,13 @@ _FIELDS = ("iteration", "linear", "gemm", "operand", "format", "amax", "snr", "b
 
 
 def read_rows(path: Path) -> list[Row]:
-    """``read_all_rows`` of operands under the run's own recipe."""
-    return [row for row in read_all_rows(path) if _kind(row) in KINDS and "recipe" not in row]
+    """``read_own_rows`` of operands."""
+    return [row for row in read_own_rows(path) if _kind(row) in KINDS]
+
+
+def read_own_rows(path: Path) -> list[Row]:
+    """``read_all_rows`` under the run's own recipe."""
+    return [row for row in read_all_rows(path) if "recipe" not in row]
 
 
 def read_all_rows(path: Path) -> list[Row]:
@@ -135,7 +140,7 @@ def find_snapshots(group: Group) -> tuple[list[Snapshots], list[str]]:
         recorded: list[tuple[Run, list[Row], list[Row]]] = []
         for run in group.of(label):
             try:
-                rows = [row for row in read_all_rows(run.folder / "quantization.jsonl") if "recipe" not in row]
+                rows = read_own_rows(run.folder / "quantization.jsonl")
             except UserError as error:
                 notes.append(f"{run.named(str(error))}; nothing of that file is shown.")
                 continue

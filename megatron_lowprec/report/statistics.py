@@ -58,7 +58,7 @@ class Fit:
     Seeds are blocks (they share weights, data order and dropout over recipes) if that leaves at least 4 degrees of
     freedom. Otherwise the runs count as independent. The results do not affect that choice.
 
-    A label whose noise exceeds the others' (F test of the squares that it adds, at 2% for the whole group) is set
+    A label whose noise exceeds the others' (F test of the squares that it adds, at most 2% for the whole group) is set
     aside: its runs do not count for the pooled noise, and its differences have noise of their own.
 
     Args:
@@ -89,15 +89,16 @@ class Fit:
     def _pool(self, noise_of: Callable[[Results], _Noise], fewest: int) -> None:
         """Set ``sigma`` and ``dof``; labels with clearly more noise than the rest go ``aside``.
 
-        Labels are taken away one after the other, up to half of them, each the least likely to have the noise of the
-        rest. All up to the last unlikely one go aside: of two, the first may look likely beside the second. This is
-        Rosner's generalized test of many outliers (Technometrics 25, 1983), for variances.
+        As in the generalized ESD test (Rosner, Technometrics 25, 1983), labels are removed one after the other, up to
+        half of them, each the least likely to have the noise of the rest. All up to the last unlikely one go aside, so
+        two labels do not mask each other. Step k, from 1, tests at 0.02 / 2^k over the labels left; two stay in any
+        case.
         """
         from scipy.special import fdtrc  # as in t_quantile
 
         noise, labels, removed, kept = noise_of(self._results), self._labels, list[str](), 0
         self.sigma, self.dof = noise.sigma, noise.dof
-        for more in range(len(labels) // 2):
+        for more in range(min(len(labels) // 2, len(labels) - 2)):
             chances: list[tuple[float, str, _Noise]] = []
             for label in labels:
                 left = {key: value for key, value in self._results.items() if key[0] in labels and key[0] != label}
@@ -110,7 +111,7 @@ class Fit:
                 break
             least, label, noise = min(chances, key=lambda chance: chance[0])
             removed.append(label)
-            if least * len(labels) <= _CHANCE / 2 ** (more + 1):  # the parts add up to less than the whole
+            if least * len(labels) <= _CHANCE / 2 ** (more + 1):
                 kept, self.sigma, self.dof = len(removed), noise.sigma, noise.dof
             labels = [each for each in labels if each != label]
         self.aside = tuple(removed[:kept])

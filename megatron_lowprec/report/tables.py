@@ -150,8 +150,8 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
         f"nats a token{dof}."
     ]
     lines += [
-        f"The runs of {label} scatter more than the others' (F test, 2% for the group): its differences have the noise "
-        "of its own pairs."
+        f"The runs of {label} scatter more than the others' (F test, at most 2% for the group): its differences have "
+        "the noise of its own pairs."
         for label in fit.aside
     ]
     differences = [fit.difference(label, group.reference) for label in group.compared if label not in fit.aside]

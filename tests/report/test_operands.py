@@ -209,16 +209,16 @@ def test_what_is_not_finite_comes_first_and_is_in_no_median(tmp_path: Path) -> N
     assert short[-1] == "layers.3.a dgrad grad_output, not finite (1 of 4)"
 
 
-def test_products_have_the_medians_of_their_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_outputs_has_their_medians(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bf16, *folders = observed(tmp_path)
-    assert operand_tables.of_products(snapshots(bf16, *folders)) is None
+    assert operand_tables.of_outputs(snapshots(bf16, *folders)) is None
     for folder, snrs in zip(folders, ([20.0, 22.0], [21.0, 25.0]), strict=True):
         rows = [json.loads(line) for line in (folder / "quantization.jsonl").read_text().splitlines()]
         for number, snr in enumerate(snrs, 1):
             output = operand_row(200, f"layers.{number}.a", snr, "wgrad", "output", bias=-snr / 1000, format="")
             rows += [output, output | {"iteration": 100, "snr": 1.0}, output | {"snr": 2.0, "recipe": "mxfp8"}]
         write_snapshots(folder, rows)
-    table = operand_tables.of_products(snapshots(bf16, *folders))
+    table = operand_tables.of_outputs(snapshots(bf16, *folders))
     assert table is not None
     assert table.rows == (("mxfp4", "wgrad", "21.5", "−2.15", "layers.1.a, 20.0 dB"),)
     assert report.main([*map(str, (bf16, *folders)), "--out", str(tmp_path / "out")]) == 0

@@ -27,8 +27,8 @@ class MemoryPlan:
 
     ``resident`` lasts through a step, ``kept`` is saved for backward, and of ``transient`` (allocated at different
     times on top of both) the largest counts, and fp32 gradients beside those of the passes. ``held`` is what CUDA
-    graphs hold throughout: the part of ``kept`` of the layers, and their backward pass. ``eager`` is what a step adds
-    that runs the layers kernel by kernel beside the graphs, to look at operands.
+    graphs hold throughout: the part of ``kept`` of the layers, and their backward pass. ``eager`` is what a step with
+    a quantization-error snapshot or a capture adds, which runs layers kernel by kernel beside the graphs.
     """
 
     runs: Runs

@@ -99,7 +99,7 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
         "backward": "backward of a layer (*)",
         "gradients": "gradients in fp32, until they are cast",
         "update": f"update of the weights, {'beside' if found.held else 'without'} activations of the layers",
-        "eager": "a step that looks at operands, beside CUDA graphs",
+        "eager": "a step with a snapshot or capture, beside CUDA graphs",
     }
     parts = {**found.kept, **found.transient, **({"eager": found.eager} if found.eager else {})}
     if not parts["gradients"]:  # in a buffer, which is resident
@@ -144,13 +144,14 @@ def check(found: MemoryPlan, device: Device) -> list[str]:
         if found.held:
             parts["backward of a layer"] = found.transient["backward"]
         if found.eager:
-            parts["a step that looks at operands, beside CUDA graphs"] = found.eager
+            parts["a step with a snapshot or capture, beside CUDA graphs"] = found.eager
         if found.transient["gradients"]:
             parts["fp32 gradients"] = found.transient["gradients"]
+        graphs = "use --cuda-graph-impl none, " if found.eager else ""
         raise UserError(
             f"the run needs {found.peak / GIB:.1f} GiB on a GPU ("
             + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
-            + f"), but {device.name} has {device.size / GIB:.1f}: lower --micro-batch-size, add "
+            + f"), but {device.name} has {device.size / GIB:.1f}: {graphs}lower --micro-batch-size, add "
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 or "
             "--use-distributed-optimizer, or raise --tensor-model-parallel-size; --memory-plan shows all parts, "
             "--no-memory-check starts all the same"

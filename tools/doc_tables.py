@@ -14,6 +14,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     quality FILE                   the main table of tools/report.py on an archive of runs
     ladder FILE                    its table of gaps by model and budget
     outputs FILE                   its table of the errors of GEMM outputs
+    norms FILE N                   its table of the gradient norms of the N-th group of runs
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
@@ -40,7 +41,7 @@ from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.operand_tables import of_outputs
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.runs import find_runs
-from megatron_lowprec.report.tables import Table, quality
+from megatron_lowprec.report.tables import Table, gradient_norms, quality
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
@@ -294,6 +295,12 @@ def _outputs(page: Path, name: str) -> Iterator[Row]:
     return _rows(table)
 
 
+def _norms(page: Path, name: str, number: str) -> Iterator[Row]:
+    table = gradient_norms(_report(page.parent / name).groups[int(number) - 1])
+    assert table is not None, f"{name}: no run has recorded gradient norms"
+    return _rows(table)
+
+
 @cache
 def _report(archive: Path) -> Report:
     claims = load_claims(CLAIMS)
@@ -318,6 +325,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "quality": _quality,
     "ladder": _ladder,
     "outputs": _outputs,
+    "norms": _norms,
     "experiment": _experiment,
 }
 

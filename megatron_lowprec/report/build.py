@@ -169,6 +169,7 @@ class Report:
             "resolution": tables.resolution(group, fit, confidence),
             "operands": operand_tables.of_every_operand(snapshots) if snapshots else None,
             "outputs": operand_tables.of_outputs(snapshots),
+            "gradient_norms": tables.gradient_norms(group),
             "cost": tables.cost(group),
         }
 
@@ -226,6 +227,7 @@ def build(
         found += unread
         if reference not in group.labels:
             found.append(f"{group.name} has no run of {reference}, so no gaps to it.")
+        found += tables.growing_norms(group)
     measured, unsized = measured_lines(groups, fits)
     found += [f"{name} is not in gap_by_tokens.png: its options give no number of parameters." for name in unsized]
     measured, omitted = best_measured(measured)

@@ -20,6 +20,7 @@ from megatron_lowprec.sweep.job_record import RECORD
 from megatron_lowprec.sweep.jobs import MANIFEST
 
 _SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped iterations"
+_NORM = "grad-norm"
 
 
 class Status(Enum):
@@ -46,6 +47,7 @@ class Run:
     why: str = ""
     curve: Curve | None = None  # losses in nats a token; None if there are none
     samples: Series | None = None  # consumed samples by iteration
+    gradient_norms: Series | None = None  # before clipping, finite ones; None if not recorded
     seconds: float = math.nan  # per iteration: median over the run's second half; NaN if not recorded
     record: Mapping[str, Any] = field(default_factory=dict)  # run.json; empty without it
     sweep: str | None = None  # names in the sweep, down to ``variant``
@@ -96,6 +98,14 @@ class Run:
     def tokens_a_second(self) -> float:
         """Throughput of all processes together, at the typical iteration time; NaN if not recorded."""
         return self.batch * float(self.options["seq_length"]) / self.seconds
+
+    @property
+    def norms_by_fifth(self) -> list[float]:
+        """Median gradient norm in each fifth of the requested iterations; NaN where none is recorded."""
+        iterations, norms = ([], []) if self.gradient_norms is None else self.gradient_norms
+        fifths = np.minimum(5 * (np.asarray(iterations) - 1) // max(1, self.train_iters), 4)
+        parts = [np.asarray(norms)[fifths == fifth] for fifth in range(5)]
+        return [float(np.median(part)) if len(part) else math.nan for part in parts]
 
     @property
     def peak_memory_gib(self) -> float:
@@ -167,7 +177,7 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
     if not metrics.is_file():
         return replace(cell, why=f"has no metrics.jsonl{cell.why}")
     try:
-        columns = read_columns(metrics, (TRAIN, VALIDATION, _SAMPLES, _SECONDS, _SKIPPED))
+        columns = read_columns(metrics, (TRAIN, VALIDATION, _SAMPLES, _SECONDS, _SKIPPED, _NORM))
         curve = curve_of(columns, metrics)
     except UserError as error:
         return replace(cell, why=f"{cell.named(str(error))}{cell.why}")
@@ -190,8 +200,14 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
         why=why,
         curve=curve,
         samples=samples,
+        gradient_norms=_finite(columns[_NORM]),
         seconds=float(np.median(later)) if len(later) else math.nan,
     )
+
+
+def _finite(series: Series) -> Series | None:
+    kept = np.isfinite(series[1])
+    return (series[0][kept], series[1][kept]) if kept.any() else None
 
 
 def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[Status, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def write_run(
     ends_at: int | None = None,
     nan_from: int | None = None,
     blows_up_from: int | None = None,
+    norms: Sequence[float] | None = None,
     options: Mapping[str, Any] | None = None,
     overrides: tuple[str, ...] = (),
     parameters: int | None = 51_000_000,
@@ -49,6 +50,7 @@ def write_run(
         ends_at: the iteration after which it was killed.
         nan_from: the iteration from which its losses are NaN.
         blows_up_from: the iteration from which its losses climb.
+        norms: gradient norm in each fifth of the run; not recorded without it.
     """
     chosen = {**OPTIONS, **(options or {}), "seed": seed, "recipe": recipe}
     iters, batch, every = chosen["train_iters"], chosen["global_batch_size"], max(1, chosen["train_iters"] // 8)
@@ -64,6 +66,8 @@ def write_run(
         lost = nan_from is not None and i >= nan_from
         row = {"iteration": i, "consumed samples": i * batch}
         loss = math.nan if lost else float(losses[i - 1] + jitter[i - 1])
+        if norms is not None:
+            row["grad-norm"] = norms[5 * (i - 1) // iters]
         rows.append({**row, "lm loss": loss, "iteration-time": 0.1 if i > 3 else 5.0, "skipped iterations": 0})
         if i % every == 0 or i == iters:
             rows.append({**row, "lm loss validation": math.nan if lost else float(losses[i - 1])})

@@ -232,3 +232,24 @@ def test_runs_of_the_driver_are_read_whole(
     assert "fprop not quantized; dgrad, wgrad emulated: no GEMM of e2m1 on cpu" in text
     assert record["versions"]["torch"] in text
     assert "unknown parameters" not in said
+
+
+def test_a_run_whose_gradient_norm_grows_late_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steady = write_run(tmp_path / "bf16", "bf16", norms=[9.0, 1.0, 0.8, 0.8, 1.6])
+    growing = write_run(tmp_path / "mxfp4", "mxfp4", norms=[3.0, 1.0, 0.8, 1.2, 1.7])
+    silent = write_run(tmp_path / "mxfp8", "mxfp8")
+    short = write_run(tmp_path / "mxfp4_sr", "mxfp4_sr", norms=[3.0, 1.0, 0.8, 1.2, 1.7], ends_at=300)
+    folders = [str(folder) for folder in (steady, growing, silent, short)]
+    (group,), _ = group_runs(find_runs(folders, 0.5)[0], "bf16")
+    table = tables.gradient_norms(group)
+    assert table is not None
+    assert table.rows == (
+        ("bf16", "1", "9.00", "1.00", "0.80", "0.80", "1.60", "9.0"),
+        ("mxfp4", "1", "3.00", "1.00", "0.80", "1.20", "1.70", "3.0"),
+        ("mxfp4_sr", "1", "3.00", "1.00", "0.80", "1.20", "–", "3.0"),
+    )
+    assert report.main([*folders, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "mxfp4: the gradient norm grew late, from a median of 0.80 in the middle fifth" in printed
+    assert printed.count("grew late") == 1
+    assert "Gradient norms" in (tmp_path / "out/report.html").read_text()

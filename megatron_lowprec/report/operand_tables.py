@@ -62,7 +62,7 @@ def of_outputs(snapshots: Sequence[Snapshots]) -> Table | None:
         }
         for each in snapshots
         for kind in OUTPUTS
-        if (last := each.last_outputs(kind))
+        if (last := each.last(kind))
     ]
     return Table.of(rows, {"recipe", "GEMM", "worst layer"}) if rows else None
 

@@ -94,8 +94,7 @@ class Snapshots:
 
     label: str  # of the recipe
     finished: bool  # whether ``runs`` are the finished ones; all of them if none finished
-    runs: tuple[Sequence[Row], ...]  # all rows of operands of each run, at least one
-    outputs: tuple[Sequence[Row], ...] = ()  # likewise of GEMM outputs; none in older files
+    runs: tuple[Sequence[Row], ...]  # all rows of each run, at least one of an operand; older files have no outputs
 
     @property
     def title(self) -> str:
@@ -114,16 +113,10 @@ class Snapshots:
         return [max(row["iteration"] for row in rows) for rows in self.runs]
 
     def last(self, kind: Kind | None = None) -> list[Row]:
-        """Rows of every run's last snapshot, of one operand or of all."""
-        return self._last(self.runs, kind)
-
-    def last_outputs(self, kind: Kind) -> list[Row]:
-        """Rows of every run's last snapshot of a GEMM's output."""
-        return self._last(self.outputs, kind)
-
-    def _last(self, runs: Sequence[Sequence[Row]], kind: Kind | None) -> list[Row]:
-        rows = [row for end, rows in zip(self.ends, runs) for row in rows if row["iteration"] == end]
-        return [row for row in rows if kind in (None, _kind(row))]
+        """Rows of every run's last snapshot, of one operand or output, or of all operands."""
+        kinds = KINDS if kind is None else (kind,)
+        rows = [row for end, rows in zip(self.ends, self.runs) for row in rows if row["iteration"] == end]
+        return [row for row in rows if _kind(row) in kinds]
 
     def snr(self, kind: Kind) -> dict[int, list[float]]:
         """Iteration -> every layer's and run's signal-to-noise ratio in dB, if defined; in ascending order."""
@@ -137,20 +130,18 @@ def find_snapshots(group: Group) -> tuple[list[Snapshots], list[str]]:
     """Snapshots of each recipe that has any, in the group's order, and notes about unreadable files."""
     found, notes = [], []
     for label in group.labels:
-        recorded: list[tuple[Run, list[Row], list[Row]]] = []
+        recorded: list[tuple[Run, list[Row]]] = []
         for run in group.of(label):
             try:
                 rows = read_own_rows(run.folder / "quantization.jsonl")
             except UserError as error:
                 notes.append(f"{run.named(str(error))}; nothing of that file is shown.")
                 continue
-            operands, outputs = ([row for row in rows if _kind(row) in kinds] for kinds in (KINDS, OUTPUTS))
-            if operands:
-                recorded.append((run, operands, outputs))
-        finished = [each for each in recorded if each[0].status is Status.FINISHED]
+            if any(_kind(row) in KINDS for row in rows):
+                recorded.append((run, rows))
+        finished = tuple(rows for run, rows in recorded if run.status is Status.FINISHED)
         if recorded:
-            _, operands_of, outputs_of = zip(*(finished or recorded))
-            found.append(Snapshots(label, bool(finished), operands_of, outputs_of))
+            found.append(Snapshots(label, bool(finished), finished or tuple(rows for _, rows in recorded)))
     return found, notes
 
 

@@ -7,7 +7,7 @@ plus noise of one standard deviation, pooled over the runs of all recipes but th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,7 +98,7 @@ class Fit:
 
         noise, labels, removed, kept = noise_of(self._results), self._labels, list[str](), 0
         self.sigma, self.dof = noise.sigma, noise.dof
-        for more in range(min(len(labels) // 2, len(labels) - 2)):
+        for step in range(1, 1 + min(len(labels) // 2, len(labels) - 2)):
             chances: list[tuple[float, str, _Noise]] = []
             for label in labels:
                 left = {key: value for key, value in self._results.items() if key[0] in labels and key[0] != label}
@@ -111,7 +111,7 @@ class Fit:
                 break
             least, label, noise = min(chances, key=lambda chance: chance[0])
             removed.append(label)
-            if least * len(labels) <= _CHANCE / 2 ** (more + 1):
+            if least * len(labels) <= _CHANCE / 2**step:
                 kept, self.sigma, self.dof = len(removed), noise.sigma, noise.dof
             labels = [each for each in labels if each != label]
         self.aside = tuple(removed[:kept])
@@ -151,7 +151,7 @@ class Fit:
             variance = float(self._values(label).var(ddof=1)) if aside else self.sigma**2
             parts.append((variance / count, count - 1.0 if aside else self.dof))
         variance = sum(part for part, _ in parts)
-        dof = variance**2 / sum(part**2 / own for part, own in parts) if own_noise else self.dof
+        dof = welch_dof(parts) if own_noise else self.dof
         return self.mean(left) - self.mean(right), variance, dof, counts
 
     def seeds_needed(
@@ -236,6 +236,12 @@ def _blocks(results: Results) -> _Noise:
     values = np.array(list(results.values()))
     residual = values - design @ np.linalg.lstsq(design, values)[0]
     return _Noise(float(residual @ residual), float(dof))
+
+
+def welch_dof(parts: Sequence[tuple[float, float]]) -> float:
+    """Welch's degrees of freedom of a sum of independent variances, each given with its own."""
+    share = sum(variance**2 / dof for variance, dof in parts)
+    return sum(variance for variance, _ in parts) ** 2 / share if share else math.inf
 
 
 def t_quantile(probability: float, dof: float) -> float:

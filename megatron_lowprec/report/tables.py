@@ -126,7 +126,7 @@ def gradient_norms(group: Group) -> Table | None:
 def growing_norms(group: Group) -> list[str]:
     """A sentence for each run whose median gradient norm in the last fifth is over twice the middle fifth's."""
     found = []
-    for run in (run for label in group.labels for run in group.of(label)):
+    for run in group.runs:
         *_, middle, _, last = run.norms_by_fifth
         if last > _GROWTH * middle:
             found.append(

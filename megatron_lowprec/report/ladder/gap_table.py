@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_lowprec.report.amounts import DASH, amount, number, signed
 from megatron_lowprec.report.ladder.gap_points import Line, Point
-from megatron_lowprec.report.statistics import t_quantile
+from megatron_lowprec.report.statistics import t_quantile, welch_dof
 from megatron_lowprec.report.tables import Table
 
 
@@ -47,13 +47,11 @@ def _change(first: Point, last: Point, confidence: float) -> tuple[float, float]
     """Change of the gap and the half width of its interval; NaN if there is one point, or an error is unknown."""
     if first is last:
         return math.nan, math.nan
-    parts = [(point.error**2, point.dof) for point in (first, last)]
-    variance = sum(part for part, _ in parts)
-    if math.isnan(variance):
+    error = math.hypot(first.error, last.error)
+    if math.isnan(error):
         return last.gap - first.gap, math.nan
-    share = sum(part**2 / dof for part, dof in parts)
-    dof = variance**2 / share if share else math.inf
-    return last.gap - first.gap, t_quantile(0.5 + confidence / 2, dof) * math.sqrt(variance)
+    dof = welch_dof([(point.error**2, point.dof) for point in (first, last)])
+    return last.gap - first.gap, t_quantile(0.5 + confidence / 2, dof) * error
 
 
 def _cells(heading: str, what: str, value: float, half_width: float) -> dict[str, str]:

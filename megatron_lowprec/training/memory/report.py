@@ -17,6 +17,7 @@ from megatron_lowprec.training.memory.plan import GIB, MemoryPlan, plan
 from megatron_lowprec.training.memory.transfers import planned_transfers
 
 _NEARLY = 0.9  # of a GPU: the allocator reserves a few percent more than it allocates
+_EAGER = "a step with a snapshot or capture, beside CUDA graphs"
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,12 @@ def table(found: MemoryPlan, config: Config, recipe: Recipe, device: Device | No
         "backward": "backward of a layer (*)",
         "gradients": "gradients in fp32, until they are cast",
         "update": f"update of the weights, {'beside' if found.held else 'without'} activations of the layers",
-        "eager": "a step with a snapshot or capture, beside CUDA graphs",
+        "eager": _EAGER,
     }
-    parts = {**found.kept, **found.transient, **({"eager": found.eager} if found.eager else {})}
-    if not parts["gradients"]:  # in a buffer, which is resident
-        del parts["gradients"]
+    parts = {**found.kept, **found.transient, "eager": found.eager}
+    for name in ("gradients", "eager"):  # gradients in a buffer are resident
+        if not parts[name]:
+            del parts[name]
     peak = f"peak ({'update' if found.peaks_in_update else 'forward and backward'})"
     lines += _rows({**found.resident, **{names[name]: size for name, size in parts.items()}, peak: found.peak})
     counts = "CUDA graphs hold the second: both count" if found.held else "not at the same time: the larger counts"
@@ -144,7 +146,7 @@ def check(found: MemoryPlan, device: Device) -> list[str]:
         if found.held:
             parts["backward of a layer"] = found.transient["backward"]
         if found.eager:
-            parts["a step with a snapshot or capture, beside CUDA graphs"] = found.eager
+            parts[_EAGER] = found.eager
         if found.transient["gradients"]:
             parts["fp32 gradients"] = found.transient["gradients"]
         graphs = "use --cuda-graph-impl none, " if found.eager else ""

@@ -17,6 +17,13 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
+def default_mode(path: Path) -> None:
+    """Give a file the rights of newly opened ones; safetensors lets only its owner read what it writes."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 @contextmanager
 def atomic_replace(path: Path) -> Iterator[Path]:
     """Path of a new file in the same folder, which replaces ``path`` at the end; on an error it is removed instead."""

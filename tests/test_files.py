@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowprec.files import atomic_write
+from megatron_lowprec.files import atomic_write, default_mode
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -24,3 +24,11 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="disk full"):
         atomic_write(path, "new")
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_a_file_gets_the_rights_of_newly_opened_ones(tmp_path: Path) -> None:
+    private, opened = tmp_path / "private", tmp_path / "opened"
+    private.touch(0o600)
+    opened.touch()
+    default_mode(private)
+    assert private.stat().st_mode == opened.stat().st_mode

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.files import default_mode
 from megatron_lowprec.training.checkpoint import loader
 from megatron_lowprec.training.checkpoint.resume import check_tokenizer
 from megatron_lowprec.training.config.paths import check_folder
@@ -62,7 +63,9 @@ def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> li
     about = to_hf_config(config, tokenizer.vocab_size, tokenizer.eod, name)
     tensors = to_hf_weights(config, read_weights(found.folder), tokenizer.vocab_size, getattr(torch, name))
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    weights = out / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    default_mode(weights)
     (out / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     files = write_tokenizer(config, out)
     count = sum(tensor.numel() for tensor in tensors.values())

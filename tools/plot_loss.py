@@ -100,14 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.run.is_file():
             raise UserError(f"{args.run} is a file; name the folder of a run that has trained")
         curve = read_curve(args.run / "metrics.jsonl")
-        references = _references(args.reference, args.run)
         config = _config(args.run)
+        iterations = config.get("train_iters") or curve.last_iteration
+        references = _references(args.reference, args.run, iterations)
         entropy = _entropy(config, args.valid_prefix)
         try:
             draw(output, _title(args.run, config), curve, references, entropy)
         except OSError as error:
             raise UserError(f"--output {output}: {error}") from None
-        print(*_summary(args.run, config, curve, references, entropy, output), sep="\n")
+        beside = references if args.reference or curve.last_iteration == iterations else []
+        print(*_summary(args.run, config, curve, beside, entropy, output), sep="\n")
 
     return run_tool("plot_loss.py", plot)
 
@@ -189,14 +191,19 @@ def _title(run: Path, config: dict[str, Any]) -> str:
     return f"{run.name.removesuffix(f'-{recipe}')}, recipe {recipe}" if recipe else run.name
 
 
-def _references(paths: Sequence[Path] | None, run: Path) -> list[Curve]:
-    if paths is None:
-        model = run.name.partition("-")[0]
-        paths = sorted(RESULTS.glob(f"{model}_bf16*.metrics.jsonl"))
-        if not paths:
-            missing = RESULTS.relative_to(REPOSITORY) / f"{model}_bf16.metrics.jsonl"
-            print(f"no bf16 curve for comparison: {missing} does not exist")
-    return [read_curve(path) for path in paths]
+def _references(paths: Sequence[Path] | None, run: Path, iterations: int) -> list[Curve]:
+    """The bf16 runs that were named; else the shipped ones of the model, if their length is that of this run."""
+    if paths is not None:
+        return [read_curve(path) for path in paths]
+    model = run.name.partition("-")[0]
+    shipped = [read_curve(path) for path in sorted(RESULTS.glob(f"{model}_bf16*.metrics.jsonl"))]
+    if not shipped:
+        missing = RESULTS.relative_to(REPOSITORY) / f"{model}_bf16.metrics.jsonl"
+        print(f"no bf16 curve for comparison: {missing} does not exist")
+    same = [each for each in shipped if each.last_iteration == iterations]
+    if shipped and not same:
+        print(f"not compared: the shipped bf16 runs have {shipped[0].last_iteration} iterations, this one {iterations}")
+    return same
 
 
 def _config(run: Path) -> dict[str, Any]:

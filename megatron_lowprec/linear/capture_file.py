@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import atomic_replace
+from megatron_lowprec.files import atomic_replace, default_mode
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -124,6 +124,7 @@ def write_capture(folder: Path, capture: Capture) -> Path:
             save_file(tensors, partial, metadata)
         except SafetensorError as error:  # also for a full disk
             raise OSError(str(error)) from None
+        default_mode(partial)
     return path
 
 

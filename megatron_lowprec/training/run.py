@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import yaml
@@ -67,7 +68,7 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
         _print_once(ranks, _recipe_table())
         return
     config = resolve_model(config)
-    recipe, more = _recipe(config, given)
+    config, recipe, more = _recipe(config, given)
     notes = notes + more
     check_sizes(recipe, linear_sites(config), require(config.num_layers), tensor_ranks(config))
     check_activations(recipe, linear_sites(config), tensor_ranks(config))
@@ -90,8 +91,10 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     _train(config, given, notes, recipe, ranks)
 
 
-def _recipe(config: Config, given: frozenset[str]) -> tuple[Recipe, list[str]]:
-    """The recipe that was asked for, or else that of the checkpoint which the run continues from; a note if so."""
+def _recipe(config: Config, given: frozenset[str]) -> tuple[Config, Recipe, list[str]]:
+    """The recipe that was asked for, or else that of the checkpoint which the run continues from, whose name --recipe
+    then has; a note if so.
+    """
     if "recipe" not in given and (config.load or config.save):
         from megatron_lowprec.training.checkpoint.resume import recipe_to_continue
 
@@ -99,8 +102,8 @@ def _recipe(config: Config, given: frozenset[str]) -> tuple[Recipe, list[str]]:
         if found is not None:
             recipe, stored = found
             changed = " with --recipe-override" if recipe.name != stored else ""
-            return recipe, [f"recipe: the checkpoint's {stored}{changed}"]
-    return load_recipe(str(find(config.recipe)), config.recipe_override), []
+            return replace(config, recipe=stored), recipe, [f"recipe: the checkpoint's {stored}{changed}"]
+    return config, load_recipe(str(find(config.recipe)), config.recipe_override), []
 
 
 def _print_once(ranks: Ranks, *lines: str) -> None:
@@ -141,9 +144,8 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
 
     config = resolve_run(config, ranks.world_size, gpus=torch.cuda.is_available())
     te_checks.prepare(config, recipe)
-    if not config.no_save:
-        config, more = source(config)
-        notes = notes + more
+    config, more = source(config)
+    notes = notes + more
     config, paths = run_paths(config, recipe.name)
     signals = Signals()
     first = ranks.rank == 0
@@ -207,11 +209,14 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     if plan.found is not None:
         loaded = checkpoint.load(plan.found, trainer, config, layout)
         progress, uncalibrated = loaded.progress, loaded.uncalibrated
-        notes += [f"continuing from {plan.found.folder} at iteration {progress.iteration}", *loaded.notes]
+        begun = f"continuing from {plan.found.folder} at iteration {progress.iteration}"
+        notes += [f"weights of {plan.found.folder}" if config.finetune else begun, *loaded.notes]
     if ranks.rank == 0:
         notes += keep_older_run(paths, config)
     run_on_all_ranks(lock.acquire)  # moving an older run's folder has moved the file with it
-    log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content, progress.evaluated)
+    # Without an evaluation nothing replaces the last one's rows.
+    evaluated = progress.evaluated if config.eval_iters else progress.iteration
+    log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content, evaluated)
     if ranks.rank == 0:
         paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     layers = model.implementation(config, trainer)

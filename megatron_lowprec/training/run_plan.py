@@ -89,6 +89,7 @@ def plan_run(
             behind = found.progress
             iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
             config = replace(config, train_iters=iterations)
+            saved_state.check_length(found, config)
         if not (config.finetune or config.no_load_optim):
             saved_state.check_optimizer(found, config)
             schedule, more = schedules.continued(schedule, found.schedule, config, given)

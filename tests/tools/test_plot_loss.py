@@ -73,10 +73,20 @@ def test_several_bf16_runs_are_a_range(run: Path, tmp_path: Path, capsys: pytest
 
 
 def test_the_shipped_bf16_runs_are_three_seeds_that_end_within_the_stated_spread() -> None:
-    curves = plot_loss._references(None, Path("gpt_tiny-mxfp4"))
+    curves = plot_loss._references(None, Path("gpt_tiny-mxfp4"), 240)
     finals = [curve.final_validation for curve in curves]
     assert len(set(finals)) == 3
     assert max(finals) - min(finals) <= 0.03
+
+
+def test_a_run_of_another_length_is_not_compared_with_the_shipped_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "gpt_tiny-mxfp4", iterations=40)
+    assert plot_loss.main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "not compared: the shipped bf16 runs have 240 iterations, this one 40" in said
+    assert "validation loss    4.5000\n" in said
 
 
 def test_what_is_missing_is_said_and_left_out(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,9 +126,38 @@ def test_a_longer_run_is_the_shorter_one_and_more(drive: Drive, capsys: pytest.C
 
 
 def test_a_finished_run_has_nothing_to_train(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
-    drive(argv(save="out"))
-    drive(argv(save="out", load="out"))
+    drive(argv(save="out", eval_iters=1))
+    drive(argv(save="out", load="out", eval_iters=1))
     assert "nothing to train" in capsys.readouterr().out
+    written = rows(Path("out"))
+    assert "lm loss test" in written[-1]
+    drive(argv(save="out", load="out", eval_iters=0))
+    assert rows(Path("out")) == written
+    before = {path: path.read_bytes() for path in Path("out").iterdir() if path.is_file()}
+    with pytest.raises(UserError, match=r"--train-iters 1: checkpoint .* is at iteration 2; give at least as many"):
+        drive(argv(save="out", train_iters=1))
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_pretrained_weights_are_read_without_saving_too(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(argv(save="out"))
+    first = {}
+    for name, options in (("kept", {}), ("not_kept", {"no_save": True})):
+        drive(argv(save=name, train_iters=1, pretrained_checkpoint="out", **options))
+        assert "weights of out/iter_0000002" in capsys.readouterr().out
+        first[name] = losses(Path(name))
+    assert first["kept"] == first["not_kept"]
+    with pytest.raises(UserError, match="--pretrained-checkpoint nowhere: no checkpoint there"):
+        drive(argv(save="new", train_iters=1, pretrained_checkpoint="nowhere", no_save=True))
+
+
+def test_a_run_resumed_by_its_checkpoints_folder_stays_one_run(drive: Drive) -> None:
+    drive(argv(train_iters=2))
+    (run,) = Path("runs").iterdir()
+    drive(argv(save=str(run / "checkpoints"), train_iters=4))
+    assert not (run / "checkpoints" / "metrics.jsonl").exists()
+    assert len(losses(run)) == 4
+    assert yaml.safe_load((run / "config.yaml").read_text())["options"]["train_iters"] == 4
 
 
 def test_a_checkpoint_of_another_shape_is_refused(drive: Drive) -> None:
@@ -147,6 +176,8 @@ def test_load_without_a_checkpoint_is_refused_unless_it_is_save(drive: Drive) ->
     drive(argv(save="run/checkpoints", train_iters=1))
     with pytest.raises(UserError, match=r"no checkpoint there .*; name run/checkpoints"):
         drive(argv(save="out", load="run"))
+    with pytest.raises(UserError, match=r"this is one checkpoint; name run/checkpoints, and to load another"):
+        drive(argv(save="out", load="run/checkpoints/iter_0000001"))
     drive(argv(save="out", load="out", train_iters=1, no_save=None))
     assert Path("out/iter_0000001").is_dir()
 

@@ -82,12 +82,16 @@ class Saved:
 
 
 def source(config: Config) -> tuple[Config, list[str]]:
-    """The config with --load resolved: if not given, --save's folder if it holds a checkpoint, or
-    --pretrained-checkpoint, from which only the weights are loaded.
+    """The config with --load resolved: if not given, --save's folder if it holds a checkpoint and --no-save is
+    not given, or --pretrained-checkpoint, from which only the weights are loaded.
     """
     if config.load is not None:
         return config, []
-    if config.save is not None and (storage.whole(config.save) or storage.tracked(config.save) is not None):
+    if (
+        config.save is not None
+        and not config.no_save
+        and (storage.whole(config.save) or storage.tracked(config.save) is not None)
+    ):
         # --finetune and similar options apply to a run's first start only.
         continued = replace(config, load=config.save, finetune=False, no_load_optim=False, no_load_rng=False)
         return continued, [f"--save {config.save} holds a checkpoint: continuing from it"]
@@ -113,7 +117,8 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
     if newest is None and not present and own:
         return None, []
     if newest is None and not own:
-        raise UserError(_without_tracker(config.load))
+        option = "--pretrained-checkpoint" if config.load == config.pretrained_checkpoint else "--load"
+        raise UserError(f"{option} {_without_tracker(config.load)}")
     notes = []
     if newest is None:
         notes.append(f"{storage.TRACKER} is missing or damaged: looking at the checkpoints themselves")
@@ -135,9 +140,15 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
 
 
 def _without_tracker(load: str) -> str:
-    if not (Path(load) / storage.TRACKER).exists():
-        inner = storage.checkpoints_of(Path(load))
-        where = "the folder that --save had" if inner == Path(load) else inner
+    folder = Path(load)
+    if folder in storage.whole(str(folder.parent)).values():
+        return (
+            f"{load}: this is one checkpoint; name {folder.parent}, and to load another iteration than the newest "
+            f"write its number into {storage.TRACKER} there"
+        )
+    if not (folder / storage.TRACKER).exists():
+        inner = storage.checkpoints_of(folder)
+        where = "the folder that --save had" if inner == folder else inner
         return f"{load}: no checkpoint there (no {storage.TRACKER}); name {where}"
     return f"{load}: {storage.TRACKER} holds no iteration; write the number of one of the iter_ folders into it"
 
@@ -167,7 +178,7 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
     """Reject another model's checkpoint, naming the differing options; reject a weights-only one without --finetune."""
     if saved.content.get("weights_only") and not config.finetune:
         raise UserError(
-            f"--load {saved.folder} holds weights alone, from {saved.content['weights_only']}: add --finetune"
+            f"checkpoint {saved.folder} holds weights alone, from {saved.content['weights_only']}: add --finetune"
         )
     options = saved.content["options"]
     names = [*_FUNCTION]
@@ -178,8 +189,8 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
         differing.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
     if differing:
         raise UserError(
-            f"--load {saved.folder} holds another model: {', '.join(differing)}; "
-            "give the checkpoint's options or another --load"
+            f"checkpoint {saved.folder} holds another model: {', '.join(differing)}; "
+            "give the checkpoint's options or another folder"
         )
 
 
@@ -192,12 +203,22 @@ def _differing(options: Mapping[str, Any], config: Config, names: Collection[str
     ]
 
 
+def check_length(saved: Saved, config: Config) -> None:
+    """Reject a run that would end before the checkpoint it continues from: it would rewrite that run's records."""
+    iteration = saved.progress["iteration"]
+    if config.train_iters is not None and iteration > config.train_iters:
+        raise UserError(
+            f"--train-iters {config.train_iters}: checkpoint {saved.folder} is at iteration {iteration}; give at least "
+            "as many iterations, or evaluate it with tools/evaluate.py"
+        )
+
+
 def check_tokenizer(saved: Saved, tokenizer: Tokenizer) -> None:
     """Reject a checkpoint of another tokenizer, if known: the embedding's rows represent other tokens."""
     before, now = saved.tokenizer, tokenizer.unique_identifiers
     if before is not None and before != now:
         raise UserError(
-            f"--load {saved.folder} was trained with {_tokenizer_words(before)}, and the tokenizer here is "
+            f"checkpoint {saved.folder} was trained with {_tokenizer_words(before)}, and the tokenizer here is "
             f"{_tokenizer_words(now)}: the same ids mean other text; give the checkpoint's tokenizer"
         )
 
@@ -211,17 +232,17 @@ def check_optimizer(saved: Saved, config: Config) -> None:
     differing = _differing(saved.content["options"], config, _OPTIMIZER)
     if differing:
         raise UserError(
-            f"--load {saved.folder} holds another optimizer's state: {', '.join(differing)}; "
+            f"checkpoint {saved.folder} holds another optimizer's state: {', '.join(differing)}; "
             "give the checkpoint's options, or --no-load-optim to go on with the weights alone"
         )
     before, now = saved.layout.get("expert", 1), config.expert_model_parallel_size
     if has_experts(config) and (before > 1) != (now > 1):
         sizes = "1" if before == 1 else f"{before}, or any from 2"
         raise UserError(
-            f"--load {saved.folder} was written with --expert-model-parallel-size {before}, and this run has {now}: "
-            "from 2 on Megatron-core gives experts an optimizer of their own, and loads no state of one optimizer into "
-            f"two, or of two into one; give --expert-model-parallel-size {sizes}, or --no-load-optim to go on with the "
-            "weights alone"
+            f"checkpoint {saved.folder} was written with --expert-model-parallel-size {before}, and this run has {now}"
+            ": from 2 on Megatron-core gives experts an optimizer of their own, and loads no state of one optimizer "
+            f"into two, or of two into one; give --expert-model-parallel-size {sizes}, or --no-load-optim to go on "
+            "with the weights alone"
         )
 
 
@@ -305,8 +326,8 @@ def implementation_note(saved: Saved, config: Config) -> list[str]:
         return []
     if has_experts(config):
         raise UserError(
-            f"--load {saved.folder} was written with --transformer-impl {before}, under which a layer with experts has "
-            f"other names than under {config.transformer_impl}; continue with {before}"
+            f"checkpoint {saved.folder} was written with --transformer-impl {before}, under which a layer with experts "
+            f"has other names than under {config.transformer_impl}; continue with {before}"
         )
     return [f"layers: {config.transformer_impl}, where the checkpoint was written with {before}"]
 

@@ -60,12 +60,14 @@ class RunPaths:
 def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
     """The run's folder: --save's, else the parent of --tensorboard-dir, else runs/CONFIG-RECIPE in this folder.
 
+    A run that began in RUN and is resumed by --save RUN/checkpoints keeps RUN.
+
     Raises:
         UserError: the folder cannot be written, or --no-save would put metrics beside another run's checkpoints.
     """
     name = f"{Path(config.config).stem if config.config else 'gpt'}-{recipe_name}"
     if config.save is not None:
-        run = Path(config.save)
+        run = _began_in(Path(config.save))
     elif config.tensorboard_dir is not None:
         run = Path(config.tensorboard_dir).resolve().parent
     else:
@@ -82,6 +84,13 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
     save = None if config.no_save else checkpoints
     tensorboard = Path(config.tensorboard_dir) if config.tensorboard_dir is not None else run / "tensorboard"
     return replace(config, save=save), RunPaths(run, tensorboard, Path(save) if save is not None else None, default)
+
+
+def _began_in(save: Path) -> Path:
+    """The parent of ``save`` if that is ``checkpoints`` of a run with its metrics there; else ``save``."""
+    parent = save.parent
+    of_a_run = save.name == "checkpoints" and all((parent / name).exists() for name in ("metrics.jsonl", "config.yaml"))
+    return parent if of_a_run and not (save / "metrics.jsonl").exists() else save
 
 
 def keep_older_run(paths: RunPaths, config: Config) -> list[str]:

@@ -88,11 +88,10 @@ def resolve_recipe(config: Config, recipe: Recipe) -> tuple[Config, list[str]]:
 
 def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     """Resolve the whole run on ``world_size`` processes, after ``resolve_model``."""
-    required(config, "lr")
+    required(config, "lr", *(["global_batch_size"] if config.micro_batch_size is None else []))
     _check_parallelism(config, world_size)
     data_parallel = data_parallel_size(config, world_size)
     if config.micro_batch_size is None:
-        required(config, "global_batch_size")
         check_divisible(
             "--global-batch-size", require(config.global_batch_size), "the data-parallel size", data_parallel
         )
@@ -109,7 +108,8 @@ def resolve_run(config: Config, world_size: int, gpus: bool) -> Config:
     if config.lr is not None and config.min_lr > config.lr:
         raise UserError(f"--min-lr {config.min_lr} is above --lr {config.lr}")
     if (config.train_iters is None) == (config.train_samples is None):
-        raise UserError("the length of the run is missing: give --train-iters or --train-samples")
+        found = "missing" if config.train_iters is None else "given twice"
+        raise UserError(f"the length of the run is {found}: give --train-iters or --train-samples")
     _positive(config, "train_iters" if config.train_iters is not None else "train_samples")
     for name in (
         *("eval_interval", "log_interval", "log_quantization_interval", "save_interval", "exit_interval"),
@@ -282,8 +282,11 @@ def _check_parallelism(config: Config, world_size: int) -> None:
 
 
 def _check_implementation(config: Config, gpus: bool) -> None:
-    if config.fp8_param_gather and not (config.use_distributed_optimizer and config.bf16):
-        raise UserError("--fp8-param-gather needs --use-distributed-optimizer and --bf16")
+    if config.fp8_param_gather:
+        needed = {"--use-distributed-optimizer": config.use_distributed_optimizer, "--bf16": config.bf16}
+        missing = [option for option, given in needed.items() if not given]
+        if missing:
+            raise UserError(f"--fp8-param-gather needs {' and '.join(missing)} as well")
     if config.transformer_impl == "local":
         return
     ours: dict[str, Any] = {

@@ -111,6 +111,8 @@ def test_telemetry_follows_from_the_files_and_losses_stay(drive: Drive, recipe: 
 
 def test_a_file_has_the_documented_tensors_and_metadata(tmp_path: Path) -> None:
     path = write_capture(tmp_path, example())
+    (tmp_path / "opened").touch()
+    assert path.stat().st_mode == (tmp_path / "opened").stat().st_mode
     with safe_open(str(path), "pt") as file:
         metadata = file.metadata()
         assert {name: list(file.get_tensor(name).shape) for name in file.keys()} == {  # noqa: SIM118

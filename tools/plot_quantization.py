@@ -3,7 +3,8 @@
     python tools/plot_quantization.py runs/gpt_tiny-mxfp4_rht_sr
 
 reads quantization.jsonl in that folder, which --log-quantization-interval writes, writes quantization.png and prints
-the operands with the lowest SNR in the last logged iteration. The experts of a layer are one line, the worst of them.
+the operands with the lowest SNR in the last logged iteration. --what selects another quantity, for both; its figure is
+quantization-WHAT.png. The experts of a layer are one line, the worst of them.
 """
 
 import io
@@ -21,7 +22,6 @@ from megatron_lowprec.report.operands import (
     OUTPUTS,
     Kind,
     Row,
-    by_snr,
     full_name,
     not_finite,
     read_own_rows,
@@ -31,11 +31,12 @@ from megatron_lowprec.training.config.paths import output_file
 
 
 class Quantity(NamedTuple):
-    """A quantity to plot: title, colormap, and a rank that is lowest for the worst value."""
+    """A quantity to plot: title, colormap, a rank that is lowest for the worst value, and how a value is printed."""
 
     title: str
     colors: str
     rank: Callable[[float], float]
+    text: str
 
 
 def _largest(value: float) -> float:
@@ -43,16 +44,19 @@ def _largest(value: float) -> float:
 
 
 QUANTITIES = {
-    "snr": Quantity("signal-to-noise ratio, dB", "viridis", float),
-    "bias": Quantity("bias", "PuOr", _largest),
-    "underflow": Quantity("share of nonzero entries that become 0", "magma_r", _largest),
-    "saturation": Quantity("share of entries beyond the largest value", "magma_r", _largest),
-    "gradient_to_noise": Quantity("gradient-to-noise ratio of the weight gradient", "viridis", float),
-    "amax": Quantity("log2 of the largest magnitude", "cividis", lambda value: -value),
+    "snr": Quantity("signal-to-noise ratio, dB", "viridis", float, "SNR {:.1f} dB"),
+    "bias": Quantity("bias", "PuOr", _largest, "bias {:+.2e}"),
+    "underflow": Quantity("share of nonzero entries that become 0", "magma_r", _largest, "underflow {:.2%}"),
+    "saturation": Quantity("share of entries beyond the largest value", "magma_r", _largest, "saturation {:.2%}"),
+    "gradient_to_noise": Quantity(
+        "gradient-to-noise ratio of the weight gradient", "viridis", float, "gradient to noise {:.2f}"
+    ),
+    "amax": Quantity("log2 of the largest magnitude", "cividis", lambda value: -value, "log2 of amax {:.1f}"),
 }
 OF_OUTPUTS = "gradient_to_noise"
 """The quantity of GEMM outputs alone."""
 _SHOWN = 5
+_ALWAYS_PRINTED = ("snr", "bias", "underflow", "saturation")
 _TEXT = "#333333"
 
 
@@ -122,20 +126,24 @@ def draw(title: str, rows: Sequence[Row], what: str) -> bytes:
     return png.getvalue()
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """Lines about the non-finite operands of the last iteration, and those with the lowest SNR."""
+def summary(rows: Sequence[Row], what: str) -> list[str]:
+    """Lines about the non-finite operands of the last iteration, and those with the worst values of a quantity."""
     last = max(row["iteration"] for row in rows)
     of_last = [row for row in rows if row["iteration"] == last]
-    worst, bad = by_snr(of_last)[:_SHOWN], not_finite(of_last)
-    lines = [f"iteration {last}, {len(of_last)} operands; the lowest signal-to-noise ratios:"]
+    known, bad = [row for row in of_last if not math.isnan(_value(row, what))], not_finite(of_last)
+    worst = sorted(known, key=lambda row: QUANTITIES[what].rank(_value(row, what)))[:_SHOWN]
+    lines = [f"iteration {last}, {len(of_last)} operands; the worst by {QUANTITIES[what].title}:"]
     if bad:
         lines.insert(0, f"not finite: {len(bad)} of {len(of_last)} operands, first {full_name(bad[0])}")
-    lines += [
-        f"  {row['snr']:5.1f} dB  {full_name(row)}, {row['format']}: bias {row['bias']:+.2e}, underflow "
-        f"{row['underflow']:.2%}, saturation {row['saturation']:.2%}"
-        for row in worst
-    ]
-    return lines
+    names = [", ".join(filter(None, (full_name(row), row["format"]))) for row in worst]  # outputs have no format
+    return lines + [f"  {name}: {_texts(row, what)}" for name, row in zip(names, worst, strict=True)]
+
+
+def _texts(row: Row, what: str) -> str:
+    """The quantity, then the others that a row of every kind has."""
+    names = dict.fromkeys((what, *_ALWAYS_PRINTED))
+    values = {name: _value(row, name) for name in names}
+    return ", ".join(QUANTITIES[name].text.format(value) for name, value in values.items() if not math.isnan(value))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,9 +151,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, help="folder with quantization.jsonl")
     parser.add_argument("--what", choices=QUANTITIES, default="snr", help="quantity to plot (default: snr)")
-    parser.add_argument("--output", type=output_file, metavar="PNG", help="default: quantization.png in the folder")
+    parser.add_argument(
+        "--output",
+        type=output_file,
+        metavar="PNG",
+        help="default: quantization.png in the folder, quantization-WHAT.png for another quantity than snr",
+    )
     args = parser.parse_args(arguments)
-    output = args.output or args.run / "quantization.png"
+    output = args.output or args.run / ("quantization.png" if args.what == "snr" else f"quantization-{args.what}.png")
 
     def plot() -> None:
         rows = _rows(args.run / "quantization.jsonl", args.what)
@@ -153,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             output.write_bytes(draw(f"{args.run.name}: {QUANTITIES[args.what].title}", rows, args.what))
         except OSError as error:
             raise UserError(f"--output {output}: {error}") from None
-        print(*summary(rows), f"wrote {output}", sep="\n")
+        print(*summary(rows, args.what), f"wrote {output}", sep="\n")
 
     return run_tool("plot_quantization.py", plot)
 

@@ -6,6 +6,7 @@ and its GEMMs are added.
 
 import difflib
 import logging
+import os
 import re
 import warnings
 from collections import Counter
@@ -25,7 +26,7 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible, kept_in_bf16, site_path
 from megatron_lowprec.recipe.native_support import slower_than_bf16, why_emulated
-from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import Recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -99,7 +100,7 @@ class Conversion:
 
 def convert(
     model: M,
-    recipe: Recipe | str,
+    recipe: Recipe | str | os.PathLike[str],
     *,
     filter: Filter | None = None,
     keep_bf16: Sequence[str] = (),
@@ -119,8 +120,8 @@ def convert(
 
     Args:
         model: any module; each rank converts its own copy.
-        recipe: a Recipe or the name of one. Its ``keep_bf16`` counts the blocks of the model's outermost list of
-            modules from 1 and matches ``layers.<number>.<path within the block>``.
+        recipe: a Recipe, the name of one, or the path of a YAML file. Its ``keep_bf16`` counts the blocks of the
+            model's outermost list of modules from 1 and matches ``layers.<number>.<path within the block>``.
         filter: ``filter(path, module)``, whether to convert a linear layer; replaces the default, which leaves the
             output head (``lm_head``, ``get_output_embeddings()``, a weight tied to an embedding) and routers.
         keep_bf16: globs of paths of further layers to leave in the compute dtype, such as ``model.layers.0.*``.
@@ -136,7 +137,7 @@ def convert(
             converted before or wrapped; a glob without a match; ``first_layers`` or ``last_layers`` without exactly
             one list of blocks; ``history_update=microbatch`` on several ranks.
     """
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    recipe = _checked_recipe(model, recipe)
     options: dict[str, Any] = {"filter": filter, "keep_bf16": keep_bf16, "skip_slower": skip_slower}
     conversion = plan(model, recipe, **options, device=device, dtype=dtype)
     if not conversion.converted:
@@ -165,7 +166,7 @@ def convert(
 
 def plan(
     model: nn.Module,
-    recipe: Recipe | str,
+    recipe: Recipe | str | os.PathLike[str],
     *,
     filter: Filter | None = None,
     keep_bf16: Sequence[str] = (),
@@ -174,8 +175,7 @@ def plan(
     dtype: torch.dtype | None = None,
 ) -> Conversion:
     """The conversion that ``convert`` would make; changes nothing. Arguments and errors as in ``convert``."""
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    _check_recipe(recipe)
+    recipe = _checked_recipe(model, recipe)
     _check_model(model)
     layers = list(_linears(model))
     _check_keep(recipe, keep_bf16, layers)
@@ -220,7 +220,14 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 # ---- checks
-def _check_recipe(recipe: Recipe) -> None:
+def _checked_recipe(model: object, recipe: object) -> Recipe:
+    """The recipe, after the types of both arguments."""
+    if not isinstance(model, nn.Module) or not isinstance(recipe, (Recipe, str, os.PathLike)):
+        raise UserError(
+            f"convert was given a {type(model).__name__} as model and a {type(recipe).__name__} as recipe: give a "
+            'torch.nn.Module first, then a Recipe, its name or a YAML file, as in convert(model, "mxfp8")'
+        )
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(os.fspath(recipe))
     parts = [name for name in ("optimizer", "gradients", "activations") if getattr(recipe, name).quantized]
     if recipe.fp8_weights:
         parts.append("fp8_weights")
@@ -230,6 +237,7 @@ def _check_recipe(recipe: Recipe) -> None:
             f"train it with pretrain_gpt.py, or pass dataclasses.replace(recipe, optimizer=OptimizerSpec(), "
             f"gradients=GradientSpec(), activations=ActivationSpec(), fp8_weights=False)"
         )
+    return recipe
 
 
 def _check_model(model: nn.Module) -> None:
@@ -373,6 +381,9 @@ def _unsuitable(recipe: Recipe, layer: _Layer, arch: str) -> Exclusion | None:
 
 
 def _brief(paths: Sequence[str]) -> str:
-    """Paths with layer numbers as ``*``, and how many each stands for."""
-    counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) or "the model" for path in paths)
+    """Paths with layer numbers as ``*``, and how many each stands for; a path of numbers alone as it is."""
+    starred = [re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths]
+    counts = Counter(
+        path or "the model" if set(name) <= {"*", "."} else name for path, name in zip(paths, starred, strict=True)
+    )
     return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in counts.items())

@@ -32,7 +32,7 @@ class ActivationSpec:
         allowed = get_args(ActivationFormat)
         for name, value in self.formats.items():
             if value not in allowed:
-                raise UserError(f"ActivationSpec.{name} is {value!r}, but must be one of {', '.join(allowed)}")
+                raise UserError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}")
 
     @property
     def formats(self) -> dict[str, str]:

@@ -202,7 +202,8 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
         tensor_parallel: ranks that shard each layer, or those of each.
 
     Raises:
-        UserError: names the layer, the GEMM, the size and the required multiple; or a glob that matches nothing.
+        UserError: names the first such layer, the GEMM, the size and the required multiple, and globs of all such
+            layers; or a glob that matches nothing.
     """
     if not recipe.quantized:
         return
@@ -213,20 +214,40 @@ def check_sizes(recipe: Recipe, sites: Sequence[LinearSite], num_layers: int, te
     for name in ("first_layers", "last_layers"):
         if (count := getattr(recipe.keep_bf16, name)) > num_layers:
             raise UserError(f"keep_bf16.{name} is {count}, but the model has {num_layers} layers; lower it")
-    for site in sites:
-        if not kept_in_bf16(recipe, site.layer_number, site.name, num_layers):
-            check_site(recipe, site, ranks_of(site, tensor_parallel))
+    quantized = [site for site in sites if not kept_in_bf16(recipe, site.layer_number, site.name, num_layers)]
+    _check_sites(recipe, quantized, tensor_parallel)
 
 
 def check_site(recipe: Recipe, site: LinearSite, tensor_parallel: int) -> None:
     """``check_sizes`` for one layer that the recipe quantizes."""
-    found = indivisible(recipe, site, tensor_parallel)
-    if found is not None:
-        gemm_name, why = found
-        raise UserError(
-            f"recipe {recipe.name}: {gemm_name} of {site.path} {why}: change that size, "
-            f"or keep the layer in bf16 with --recipe-override 'keep_bf16.names=[\"{site.path}\"]'"
-        )
+    _check_sites(recipe, [site], tensor_parallel)
+
+
+def _check_sites(recipe: Recipe, sites: Sequence[LinearSite], tensor_parallel: TensorRanks) -> None:
+    found = [(site, why) for site in sites if (why := indivisible(recipe, site, ranks_of(site, tensor_parallel)))]
+    if not found:
+        return
+    first, (gemm_name, reason) = found[0]
+    message = f"recipe {recipe.name}: {gemm_name} of {first.path} {reason}: change that size, or "
+    affected = [site for site, _ in found]
+    if len(affected) == len(sites) > 1:
+        # keeping them all would quantize nothing
+        raise UserError(f"{message}give another --recipe: this one's blocks fit none of the {len(sites)} layers")
+    # the override replaces the list of the recipe
+    globs = ", ".join(f'"{glob}"' for glob in (*recipe.keep_bf16.names, *_globs(affected, sites)))
+    layers = "the layer" if len(affected) == 1 else f"the {len(affected)} such layers"
+    raise UserError(f"{message}keep {layers} in bf16 with --recipe-override 'keep_bf16.names=[{globs}]'")
+
+
+def _globs(chosen: Sequence[LinearSite], sites: Sequence[LinearSite]) -> list[str]:
+    """Globs that match the chosen sites and no others: one for a name whose sites are all chosen."""
+    rest = [site.path for site in sites if site not in chosen]
+    globs = []
+    for site in chosen:
+        glob = f"layers.*.{site.name}"
+        is_own = any(fnmatchcase(path, glob) for path in rest) or [s.name for s in sites].count(site.name) == 1
+        globs.append(site.path if is_own else glob)
+    return list(dict.fromkeys(globs))
 
 
 def indivisible(

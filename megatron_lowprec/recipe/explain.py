@@ -43,7 +43,7 @@ def describe_gemm(name: str, gemm: GemmSpec, reason: str | None, emulate_accumul
         emulate_accumulator: an emulated GEMM accumulates as fast as its spec allows.
     """
     if not gemm.quantized:
-        return [f"{name}  native, compute dtype"]
+        return [f"{name}  not quantized"]
     transform = "no transform" if gemm.hadamard is None else describe_transform(gemm.hadamard)
     first, second = GEMM_OPERANDS[name]
     alpha = 1.0

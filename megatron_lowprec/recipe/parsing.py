@@ -15,13 +15,13 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec, Recipe, check_operands
 from megatron_lowprec.recipe.yaml_text import read_yaml_text
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ def same_numerics(one: Recipe, other: Recipe) -> bool:
 def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe with overrides such as ``dgrad.hadamard.block=128`` applied in order.
 
-    A value is parsed as YAML (``null`` removes an operand or a transform). Overrides are appended to the recipe's name,
-    so that no log shows a published name for a changed recipe.
+    A value is parsed as YAML (``null`` removes an operand, a transform or all of a GEMM). Overrides are appended to the
+    recipe's name, so that no log shows a published name for a changed recipe; summary and source are marked likewise.
 
     Raises:
         UserError: unknown field, with the nearest names; a value of the wrong type or not among its choices.
@@ -56,6 +56,7 @@ def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     if not overrides:
         return recipe
     data = recipe_to_dict(recipe)
+    given = set()
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
@@ -63,12 +64,14 @@ def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
                 f"--recipe-override {override!r} has no value: write FIELD=VALUE, such as dgrad.hadamard.block=128"
             )
         value = read_yaml_text(text, f"--recipe-override {override}")
+        given.add(path.strip())
         for key in reversed(path.strip().split(".")):
             value = {key: value}
         _merge(Recipe, data, value, "")
-    if not any(override.startswith("name=") for override in overrides):
+    if "name" not in given:
         data["name"] = "+".join([data["name"], *overrides])
-    return recipe_from_dict(data)
+    _check_new_operands(recipe, data)
+    return _marked_as_changed(recipe_from_dict(data), recipe, given)
 
 
 class UnknownAttributeError(UserError, AttributeError):
@@ -98,7 +101,45 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
     """The recipe of such a dict; UserError for unknown fields and wrong types."""
+    if isinstance(data, Mapping):
+        for gemm in GEMM_OPERANDS:  # before a foreign operand is refused for the fields that it lacks
+            if isinstance(data.get(gemm), Mapping):
+                check_operands(gemm, data[gemm])
     return build(Recipe, data)
+
+
+def _check_new_operands(recipe: Recipe, data: Mapping[str, Any]) -> None:
+    """Reject overrides of single fields of an operand that the recipe does not quantize."""
+    for gemm, operands in GEMM_OPERANDS.items():
+        for operand in operands:
+            fields = data[gemm].get(operand) if isinstance(data[gemm], Mapping) else None
+            lacking = _required(QuantSpec) - fields.keys() if isinstance(fields, Mapping) else set()
+            if lacking and getattr(recipe.gemms[gemm], operand) is None:
+                path = f"{gemm}.{operand}"
+                raise UserError(
+                    f"recipe {recipe.name} does not quantize {path}: give --recipe a recipe that does, or override "
+                    f"{' and '.join(f'{path}.{name}' for name in sorted(lacking))} as well"
+                )
+
+
+def _marked_as_changed(recipe: Recipe, base: Recipe, given: Container[str]) -> Recipe:
+    """The recipe, with ``base`` named as the origin of the summary and the source that are not ``given``.
+
+    Without a mark a log would show a paper's reference for numerics that are not the paper's.
+    """
+    if same_numerics(recipe, base):
+        return recipe
+    origin = f"changed from {base.name}"
+    marks = {
+        "summary": f"{origin}: {base.summary}",
+        "source": f"{origin} ({base.source})" if base.source else origin,
+    }
+    new: dict[str, Any] = {
+        name: mark
+        for name, mark in marks.items()
+        if name not in given and not getattr(base, name).startswith("changed from ")  # a change of a change
+    }
+    return dataclasses.replace(recipe, **new)
 
 
 def _named_recipe(text: str) -> Recipe:
@@ -134,6 +175,10 @@ def _is_file(name: str) -> bool:
 
 
 def _from_file(path: Path) -> Recipe:
+    if path.is_dir():
+        raise UserError(
+            f"--recipe {path} is a folder: give a YAML file in it, or the name of a recipe; --list-recipes prints them"
+        )
     if not path.is_file():
         raise UserError(f"recipe file {path} does not exist; give a file that does, or a name from --list-recipes")
     try:
@@ -150,11 +195,14 @@ def _from_file(path: Path) -> Recipe:
     if base is not None and not isinstance(base, str):
         raise UserError(f"{path}: base is {base!r}, but must be the name of a recipe; --list-recipes prints them")
     try:
+        for key in data:
+            _check_key(Recipe, key, "", more=("base",))
         if base is None:
             return recipe_from_dict({"name": path.stem, "summary": f"from {path.name}", **data})
-        merged = recipe_to_dict(_named_recipe(base))
+        origin = _named_recipe(base)
+        merged = recipe_to_dict(origin)
         _merge(Recipe, merged, {"name": path.stem, **data}, "")
-        return recipe_from_dict(merged)
+        return _marked_as_changed(recipe_from_dict(merged), origin, data)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -185,8 +233,8 @@ def _current_keys(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-def _check_key(cls: type, key: object, where: str) -> None:
-    known = list(_fields(cls))
+def _check_key(cls: type, key: object, where: str, more: Sequence[str] = ()) -> None:
+    known = [*_fields(cls), *more]
     if key not in known:
         near = difflib.get_close_matches(str(key), known, n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
@@ -222,6 +270,15 @@ def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: s
             data[key] = value
 
 
+def _required(cls: type) -> set[str]:
+    """Names of the fields without a default."""
+    return {
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+
 def build(cls: type[T], data: Any, where: str = "") -> T:
     """A dataclass from a nested mapping; lists become tuples.
 
@@ -235,15 +292,10 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
     for key, value in _current_keys(cls, data).items():
         _check_key(cls, key, where)
         values[key] = _value(hints[key], value, f"{where}.{key}".lstrip("."))
-    missing = [
-        field.name
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and field.name not in values
-    ]
+    missing = [name for name in hints if name in _required(cls) - values.keys()]
     if missing:
-        raise UserError(f"{_named(cls, where)} lacks {' and '.join(missing)}: give them a value")
+        values_of = "it a value" if len(missing) == 1 else "them values"
+        raise UserError(f"{_named(cls, where)} lacks {' and '.join(missing)}: give {values_of}")
     try:
         return cls(**values)
     except UserError as error:
@@ -256,7 +308,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if value is None and optional:
         return None
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return build(hint, value, where)
+        # null is a part of a recipe that changes nothing, such as a GEMM that is not quantized
+        return build(hint, {} if value is None and not _required(hint) else value, where)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         hint = str  # the dataclass checks the value and names all choices

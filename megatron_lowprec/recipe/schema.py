@@ -13,6 +13,7 @@ model's compute dtype (bf16, or fp32 in an fp32 run). dgrad and wgrad quantize f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -42,9 +43,17 @@ GEMM_OPERANDS: dict[str, tuple[str, str]] = {
 }
 
 
-def _choice(owner: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise UserError(f"{owner}.{name} is {value!r}, but must be one of {', '.join(allowed)}")
+        raise UserError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}")
+
+
+def check_operands(gemm: str, fields: Mapping[str, object]) -> None:
+    """Reject a tensor among the fields of a GEMM that is no operand of it."""
+    operands = GEMM_OPERANDS[gemm]
+    for tensor in ("input", "weight", "grad_output"):
+        if tensor not in operands and fields.get(tensor) is not None:
+            raise UserError(f"{gemm} multiplies {' and '.join(operands)}; {gemm}.{tensor} must be left out")
 
 
 class HistorySpec(NamedTuple):
@@ -106,47 +115,45 @@ class QuantSpec:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        _choice("QuantSpec", "format", self.format, tuple(FORMATS))
-        _choice("QuantSpec", "scale_format", self.scale_format, get_args(ScaleFormat))
-        _choice("QuantSpec", "rounding", self.rounding, get_args(Rounding))
-        _choice("QuantSpec", "scaling", self.scaling, get_args(Scaling))
-        _choice("QuantSpec", "history_rule", self.history_rule, get_args(HistoryRule))
-        _choice("QuantSpec", "history_update", self.history_update, get_args(HistoryUpdate))
+        _choice("format", self.format, tuple(FORMATS))
+        _choice("scale_format", self.scale_format, get_args(ScaleFormat))
+        _choice("rounding", self.rounding, get_args(Rounding))
+        _choice("scaling", self.scaling, get_args(Scaling))
+        _choice("history_rule", self.history_rule, get_args(HistoryRule))
+        _choice("history_update", self.history_update, get_args(HistoryUpdate))
         try:
             granularity_of(self.granularity)
         except ValueError:
             raise UserError(
-                f"QuantSpec.granularity is {self.granularity!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32"
+                f"granularity is {self.granularity!r}, but must be tensor, row or ROWSxCOLUMNS such as 1x32"
             ) from None
         if self.scale_rule not in scale_rules(self.scale_format):
             raise UserError(
-                f"QuantSpec.scale_rule {self.scale_rule!r} does not belong to scale_format {self.scale_format!r}, "
+                f"scale_rule {self.scale_rule!r} does not belong to scale_format {self.scale_format!r}, "
                 f"which has {', '.join(scale_rules(self.scale_format))}"
             )
         if not 1 <= self.random_bits <= 16:
-            raise UserError(f"QuantSpec.random_bits is {self.random_bits}, but a draw has 1 to 16 bits")
+            raise UserError(f"random_bits is {self.random_bits}, but a draw has 1 to 16 bits")
         if not 0.0 < self.headroom <= 1.0:
-            raise UserError(f"QuantSpec.headroom is {self.headroom}, but must lie above 0 and not above 1")
+            raise UserError(f"headroom is {self.headroom}, but must lie above 0 and not above 1")
         if not 0.0 <= self.amax_floor < float("inf"):
-            raise UserError(f"QuantSpec.amax_floor is {self.amax_floor}, but must be 0 or a positive number")
+            raise UserError(f"amax_floor is {self.amax_floor}, but must be 0 or a positive number")
         if self.scale_format == "e8m0" and self.block is None:
             raise UserError(
-                f"QuantSpec.granularity {self.granularity} was asked with e8m0 scales, which need blocks such as 1x32; "
+                f"granularity {self.granularity} was asked with e8m0 scales, which need blocks such as 1x32; "
                 "power-of-two scales of whole rows or tensors are scale_format fp32 with scale_rule amax_pow2"
             )
         if self.scale_format == "e8m0" and self.amax_floor:
-            raise UserError(f"QuantSpec.amax_floor {self.amax_floor} has no effect on e8m0 scales; leave it at 0")
+            raise UserError(f"amax_floor {self.amax_floor} has no effect on e8m0 scales; leave it at 0")
         if self.margin < 0 or (self.margin and self.scaling != "delayed"):
-            raise UserError(
-                f"QuantSpec.margin {self.margin} was asked; it is a number from 0 up, for scaling delayed alone"
-            )
+            raise UserError(f"margin {self.margin} was asked; it is a number from 0 up, for scaling delayed alone")
         if self.scaling == "delayed" and (self.granularity, self.scale_format) != ("tensor", "fp32"):
             raise UserError(
-                f"QuantSpec.scaling delayed was asked with granularity {self.granularity} and {self.scale_format} "
+                f"scaling delayed was asked with granularity {self.granularity} and {self.scale_format} "
                 "scales; a history is kept for granularity tensor with fp32 scales only: use scaling current"
             )
         if self.history < 1:
-            raise UserError(f"QuantSpec.history is {self.history}, but must be at least 1")
+            raise UserError(f"history is {self.history}, but must be at least 1")
 
     @cached_property
     def block(self) -> tuple[int, int] | None:
@@ -173,8 +180,8 @@ class HadamardSpec:
 
     def __post_init__(self) -> None:
         if self.block not in HADAMARD_BLOCKS:
-            raise UserError(f"HadamardSpec.block is {self.block!r}, but must be one of 32, 64, 128, 256")
-        _choice("HadamardSpec", "signs", self.signs, get_args(Signs))
+            raise UserError(f"block is {self.block!r}, but must be one of 32, 64, 128, 256")
+        _choice("signs", self.signs, get_args(Signs))
 
 
 @dataclass(frozen=True)
@@ -217,8 +224,9 @@ class KeepBf16:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.first_layers < 0 or self.last_layers < 0:
-            raise UserError(f"keep_bf16 counts layers, but got first {self.first_layers} and last {self.last_layers}")
+        for name in ("first_layers", "last_layers"):
+            if (count := getattr(self, name)) < 0:
+                raise UserError(f"{name} is {count}, but must be a number of layers, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -246,8 +254,8 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         for name, value in self.formats.items():
-            _choice("OptimizerSpec", name, value, get_args(StateFormat))
-        _choice("OptimizerSpec", "rounding", self.rounding, get_args(StateRounding))
+            _choice(name, value, get_args(StateFormat))
+        _choice("rounding", self.rounding, get_args(StateRounding))
 
     @property
     def formats(self) -> dict[str, str]:
@@ -286,13 +294,13 @@ class GradientSpec:
     accumulation: GradientAccumulation = "buffer"
 
     def __post_init__(self) -> None:
-        _choice("GradientSpec", "format", self.format, get_args(GradientFormat))
-        _choice("GradientSpec", "sum", self.sum, get_args(GradientSum))
-        _choice("GradientSpec", "mu", self.mu, get_args(GradientFactorRule))
-        _choice("GradientSpec", "accumulation", self.accumulation, get_args(GradientAccumulation))
+        _choice("format", self.format, get_args(GradientFormat))
+        _choice("sum", self.sum, get_args(GradientSum))
+        _choice("mu", self.mu, get_args(GradientFactorRule))
+        _choice("accumulation", self.accumulation, get_args(GradientAccumulation))
         if self.stored and not self.quantized:
             raise UserError(
-                f"GradientSpec.accumulation {self.accumulation} was asked with format none; it stores gradients in the "
+                f"accumulation {self.accumulation} was asked with format none; it stores gradients in the "
                 "format: set gradients.format=e4m3, or gradients.accumulation=buffer"
             )
 
@@ -332,9 +340,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for gemm, operands in GEMM_OPERANDS.items():
             spec: GemmSpec = getattr(self, gemm)
-            for operand in {"input", "weight", "grad_output"} - set(operands):
-                if getattr(spec, operand) is not None:
-                    raise UserError(f"{gemm} multiplies {' and '.join(operands)}; {gemm}.{operand} must be left out")
+            check_operands(gemm, vars(spec))
             for operand in operands:
                 quant: QuantSpec | None = getattr(spec, operand)
                 if quant is not None and quant.scaling == "delayed" and spec.hadamard is not None:

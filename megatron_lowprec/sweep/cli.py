@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.sweep import job_record, local, slurm, status
 from megatron_lowprec.sweep.jobs import (
     MANIFEST,
+    HasId,
     Job,
     check_data,
     command,
@@ -29,13 +31,21 @@ from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import check_folder
 
 PROGRAM = str(REPOSITORY / "scripts" / "sweep.py")
+J = TypeVar("J", bound=HasId)
 TO_BE_CONTINUED = 75
 """Exit code of an interrupted sweep: sysexits' EX_TEMPFAIL, "try again"."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; exit code 0, 1 if a job failed, 2 for a user's error, 75 if interrupted by a signal."""
-    args = _parser().parse_args(argv)
+    """Run the command.
+
+    Exit code 0; 1 if a job failed, or is left to another process; 2 for a user's error; 75 if interrupted by a signal.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.sweep is None:
+        taken = f" --data-path took {' '.join(args.data_path)}; put the file before it" if args.data_path else ""
+        parser.error(f"no sweep file is given;{taken or ' name one, such as configs/sweeps/paper_table2.yaml'}")
     return run_tool("sweep.py", lambda: _main(args))
 
 
@@ -45,9 +55,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Run recipes x models x overrides x seeds; docs/guide/sweeps.md has the whole of it.",
         allow_abbrev=False,
     )
-    parser.add_argument("sweep", help="a file such as configs/sweeps/paper_table2.yaml")
+    # optional for argparse alone: main has the better error
+    parser.add_argument("sweep", nargs="?", help="a file such as configs/sweeps/paper_table2.yaml")
     parser.add_argument("--size", help="one of the file's sizes; default the first")
-    parser.add_argument("--out", help="folder of the sweep; default runs/sweeps/NAME-SIZE")
+    parser.add_argument("--out", help="folder of the sweep; default runs/sweeps/NAME-SIZE, or NAME")
     jobs = parser.add_argument_group("jobs")
     jobs.add_argument("--seeds", metavar="SEEDS", help="instead of the file's, such as 1234-1241 or 1,5-8")
     jobs.add_argument("--data-path", nargs="+", help="as --set data-path=")
@@ -81,9 +92,13 @@ def _main(args: argparse.Namespace) -> int:
     folder = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
     out = Path(args.out or Path("runs") / "sweeps" / folder).absolute()
     if args.status:
-        return _status(out)
+        return _status(out, args)
     check_folder(out, "--out")
     on_slurm = args.slurm or args.slurm_dry_run
+    if args.sbatch and not on_slurm:
+        raise UserError(f"--sbatch {' '.join(args.sbatch)} is for --slurm alone; add --slurm, or leave --sbatch out")
+    if on_slurm and args.dry_run:
+        args.slurm_dry_run, args.dry_run = True, False
     gpus = [] if on_slurm or (args.dry_run and sweep.resources.gpus_per_job) else _gpus(args.gpus)
     processes = local.processes_of(sweep.resources, gpus)
     if on_slurm and slurm.gpus(sweep):
@@ -140,11 +155,15 @@ def _gpus(names: str | None) -> list[str]:
     return wanted
 
 
-def _numbered(jobs: Sequence[Job], number: int, out: Path) -> Job:
-    """The job of that number, after checking that it has not changed since the array was submitted."""
+def _at(jobs: Sequence[J], number: int) -> J:
     if not 0 <= number < len(jobs):
         raise UserError(f"--job {number}: the sweep has {len(jobs)} jobs, 0 to {len(jobs) - 1}")
-    job = jobs[number]
+    return jobs[number]
+
+
+def _numbered(jobs: Sequence[Job], number: int, out: Path) -> Job:
+    """The job of that number, after checking that it has not changed since the array was submitted."""
+    job = _at(jobs, number)
     if (out / MANIFEST).exists():
         known = [entry["id"] for entry in read_manifest(out)["cells"]]
         if known[number : number + 1] != [job.id]:
@@ -161,7 +180,8 @@ def _run(
     view = View(out, [job.id for job in chosen])
     at_size = f" at size {sweep.size}" if sweep.size else ""
     done = f", {len(chosen) - len(todo)} of them done before" if len(todo) < len(chosen) else ""
-    view.say(f"{sweep.name}{at_size}: {len(chosen)} jobs{done}, {min(len(where), len(todo))} at a time, in {out}")
+    at_a_time = f", {min(len(where), len(todo))} at a time" if todo else ""
+    view.say(f"{sweep.name}{at_size}: {len(chosen)} jobs{done}{at_a_time}, in {out}")
     result = local.Runner(out, todo, view, args.rerun, args.max_failures).run(where)
     found = [status.row(out, job.id) for job in chosen]
     if args.job is None and not view.on_terminal:
@@ -172,8 +192,10 @@ def _run(
         return TO_BE_CONTINUED
     if result.ended["failed"]:
         print("the same command tries the failed jobs again, each from its last checkpoint")
-    held = args.job is not None and result.held
-    return 1 if result.ended["failed"] or held else 0
+    elsewhere = [row.id for row in found if row.id in result.held and row.state != "done"]
+    if elsewhere:
+        print(f"not finished: {', '.join(elsewhere)}; another process runs them: repeat the command after its end")
+    return 1 if result.ended["failed"] or elsewhere else 0
 
 
 def _submit(sweep: Sweep, jobs: Sequence[Job], todo: Sequence[Job], out: Path, args: argparse.Namespace) -> int:
@@ -204,8 +226,9 @@ def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
     return [*words, *(["--rerun"] if args.rerun else [])]
 
 
-def _status(out: Path) -> int:
-    found = status.rows(out)
+def _status(out: Path, args: argparse.Namespace) -> int:
+    every = status.rows(out)
+    found = [_at(every, args.job)] if args.job is not None else selected(every, args.only)
     caption = f"{status.summary(found)}; in {out}"
     if sys.stdout.isatty():
         from rich.console import Console

@@ -47,10 +47,16 @@ class Lock(ProcessLock):
     def __init__(self, out: Path, job_id: str) -> None:
         super().__init__(out / LOCKS / job_id)
 
+    def acquire(self) -> Holder | None:
+        """Take the lock, or return its holder, as ``holder``."""
+        found = super().acquire()
+        return None if found is None else found.living()
+
 
 def holder(out: Path, job_id: str) -> Holder | None:
     """The process that runs a job; None if the job is free, as ``process_lock.holder``."""
-    return process_lock.holder(out / LOCKS / job_id)
+    found = process_lock.holder(out / LOCKS / job_id)
+    return None if found is None else found.living()
 
 
 def read(run: Path) -> Record | None:

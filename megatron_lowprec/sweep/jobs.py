@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write
@@ -126,7 +126,18 @@ def _value(text: str, name: str, value: str) -> Any:
         raise UserError(f"--set {text}: wants {'a whole number' if kind.element is int else 'a number'}") from None
 
 
-def selected(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
+class HasId(Protocol):
+    """A job, or the row of one in a table."""
+
+    @property
+    def id(self) -> str:
+        """Name of the job."""
+
+
+J = TypeVar("J", bound=HasId)
+
+
+def selected(jobs: Sequence[J], patterns: Sequence[str]) -> list[J]:
     """Jobs whose id matches one of the patterns, globs or parts of a name; all jobs without patterns.
 
     Raises:

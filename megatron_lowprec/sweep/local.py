@@ -262,8 +262,8 @@ def check(out: Path, jobs: Sequence[Job], rerun: bool) -> None:
     if changed and not rerun:
         name, differing = next(iter(changed.items()))
         raise UserError(
-            f"{len(changed)} of {len(jobs)} jobs were begun as other runs than they would be now: {name} has "
-            f"{', '.join(differing[:6])}{' and more' if len(differing) > 6 else ''}; give the options of then, another "
+            f"{len(changed)} of {len(jobs)} jobs were started as other runs: {name} has "
+            f"{', '.join(differing[:6])}{' and more' if len(differing) > 6 else ''}; give the earlier options, another "
             "--out, or --rerun to move the old folders aside and start anew"
         )
 

@@ -20,6 +20,8 @@ LOGS = "logs"
 SIGNAL_SECONDS = 180
 """Seconds before its time limit at which a task is signaled: enough for a step, an evaluation and a checkpoint."""
 _FUNCTIONS = str(REPOSITORY / "scripts" / "requeue.sh")
+# In sbatch's message if it reached no controller: no option of a job changes that.
+_NO_CONTROLLER = ("contact slurm controller", "establish a configuration source", "process configuration file")
 _ASK_FOR_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
 
 _BODY = """\
@@ -86,7 +88,10 @@ def submit(text: str, out: Path) -> str:
     path.write_text(text, encoding="utf-8")
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"sbatch refused {path}: {' '.join(done.stderr.split())}; change it by --sbatch KEY=VALUE")
+        why = " ".join(done.stderr.split())
+        if any(words in why for words in _NO_CONTROLLER):
+            raise UserError(f"--slurm: {why}; run it where sinfo lists nodes, or without --slurm on this machine")
+        raise UserError(f"sbatch refused {path}: {why}; change it by --sbatch KEY=VALUE")
     return done.stdout.strip().split(";")[0]
 
 

@@ -166,7 +166,9 @@ def read(path: str, size: str | None = None) -> Sweep:
         models=tuple(_model(f"{path}: models", entry) for entry in _list(path, "models", latest("models"))),
         recipes=tuple(_recipe(f"{path}: recipes", entry) for entry in _list(path, "recipes", latest("recipes"))),
         variants=tuple(_variant(f"{path}: overrides", *item) for item in variants.items()) or (Variant(None, {}),),
-        seeds=tuple(_seed(path, seed) for seed in _list(path, "seeds", latest("seeds", [1234]))),
+        seeds=_distinct(
+            f"{path}: seeds", [_seed(path, seed) for seed in _list(path, "seeds", latest("seeds", [1234]))]
+        ),
         needs=tuple(checked_options(f"{path}: needs", dict.fromkeys(_list(path, "needs", needs)))) if needs else (),
         resources=_resources(path, merged("resources")),
         slurm=sbatch_options(f"{path}: slurm", merged("slurm")),
@@ -193,9 +195,13 @@ def seeds_of(text: str) -> tuple[int, ...]:
         if last < first:
             raise UserError(f"--seeds {text}: the range {part} falls; write {last}-{first}")
         seeds += range(first, last + 1)
+    return _distinct(f"--seeds {text}", seeds)
+
+
+def _distinct(where: str, seeds: Sequence[int]) -> tuple[int, ...]:
     twice = [seed for seed, count in Counter(seeds).items() if count > 1]
     if twice:
-        raise UserError(f"--seeds {text} names {', '.join(map(str, twice))} twice; name each seed once")
+        raise UserError(f"{where} names {', '.join(map(str, twice))} twice; name each seed once")
     return tuple(seeds)
 
 
@@ -273,14 +279,16 @@ def _label(where: str, label: Any) -> str:
 
 
 def _recipe(where: str, entry: Any) -> RecipeChoice:
-    if isinstance(entry, str):
-        return RecipeChoice(_label(where, Path(entry).stem if entry.endswith((".yaml", ".yml")) else entry), entry)
-    content = current_names(where, _mapping(where, entry))
+    content = current_names(where, {"recipe": entry} if isinstance(entry, str) else _mapping(where, entry))
     _known(where, content, ("label", "recipe", "recipe_override"))
+    recipe = _text(where, content, "recipe")
     overrides = content.get("recipe_override", [])
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
         raise UserError(f"{where}: recipe_override is {overrides!r}; write a list such as [dgrad.hadamard.block=128]")
-    return RecipeChoice(_label(where, content.get("label")), _text(where, content, "recipe"), tuple(overrides))
+    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
+    if overrides and "label" not in content:
+        raise UserError(f"{where}: {recipe} with recipe_override has no label; add one, such as label: my_{name}")
+    return RecipeChoice(_label(where, content.get("label", name)), recipe, tuple(overrides))
 
 
 def _model(where: str, entry: Any) -> ModelChoice:

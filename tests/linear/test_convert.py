@@ -289,6 +289,30 @@ def test_models_that_cannot_be_converted() -> None:
         convert(build(), "mxpf8")
 
 
+def test_arguments_of_other_types() -> None:
+    for arguments in (("mxfp8", build()), (build(), None), (None, "mxfp8")):
+        for function in (convert, plan):
+            with pytest.raises(
+                UserError, match=r"give a torch\.nn\.Module first, then a Recipe, its name or a YAML file"
+            ):
+                function(*arguments)  # type: ignore[type-var]
+
+
+def test_a_recipe_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: mxfp8\nwgrad: null\n")
+    for given in (path, str(path)):
+        assert plan(build(), given).recipe.name == "mine"
+    assert len(converted(convert(build(), path))) == 14
+
+
+def test_layers_of_a_sequential_are_named_by_their_numbers() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 80), nn.Linear(64, 96))
+    printed = str(plan(model, "mxfp8"))
+    assert "2 linear layers: 0, 3\n" in printed
+    assert printed.endswith("are no multiple of 32: 2")
+
+
 def test_a_failed_conversion_changes_nothing() -> None:
     model = build()
     with pytest.raises(UserError):

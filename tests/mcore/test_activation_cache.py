@@ -283,5 +283,5 @@ def test_other_frameworks_layers_are_refused() -> None:
 
 
 def test_a_format_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UserError, match=r"ActivationSpec.swiglu_input is 'e5m2', but must be one of none, e4m3, e5m6"):
+    with pytest.raises(UserError, match=r"swiglu_input is 'e5m2', but must be one of none, e4m3, e5m6"):
         ActivationSpec(swiglu_input="e5m2")  # type: ignore[arg-type]

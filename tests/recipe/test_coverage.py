@@ -27,6 +27,7 @@ from megatron_lowprec.recipe.native_support import (
     native_gemms,
     why_emulated,
 )
+from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import FP8_128X128, FP8_128X128_POW2, FP8_CURRENT, FP8_DELAYED
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
@@ -124,6 +125,30 @@ def test_refusal_names_layer_gemm_size_and_multiple() -> None:
     assert 'keep_bf16.names=["layers.1.mlp.linear_fc1"]' in message
 
 
+def test_refusal_names_all_layers_that_do_not_fit() -> None:
+    """Taken as it is, the override that it advises is accepted."""
+    sites = [
+        LinearSite(number, name, *sizes, "column")
+        for number, width in ((1, 80), (2, 80), (3, 96))
+        for name, sizes in (("mlp.linear_fc1", (64, 80)), ("mlp.linear_fc2", (width, 64)), ("linear_qkv", (64, 64)))
+    ]
+    recipe = load_recipe("mxfp8", ['keep_bf16.names=["*.linear_qkv"]'])
+    with pytest.raises(UserError, match="keep the 5 such layers in bf16") as error:
+        check_sizes(recipe, sites, 3, 1)
+    (override,) = re.findall(r"--recipe-override '(.*)'", str(error.value))
+    assert override == (
+        'keep_bf16.names=["*.linear_qkv", "layers.*.mlp.linear_fc1", "layers.1.mlp.linear_fc2", '
+        '"layers.2.mlp.linear_fc2"]'
+    )
+    check_sizes(load_recipe("mxfp8", [override]), sites, 3, 1)
+
+
+def test_refusal_of_all_layers_advises_no_recipe_that_quantizes_nothing() -> None:
+    sites = [LinearSite(number, "mlp.linear_fc1", 80, 80, "column") for number in (1, 2)]
+    with pytest.raises(UserError, match=r"give another --recipe: this one's blocks fit none of the 2 layers$"):
+        check_sizes(get_recipe("mxfp8"), sites, 2, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "outputs", "split", "tensor_parallel", "told"),
     [
@@ -197,7 +222,7 @@ def test_explanation_has_every_layer_gemm_and_operand(name: str) -> None:
             about = text[text.index(f"  {gemm}  ") :].split(
                 "\n  " + {"fprop": "dgrad", "dgrad": "wgrad"}.get(gemm, "?")
             )[0]
-            assert execution(gemm, spec, "cpu") in about
+            assert (execution(gemm, spec, "cpu") if spec.quantized else "not quantized") in about
             for operand in operands if spec.quantized else ():
                 quant: QuantSpec | None = getattr(spec, operand)
                 row = next(entry for entry in about.splitlines() if entry.strip().startswith(operand))
@@ -228,7 +253,7 @@ def test_explanation_shows_equal_layers_once_and_others_apart() -> None:
     lines = explain(get_recipe("mxfp8"), sites_of(4), 4, "cpu", ["layers.2.mlp.linear_fc1.dgrad"]).splitlines()
     assert sum(line.startswith("  fprop") for line in lines) == 2
     apart = next(n for n, line in enumerate(lines) if line.startswith("layer 2: mlp.linear_fc1"))
-    assert "  dgrad  native, compute dtype" in lines[apart:]
+    assert "  dgrad  not quantized" in lines[apart:]
     assert "layers 1, 3-4: mlp.linear_fc1 [512 -> 2048]" in lines
 
 

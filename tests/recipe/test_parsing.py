@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_lowprec import HadamardSpec, UserError, get_recipe, recipes
-from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict, recipe_to_dict
+from megatron_lowprec import GemmSpec, HadamardSpec, QuantSpec, UserError, get_recipe, recipes
+from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict, recipe_to_dict, same_numerics
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "recipes"
 
@@ -93,9 +93,8 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("dgrad.weight.zzz=1", "dgrad.weight has no field 'zzz': it has format, granularity"),
         ("=3", "the recipe has no field ''"),
         ("dgrad=4", "dgrad is 4, but must be a mapping of fields"),
-        ("dgrad=null", "dgrad is None, but must be a mapping of fields"),
         ("name=3", "name is 3 (int), but must be str"),
-        ("dgrad.hadamard.block=48", "dgrad.hadamard: HadamardSpec.block is 48, but must be one of 32, 64, 128, 256"),
+        ("dgrad.hadamard.block=48", "dgrad.hadamard: block is 48, but must be one of 32, 64, 128, 256"),
         ("dgrad.hadamard.block=big", "dgrad.hadamard.block is 'big' (str), but must be int"),
         ("dgrad.hadamard.block=true", "dgrad.hadamard.block is True (bool), but must be int"),
         ("dgrad.hadamard.block=", "dgrad.hadamard.block is None (NoneType), but must be int"),
@@ -106,7 +105,14 @@ def test_an_operand_can_be_added_and_removed() -> None:
         ("keep_bf16.names=layers.1.*", "keep_bf16.names is 'layers.1.*', but must be a list such as ['layers.1.*']"),
         ("keep_bf16.names=[3]", "keep_bf16.names is 3 (int), but must be str"),
         ("dgrad.weight=[", "--recipe-override dgrad.weight=[ is no valid YAML"),
-        ("dgrad.input={format: e4m3}", "dgrad.input lacks granularity: give them a value"),
+        ("dgrad.input={format: e4m3}", "dgrad multiplies grad_output and weight; dgrad.input must be left out"),
+        ("dgrad.input.format=e4m3", "dgrad multiplies grad_output and weight; dgrad.input must be left out"),
+        (
+            "fprop.input.format=e4m3",
+            "recipe mxfp4_rht_sr does not quantize fprop.input: give --recipe a recipe that does, or override "
+            "fprop.input.granularity as well",
+        ),
+        ("base=mxfp8", "the recipe has no field 'base': did you mean name"),
         ("dgrad.input={format: e4m3, granularity: row}", "dgrad.input must be left out"),
         ("dgrad.weight.scaling=delayed", "scaling delayed was asked with granularity 1x32"),
     ],
@@ -150,6 +156,36 @@ def test_file_is_a_base_and_what_differs(tmp_path: Path) -> None:
     assert load_recipe(path, ["wgrad.hadamard=null"]).name == "mine+wgrad.hadamard=null"
 
 
+def test_null_leaves_a_gemm_unquantized(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "base: mxfp4_rht_sr\nwgrad: null\n"))
+    assert (recipe.wgrad, recipe.dgrad) == (GemmSpec(), get_recipe("mxfp4_rht_sr").dgrad)
+    assert load_recipe("mxfp4_rht_sr", ["wgrad=null"]).wgrad == GemmSpec()
+    two = ["wgrad=null", "wgrad.input={format: e4m3, granularity: row}"]
+    assert load_recipe("mxfp4_rht_sr", two).wgrad == GemmSpec(input=QuantSpec("e4m3", "row"))
+
+
+def test_a_changed_recipe_does_not_pass_for_its_base(tmp_path: Path) -> None:
+    """Neither as a file nor by overrides; texts of one's own stay, as do those of an unchanged recipe."""
+    base, change = get_recipe("mxfp8"), "dgrad: {grad_output: {format: e5m2}}\n"
+    source = "changed from mxfp8 (arXiv 2506.08027)"
+    path = write(tmp_path, f"base: mxfp8\n{change}")
+    changed = load_recipe(path)
+    assert (changed.summary, changed.source) == (f"changed from mxfp8: {base.summary}", source)
+    again = load_recipe(path, ["wgrad=null"])
+    assert (again.summary, again.source) == (changed.summary, source)
+    overridden = load_recipe("mxfp8", ["dgrad.grad_output.format=e5m2"])
+    assert (overridden.summary, overridden.source) == (changed.summary, source)
+    assert load_recipe("bf16", ["dgrad.weight={format: e4m3, granularity: row}"]).source == "changed from bf16"
+
+    own = load_recipe(write(tmp_path, f"base: mxfp8\n{change}summary: mine\nsource: my paper\n"))
+    assert (own.summary, own.source) == ("mine", "my paper")
+    assert load_recipe("mxfp8", ["dgrad.grad_output.format=e5m2", "source=x"]).source == "x"
+    same = load_recipe(write(tmp_path, "base: mxfp8\n"))
+    assert (same.summary, same.source) == (base.summary, base.source)
+    assert load_recipe("mxfp8", ["fprop.input.format=e4m3"]).source == base.source
+    assert same_numerics(recipe_from_dict({**recipe_to_dict(changed), "source": base.source}), changed)
+
+
 def test_file_without_a_base(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, "fprop: {weight: {format: e3m2, granularity: 1x32}}\n"))
     assert recipe.name == "mine"
@@ -166,8 +202,10 @@ def test_file_without_a_base(tmp_path: Path) -> None:
         ("base: [\n", "mine.yaml is no valid YAML"),
         ("base: mxpf4\n", "there is no recipe 'mxpf4': did you mean mxfp4"),
         ("base: mxfp4\nfprob: {}\n", "mine.yaml: the recipe has no field 'fprob': did you mean fprop"),
+        ("bse: mxfp4\n", "mine.yaml: the recipe has no field 'bse': did you mean base"),
+        ("fprop: {weight: {format: e4m3}}\n", "fprop.weight lacks granularity: give it a value"),
         ("base: mxfp4\nbase: mxfp8\n", "line 2, column 1: 'base' is there twice"),
-        ("base: mxfp4\ndgrad: {weight: {format: e9m9}}\n", "mine.yaml: dgrad.weight: QuantSpec.format is 'e9m9'"),
+        ("base: mxfp4\ndgrad: {weight: {format: e9m9}}\n", "mine.yaml: dgrad.weight: format is 'e9m9'"),
         ("num-layers: 2\nhidden-size: 64\n", "mine.yaml is the configuration of a model: give it as --config"),
         ("base: mxfp4\ndgrad: 3\n", "dgrad is 3, but must be a mapping of fields"),
         ("base: mxfp4\nname: 3\n", "name is 3 (int), but must be str"),
@@ -196,6 +234,8 @@ def test_missing_file(tmp_path: Path) -> None:
         load_recipe(str(tmp_path / "none.yml"))
     with pytest.raises(UserError, match="recipe file configs/recipes/none does not exist"):
         load_recipe("configs/recipes/none")
+    with pytest.raises(UserError, match=f"--recipe {tmp_path} is a folder: give a YAML file in it"):
+        load_recipe(str(tmp_path))
 
 
 def test_unsafe_yaml_is_refused(tmp_path: Path) -> None:

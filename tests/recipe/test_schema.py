@@ -16,7 +16,7 @@ DELAYED = QuantSpec("e4m3", granularity="tensor", scaling="delayed")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": "e5m3"}, f"QuantSpec.format is 'e5m3', but must be one of {', '.join(FORMATS)}"),
+        ({"format": "e5m3"}, f"format is 'e5m3', but must be one of {', '.join(FORMATS)}"),
         ({"scale_format": "e4m3"}, "scale_format is 'e4m3', but must be one of fp32, e8m0"),
         ({"rounding": "up"}, "rounding is 'up', but must be one of nearest_even, half_away, stochastic"),
         ({"scaling": "later"}, "scaling is 'later', but must be one of current, delayed"),
@@ -69,7 +69,7 @@ def test_hadamard_signs() -> None:
 
 @pytest.mark.parametrize("fields", [{"first_layers": -1}, {"last_layers": -2}])
 def test_negative_layer_counts(fields: dict[str, int]) -> None:
-    with pytest.raises(UserError, match="keep_bf16 counts layers, but got first"):
+    with pytest.raises(UserError, match=r"^(first|last)_layers is -\d, but must be a number of layers, 0 or more"):
         KeepBf16(**fields)
 
 

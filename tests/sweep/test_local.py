@@ -41,7 +41,7 @@ def test_finished_jobs_are_never_repeated(
     assert not list((fake.out / "locks").glob("[!.]*"))
     capsys.readouterr()
     assert fake.run(path) == 0
-    assert "2 jobs, 2 of them done before" in capsys.readouterr().out
+    assert "2 jobs, 2 of them done before, in " in capsys.readouterr().out
     assert (len(fake.calls(BF16)), fake.record(BF16)) == (1, record)
 
 
@@ -136,7 +136,7 @@ def test_a_job_that_has_changed_is_refused_and_rerun_only_when_asked(
     capsys.readouterr()
     assert fake.run(path, "--set", "lr=0.5") == 2
     error = capsys.readouterr().err
-    assert f"2 of 2 jobs were begun as other runs than they would be now: {BF16} has lr 0.5 (was 0.0015)" in error
+    assert f"2 of 2 jobs were started as other runs: {BF16} has lr 0.5 (was 0.0015); give the earlier options" in error
     assert "--rerun" in error
     assert fake.run(path, "--set", "lr=0.5", "--only", "bf16", "--rerun") == 0
     assert len(fake.calls(BF16)) == 1
@@ -335,7 +335,8 @@ def test_two_sweeps_run_each_job_once(fake: Fake, write_sweep: WriteSweep) -> No
     wait_for(lambda: len(list(fake.out.glob("*/holding.0"))) == 2, "a job of each sweep")
     fake.release()
     ends = [sweep.ended() for sweep in sweeps]
-    assert [code for code, _ in ends] == [0, 0], ends
+    # 1 if the other's last job was still running
+    assert all(code == ("not finished: " in printed) for code, printed in ends), ends
     assert "left to process" in "".join(printed for _, printed in ends)
     ids = [f"gpt_tiny-{recipe}-s{seed}" for recipe in ("bf16", "mxfp4") for seed in (1, 2, 3)]
     assert [len(fake.calls(name)) for name in ids] == [1] * 6
@@ -354,8 +355,10 @@ def test_a_job_outlives_a_killed_sweep_and_is_not_started_twice(
     sweep.process.kill()
     sweep.ended()
     assert not ended(pid)
-    assert fake.run(path) == 0
-    assert f"{BF16}: left to process" in capsys.readouterr().out
+    assert fake.run(path) == 1, "a job has not finished"
+    printed = capsys.readouterr().out
+    assert f"{BF16}: left to process {pid} on " in printed, "the killed sweep holds nothing"
+    assert f"not finished: {BF16}; another process runs" in printed
     assert len(fake.calls(BF16)) == 1
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: ended(pid), "the end of the job")
@@ -386,7 +389,7 @@ def test_one_job_that_another_process_runs_is_an_error(fake: Fake, write_sweep: 
     fake.run(path, "--only", "mxfp4")
     assert Lock(fake.out, BF16).acquire() is None
     assert fake.run(path, "--job", "0") == 1
-    assert fake.run(path) == 0, "a whole sweep leaves it to the other"
+    assert fake.run(path) == 1, "a whole sweep leaves it to the other"
     assert not fake.calls(BF16)
 
 
@@ -404,6 +407,18 @@ def test_the_dry_run_prints_the_commands_and_starts_nothing(
     assert "--recipe mxfp4 --seed 7" in lines[1][4]
     assert "--lr 0.25" in lines[1][4]
     assert not fake.out.exists()
+
+
+def test_a_sweep_file_that_data_path_has_taken(write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sweep()
+    for argv, said in (
+        (["--data-path", "x", path], f"no sweep file is given; --data-path took x {path}; put the file before it"),
+        ([], "no sweep file is given; name one"),
+    ):
+        with pytest.raises(SystemExit) as ended_with:
+            cli.main(argv)
+        assert ended_with.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_mistake_is_one_line(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:

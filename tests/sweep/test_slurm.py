@@ -94,6 +94,25 @@ def test_resources_and_settings_reach_the_tasks(
     assert "--set lr=1e-2 --processes-per-job 2 --rerun --job" in command
 
 
+def test_a_dry_run_of_an_array_prints_its_script(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep()
+    assert fake.run(path, "--slurm-dry-run", "--sbatch", "time=1:00") == 0
+    script = capsys.readouterr().out
+    assert fake.run(path, "--slurm", "--dry-run", "--sbatch", "time=1:00") == 0
+    assert capsys.readouterr().out == script
+    assert "#SBATCH --time=1:00" in script
+
+
+def test_options_of_sbatch_are_for_slurm(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fake.run(write_sweep(), "--sbatch", "time=1:00") == 2
+    assert "--sbatch time=1:00 is for --slurm alone; add --slurm, or leave --sbatch out" in capsys.readouterr().err
+    assert not fake.out.exists()
+
+
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the PATH with stand-ins that note their arguments."""
@@ -161,7 +180,13 @@ def test_without_sbatch_and_with_one_that_refuses(
     add(programs, "sbatch", "echo 'invalid partition specified: gpu' >&2; exit 1")
     assert fake.run(write_sweep(), "--slurm", "--sbatch", "partition=gpu") == 2
     assert "sbatch refused" in (error := capsys.readouterr().err)
-    assert "invalid partition specified: gpu" in error
+    assert "invalid partition specified: gpu; change it by --sbatch KEY=VALUE" in error
+    down = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    add(programs, "sbatch", f"echo '{down}' >&2; exit 1")
+    assert fake.run(write_sweep(), "--slurm") == 2
+    error = capsys.readouterr().err
+    assert f"--slurm: {down}; run it where sinfo lists nodes" in error
+    assert "KEY=VALUE" not in error, "no option of a job helps"
     monkeypatch.setenv("PATH", "/nowhere")
     assert fake.run(write_sweep(), "--slurm") == 2
     assert "there is no sbatch on the PATH" in capsys.readouterr().err

@@ -124,6 +124,8 @@ def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
         RecipeChoice("mxfp8_bf16_ends", "configs/recipes/mxfp8_bf16_ends.yaml"),
         RecipeChoice("g128", "mxfp4_rht", ("dgrad.hadamard.block=128",)),
     )
+    named = [{"recipe": "mxfp8"}, {"recipe": "configs/recipes/mxfp8_bf16_ends.yaml"}]
+    assert [choice.label for choice in read(write_sweep(recipes=named)).recipes] == ["mxfp8", "mxfp8_bf16_ends"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,12 @@ def test_recipes_by_name_file_and_mapping(write_sweep: WriteSweep) -> None:
         ({"models": ["gpt_tny"]}, "gpt_tny: no such model; the nearest one is gpt_tiny"),
         ({"models": []}, "write a list with at least one entry"),
         ({"recipes": "bf16"}, "recipes is 'bf16'; write a list"),
-        ({"recipes": [{"recipe": "bf16"}]}, "the label None names a folder"),
+        ({"recipes": [{"label": "bf16"}]}, "recipe is None; write a name"),
+        (
+            {"recipes": [{"recipe": "mxfp8", "recipe_override": ["wgrad=null"]}]},
+            "mxfp8 with recipe_override has no label; add one, such as label: my_mxfp8",
+        ),
+        ({"seeds": [1, 2, 1]}, "sweep.yaml: seeds names 1 twice; name each seed once"),
         ({"recipes": [{"label": "a/b", "recipe": "bf16"}]}, "the label 'a/b' names a folder"),
         ({"recipes": [{"label": "a", "recipe": "bf16", "set": []}]}, "unknown key 'set'"),
         ({"recipes": [{"label": "a", "recipe": "bf16", "recipe_set": "x=1"}]}, "write a list such as"),

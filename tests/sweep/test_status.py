@@ -70,6 +70,14 @@ def test_states_while_others_run(fake: Fake, write_sweep: WriteSweep, capsys: py
         "gpt_tiny-mxfp4-s3": "interrupted",
     }
     assert lines[-1].startswith("1 done, 1 running, 1 failed, 1 interrupted, 2 waiting")
+    assert fake.run(path, "--status", "--only", "s1") == 0
+    lines_of_s1 = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines_of_s1[1:-1]] == [BF16, MXFP4]
+    assert lines_of_s1[-1].startswith("1 failed, 1 waiting")
+    assert fake.run(path, "--status", "--job", "1") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == [MXFP4]
+    assert fake.run(path, "--status", "--only", "s9") == 2
+    assert "--only s9 matches no job" in capsys.readouterr().err
     running = next(line.split() for line in lines if "running" in line)
     assert running[2:5] == ["2/4", "5.0000", "2,560"], "4 samples of 32 tokens in 50 ms"
 

@@ -202,6 +202,8 @@ def test_products_are_compared_with_those_of_a_hopper_gpu(
         (["captured-products", "FILE"], "compares with products of a Hopper GPU"),
         (["operand-error"], "name files that --capture-step wrote"),
         (["operand-error", "none.safetensors"], "none.safetensors: cannot be read"),
+        (["operand-error", "FOLDER"], "is a folder: give the files in it, as "),
+        (["recipe-diff", "mxfp8", "bf16", "FOLDER"], "is a folder: give the files in it, as "),
         (["operand-error", "FILE"], "no recipe that was asked quantizes"),
         (["operand-error", "FILE", "--draws", "1"], "a mean needs at least 2"),
         (["recipe-diff", "mxfp8"], "asked with 1 recipes"),
@@ -212,6 +214,6 @@ def test_products_are_compared_with_those_of_a_hopper_gpu(
 )
 def test_refusals(arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write_capture(tmp_path, capture_of("bf16")))
-    given = [file if each == "FILE" else each for each in arguments]
+    given = [{"FILE": file, "FOLDER": str(tmp_path)}.get(each, each) for each in arguments]
     assert numerics.main([*given, "--out", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err

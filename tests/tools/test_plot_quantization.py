@@ -34,7 +34,7 @@ def test_the_worst_bias_is_the_largest_and_what_is_not_finite_is_no_number() -> 
     assert plot_quantization.table(rows, kind, "bias", linears, [1]).item() == 0.3
     rows[1] |= {"amax": None, "snr": None}
     assert math.isnan(plot_quantization.table(rows, kind, "snr", linears, [1]).item())
-    said = plot_quantization.summary(rows)
+    said = plot_quantization.summary(rows, "snr")
     assert said[0] == "not finite: 1 of 3 operands, first layers.2.e of expert 1 dgrad grad_output"
 
 
@@ -51,9 +51,26 @@ def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], what
     assert plot_quantization.main([str(run), "--what", what, "--output", str(output)]) == 0
     assert output.read_bytes()[:4] == b"\x89PNG"
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "iteration 20, 7 operands; the lowest signal-to-noise ratios:"
-    assert printed[1].startswith(f"    9.0 dB  layers.1.a {' '.join(kind)}, e2m1: bias +1.00e-03, underflow 25.00%")
+    assert printed[0] == f"iteration 20, 7 operands; the worst by {plot_quantization.QUANTITIES[what].title}:"
+    texts = ["SNR 9.0 dB", "bias +1.00e-03", "underflow 25.00%"]
+    own = {"gradient_to_noise": "gradient to noise 1.00", "amax": "log2 of amax 2.0"}
+    first = own.get(what) or next((text for text in texts if text.lower().startswith(what)), "saturation ")
+    assert printed[1].startswith(f"  layers.1.a {' '.join(kind)}, e2m1: {first}")
+    assert all(text in printed[1] for text in texts)
     assert len(printed) == 1 + 5 + 1
+
+
+def test_operands_are_ranked_by_the_quantity_and_each_has_its_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(1, f"layers.{n}.a", 10.0 + n) | {"underflow": n / 10} for n in range(8)]
+    run = write_snapshots(tmp_path / "run", rows)
+    for what, worst, figure in (("snr", 0, "quantization.png"), ("underflow", 7, "quantization-underflow.png")):
+        assert plot_quantization.main([str(run), "--what", what]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert f"layers.{worst}.a" in printed[1]
+        assert printed[-1] == f"wrote {run / figure}"
+        assert (run / figure).exists()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import gemm as reference_gemm
-from megatron_lowprec.linear.capture_file import Capture, read_capture
+from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
@@ -20,7 +19,7 @@ from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
 from tools.bench.report import Column, Row
 from tools.numerics_lab.accumulator import FAST, FULL, HOPPER_CAPABILITY
 from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.operand_error import matrix_of, prepared, product
+from tools.numerics_lab.operand_error import captures, matrix_of, prepared, product
 
 SIZE = 256  # rows and columns of the compared part of a product
 COLUMNS = (
@@ -53,8 +52,7 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     chosen = [load_recipe(name) for name in recipes]
     rows = [
         row
-        for file in arguments
-        for capture in [read_capture(Path(file), lab.device)]
+        for capture in captures(arguments, lab.device)
         for recipe in chosen or [capture.recipe]
         for row in equal_rows(capture, recipe, left_out)
     ]

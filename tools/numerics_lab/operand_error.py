@@ -63,11 +63,18 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
         raise UserError("operand-error was asked without a file; name files that --capture-step wrote")
     chosen = [load_recipe(name) for name in recipes]
     rows: list[Row] = []
-    for file in arguments:
-        capture = read_capture(Path(file), lab.device)
+    for capture in captures(arguments, lab.device):
         for recipe in chosen or [capture.recipe]:
             rows += error_rows(capture, recipe, draws)
     return error_result(rows, draws)
+
+
+def captures(files: Sequence[str], device: torch.device) -> Iterator[Capture]:
+    """The capture in each file; UserError for a folder, before any file is read."""
+    for file in files:
+        if Path(file).is_dir():
+            raise UserError(f"{file} is a folder: give the files in it, as {Path(file)}/*.safetensors")
+    return (read_capture(Path(file), device) for file in files)
 
 
 def error_result(

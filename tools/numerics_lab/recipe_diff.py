@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.linear.capture_file import read_capture
 from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from tools.bench.report import Column, Row
 from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.operand_error import error_result, error_rows
+from tools.numerics_lab.operand_error import captures, error_result, error_rows
 
 NOT_NUMERICS = ("name", "summary", "source")
 
@@ -43,8 +41,7 @@ def run(lab: Lab, arguments: Sequence[str], recipes: Sequence[str], draws: int) 
     if len(arguments) == 2:
         return Result(title, (), [fields], {})
     rows: list[Row] = []
-    for file in arguments[2:]:
-        capture = read_capture(Path(file), lab.device)
+    for capture in captures(arguments[2:], lab.device):
         for recipe in (first, second):
             rows += error_rows(capture, recipe, draws)
     return error_result(rows, draws, [fields, comparison(rows, first, second)], title)

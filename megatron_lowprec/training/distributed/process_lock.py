@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -62,6 +62,13 @@ class Holder:
     def is_here(self) -> bool:
         """Whether this process can inspect the holder's processes."""
         return self.host == socket.gethostname() and (not self.beats or self.namespace == _namespace())
+
+    def living(self) -> Holder:
+        """The holder without its processes that have ended, such as a killed sweep; as it is on another host."""
+        if not self.is_here:
+            return self
+        living = {pid: started for pid, started in self.processes.items() if _started(int(pid)) == started}
+        return replace(self, processes=living or self.processes)  # the last one may have ended just now
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:

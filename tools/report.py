@@ -59,12 +59,13 @@ def _report(args: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory(prefix="report-") as scratch:
             runs, notes = find_runs(args.runs, claims.rules.diverged_rise, Path(scratch))
             labels = list(dict.fromkeys(run.label for run in runs if run.label))
-            if args.reference not in (_REFERENCE, *labels):
+            reference = next((run.label for run in runs if run.full_label == args.reference), args.reference)
+            if reference not in (_REFERENCE, *labels):
                 raise UserError(f"--reference {args.reference}: no run has that label; there are {', '.join(labels)}")
             names = dict.fromkeys(run.sweep or run.model for run in runs)
             title = args.title or f"Report: {', '.join(names)}"
             published = [] if args.published is None else read_ladder(args.published)
-            report = build(runs, notes, claims, args.reference, title, published)
+            report = build(runs, notes, claims, reference, title, published)
             lines = [*report.lines(), "", f"report: {report.write(args.out)}"]
             if args.archive is not None:
                 write_archive(args.archive, runs)

@@ -52,6 +52,11 @@ class Report:
     notes: tuple[str, ...]
     others: Mapping[str, Evidence]
 
+    @property
+    def shortened(self) -> dict[str, str]:
+        """Short label -> the recipe with all its overrides."""
+        return {run.label: run.full_label for run in self.runs if run.label != run.full_label}
+
     def beside(self, verdict: Verdict) -> Evidence | None:
         """What others' runs say of a claim that the own runs neither reproduce nor contradict, if any are named."""
         return self.others.get(verdict.claim.id) if verdict.outcome in LEFT_OPEN else None
@@ -85,6 +90,8 @@ class Report:
                 outputs = operand_tables.of_outputs(snapshots)
                 what = "error of GEMM outputs, likewise:"
                 found += [] if outputs is None else ["", what, "", *outputs.lines()]
+        if self.shortened:
+            found += ["", "labels:", *(f"  {label}: {full}" for label, full in self.shortened.items())]
         ended = [run for run in self.runs if run.status is not Status.FINISHED]
         if ended:
             found += ["", "not finished:"]
@@ -96,7 +103,7 @@ class Report:
             where = f", {verdict.group.name}" if verdict.group is not None and len(self.groups) > 1 else ""
             found.append(f"  {verdict.outcome.value}: {verdict.claim.id} (arXiv {verdict.claim.source.arxiv}){where}")
             found.append(f"    {verdict.claim.sentence}")
-            found += [f"    {finding.words}" for finding in verdict.findings]
+            found += [f"    {words}" for words in verdict.measured]
             found += [f"    {verdict.note}"] if verdict.note else []
             found.append(f"    scale: {verdict.scale}")
             found += [f"    {words}" for words in verdict.required]
@@ -131,6 +138,9 @@ class Report:
             counted=self._counted(),
             notes=self.notes,
             verdicts=self.verdicts,
+            shown=[verdict for verdict in self.verdicts if verdict.outcome not in _IN_SHORT],
+            folded=[verdict for verdict in self.verdicts if verdict.outcome in _IN_SHORT],
+            shortened=self.shortened,
             judged=self._judged(),
             beside=self.beside,
             ladder=ladder,
@@ -187,8 +197,11 @@ class Report:
         )
         parts = [f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome]]
         confidence = self.claims.rules.confidence
+        if not tests:
+            return f"{'; '.join(parts)}. No test was made."
+        made = "1 test was" if tests == 1 else f"{tests} tests were"
         return (
-            f"{'; '.join(parts)}. {tests} tests were made, each at {confidence:.0%}: if nothing differed, about "
+            f"{'; '.join(parts)}. {made} made, each at {confidence:.0%}: if nothing differed, about "
             f"{tests * (1 - confidence):.1g} would say otherwise by chance."
         )
 
@@ -219,6 +232,8 @@ def build(
     found = list(notes)
     if lost:
         found.append(f"{len(lost)} of the runs hold no configuration to place them by; they are listed at the end.")
+    if groups[0].of_model:
+        found.append(f"Groups of different models differ as well in {', '.join(sorted(groups[0].of_model))}.")
     fits, snapshots = {}, {}
     for group in groups:
         losses = group.final_losses()
@@ -258,5 +273,5 @@ def _picture(draw: Callable[[plot_style.Theme], bytes | None]) -> html.Picture |
 
 def _described(group: Group) -> str:
     count = "an unrecorded number of" if math.isnan(group.parameters) else amount(group.parameters)
-    apart = ", ".join(f"{name} {value}" for name, value in group.apart.items())
+    apart = ", ".join(f"{name} {value}" for name, value in group.apart.items() if name not in group.of_model)
     return f"{count} parameters, {amount(group.tokens)} tokens a run" + (f"; {apart}" if apart else "") + "."

@@ -1,12 +1,11 @@
-"""Groups of comparable runs: equal in model, data and budget; recipe and seed may differ."""
+"""Groups of comparable runs: equal in model, data, budget and schedule; recipe and seed may differ."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +15,14 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.runs import Run, Status
+from megatron_lowprec.training.config.arguments import KINDS, checked_options
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.schedule import Schedule, plan
 
 # Options that affect neither the model nor its training data, only location, speed and names of a run.
 # Runs that differ in any other option are in different groups.
 _NAMES = """
-    config recipe recipe_set recipe_override seed transformer_impl stock_linears no_lowprec_linears
+    config recipe recipe_override seed transformer_impl no_lowprec_linears
     fp8_param_gather fp8_sequence_parallel_gather emulate moe_grouped_gemm
     no_gradient_accumulation_fusion attention_backend deterministic_mode cuda_graph_impl list_recipes explain_recipe
     micro_batch_size recompute_granularity recompute_method recompute_num_layers
@@ -33,9 +35,11 @@ _NAMES = """
     log_interval log_quantization_interval log_params_norm log_num_zeros_in_grad capture_step capture_layers
     log_quantization_also
     tensorboard_dir wandb_project wandb_exp_name wandb_save_dir
-    override_opt_param_scheduler use_checkpoint_opt_param_scheduler
+    use_checkpoint_opt_param_scheduler
 """
 _IGNORED = frozenset(_NAMES.split())
+_DEFAULTS: Mapping[str, Any] = vars(Config())
+_SCHEDULE = "schedule."  # prefix of the schedule's fields among options
 
 # Ignored options that nevertheless determine initial weights and dropout, because Megatron offsets its seed by rank.
 _INITIALIZATION = {
@@ -50,12 +54,13 @@ _INITIALIZATION = {
 
 @dataclass(frozen=True)
 class Group:
-    """Comparable runs of one model, data and budget."""
+    """Comparable runs of one model, data, budget and schedule."""
 
     name: str  # for headings: the model, with the sweep's variant if any
     runs: tuple[Run, ...]  # all of them, whatever their status
     reference: str  # label of the baseline, if present
     apart: Mapping[str, Any]  # option -> value, for options that differ between groups of a report
+    of_model: frozenset[str]  # those of them that are equal in all groups of any one model
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -107,10 +112,14 @@ class Group:
         return _by_seed(found)
 
     def repeated(self) -> list[str]:
-        """Labels with a repeated seed: such runs are averaged, since they are one draw."""
-        finished = (run for run in self.runs if run.status is Status.FINISHED and run.seed is not None)
-        counts = Counter((run.label, run.seed) for run in finished)
-        return [f"{label}, seed {seed}" for (label, seed), count in counts.items() if count > 1]
+        """Labels with a repeated seed, and its runs: these are averaged, since they are one draw."""
+        runs: dict[tuple[str, int], list[str]] = {}
+        for run in self.runs:
+            if run.status is Status.FINISHED and run.seed is not None:
+                runs.setdefault((run.label, run.seed), []).append(run.cell)
+        return [
+            f"{label}, seed {seed} ({' and '.join(cells)})" for (label, seed), cells in runs.items() if len(cells) > 1
+        ]
 
     def shared_seeds(self, left: str, right: str) -> set[int]:
         """Seeds of which both labels have a run with losses, finished, diverged or stopped."""
@@ -177,17 +186,49 @@ def group_runs(runs: Sequence[Run], reference: str) -> tuple[list[Group], list[R
         homes = [members for members in keyed.values() if run.sweep and _place(run) in map(_place, members)]
         (homes[0] if len(homes) == 1 else lost).append(run)
     settings = [json.loads(key) for key in keyed]
-    keys = sorted({name for setting in settings for name in setting})
-    differ = [name for name in keys if len({json.dumps(setting.get(name)) for setting in settings}) > 1]
-    apart = [{key: setting.get(key) for key in differ} for setting in settings]
-    names = _names(list(keyed.values()))
-    return [Group(name, tuple(m), reference, each) for name, m, each in zip(names, keyed.values(), apart)], lost
+    differ = _different(settings)
+    models: dict[str, list[dict[str, Any]]] = {}
+    for setting, members in zip(settings, keyed.values()):
+        models.setdefault(members[0].model, []).append(setting)
+    of_model = frozenset(differ).difference(*map(_different, models.values()))
+    return [
+        Group(name, tuple(members), reference, {key: _value(members[0], key) for key in differ}, of_model)
+        for name, members in zip(_names(list(keyed.values())), keyed.values())
+    ], lost
 
 
 def differing_options(left: Group, right: Group) -> list[str]:
     """The options in which two groups of one report differ, each with both values."""
     names = [name for name in left.apart if left.apart[name] != right.apart.get(name)]
     return [f"{name} {left.apart[name]} and {right.apart.get(name)}" for name in names]
+
+
+def _different(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = sorted({name for setting in settings for name in setting})
+    return [name for name in names if len({json.dumps(setting.get(name)) for setting in settings}) > 1]
+
+
+def config_of(options: Mapping[str, Any]) -> Config:
+    """A run's options, typed. Raises UserError for an unknown name or a value of the wrong type."""
+    return Config(**checked_options("config.yaml", {key: value for key, value in options.items() if key != "config"}))
+
+
+def _followed(run: Run) -> Schedule | None:
+    """The schedule that a run recorded, else that of its options; None if neither can be read."""
+    try:
+        return Schedule.from_dict(dict(run.schedule))
+    except KeyError:  # recorded before config.yaml had the block
+        return _planned(run)
+
+
+def _planned(run: Run) -> Schedule | None:
+    try:
+        config = config_of({name: value for name, value in run.options.items() if name in KINDS})
+        if config.lr is None or config.global_batch_size is None:
+            return None
+        return plan(config, int(run.planned_samples))[0]
+    except UserError:
+        return None
 
 
 def _seeds(runs: Sequence[Run]) -> str:
@@ -197,12 +238,12 @@ def _seeds(runs: Sequence[Run]) -> str:
 
 def _not_decayed(run: Run) -> str | None:
     """Reason why a run's learning rate does not reach its minimum; None if it does, or if no schedule is recorded."""
-    options = run.options
-    style = options.get("lr_decay_style")
+    schedule = _followed(run)
+    if schedule is None:
+        return None
+    style, horizon, planned = schedule.decay_style, schedule.decay_samples, run.planned_samples
     if style in ("constant", "inverse-square-root"):
         return f"no full decay: lr_decay_style is {style}; train with linear, cosine or WSD over the whole run"
-    planned = run.planned_samples
-    horizon = float(options.get("lr_decay_samples") or (options.get("lr_decay_iters") or 0) * run.batch) or planned
     if horizon > planned:
         return (
             f"no full decay: the learning rate decays over {horizon:,.0f} samples, the run has {planned:,.0f}; let "
@@ -225,8 +266,29 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _key(run: Run) -> str:
-    kept = {name: value for name, value in run.options.items() if name not in _IGNORED}
+    """What separates a run from those of other groups: options with a value of their own, and its schedule.
+
+    An option of another version is missing, null or at its default. Of the schedule only the fields count that do not
+    follow from the options, as after a resume that kept the checkpoint's horizon, so runs without a record of it match.
+    """
+    kept = {
+        name: value
+        for name, value in run.options.items()
+        if name not in _IGNORED and value not in (None, _DEFAULTS.get(name))
+    }
+    followed, planned = _followed(run), _planned(run)
+    if followed is not None and followed != planned:
+        expected = {} if planned is None else asdict(planned)
+        kept |= {_SCHEDULE + name: value for name, value in asdict(followed).items() if value != expected.get(name)}
     return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _value(run: Run, name: str) -> Any:
+    """A run's value of an option, or of a field of its schedule as ``_key`` names them."""
+    if name.startswith(_SCHEDULE):
+        return getattr(_followed(run), name.removeprefix(_SCHEDULE), None)
+    value = run.options.get(name)
+    return _DEFAULTS.get(name) if value is None else value
 
 
 def _by_seed(found: Any) -> dict[tuple[str, Hashable], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -107,8 +107,8 @@ def losses(
         return None
     markers = name == "validation loss"
     series = _validation if markers else _smoothed
-    finished = {label: _common(group.of(label, Status.FINISHED), series) for label in group.labels}
-    finished = {label: found for label, found in finished.items() if len(found[0])}
+    common = {label: _common(group.of(label, Status.FINISHED), series) for label in group.labels}
+    finished = {label: (at, np.stack([*seeds.values()])) for label, (at, seeds) in common.items() if len(at)}
     compared = [label for label in finished if label != group.reference and group.reference in finished]
     rest = [run for run in group.runs if run.status is not Status.FINISHED and run.curve is not None]
     rest = [run for run in rest if len(series(run)[0])]
@@ -163,27 +163,30 @@ def _validation(run: Run) -> Series:
     return iterations[kept], losses[kept]
 
 
-def _common(runs: Sequence[Run], series: Callable[[Run], Series]) -> tuple[np.ndarray, Floats]:
-    """Iterations common to all runs, and their losses there, one row per run."""
-    found = [series(run) for run in runs]
+def _common(
+    runs: Sequence[Run], series: Callable[[Run], Series]
+) -> tuple[np.ndarray, dict[tuple[str, Hashable], Floats]]:
+    """Iterations common to all runs, and (label, seed) -> losses there: a repeated seed counts once, as the mean."""
+    found = [(run, *series(run)) for run in runs]
     if not found:
-        return np.zeros(0, np.int64), np.zeros((0, 0))
-    shared = found[0][0]
-    for iterations, _ in found[1:]:
+        return np.zeros(0, np.int64), {}
+    shared = found[0][1]
+    for _, iterations, _ in found[1:]:
         shared = np.intersect1d(shared, iterations)
-    return shared, np.stack([values[np.isin(iterations, shared)] for iterations, values in found])
+    values: dict[tuple[str, Hashable], list[Floats]] = {}
+    for run, iterations, losses in found:
+        values.setdefault((run.label, run.block), []).append(losses[np.isin(iterations, shared)])
+    return shared, {key: np.mean(each, axis=0) for key, each in values.items()}
 
 
 def _paired(group: Group, label: str, series: Callable[[Run], Series]) -> tuple[np.ndarray, Floats]:
     """Differences to the reference, one row per shared seed; without shared seeds one row, of the means."""
     left, right = group.of(label, Status.FINISHED), group.of(group.reference, Status.FINISHED)
-    by_seed = {run.seed: run for run in right if run.seed is not None}
-    pairs = [(run, by_seed[run.seed]) for run in left if run.seed in by_seed]
-    iterations, values = _common([*left, *right], series)
-    if not pairs:
-        return iterations, (values[: len(left)].mean(axis=0) - values[len(left) :].mean(axis=0))[None]
-    row = {id(run): values[at] for at, run in enumerate([*left, *right])}
-    return iterations, np.stack([row[id(one)] - row[id(other)] for one, other in pairs])
+    iterations, found = _common([*left, *right], series)
+    ours = {seed: losses for (each, seed), losses in found.items() if each == label}
+    others = {seed: losses for (each, seed), losses in found.items() if each != label}
+    pairs = [losses - others[seed] for seed, losses in ours.items() if seed in others]
+    return iterations, np.stack(pairs or [np.mean([*ours.values()], axis=0) - np.mean([*others.values()], axis=0)])
 
 
 def _mean(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,9 +19,11 @@ from megatron_lowprec.report.archives.sources import Source, find_sources
 from megatron_lowprec.report.curve import LAST, TRAIN, VALIDATION, Curve, Series, curve_of, read_columns, smooth
 from megatron_lowprec.sweep.job_record import RECORD
 from megatron_lowprec.sweep.jobs import MANIFEST
+from megatron_lowprec.training.config.arguments import RENAMED
 
 _SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped iterations"
 _NORM = "grad-norm"
+_LONGEST_LABEL = 64
 
 
 class Status(Enum):
@@ -30,6 +33,7 @@ class Status(Enum):
     DIVERGED = "diverged"
     UNFINISHED = "unfinished"
     FAILED = "failed"
+    NOT_STARTED = "not started"  # a job of a sweep without a folder
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,11 @@ class Run:
 
     folder: Path
     cell: str  # the job's id in the sweep, or the folder's name
-    label: str  # the sweep's label, else the recipe's name; after the earlier recipes' names, joined by "then"
+    label: str  # the sweep's label, else the recipe's name; after the earlier recipes' names, joined by "then"; short
+    full_label: str = ""  # with all overrides of the recipe
     recipe: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
-    options: Mapping[str, Any] = field(default_factory=dict)  # resolved; empty without config.yaml
+    options: Mapping[str, Any] = field(default_factory=dict)  # resolved, present names; empty without config.yaml
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # the one followed; empty if not recorded
     earlier_recipes: tuple[str, ...] = ()  # names, of a run that resumed under another recipe
     seed: int | None = None  # None if unknown
     status: Status = Status.FAILED  # final status
@@ -157,18 +163,19 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
     """``cell`` completed from its folder's files."""
     folder = cell.folder
     if not folder.is_dir():
-        return replace(cell, why="was not run: there is no folder")
+        why = "there is no folder"
+        return replace(_labelled(cell, [cell.label]), status=Status.NOT_STARTED, why=why)
     record = _json(folder / "run.json")
     cell = replace(cell, why=_exit(folder))
     config = _config(folder)
-    options = config.get("options", {})
+    options = {RENAMED.get(name, name): value for name, value in config.get("options", {}).items()}
     recipe, earlier = config.get("recipe", {}), tuple(map(str, config.get("earlier_recipes", [])))
     cell = replace(
-        cell,
-        label=" then ".join([*earlier, cell.label or recipe.get("name") or folder.name]),
+        _labelled(cell, [*earlier, cell.label or recipe.get("name") or folder.name]),
         recipe=recipe,
         earlier_recipes=earlier,
         options=options,
+        schedule=config.get("schedule", {}),
         seed=options.get("seed", cell.seed),
         model=cell.model if cell.sweep else Path(options.get("config") or "gpt").stem,
         record=record,
@@ -203,6 +210,18 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
         gradient_norms=_finite(columns[_NORM]),
         seconds=float(np.median(later)) if len(later) else math.nan,
     )
+
+
+def _labelled(cell: Run, names: Sequence[str]) -> Run:
+    return replace(cell, label=" then ".join(map(_short, names)), full_label=" then ".join(names))
+
+
+def _short(name: str) -> str:
+    """A name that fits a table: the overrides of a recipe with many of them are counted, and told by a digest."""
+    recipe, *overrides = name.split("+")
+    if len(name) <= _LONGEST_LABEL or not overrides:
+        return name
+    return f"{recipe}+{len(overrides)} overrides-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
 def _finite(series: Series) -> Series | None:
@@ -269,7 +288,7 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict):
         return {}
-    kinds = {"options": dict, "recipe": dict, "earlier_recipes": list}
+    kinds = {"options": dict, "recipe": dict, "earlier_recipes": list, "schedule": dict}
     return {key: config[key] for key, kind in kinds.items() if isinstance(config.get(key), kind)}
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 Results = Mapping[tuple[str, Hashable], float]
 
 BLOCKS, INDEPENDENT, PRIOR, NONE = "seeds as blocks", "independent runs", "prior noise", "none"
-_FEWEST = 4  # least degrees of freedom left by seeds as blocks
+FEWEST = 4  # least degrees of freedom left by seeds as blocks
 _POWER = 0.8
 _CHANCE = 0.02  # probability of setting a recipe aside in a group whose recipes have equal noise, at most
 _COPIES = 1e-9  # nats: a smaller standard deviation is rounding
@@ -75,14 +75,15 @@ class Fit:
         self._labels = list(dict.fromkeys(label for label, _ in results))
         self.aside: tuple[str, ...] = ()
         self.method, self.sigma, self.dof = NONE, math.nan, 0.0
-        fewest = 1 if paired else _FEWEST
+        fewest = 1 if paired else FEWEST
         blocks, independent = _blocks(results), _independent(results)
+        self.block_dof = blocks.dof  # that seeds as blocks leave, whether used or not
         if blocks.dof >= fewest:
             self.method = BLOCKS
             self._pool(_blocks, fewest)
         elif independent.dof and not paired:
             self.method = INDEPENDENT
-            self._pool(_independent, _FEWEST)
+            self._pool(_independent, FEWEST)
         elif prior is not None and not independent.dof:
             self.method, self.sigma, self.dof = PRIOR, prior, math.inf
 
@@ -120,6 +121,19 @@ class Fit:
     def known(self) -> bool:
         """Whether the standard deviation is known; zero means copies instead of seeds, and counts as unknown."""
         return self.dof > 0 and self.sigma > _COPIES
+
+    @property
+    def seeds_to_blocks(self) -> int | None:
+        """Fewest further seeds, trained under every label, for seeds as blocks; None with a single label."""
+        if len(self._labels) < 2:
+            return None
+        # The first one links all labels, and each later one adds a degree of freedom or more.
+        for more in range(1, FEWEST + 2):
+            results = dict(self._results)
+            results |= {(label, ("further", seed)): 0.0 for label in self._labels for seed in range(more)}
+            if _blocks(results).dof >= FEWEST:
+                return more
+        raise AssertionError("more seeds than degrees of freedom")
 
     def difference(self, left: str, right: str) -> Difference:
         """Mean difference of two labels over the seeds that both have, NaN without one; of independent runs, the

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_lowprec.report.amounts import DASH, amount, number, percent, signed
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
-from megatron_lowprec.report.statistics import BLOCKS, NONE, PRIOR, Fit
+from megatron_lowprec.report.statistics import BLOCKS, FEWEST, NONE, PRIOR, Fit
 from megatron_lowprec.text_tables import plain_table
 
 _FIFTHS = ("first", "second", "third", "fourth", "last")
@@ -40,14 +40,15 @@ def quality(group: Group, fit: Fit | None, confidence: float) -> Table:
     """Gap of each recipe to the reference with its interval, final validation loss, and throughput."""
     rows = []
     for label in group.labels:
-        finished, diverged = (_count_seeds(group.of(label, how)) for how in (Status.FINISHED, Status.DIVERGED))
+        finished = _count_seeds(group.of(label, Status.FINISHED))
+        others = [(how, _count_seeds(group.of(label, how))) for how in (Status.DIVERGED, Status.NOT_STARTED)]
         runs = _with_losses(group, label)
         known = fit if finished else None
         gap = _gap(group, fit, label)
         row = {
             "recipe": label,
             "seeds\nfinished": f"{finished} of {_count_seeds(group.of(label))}"
-            + (f", {diverged} diverged" if diverged else ""),
+            + "".join(f", {count} {how.value}" for how, count in others if count),
             f"gap to {group.reference}\nnats": gap[0],
             f"{confidence:.0%} interval\nnats": gap[1],
             "gap\n% of perplexity": gap[2],
@@ -160,6 +161,12 @@ def all_runs(runs: Sequence[Run]) -> Table:
 
 def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
     """Sentences on the noise of a group's final validation losses and on the differences that it hides."""
+    repeated = group.repeated()
+    twice = f"A seed that a recipe ran more than once counts once, as the mean: {'; '.join(repeated)}."
+    return [*_noise(group, fit, confidence), *([twice] if repeated else [])]
+
+
+def _noise(group: Group, fit: Fit | None, confidence: float) -> list[str]:
     if fit is None:
         return ["No run finished, so nothing can be compared."]
     if fit.method == NONE:
@@ -174,8 +181,8 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
     how = {
         BLOCKS: "Recipes share their seeds, which count as blocks",
         PRIOR: "No recipe has two seeds; the claims file's prior noise is assumed",
-    }.get(fit.method, "Seeds count as independent runs")
-    dof = "" if fit.method == PRIOR else f" with {fit.dof:.0f} degrees of freedom"
+    }.get(fit.method) or _why_independent(fit)
+    dof = "" if fit.method == PRIOR else f" with {_count(fit.dof, 'degree')} of freedom"
     but = f" but {' and '.join(fit.aside)}" if fit.aside else ""
     lines = [
         f"{how}. The standard deviation of a final validation loss, pooled over all recipes{but}, is {fit.sigma:.4f} "
@@ -194,10 +201,24 @@ def resolution(group: Group, fit: Fit | None, confidence: float) -> list[str]:
             f"The smallest difference to {group.reference} that these seeds resolve at {confidence:.0%} is "
             f"{_range(widths)}; a true difference of {_range(detected)} is found four times out of five."
         )
-    repeated = group.repeated()
-    if repeated:
-        lines.append(f"A seed that a recipe ran more than once counts once, as the mean: {'; '.join(repeated)}.")
     return lines
+
+
+def _why_independent(fit: Fit) -> str:
+    """Why seeds are no blocks, what would make them blocks, and where claims differ."""
+    more = fit.seeds_to_blocks
+    if more is None:
+        return "Seeds count as independent runs, since a single recipe has no pairs"
+    there = f"there {'is' if fit.block_dof == 1 else 'are'} {fit.block_dof:.0f}"
+    words = f"Seeds count as independent runs: seeds as blocks need {FEWEST} degrees of freedom, {there}; "
+    words += f"{_count(more, 'more shared seed')} would do"
+    if fit.block_dof:
+        words += ". The table's intervals are therefore unpaired, while those of claims pair equal seeds"
+    return words
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
 
 
 def _range(losses: Sequence[float]) -> str:

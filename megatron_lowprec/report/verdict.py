@@ -79,6 +79,11 @@ class Verdict:
     note: str = ""  # the topic that measures a claim which is not about losses
     required: tuple[str, ...] = ()  # runs that would decide an open claim, with commands
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The texts of the findings, each once: two tests may lack the same run."""
+        return tuple(dict.fromkeys(finding.words for finding in self.findings))
+
 
 def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
     """A verdict for each claim and each group that has runs of all its recipes; "not tested" if none has."""

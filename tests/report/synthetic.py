@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
+from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 
 OPTIONS: dict[str, Any] = {
     "config": "configs/models/gpt_25m.yaml",
@@ -24,6 +25,8 @@ OPTIONS: dict[str, Any] = {
     "lr": 1e-3,
     "train_data_path": ["wiki_text_document"],
 }
+
+MXFP8_OPERANDS = tuple((gemm, operand) for gemm, operands in GEMM_OPERANDS.items() for operand in operands)
 
 
 def write_run(

@@ -13,7 +13,7 @@ from megatron_lowprec.report import tables
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.statistics import Fit
-from tests.report.synthetic import add_cells, cell, write_run, write_sweep
+from tests.report.synthetic import MXFP8_OPERANDS, add_cells, cell, write_run, write_sweep
 from tests.training.helpers import argv
 from tools import report
 
@@ -79,17 +79,17 @@ def test_a_sweep_becomes_a_page_that_needs_nothing_else(
         assert data.startswith(PNG)
         assert data in pictures
     said = capsys.readouterr().out
-    assert said.splitlines()[0] == "13 runs: 10 finished, 1 diverged, 1 unfinished, 1 failed."
+    assert said.splitlines()[0] == "13 runs: 10 finished, 1 diverged, 1 unfinished, 1 not started."
     assert said.splitlines()[-1] == f"report: {out / 'report.html'}"
     for words in (
         "mxfp8_ocp-s1 (mxfp8_ocp): diverged, training loss not finite from iteration 200",
-        "mxfp8-s2 (mxfp8): failed, was not run: there is no folder",
+        "mxfp8-s2 (mxfp8): not started, there is no folder",
         "reproduced: mxfp4_plain (arXiv 2502.20586)",
         "open: mxfp8_floor",
         "with 4 degrees of freedom",
     ):
         assert words in said
-    for words in ("mxfp8_ocp-s1", "was not run", "0123456789ab", "NVIDIA H200", "emulated: no unit", "655,360"):
+    for words in ("mxfp8_ocp-s1", "there is no folder", "0123456789ab", "NVIDIA H200", "emulated: no unit", "655,360"):
         assert words in text
 
 
@@ -142,6 +142,67 @@ def test_the_table_says_native_or_emulated(tmp_path: Path, first: list[str], sec
         runs.append(str(folder))
     ((group,), _) = group_runs(find_runs(runs, 0.5)[0], "bf16")
     assert tables.quality(group, None, 0.95).rows[0][-1] == words
+
+
+def test_independent_runs_say_why_and_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": [3.70, 3.72], "mxfp4": [3.80, 3.84]})
+    assert report.main([str(sweep), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "Seeds count as independent runs: seeds as blocks need 4 degrees of freedom, there is 1; 3 more shared seeds "
+        "would do. The table's intervals are therefore unpaired, while those of claims pair equal seeds." in said
+    )
+    assert report.main([str(sweep / "bf16-s1"), str(sweep / "bf16-s2"), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "independent runs, since a single recipe has no pairs." in said
+    assert "with 1 degree of freedom." in said
+
+
+def test_claims_without_a_test_are_folded(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4": 3.8})
+    assert report.main([str(sweep), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    opening, rest = text.split("<h1>")[1].split("<details>")
+    folded, after = rest.split("</details>")
+    assert [opening.count('<span class="badge'), folded.count('<span class="badge')] == [1, 23]
+    assert "23 of 24 claims" in folded
+    assert "1 test was made" in after
+    assert text.count("no run of mxfp4_sr<") == 2  # once a claim: the one that tests two differences has it once
+    assert Page(text).open == []
+    assert report.main([str(sweep / "bf16-s1"), "--out", str(tmp_path / "out")]) == 0
+    assert "No test was made." in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+
+
+def test_a_job_that_has_not_started_is_told_in_its_row(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 3.7}, seeds=1)
+    add_cells(sweep, "synthetic", [cell("bf16", 2)])
+    ((group,), _) = group_runs(find_runs([str(sweep)], 0.5)[0], "bf16")
+    assert tables.quality(group, None, 0.95).rows[0][1] == "1 of 2, 1 not started"
+
+
+def test_many_overrides_are_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = tuple(f"{gemm}.{operand}.scale_rule=floor" for gemm, operand in MXFP8_OPERANDS)
+    full = "+".join(["mxfp8", *overrides])
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "mxfp8", overrides=overrides)]
+    command = [*map(str, runs), "--out", str(tmp_path / "out")]
+    assert report.main(command) == 0
+    said = capsys.readouterr().out
+    assert said.count(full) == 1
+    assert max(len(line) for line in said.splitlines() if line.startswith("mxfp8+")) <= 180
+    assert full in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert report.main([*command, "--reference", full]) == 0
+    assert "gap to mxfp8+6 overrides-" in capsys.readouterr().out
+
+
+def test_options_of_models_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = {"config": "configs/models/gpt_tiny.yaml", "num_layers": 2, "hidden_size": 256}
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", options={"lr": 3e-4})]
+    runs.append(write_run(tmp_path / "c", options=tiny))
+    assert report.main([*map(str, runs), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "Groups of different models differ as well in hidden_size, num_layers." in said
+    assert "26.2M tokens a run; lr 0.0003." in said
+    assert said.count("num_layers") == 1
 
 
 def test_groups_are_kept_apart_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

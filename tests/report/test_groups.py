@@ -1,13 +1,18 @@
 """Only what may be compared is compared."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from megatron_lowprec.report.groups import Group, group_runs
+from megatron_lowprec.report.groups import Group, differing_options, group_runs
 from megatron_lowprec.report.runs import Run, find_runs
 from megatron_lowprec.report.statistics import Fit
-from megatron_lowprec.report.tables import quality
+from megatron_lowprec.report.tables import quality, resolution
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.schedule import plan
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 
 
@@ -42,6 +47,91 @@ def test_seed_recipe_layout_and_names_are_not(tmp_path: Path) -> None:
     assert (len(found), lost) == (1, [])
     assert found[0].labels == ("bf16", "mxfp4")
     assert not found[0].apart
+
+
+def record_schedule(folder: Path, **changes: Any) -> Path:
+    """Add the block ``schedule`` to a run's config.yaml: that of its options, with changes."""
+    path = folder / "config.yaml"
+    content = yaml.safe_load(path.read_text())
+    config = Config(**content["options"])
+    samples = content["options"]["train_iters"] * content["options"]["global_batch_size"]
+    content["schedule"] = asdict(plan(config, samples)[0]) | changes
+    path.write_text(yaml.safe_dump(content))
+    return folder
+
+
+def test_a_resumed_run_that_kept_its_horizon_is_another_group(tmp_path: Path) -> None:
+    """Its options are those of a run of full length; only the recorded schedule tells them apart."""
+    full = record_schedule(write_run(tmp_path / "full"))
+    extended = record_schedule(write_run(tmp_path / "extended", "mxfp8"), decay_samples=300 * 64)
+    found, _ = groups(full, extended)
+    assert [dict(group.apart) for group in found] == [
+        {"schedule.decay_samples": 400 * 64},
+        {"schedule.decay_samples": 300 * 64},
+    ]
+    assert differing_options(*found) == ["schedule.decay_samples 25600 and 19200"]
+
+
+def test_a_recorded_horizon_beyond_the_run_is_no_full_decay(tmp_path: Path) -> None:
+    """Runs of one schedule are one group, but what they show at half of its decay is not what a claim is about."""
+    runs = [record_schedule(write_run(tmp_path / name, name), decay_samples=800 * 64) for name in ("bf16", "mxfp8")]
+    (group,), _ = groups(*runs)
+    reason = group.unpaired("mxfp8", "bf16")
+    assert reason is not None
+    assert "the learning rate decays over 51,200 samples, the run has 25,600" in reason
+
+
+def test_a_run_without_a_recorded_schedule_has_that_of_its_options(tmp_path: Path) -> None:
+    options = {"lr_warmup_fraction": 0.1, "lr_decay_style": "cosine", "min_lr": 1e-4}
+    runs = [write_run(tmp_path / name, seed=seed, options=options) for seed, name in enumerate("ab")]
+    record_schedule(runs[0])
+    assert len(groups(*runs)[0]) == 1
+
+
+def test_a_schedule_taken_from_the_options_on_resume_is_not_that_of_a_plain_run(tmp_path: Path) -> None:
+    """The part before the resume followed another schedule, which no file records."""
+    options = {"override_opt_param_scheduler": True}
+    found, _ = groups(write_run(tmp_path / "a"), write_run(tmp_path / "b", options=options))
+    assert [dict(group.apart) for group in found] == [
+        {"override_opt_param_scheduler": False},
+        {"override_opt_param_scheduler": True},
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"calibrate_amax": False},
+        {"calibrate_amax": None},
+        {"moe_layer_freq": "1"},
+        {"same_noise_on_data_parallel": False},
+        {"an_option_of_tomorrow": None},
+    ],
+    ids=str,
+)
+def test_an_option_at_its_default_is_as_if_missing(tmp_path: Path, options: dict[str, object]) -> None:
+    found, _ = groups(write_run(tmp_path / "a"), write_run(tmp_path / "b", "mxfp8", options=options))
+    assert len(found) == 1
+
+
+def test_a_renamed_option_is_the_same_option(tmp_path: Path) -> None:
+    old = write_run(tmp_path / "a", options={"same_noise_on_data_parallel": True})
+    new = write_run(tmp_path / "b", options={"share_rng_across_dp": True})
+    plain = write_run(tmp_path / "c")
+    found, _ = groups(old, new, plain)
+    assert [[run.cell for run in group.runs] for group in found] == [["a", "b"], ["c"]]
+    assert [dict(group.apart) for group in found] == [{"share_rng_across_dp": True}, {"share_rng_across_dp": False}]
+
+
+def test_options_that_separate_models_alone_are_told_apart(tmp_path: Path) -> None:
+    tiny = {"config": "configs/models/gpt_tiny.yaml", "num_layers": 2}
+    found, _ = groups(
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", options={"lr": 3e-4}),
+        write_run(tmp_path / "c", options=tiny),
+    )
+    assert set(found[0].apart) == {"num_layers", "lr"}
+    assert found[0].of_model == {"num_layers"}
 
 
 def test_the_reference_comes_first(tmp_path: Path) -> None:
@@ -79,9 +169,21 @@ def test_a_repeated_seed_counts_once_and_is_told(tmp_path: Path) -> None:
         write_run(tmp_path / "a", final=3.70), write_run(tmp_path / "b", final=3.72), write_run(tmp_path / "c", seed=2)
     )
     assert group.final_losses() == {("bf16", 1): pytest.approx(3.71), ("bf16", 2): pytest.approx(3.7)}
-    assert group.repeated() == ["bf16, seed 1"]
+    assert group.repeated() == ["bf16, seed 1 (a and b)"]
     table = quality(group, Fit(group.final_losses(), 0.95), 0.95)
     assert dict(zip(table.columns, table.rows[0], strict=True))["seeds\nfinished"] == "2 of 2"
+
+
+@pytest.mark.parametrize("finals", [[3.7, 3.72], [3.7, 3.7]], ids=["one seed", "copies"])
+def test_a_repeated_seed_is_told_without_a_standard_deviation(tmp_path: Path, finals: list[float]) -> None:
+    runs = [write_run(tmp_path / name, final=final) for name, final in zip("ab", finals)]
+    if finals[0] == finals[1]:
+        runs.append(write_run(tmp_path / "c", seed=2, final=finals[0]))
+    (group,), _ = groups(*runs)
+    fit = Fit(group.final_losses(), 0.95)
+    assert not fit.known
+    told = "A seed that a recipe ran more than once counts once, as the mean: bf16, seed 1 (a and b)."
+    assert resolution(group, fit, 0.95)[-1] == told
 
 
 def test_early_losses_count_runs_that_came_so_far(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.curve import Curve
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import Run, Status, find_runs, how_it_ended
-from tests.report.synthetic import add_cells, cell, write_run, write_sweep
+from tests.report.synthetic import MXFP8_OPERANDS, add_cells, cell, write_run, write_sweep
 
 
 def find(*paths: Path | str) -> list[Run]:
@@ -104,14 +105,25 @@ def test_a_sweep_lists_every_cell_whatever_became_of_it(tmp_path: Path) -> None:
     ]
     add_cells(sweep, "mine", cells)
     runs = find(sweep)
-    assert [run.status.value for run in runs] == ["finished", "finished", "failed", "failed", "failed"]
+    assert [run.status.value for run in runs] == ["finished", "finished", "not started", "failed", "failed"]
     assert [run.why for run in runs[2:]] == [
-        "was not run: there is no folder",
+        "there is no folder",
         "has no metrics.jsonl; its process ended with exit code 137",
         "has no config.yaml that says what was trained",
     ]
     assert [(run.label, run.seed, run.sweep) for run in runs[2:4]] == [("mxfp4", 1, "mine"), ("mxfp4", 2, "mine")]
     assert runs[4].model == "gpt_1.3b"
+
+
+def test_many_overrides_are_counted_in_the_label(tmp_path: Path) -> None:
+    overrides = tuple(f"{gemm}.{operand}.scale_rule=floor" for gemm, operand in MXFP8_OPERANDS)
+    (few,) = find(write_run(tmp_path / "few", "mxfp8", overrides=overrides[:1]))
+    (many,) = find(write_run(tmp_path / "many", "mxfp8", overrides=overrides))
+    (other,) = find(write_run(tmp_path / "other", "mxfp8", overrides=overrides[:4]))
+    assert few.label == few.full_label == f"mxfp8+{overrides[0]}"
+    assert many.full_label == "+".join(["mxfp8", *overrides])
+    assert re.fullmatch(r"mxfp8\+6 overrides-[0-9a-f]{8}", many.label)
+    assert other.label.startswith("mxfp8+4 overrides-")
 
 
 def test_patterns_and_repetitions(tmp_path: Path) -> None:

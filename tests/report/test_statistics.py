@@ -65,6 +65,28 @@ def test_shared_seeds_too_few_to_spare_count_as_independent() -> None:
     assert (fit.method, fit.dof) == (INDEPENDENT, 2)
 
 
+@pytest.mark.parametrize(
+    ("losses", "dof", "more"),
+    [
+        ({"a": [3.70, 3.74], "b": [3.71, 3.75]}, 1, 3),
+        ({"a": [3.70, 3.74, 3.6], "b": [3.71, 3.75, 3.6], "c": [3.8]}, 2, 1),
+        ({"a": [3.70, 3.74, 3.7, 3.6], "b": [3.71, 3.75, 3.6, 3.7]}, 3, 1),
+    ],
+)
+def test_further_shared_seeds_make_blocks(losses: dict[str, list[float]], dof: int, more: int) -> None:
+    fit = Fit(results(**losses), 0.95)
+    assert (fit.method, fit.block_dof, fit.seeds_to_blocks) == (INDEPENDENT, dof, more)
+    for seeds, method in ((more - 1, INDEPENDENT), (more, BLOCKS)):
+        further = {(label, 100 + seed): 3.7 + 0.01 * seed for label in losses for seed in range(seeds)}
+        assert Fit({**results(**losses), **further}, 0.95).method == method
+
+
+def test_unshared_seeds_need_a_first_one_to_link_them() -> None:
+    apart = {("a", 1): 3.7, ("a", 2): 3.8, ("b", 3): 3.7, ("b", 4): 3.9}
+    assert Fit(apart, 0.95).seeds_to_blocks == 5
+    assert Fit(results(a=[3.7, 3.8]), 0.95).seeds_to_blocks is None
+
+
 def test_a_difference_is_over_the_seeds_that_both_have() -> None:
     # Seed 3 ends 0.3 lower than the others under every recipe; "c" has lost it, which must not look like a gap.
     losses = results(a=[3.7, 3.7, 3.4, 3.7], b=[3.8, 3.8001, 3.5, 3.8], c=[3.9, 3.9, 0, 3.9002])

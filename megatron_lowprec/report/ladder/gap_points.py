@@ -13,12 +13,10 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.groups import Group
+from megatron_lowprec.report.groups import Group, config_of
 from megatron_lowprec.report.published.ladder import PublishedRun, gap_ladder
 from megatron_lowprec.report.runs import Status
 from megatron_lowprec.report.statistics import Fit
-from megatron_lowprec.training.config.arguments import checked_options
-from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.models.sizes import num_non_embedding_parameters
 
@@ -52,8 +50,7 @@ class Line:
 def non_embedding_parameters(options: Mapping[str, Any]) -> float:
     """Parameters without embeddings from a run's resolved options; NaN if these describe no model known here."""
     try:
-        checked = checked_options("config.yaml", {name: value for name, value in options.items() if name != "config"})
-        return float(num_non_embedding_parameters(resolve_model(Config(**checked))))
+        return float(num_non_embedding_parameters(resolve_model(config_of(options))))
     except UserError:
         return math.nan
 

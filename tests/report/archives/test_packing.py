@@ -44,7 +44,7 @@ def test_the_report_on_an_archive_is_the_one_on_its_folders(sweep: Path, tmp_pat
     other = write_run(tmp_path / "then", options={"train_iters": 800})
     before = reported(capsys, sweep, other, "--out", out, "--archive", archive)
     assert before[0].startswith(
-        "8 runs in 2 groups that are not compared with each other: 5 finished, 1 diverged, 2 fai"
+        "8 runs in 2 groups that are not compared with each other: 5 finished, 1 diverged, 1 failed, 1 not started."
     )
     # The options that separate the groups are paths.
     paths = {"FOLDER1": f"{tmp_path}/corpora", "FOLDER2": "/opt/share/gpt2"}

@@ -35,11 +35,12 @@ _NAMES = """
     log_interval log_quantization_interval log_params_norm log_num_zeros_in_grad capture_step capture_layers
     log_quantization_also
     tensorboard_dir wandb_project wandb_exp_name wandb_save_dir
-    use_checkpoint_opt_param_scheduler
+    override_opt_param_scheduler use_checkpoint_opt_param_scheduler
 """
 _IGNORED = frozenset(_NAMES.split())
 _DEFAULTS: Mapping[str, Any] = vars(Config())
 _SCHEDULE = "schedule."  # prefix of the schedule's fields among options
+_EARLIER = "earlier options"  # of a run that resumed with others
 
 # Ignored options that nevertheless determine initial weights and dropout, because Megatron offsets its seed by rank.
 _INITIALIZATION = {
@@ -280,6 +281,8 @@ def _key(run: Run) -> str:
     if followed is not None and followed != planned:
         expected = {} if planned is None else asdict(planned)
         kept |= {_SCHEDULE + name: value for name, value in asdict(followed).items() if value != expected.get(name)}
+    if run.earlier_options:
+        kept[_EARLIER] = run.earlier_options
     return json.dumps(kept, sort_keys=True, default=str)
 
 
@@ -287,6 +290,8 @@ def _value(run: Run, name: str) -> Any:
     """A run's value of an option, or of a field of its schedule as ``_key`` names them."""
     if name.startswith(_SCHEDULE):
         return getattr(_followed(run), name.removeprefix(_SCHEDULE), None)
+    if name == _EARLIER:
+        return "; ".join(" ".join(f"{key} {value}" for key, value in each.items()) for each in run.earlier_options)
     value = run.options.get(name)
     return _DEFAULTS.get(name) if value is None else value
 

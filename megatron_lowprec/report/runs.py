@@ -48,6 +48,7 @@ class Run:
     options: Mapping[str, Any] = field(default_factory=dict)  # resolved, present names; empty without config.yaml
     schedule: Mapping[str, Any] = field(default_factory=dict)  # the one followed; empty if not recorded
     earlier_recipes: tuple[str, ...] = ()  # names, of a run that resumed under another recipe
+    earlier_options: tuple[Mapping[str, Any], ...] = ()  # values before the run resumed with others, in order
     seed: int | None = None  # None if unknown
     status: Status = Status.FAILED  # final status
     why: str = ""
@@ -174,6 +175,7 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
         _labelled(cell, [*earlier, cell.label or recipe.get("name") or folder.name]),
         recipe=recipe,
         earlier_recipes=earlier,
+        earlier_options=tuple(config.get("earlier_options", [])),
         options=options,
         schedule=config.get("schedule", {}),
         seed=options.get("seed", cell.seed),
@@ -288,7 +290,7 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict):
         return {}
-    kinds = {"options": dict, "recipe": dict, "earlier_recipes": list, "schedule": dict}
+    kinds = {"options": dict, "recipe": dict, "earlier_recipes": list, "earlier_options": list, "schedule": dict}
     return {key: config[key] for key, kind in kinds.items() if isinstance(config.get(key), kind)}
 
 

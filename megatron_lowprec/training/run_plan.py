@@ -73,7 +73,7 @@ def plan_run(
     found, more = saved_state.find_checkpoint(config)
     later_notes += more
     _, samples = run_length(config)
-    earlier: list[str] = []
+    earlier: dict[str, list[Any]] = {}
     if found is not None:
         saved_state.check_tokenizer(found, tokenizer)
         vocabulary = saved_state.same_padding(found, config, tokenizer.vocab_size, vocabulary)
@@ -84,7 +84,7 @@ def plan_run(
             later_notes += more
             config, more = continued_phase(config, found.content["options"], given)
             later_notes += more
-            earlier = saved_state.earlier_recipes(found, recipe)
+            earlier["earlier_recipes"] = saved_state.earlier_recipes(found, recipe)
             # Earlier iterations may have had another batch size.
             behind = found.progress
             iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
@@ -94,7 +94,9 @@ def plan_run(
             saved_state.check_optimizer(found, config)
             schedule, more = schedules.continued(schedule, found.schedule, config, given)
             later_notes += more
+        if not config.finetune:
+            earlier["earlier_options"] = saved_state.earlier_options(found, config, schedule)
     layout = layout_of(config, ranks.world_size)
     content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
-    content |= {"versions": dict(versions()), **({"earlier_recipes": earlier} if earlier else {})}
+    content |= {"versions": dict(versions()), **{name: values for name, values in earlier.items() if values}}
     return RunPlan(config, paths, recipe, schedule, tokenizer, found, content, samples, notes, later_notes)

@@ -88,13 +88,14 @@ def test_a_run_without_a_recorded_schedule_has_that_of_its_options(tmp_path: Pat
     assert len(groups(*runs)[0]) == 1
 
 
-def test_a_schedule_taken_from_the_options_on_resume_is_not_that_of_a_plain_run(tmp_path: Path) -> None:
-    """The part before the resume followed another schedule, which no file records."""
-    options = {"override_opt_param_scheduler": True}
-    found, _ = groups(write_run(tmp_path / "a"), write_run(tmp_path / "b", options=options))
+def test_a_run_that_changed_an_option_on_resume_is_apart(tmp_path: Path) -> None:
+    changed = write_run(tmp_path / "a")
+    with (changed / "config.yaml").open("a") as config:
+        config.write("earlier_options: [{until_iteration: 30, clip_grad: 0.5}]\n")
+    found, _ = groups(changed, write_run(tmp_path / "b"))
     assert [dict(group.apart) for group in found] == [
-        {"override_opt_param_scheduler": False},
-        {"override_opt_param_scheduler": True},
+        {"earlier options": "until_iteration 30 clip_grad 0.5"},
+        {"earlier options": ""},
     ]
 
 

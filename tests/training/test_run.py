@@ -267,6 +267,22 @@ def test_an_older_run_is_kept_by_a_run_from_elsewhere(drive: Drive, capsys: pyte
     assert len(Path("out/metrics.1.jsonl").read_text().splitlines()) == 2
 
 
+def test_options_that_change_where_a_run_resumes_are_recorded(drive: Drive) -> None:
+    def earlier(folder: str) -> Any:
+        return yaml.safe_load(Path(folder, "config.yaml").read_text()).get("earlier_options")
+
+    drive(argv(save="out", train_iters=1))
+    lr = yaml.safe_load(Path("out/config.yaml").read_text())["options"]["lr"]
+    drive(argv(save="out", train_iters=2))
+    assert earlier("out") is None
+    drive(argv(save="out", train_iters=3, lr=lr / 2, clip_grad=0.5))
+    assert earlier("out") == [{"until_iteration": 2, "clip_grad": 1.0, "max_lr": lr}]
+    drive(argv(save="out", train_iters=4, lr=lr / 2))
+    assert earlier("out")[1:] == [{"until_iteration": 3, "clip_grad": 0.5}]
+    drive(argv(save="new", load="out", finetune=True, train_iters=1))
+    assert earlier("new") is None
+
+
 def test_another_recipe_continues_and_says_so(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     drive(argv(save="out", train_iters=1, recipe="bf16"))
     drive(argv(save="out", load="out", train_iters=2, recipe="mxfp8"))

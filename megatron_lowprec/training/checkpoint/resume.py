@@ -45,6 +45,11 @@ _FUNCTION_OF_ROPE = ("rotary_base", "rotary_percent")
 # Options besides the model's that determine the optimizer's tensors.
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 _DEFAULTS = Config()
+# Options besides the schedule's that determine an update.
+_UPDATE = (
+    *("seed", "global_batch_size", "rampup_batch_size", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
+    *("hidden_dropout", "attention_dropout"),
+)
 # Options that determine the sample at each position.
 _DATA = ("data_path", "train_data_path", "data_phase_path", "mock_data", "sft", "split", "seq_length")
 
@@ -302,6 +307,18 @@ def earlier_recipes(saved: Saved, recipe: Recipe) -> list[str]:
     """Names of the recipes that a continued run was under before this one, in order; empty if there is no other."""
     before = _other_recipe(saved, recipe)
     return [*saved.content.get("earlier_recipes", []), *([] if before is None else [before.name])]
+
+
+def earlier_options(saved: Saved, config: Config, schedule: Schedule) -> list[dict[str, Any]]:
+    """What determined the updates of a continued run before it changed, in order: ``until_iteration``, and the earlier
+    values of options and of the schedule's fields.
+    """
+    options, now = saved.content["options"], schedule.to_dict()
+    before = {name: options.get(name, getattr(_DEFAULTS, name)) for name in _UPDATE}
+    changed = {name: value for name, value in before.items() if value != getattr(config, name)}
+    changed |= {name: value for name, value in saved.schedule.to_dict().items() if value != now[name]}
+    last = [{"until_iteration": saved.progress["iteration"], **changed}] if changed else []
+    return [*saved.content.get("earlier_options", []), *last]
 
 
 def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:

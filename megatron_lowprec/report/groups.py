@@ -31,7 +31,7 @@ _NAMES = """
     num_virtual_stages_per_pipeline_rank context_parallel_size expert_model_parallel_size sequence_parallel
     use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend distributed_timeout_minutes
     memory_plan memory_plan_gpus no_memory_check num_workers data_cache_path test_data_path
-    save no_save save_interval load no_load_optim no_load_rng eval_interval
+    save no_save save_interval load ckpt_step no_load_optim no_load_rng eval_interval
     log_interval log_quantization_interval log_params_norm log_num_zeros_in_grad capture_step capture_layers
     log_quantization_also
     tensorboard_dir wandb_project wandb_exp_name wandb_save_dir

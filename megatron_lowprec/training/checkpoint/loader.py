@@ -40,6 +40,7 @@ _PLAIN: Mapping[str, Any] = {
     "lr": 0.0,
     "min_lr": 0.0,
     "load": None,
+    "ckpt_step": None,
     "save": None,
     "pretrained_checkpoint": None,
     "rerun_in_bf16": [],

@@ -98,7 +98,8 @@ def source(config: Config) -> tuple[Config, list[str]]:
         and (storage.whole(config.save) or storage.tracked(config.save) is not None)
     ):
         # --finetune and similar options apply to a run's first start only.
-        continued = replace(config, load=config.save, finetune=False, no_load_optim=False, no_load_rng=False)
+        continued = replace(config, load=config.save, ckpt_step=None)
+        continued = replace(continued, finetune=False, no_load_optim=False, no_load_rng=False)
         return continued, [f"--save {config.save} holds a checkpoint: continuing from it"]
     if config.pretrained_checkpoint is not None:
         return replace(config, load=config.pretrained_checkpoint, finetune=True), []
@@ -106,7 +107,7 @@ def source(config: Config) -> tuple[Config, list[str]]:
 
 
 def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
-    """The newest checkpoint of --load, or None, with notes about checkpoints that were skipped.
+    """The newest checkpoint of --load, or that of --ckpt-step, or None, with notes about checkpoints that were skipped.
 
     A run that resumes from its own folder falls back to the newest intact checkpoint, with a note; one that starts from
     another folder's checkpoint requires the newest.
@@ -117,6 +118,8 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
     """
     if config.load is None:
         return None, []
+    if config.ckpt_step is not None:
+        return _at_step(config.load, config.ckpt_step), []
     own = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
     newest, present = storage.tracked(config.load), storage.whole(config.load)
     if newest is None and not present and own:
@@ -137,19 +140,29 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
         except safe_load.Damaged as error:
             if not own:
                 raise UserError(
-                    f"--load {config.load}: {path.name} cannot be loaded: {error}; choose an older checkpoint by "
-                    f"writing its iteration into {storage.TRACKER}"
+                    f"--load {config.load}: {path.name} cannot be loaded: {error}; choose an older checkpoint with "
+                    "--ckpt-step"
                 ) from None
             notes.append(f"{path.name} cannot be loaded: {error}; going back to an older checkpoint")
     raise UserError(f"--load {config.load}: no checkpoint there is whole: {'; '.join(notes)}; name another folder")
+
+
+def _at_step(load: str, iteration: int) -> Saved:
+    present = storage.whole(load)
+    if iteration not in present:
+        there = f"there are {', '.join(map(str, present))}" if present else "there is none"
+        raise UserError(f"--ckpt-step {iteration}: no such checkpoint in {load}; {there}")
+    try:
+        return read(present[iteration])
+    except safe_load.Damaged as error:
+        raise UserError(f"--ckpt-step {iteration}: {present[iteration]} cannot be loaded: {error}") from None
 
 
 def _without_tracker(load: str) -> str:
     folder = Path(load)
     if folder in storage.whole(str(folder.parent)).values():
         return (
-            f"{load}: this is one checkpoint; name {folder.parent}, and to load another iteration than the newest "
-            f"write its number into {storage.TRACKER} there"
+            f"{load}: this is one checkpoint; name {folder.parent}, with --ckpt-step {int(folder.name.split('_')[1])}"
         )
     if not (folder / storage.TRACKER).exists():
         inner = storage.checkpoints_of(folder)

@@ -272,6 +272,7 @@ class CheckpointOptions:
     load: str | None = arg(
         None, "folder to continue from; may be --save's, empty or not; default --save's if it holds a checkpoint"
     )
+    ckpt_step: int | None = arg(None, "iteration of the checkpoint to take; default the newest")
     pretrained_checkpoint: str | None = arg(
         None, "folder whose weights a new run begins with; of no effect where --save or --load holds a checkpoint"
     )

@@ -328,6 +328,10 @@ def _check_features(config: Config, gpus: bool) -> None:
         raise UserError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
     if config.finetune and not (config.load or config.pretrained_checkpoint):
         raise UserError("--finetune takes weights and none are named: add --load FOLDER, or leave it out")
+    if config.ckpt_step is not None and not (config.load or config.pretrained_checkpoint):
+        raise UserError(
+            f"--ckpt-step {config.ckpt_step} chooses a checkpoint of --load FOLDER: add it, or leave it out"
+        )
     if config.distributed_backend == "nccl" and not gpus:
         raise UserError("--distributed-backend nccl needs GPUs, and torch sees none; leave the flag out")
     if config.wandb_project and importlib.util.find_spec("wandb") is None:

@@ -99,6 +99,27 @@ def test_nothing_whole_is_no_reason_to_start_anew(drive: Drive, interrupted: Pat
         drive(argv(**COMMON))
 
 
+def test_an_older_checkpoint_can_be_chosen(drive: Drive, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = COMMON | {"save": "new", "load": str(whole)}
+    drive(argv(**common, ckpt_step=2))
+    assert "at iteration 2" in capsys.readouterr().out
+    assert losses(Path("new")) == losses(whole)[2:]
+    with pytest.raises(UserError, match=r"--ckpt-step 3: no such checkpoint in .*; there are 6, 4, 2"):
+        drive(argv(**common, ckpt_step=3))
+    with pytest.raises(UserError, match="--ckpt-step 2 chooses a checkpoint of --load FOLDER"):
+        drive(argv(**common | {"load": None, "save": "newer"}, ckpt_step=2))
+
+
+def test_an_older_checkpoint_is_chosen_for_the_first_start_alone(
+    drive: Drive, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {"save": "new", "pretrained_checkpoint": str(whole), "ckpt_step": 4, "train_iters": 2}
+    drive(argv(**common, exit_interval=1))
+    assert "iter_0000004" in capsys.readouterr().out
+    drive(argv(**common))
+    assert "at iteration 1" in capsys.readouterr().out
+
+
 def test_another_run_s_damaged_checkpoint_is_refused(drive: Drive, interrupted: Path) -> None:
     truncate(newest(interrupted) / "__0_0.distcp")
     with pytest.raises(UserError, match=r"iter_0000004 cannot be loaded: __0_0\.distcp is cut short"):

@@ -120,10 +120,8 @@ def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
     if latest not in present:
         notes.append(_row("latest", f"{storage.TRACKER} names {latest}, which has no checkpoint"))
     chosen = iteration if iteration is not None else latest if latest in present else max(present)
-    if chosen not in present:
-        raise UserError(f"{folder}: no checkpoint of iteration {chosen}; there are {', '.join(map(str, present))}")
     listed = ", ".join(f"{number}{' (latest)' if number == latest else ''}" for number in present)
-    return present[chosen], [*notes, _row("there are", listed)]
+    return storage.at_iteration(str(folder), chosen), [*notes, _row("there are", listed)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -140,7 +140,7 @@ def test_errors_are_one_line(trained: str, capsys: pytest.CaptureFixture[str]) -
     cases = [
         (["--load", trained], "nothing to score"),
         (["--load", "nowhere", "--wikitext", "wiki.raw"], "no checkpoint there"),
-        (["--load", trained, "--iteration", "99", "--wikitext", "wiki.raw"], "no checkpoint there"),
+        (["--load", trained, "--iteration", "99", "--wikitext", "wiki.raw"], "no checkpoint of iteration 99;"),
         (["--load", trained, "--wikitext", "nothing.raw"], "no such file"),
         (["--load", trained, "--wikitext", "wiki.raw", "--seq-length", "64"], "32 positions"),
         (["--load", trained, "--wikitext", "wiki.raw", "--seq-length", "0"], "--seq-length 0"),

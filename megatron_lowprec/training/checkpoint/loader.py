@@ -10,9 +10,9 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved, find_checkpoint, read
 from megatron_lowprec.training.checkpoint.safe_load import Damaged
-from megatron_lowprec.training.checkpoint.storage import checkpoints_of, iteration_folder
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_run
 
@@ -80,7 +80,7 @@ def find(path: str) -> Saved:
             return read(place)
         except Damaged as error:
             raise UserError(f"--load {place}: cannot be loaded: {error}; name another checkpoint") from None
-    found, _ = find_checkpoint(Config(load=str(checkpoints_of(place))))
+    found, _ = find_checkpoint(Config(load=str(storage.checkpoints_of(place))))
     assert found is not None  # find_checkpoint raises if there is none, since this Config has no --save
     return found
 
@@ -89,7 +89,7 @@ def at_iteration(found: Saved, iteration: int | None) -> Saved:
     """Another checkpoint of the same run."""
     if iteration is None:
         return found
-    return find(str(iteration_folder(str(found.folder.parent), iteration)))
+    return find(str(storage.at_iteration(str(found.folder.parent), iteration)))
 
 
 def plain(config: Config) -> Config:

@@ -148,14 +148,11 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
 
 
 def _at_step(load: str, iteration: int) -> Saved:
-    present = storage.whole(load)
-    if iteration not in present:
-        there = f"there are {', '.join(map(str, present))}" if present else "there is none"
-        raise UserError(f"--ckpt-step {iteration}: no such checkpoint in {load}; {there}")
+    folder = storage.at_iteration(load, iteration)
     try:
-        return read(present[iteration])
+        return read(folder)
     except safe_load.Damaged as error:
-        raise UserError(f"--ckpt-step {iteration}: {present[iteration]} cannot be loaded: {error}") from None
+        raise UserError(f"--ckpt-step {iteration}: {folder} cannot be loaded: {error}") from None
 
 
 def _without_tracker(load: str) -> str:

@@ -15,6 +15,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -53,6 +54,15 @@ def whole(folder: str) -> dict[int, Path]:
         if match and path.is_dir() and not (path.name.endswith(_REPLACED) and int(match[1]) in found):
             found[int(match[1])] = path
     return dict(sorted(found.items(), reverse=True))
+
+
+def at_iteration(folder: str, iteration: int) -> Path:
+    """The complete checkpoint of an iteration; UserError, which lists the others, if there is none."""
+    present = whole(folder)
+    if iteration not in present:
+        there = f"there are {', '.join(map(str, present))}" if present else "there is none"
+        raise UserError(f"{folder}: no checkpoint of iteration {iteration}; {there}")
+    return present[iteration]
 
 
 def stage(folder: str, iteration: int) -> Path:

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.sweep import job_record, local, slurm, status
 from megatron_lowprec.sweep.jobs import (
     MANIFEST,
-    HasId,
+    J,
     Job,
     check_data,
     command,
@@ -31,7 +30,6 @@ from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import check_folder
 
 PROGRAM = str(REPOSITORY / "scripts" / "sweep.py")
-J = TypeVar("J", bound=HasId)
 TO_BE_CONTINUED = 75
 """Exit code of an interrupted sweep: sysexits' EX_TEMPFAIL, "try again"."""
 

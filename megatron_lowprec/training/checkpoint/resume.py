@@ -210,12 +210,16 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
 
 
 def _differing(options: Mapping[str, Any], config: Config, names: Collection[str]) -> list[str]:
-    before = {name: options.get(name, getattr(_DEFAULTS, name)) for name in names}  # older ones lack newer options
     return [
         f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {value})"
-        for name, value in before.items()
-        if value != getattr(config, name)
+        for name, value in _earlier_values(options, config, names).items()
     ]
+
+
+def _earlier_values(options: Mapping[str, Any], config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The checkpoint's values of those options that differ now."""
+    before = {name: options.get(name, getattr(_DEFAULTS, name)) for name in names}  # older ones lack newer options
+    return {name: value for name, value in before.items() if value != getattr(config, name)}
 
 
 def check_length(saved: Saved, config: Config) -> None:
@@ -323,9 +327,8 @@ def earlier_options(saved: Saved, config: Config, schedule: Schedule) -> list[di
     """What determined the updates of a continued run before it changed, in order: ``until_iteration``, and the earlier
     values of options and of the schedule's fields.
     """
-    options, now = saved.content["options"], schedule.to_dict()
-    before = {name: options.get(name, getattr(_DEFAULTS, name)) for name in _UPDATE}
-    changed = {name: value for name, value in before.items() if value != getattr(config, name)}
+    now = schedule.to_dict()
+    changed = _earlier_values(saved.content["options"], config, _UPDATE)
     changed |= {name: value for name, value in saved.schedule.to_dict().items() if value != now[name]}
     last = [{"until_iteration": saved.progress["iteration"], **changed}] if changed else []
     return [*saved.content.get("earlier_options", []), *last]

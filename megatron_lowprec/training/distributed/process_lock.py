@@ -67,8 +67,11 @@ class Holder:
         """The holder without its processes that have ended, such as a killed sweep; as it is on another host."""
         if not self.is_here:
             return self
-        living = {pid: started for pid, started in self.processes.items() if _started(int(pid)) == started}
-        return replace(self, processes=living or self.processes)  # the last one may have ended just now
+        return replace(self, processes=self.running() or self.processes)  # the last one may have ended just now
+
+    def running(self) -> dict[str, float]:
+        """Those of the processes that run on this host."""
+        return {pid: start for pid, start in self.processes.items() if start and _started(int(pid)) == start}
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -142,7 +145,7 @@ def holder(path: Path) -> Holder | None:
     except (FileNotFoundError, ValueError, TypeError):
         return None
     if found.is_here:
-        lives = any(started and _started(int(pid)) == started for pid, started in found.processes.items())
+        lives = bool(found.running())
         return found if lives else None
     if found.slurm_job is not None and (
         found.slurm_job == slurm_job() or not _slurm_knows(found.slurm_job, int(time.monotonic()) // _ASK_EVERY)

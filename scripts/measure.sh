@@ -20,6 +20,7 @@
 #   ladder     gaps at 3M, 8M and 25M over one and four epochs
 #   rates      learning rates times recipes at 8M
 #   variants   Hadamard blocks, MXFP8's rounding and the FP8 forward pass at 8M
+#   operands   MXFP8 in one pass, or in one operand of the forward pass, at 3M over four epochs
 #   medium     five recipes at 125M
 #   lm         fp8_lm and fp8_delayed: step, update and memory, 345M on one GPU and on all, and a short run
 #   clients    five steps of 345M in Megatron-LM with TransformerEngine, by quantizer factories and by its own flags
@@ -38,7 +39,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear experts convert memory activations configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt}
+out=${1:?OUT folder, then some of: tests step graphs linear experts convert memory activations configs large scaling layouts schedule recipes ladder rates variants operands medium lm clients megatron interrupt}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -186,6 +187,8 @@ variants() {
     return $failed
 }
 
+operands() { study mxfp8_operands ""; }
+
 medium() { study all_recipes medium; }
 
 lm() {
@@ -292,7 +295,7 @@ for part in "$@"; do
         part=layouts
     fi
     if ! declare -F "$part" >/dev/null || [[ $part =~ ^(run|train|study|megatron_lm)$ ]]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear experts convert memory activations configs large scaling layouts schedule recipes ladder rates variants medium lm clients megatron interrupt" >&2
+        echo "scripts/measure.sh: $part is none of: tests step graphs linear experts convert memory activations configs large scaling layouts schedule recipes ladder rates variants operands medium lm clients megatron interrupt" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

@@ -12,7 +12,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     transformer_engine             how each recipe runs in TransformerEngine, or why not
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     quality FILE                   the main table of tools/report.py on an archive of runs
-    ladder FILE                    its table of gaps by model and budget
+    ladder FILE ...                the table of gaps by model and budget of archives' runs
     outputs FILE                   its table of the errors of GEMM outputs
     norms FILE N                   its table of the gradient norms of the N-th group of runs
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
@@ -281,9 +281,9 @@ def _quality(page: Path, name: str) -> Iterator[Row]:
     return _rows(quality(group, report.fits[group.name], report.claims.rules.confidence))
 
 
-def _ladder(page: Path, name: str) -> Iterator[Row]:
-    table = _report(page.parent / name).gap_table()
-    assert table is not None, f"{name}: no model has two budgets"
+def _ladder(page: Path, *names: str) -> Iterator[Row]:
+    table = _report(*(page.parent / name for name in names)).gap_table()
+    assert table is not None, f"{' '.join(names)}: no model has two budgets"
     return _rows(table)
 
 
@@ -302,11 +302,11 @@ def _norms(page: Path, name: str, number: str) -> Iterator[Row]:
 
 
 @cache
-def _report(archive: Path) -> Report:
+def _report(*archives: Path) -> Report:
     claims = load_claims(CLAIMS)
     with tempfile.TemporaryDirectory() as scratch:
-        runs, notes = find_runs([str(archive)], claims.rules.diverged_rise, Path(scratch))
-        return build(runs, notes, claims, "bf16", archive.name)
+        runs, notes = find_runs([str(archive) for archive in archives], claims.rules.diverged_rise, Path(scratch))
+        return build(runs, notes, claims, "bf16", archives[0].name)
 
 
 def _rows(table: Table) -> Iterator[Row]:

@@ -109,8 +109,7 @@ def _choose(folder: Path, iteration: int | None) -> tuple[Path, list[str]]:
     """The chosen checkpoint, and lines about the others in the folder."""
     if (folder / CONFIG).exists() and (folder / ".metadata").exists():
         return folder, []
-    if not storage.whole(str(folder)) and (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"  # the default --save folder of a run
+    folder = storage.checkpoints_of(folder)
     present, latest = storage.whole(str(folder)), storage.tracked(str(folder))
     if not present:
         raise UserError(

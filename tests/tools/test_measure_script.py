@@ -26,7 +26,7 @@ PARTS = (
     "large",
     "scaling",
     "layouts",
-    *("schedule", "recipes", "ladder", "rates", "variants", "medium"),
+    *("schedule", "recipes", "ladder", "rates", "variants", "operands", "medium"),
     "lm",
     "clients",
     "megatron",

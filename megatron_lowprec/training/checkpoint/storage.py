@@ -38,9 +38,13 @@ def tracked(folder: str) -> int | None:
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """The folder with the tracker file: ``checkpoints`` in a run's folder, if that has one; else ``folder`` itself."""
+    """The folder that holds checkpoints: ``checkpoints`` in a run's folder, if only that has any; else ``folder``."""
     inner = folder / "checkpoints"
-    return inner if not (folder / TRACKER).exists() and (inner / TRACKER).exists() else folder
+    return inner if _has_checkpoints(inner) and not _has_checkpoints(folder) else folder
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return (folder / TRACKER).exists() or bool(whole(str(folder)))
 
 
 def whole(folder: str) -> dict[int, Path]:

@@ -247,25 +247,25 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         if trainer.graphs is not None:
             trainer.graphs.drop()
     stops.finish()
-    peak = _peak_memory(device, trainer.graphs)
-    if peak is not None:
-        log.say(f"memory: {peak / GIB:.1f} GiB allocated at most on a GPU")
+    peak = None
+    if device.type == "cuda":
+        peak, reserved = _peak_memory(device, trainer.graphs)
+        log.say(f"memory: {peak / GIB:.1f} GiB allocated at most on a GPU, {reserved / GIB:.1f} reserved by torch")
     record.end(progress.iteration, peak)
     log.close()
     return stop
 
 
-def _peak_memory(device: torch.device, graphs: LayerGraphs | None) -> int | None:
-    """Peak bytes allocated by torch, or held by graphs, on the fullest GPU of the run; a collective call."""
+def _peak_memory(device: torch.device, graphs: LayerGraphs | None) -> tuple[int, int]:
+    """Peak bytes of tensors and graphs, and those torch reserved, on the fullest GPU of the run; a collective call."""
     import torch
     import torch.distributed as dist
 
-    if device.type != "cuda":
-        return None
     here = torch.cuda.max_memory_allocated() if graphs is None else graphs.peak_bytes()
-    peak = torch.tensor(here, dtype=torch.int64, device=device)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak)
+    peaks = torch.tensor([here, torch.cuda.max_memory_reserved()], dtype=torch.int64, device=device)
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    allocated, reserved = peaks.tolist()
+    return allocated, reserved
 
 
 def _header(plan: RunPlan, layers: str, device: str, splits: Data, world_size: int) -> list[str]:

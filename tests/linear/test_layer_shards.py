@@ -1,0 +1,123 @@
+"""Shards of a layer, as tensor parallelism cuts it, hold the codes and scales of the whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec import (
+    Recipe,
+    get_recipe,
+)
+from megatron_lowprec.kernels.philox.reference import ShardSlice
+from megatron_lowprec.linear import emulated_gemms
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import DIMS, LinearId
+from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.random_stream import RngStep
+from tests.linear.layers import LAYER, NAME, SEED, all_recipes
+
+
+def operands_of(
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: Recipe,
+    place: LinearId,
+    tensors: dict[str, torch.Tensor],
+    reduce_amax: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor | None]]:
+    """Data and scale of each GEMM's operands."""
+    found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def gemm(a: torch.Tensor, b: torch.Tensor, *, a_scale: Any, b_scale: Any, **_: Any) -> torch.Tensor:
+        found.extend(((a, a_scale), (b, b_scale)))
+        return a
+
+    with monkeypatch.context() as patch:
+        patch.setattr(emulated_gemms, "gemm", gemm)
+        run = LinearGemms(recipe, place, SEED, AmaxHistory, reduce_amax)
+        for history, slot in run.histories.values():
+            history.in_effect[slot] = 3.0
+        run.fprop(tensors["x"], tensors["w"], RngStep(2, 1))
+        run.dgrad(tensors["dy"], tensors["w"], RngStep(2, 1))
+        run.wgrad(tensors["dy"], tensors["x"], RngStep(2, 1))
+    return dict(zip(DIMS, found, strict=True))
+
+
+@all_recipes
+@pytest.mark.parametrize(("split", "gated"), [("O", False), ("I", False), ("O", True)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_hold_the_codes_and_scales_of_the_whole(
+    name: str, split: str, gated: bool, ranks: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    recipe, sizes = get_recipe(name), {"T": 70, "I": 512, "O": 1024 if gated else 512}
+    dims = {"x": "TI", "w": "OI", "dy": "TO"}
+    whole = {n: torch.randn([sizes[d] for d in ds], generator=generator).bfloat16() for n, ds in dims.items()}
+    want = operands_of(monkeypatch, recipe, LinearId(LAYER, NAME), whole)
+    part = sizes[split] // ranks
+    half = sizes[split] // 2
+
+    def indices(rank: int) -> torch.Tensor:
+        """Which of the whole's indices a rank holds: a gated layer's two halves are cut each by itself."""
+        if not gated:
+            return torch.arange(part) + rank * part
+        gate = torch.arange(part // 2) + rank * (part // 2)
+        return torch.cat((gate, gate + half))
+
+    def shard(rank: int) -> tuple[LinearId, dict[str, torch.Tensor]]:
+        cut = {
+            n: t.index_select(dims[n].index(split), indices(rank)) if split in dims[n] else t for n, t in whole.items()
+        }
+        span = ShardSlice(rank * part // 2, part // 2, half - part // 2) if gated else ShardSlice(rank * part)
+        return LinearId(LAYER, NAME, spans={split: span}, split=split), cut
+
+    # what each rank would send to the reduction, then the maximum over ranks
+    sent: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    for rank in range(ranks):
+        operands_of(monkeypatch, recipe, *shard(rank), lambda amax, log=sent[rank]: (log.append(amax), amax)[1])
+    assert len({len(log) for log in sent}) == 1
+    reduced = [torch.stack(amaxes).amax(0) for amaxes in zip(*sent, strict=True)]
+    for rank in range(ranks):
+        answers = iter(reduced)
+        got = operands_of(monkeypatch, recipe, *shard(rank), lambda _, answers=answers: next(answers))
+        for (gemm, operand), letters in DIMS.items():
+            (mine, my_scale), (full, scale) = got[gemm, operand], want[gemm, operand]
+            elements = full
+            if split in letters:
+                elements = elements.index_select(letters.index(split), indices(rank))
+            assert torch.equal(mine, elements), (gemm, operand)
+            assert (my_scale is None) == (scale is None)
+            if my_scale is not None and scale is not None:
+                if split in letters and scale.shape[letters.index(split)] > 1:
+                    dim = letters.index(split)
+                    tile = sizes[split] // scale.shape[dim]
+                    scale = scale.index_select(dim, indices(rank)[::tile] // tile)
+                assert torch.equal(my_scale, scale), (gemm, operand)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise", "mxfp8"])
+def test_amax_is_reduced_exactly_where_a_tile_reaches_over_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    whole = {
+        "x": torch.randn(64, 128, generator=generator),
+        "w": torch.randn(128, 128, generator=generator),
+        "dy": torch.randn(64, 128, generator=generator),
+    }
+    calls: list[tuple[int, ...]] = []
+
+    def count(amax: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(amax.shape))
+        return amax
+
+    expected = {
+        # column parallel: w in fprop and dgrad, dy in dgrad and wgrad are cut; rows by their contracted dimension
+        ("fp8_current", "O"): [(1, 1)] * 4,
+        ("fp8_rowwise", "O"): [(64, 1), (128, 1)],  # dgrad contracts O
+        ("fp8_current", "I"): [(1, 1)] * 4,
+        ("fp8_rowwise", "I"): [(64, 1), (128, 1)],  # fprop contracts I
+    }
+    for split in ("O", "I"):
+        calls.clear()
+        operands_of(monkeypatch, get_recipe(name), LinearId(LAYER, NAME, split=split), whole, count)
+        assert calls == expected.get((name, split), [])

@@ -187,7 +187,7 @@ variants() {
     return $failed
 }
 
-operands() { study mxfp8_operands ""; }
+operands() { study mxfp8_operands small; }
 
 medium() { study all_recipes medium; }
 

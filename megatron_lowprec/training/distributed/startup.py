@@ -69,6 +69,10 @@ def prepare_environment() -> Ranks:
         warnings.filterwarnings("ignore", message=message)
     number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
+    if ranks.world_size == 1:
+        # NCCL allocates buffers for every channel of a communicator, also of one rank, which has no peer to use them:
+        # 0.4 GiB for each of 18 groups, Megatron-core's and the world (NVIDIA/nccl issue 2363).
+        os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
     # torchrun sets 1 for several processes if the variable is unset; otherwise 1 is the user's choice.
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ and ranks.local_world_size > 1):

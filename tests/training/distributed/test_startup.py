@@ -29,10 +29,24 @@ def test_threads_of_a_process(
     environment = {"RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(processes)}
     environment |= {"TORCHELASTIC_RUN_ID": "run"} if torchrun else {}
     environment |= {"OMP_NUM_THREADS": chosen} if chosen is not None else {}
-    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+    prepare(monkeypatch, environment)
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.parametrize(("chosen", "processes", "channels"), [(None, 1, "1"), ("8", 1, "8"), (None, 2, None)])
+def test_nccl_allocates_no_channels_for_a_process_alone(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, processes: int, channels: str | None
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(processes)}
+    prepare(monkeypatch, environment | ({"NCCL_MAX_NCHANNELS": chosen} if chosen is not None else {}))
+    assert os.environ.get("NCCL_MAX_NCHANNELS") == channels
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    """``prepare_environment`` in this environment, which is put back after the test."""
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_NCHANNELS"):
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     startup.prepare_environment()
-    assert os.environ["OMP_NUM_THREADS"] == str(threads)

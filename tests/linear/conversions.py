@@ -18,15 +18,6 @@ def converted(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, LowPrecLayer)]
 
 
-def quantized(model: nn.Module) -> list[str]:
-    """Paths of the layers whose GEMMs a recipe quantizes."""
-    return [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, LowPrecLayer) and module.linear_gemms.recipe.quantized
-    ]
-
-
 def gradients(model: nn.Module, draws: int = 2) -> list[torch.Tensor]:
     """Of one batch, with the generator at ``draws``."""
     model.zero_grad()

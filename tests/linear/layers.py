@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from megatron_lowprec import (
-    LowPrecLinear,
-    QuantSpec,
-    RandomStream,
-    Recipe,
-    get_recipe,
-    quantize,
-    recipes,
-)
+from megatron_lowprec import LowPrecLinear, QuantSpec, RandomStream, Recipe, get_recipe, quantize, recipes
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
 from megatron_lowprec.kernels.quantize.reference import decode

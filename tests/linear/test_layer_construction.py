@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from megatron_lowprec import (
-    KeepBf16,
-    LowPrecLinear,
-    UserError,
-    get_recipe,
-)
+from megatron_lowprec import KeepBf16, LowPrecLinear, UserError, get_recipe
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.lowprec_linear import end_step
 from megatron_lowprec.quantization.amax_history import AmaxHistory

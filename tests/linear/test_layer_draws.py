@@ -7,10 +7,7 @@ import torch
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lowprec import (
-    LowPrecLinear,
-    Recipe,
-)
+from megatron_lowprec import LowPrecLinear, Recipe
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS

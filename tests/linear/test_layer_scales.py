@@ -6,9 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_lowprec import (
-    LowPrecLinear,
-)
+from megatron_lowprec import LowPrecLinear
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.linear.lowprec_linear import end_step
 from megatron_lowprec.recipe.parsing import load_recipe

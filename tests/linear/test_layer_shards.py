@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec import (
-    Recipe,
-    get_recipe,
-)
+from megatron_lowprec import Recipe, get_recipe
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear import emulated_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms

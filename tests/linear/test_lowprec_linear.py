@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, pad
 
-from megatron_lowprec import (
-    LowPrecLinear,
-    get_recipe,
-)
+from megatron_lowprec import LowPrecLinear, get_recipe
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import end_step

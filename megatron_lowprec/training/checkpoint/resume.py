@@ -92,14 +92,11 @@ def source(config: Config) -> tuple[Config, list[str]]:
     """
     if config.load is not None:
         return config, []
-    if (
-        config.save is not None
-        and not config.no_save
-        and (storage.whole(config.save) or storage.tracked(config.save) is not None)
-    ):
+    if config.save is not None and not config.no_save and storage.holds_checkpoint(config.save):
         # --finetune and similar options apply to a run's first start only.
-        continued = replace(config, load=config.save, ckpt_step=None)
-        continued = replace(continued, finetune=False, no_load_optim=False, no_load_rng=False)
+        continued = replace(
+            config, load=config.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False
+        )
         return continued, [f"--save {config.save} holds a checkpoint: continuing from it"]
     if config.pretrained_checkpoint is not None:
         return replace(config, load=config.pretrained_checkpoint, finetune=True), []

@@ -40,11 +40,12 @@ def tracked(folder: str) -> int | None:
 def checkpoints_of(folder: Path) -> Path:
     """The folder that holds checkpoints: ``checkpoints`` in a run's folder, if only that has any; else ``folder``."""
     inner = folder / "checkpoints"
-    return inner if _has_checkpoints(inner) and not _has_checkpoints(folder) else folder
+    return inner if holds_checkpoint(str(inner)) and not holds_checkpoint(str(folder)) else folder
 
 
-def _has_checkpoints(folder: Path) -> bool:
-    return (folder / TRACKER).exists() or bool(whole(str(folder)))
+def holds_checkpoint(folder: str) -> bool:
+    """Whether a complete checkpoint is there, or the tracker file names one."""
+    return bool(whole(folder)) or tracked(folder) is not None
 
 
 def whole(folder: str) -> dict[int, Path]:

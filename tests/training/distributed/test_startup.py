@@ -26,27 +26,25 @@ CORES = len(os.sched_getaffinity(0))
 def test_threads_of_a_process(
     monkeypatch: pytest.MonkeyPatch, chosen: str | None, processes: int, torchrun: bool, threads: int
 ) -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(processes)}
-    environment |= {"TORCHELASTIC_RUN_ID": "run"} if torchrun else {}
-    environment |= {"OMP_NUM_THREADS": chosen} if chosen is not None else {}
-    prepare(monkeypatch, environment)
+    prepare(monkeypatch, processes, TORCHELASTIC_RUN_ID="run" if torchrun else None, OMP_NUM_THREADS=chosen)
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
 
 
 @pytest.mark.parametrize(("chosen", "processes", "channels"), [(None, 1, "1"), ("8", 1, "8"), (None, 2, None)])
-def test_nccl_allocates_no_channels_for_a_process_alone(
+def test_nccl_has_one_channel_in_a_process_alone(
     monkeypatch: pytest.MonkeyPatch, chosen: str | None, processes: int, channels: str | None
 ) -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(processes)}
-    prepare(monkeypatch, environment | ({"NCCL_MAX_NCHANNELS": chosen} if chosen is not None else {}))
+    prepare(monkeypatch, processes, NCCL_MAX_NCHANNELS=chosen)
     assert os.environ.get("NCCL_MAX_NCHANNELS") == channels
 
 
-def prepare(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    """``prepare_environment`` in this environment, which is put back after the test."""
+def prepare(monkeypatch: pytest.MonkeyPatch, processes: int, **chosen: str | None) -> None:
+    """``prepare_environment`` of rank 0 under the variables that are not None, all put back after the test."""
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_NCHANNELS"):
-        monkeypatch.setenv(name, "")
+        monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    sizes = {"RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(processes)}
+    for name, value in (sizes | chosen).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
     startup.prepare_environment()

@@ -41,6 +41,8 @@ _KNOWN_WARNINGS = (
     r".*all_gather_into_tensor",
     r".*_all_gather_base",
     r".*_reduce_scatter_base",
+    # The device under the current context is the right one: _device sets it.
+    r"barrier\(\): using the device under current context",
 )
 
 
@@ -70,8 +72,8 @@ def prepare_environment() -> Ranks:
     number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
     if ranks.world_size == 1:
-        # NCCL allocates buffers for every channel of a communicator, also of one rank, which has no peer to use them:
-        # 0.4 GiB for each of 18 groups, Megatron-core's and the world (NVIDIA/nccl issue 2363).
+        # NCCL allocates buffers for every channel of a communicator, also of one rank, which has no peer to use them
+        # (NVIDIA/nccl issue 2363): one channel saved 1.1 GiB of an H200 (docs/results/memory.md).
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
     # torchrun sets 1 for several processes if the variable is unset; otherwise 1 is the user's choice.
     chosen = os.environ.get("OMP_NUM_THREADS")
@@ -104,10 +106,11 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
     cpu_compat.install()
     # One process needs no rendezvous: an in-process store needs no port, which another run might occupy.
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
+    # Without device_id NCCL opens a communicator when a group is first used, as in Megatron-LM. With it NCCL opens all of
+    # Megatron-core's at once, which took 5 to 6 GiB more of an H200 (docs/results/memory.md).
     dist.init_process_group(
         config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
         timeout=timedelta(minutes=config.distributed_timeout_minutes),
-        device_id=device if device.type == "cuda" else None,
         **alone,
     )
     lay_out(config)

@@ -11,10 +11,11 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
     transformer_engine             how each recipe runs in TransformerEngine, or why not
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
-    quality FILE                   the main table of tools/report.py on an archive of runs
+    quality FILE                   the main table of tools/report.py on an archive of runs, of all groups
     ladder FILE ...                the table of gaps by model and budget of archives' runs
     outputs FILE                   its table of the errors of GEMM outputs
     norms FILE N                   its table of the gradient norms of the N-th group of runs
+    last_fifth FILE                training loss and gradient norm beside bf16's, in the last fifth of each run
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
@@ -41,7 +42,7 @@ from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.operand_tables import of_outputs
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.runs import find_runs
-from megatron_lowprec.report.tables import Table, gradient_norms, quality
+from megatron_lowprec.report.tables import Table, all_groups, gradient_norms, quality
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
@@ -277,8 +278,11 @@ def _experiment(page: Path, name: str, table: str, *keys: str) -> Iterator[Row]:
 
 def _quality(page: Path, name: str) -> Iterator[Row]:
     report = _report(page.parent / name)
+    confidence = report.claims.rules.confidence
+    if len(report.groups) > 1:
+        return _rows(all_groups(report.groups, report.fits, confidence))
     (group,) = report.groups
-    return _rows(quality(group, report.fits[group.name], report.claims.rules.confidence))
+    return _rows(quality(group, report.fits[group.name], confidence))
 
 
 def _ladder(page: Path, *names: str) -> Iterator[Row]:
@@ -299,6 +303,22 @@ def _norms(page: Path, name: str, number: str) -> Iterator[Row]:
     table = gradient_norms(_report(page.parent / name).groups[int(number) - 1])
     assert table is not None, f"{name}: no run has recorded gradient norms"
     return _rows(table)
+
+
+def _last_fifth(page: Path, name: str) -> Iterator[Row]:
+    (group,) = _report(page.parent / name).groups
+    losses = group.training_losses(0.8, 1.0)
+    norms = {(run.label, run.block): run.norms_by_fifth[-1] for run in group.runs}
+    seeds = [run.block for run in group.of(group.reference)]
+    columns = ("training loss less bf16's, nats", "gradient norm over bf16's")
+    yield "recipe", *(f"{column}, seed {seed}" for column in columns for seed in seeds)
+    for label in group.compared:
+        pairs = [((label, seed), (group.reference, seed)) for seed in seeds]
+        yield (
+            label,
+            *(signed(losses[ours] - losses[theirs], 4) for ours, theirs in pairs),
+            *(f"{norms[ours] / norms[theirs]:.3f}" for ours, theirs in pairs),
+        )
 
 
 @cache
@@ -326,6 +346,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "ladder": _ladder,
     "outputs": _outputs,
     "norms": _norms,
+    "last_fifth": _last_fifth,
     "experiment": _experiment,
 }
 

@@ -106,8 +106,8 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
     cpu_compat.install()
     # One process needs no rendezvous: an in-process store needs no port, which another run might occupy.
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
-    # Without device_id NCCL opens a communicator when a group is first used, as in Megatron-LM. With it NCCL opens all of
-    # Megatron-core's at once, which took 5 to 6 GiB more of an H200 (docs/results/memory.md).
+    # Without device_id NCCL opens a communicator when a group is first used, as in Megatron-LM; with it, one for every
+    # group of Megatron-core at once, which took 5 to 6 GiB more of an H200 (docs/results/memory.md).
     dist.init_process_group(
         config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
         timeout=timedelta(minutes=config.distributed_timeout_minutes),

@@ -39,7 +39,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 dry=""
 if [ "${1:-}" = --dry-run ]; then dry=yes && shift; fi
-out=${1:?OUT folder, then some of: tests step graphs linear experts convert memory activations configs large scaling layouts schedule recipes ladder rates variants operands medium lm clients megatron interrupt}
+parts=$(sed -n 's/^#   \([a-z]\+\)  .*/\1/p' scripts/measure.sh | paste -sd ' ') # those of the comment above
+out=${1:?OUT folder, then some of: $parts}
 shift
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 data=${DATA:-data/enwiki-valid.jsonl.xz}
@@ -294,8 +295,8 @@ for part in "$@"; do
         echo "scripts/measure.sh: warning: matrix is now layouts; the next release drops the old name" >&2
         part=layouts
     fi
-    if ! declare -F "$part" >/dev/null || [[ $part =~ ^(run|train|study|megatron_lm)$ ]]; then
-        echo "scripts/measure.sh: $part is none of: tests step graphs linear experts convert memory activations configs large scaling layouts schedule recipes ladder rates variants operands medium lm clients megatron interrupt" >&2
+    if [[ " $parts " != *" $part "* ]]; then
+        echo "scripts/measure.sh: $part is none of: $parts" >&2
         exit 2
     fi
     if [ -n "$dry" ]; then

@@ -73,16 +73,11 @@ def test_the_former_name_of_a_part_is_accepted(tmp_path: Path) -> None:
     assert "tools.layout_parity" in done.stdout
 
 
-def test_the_parts_are_those_that_it_names() -> None:
-    (named,) = [line for line in SCRIPT.read_text().splitlines() if "none of:" in line]
-    assert tuple(named.partition("none of: ")[2].partition('"')[0].split()) == PARTS
-
-
-@pytest.mark.slow
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    done = measure("--dry-run", str(tmp_path), "speed", GPUS="0")
+@pytest.mark.parametrize("part", ["speed", "run"])  # run is a function of the script, but no part
+def test_what_is_no_part_is_refused(tmp_path: Path, part: str) -> None:
+    done = measure("--dry-run", str(tmp_path), part, GPUS="0")
     assert done.returncode == 2
-    assert "speed is none of: tests" in done.stderr
+    assert done.stderr == f"scripts/measure.sh: {part} is none of: {' '.join(PARTS)}\n"
 
 
 @pytest.mark.slow

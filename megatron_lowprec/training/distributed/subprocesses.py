@@ -19,6 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None)
 _starting_helpers: bool | None = None
+_parent = 0  # process ID of who forks
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def helpers() -> Iterator[None]:
     """
     global _starting_helpers
     if _starting_helpers is None:
-        os.register_at_fork(after_in_child=_in_a_forked_process)
+        os.register_at_fork(before=_before_a_fork, after_in_child=_in_a_forked_process)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     # A helper of multiprocessing that must ignore the signals as well; starting it unblocks SIGTERM.
     resource_tracker.ensure_running()
@@ -42,6 +43,11 @@ def helpers() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _before_a_fork() -> None:
+    global _parent
+    _parent = os.getpid()
+
+
 def _in_a_forked_process() -> None:
     if _starting_helpers:
         _end_with_parent()
@@ -49,3 +55,5 @@ def _in_a_forked_process() -> None:
 
 def _end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != _parent:  # it ended before the call, so no signal comes
+        os.kill(os.getpid(), signal.SIGKILL)

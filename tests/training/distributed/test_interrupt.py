@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -227,11 +228,25 @@ def test_helpers_sit_signals_out() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
+class SlowLibc:
+    """Asks for the signal at a parent's end once the parent has ended."""
+
+    def __init__(self, parent: int) -> None:
+        self.parent = parent
+
+    def prctl(self, *arguments: int) -> None:
+        wait_for(lambda: os.getppid() != self.parent, "the end of the parent")
+        ctypes.CDLL(None).prctl(*arguments)
+
+
 @pytest.mark.slow
-def test_helpers_end_with_their_process() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_helpers_end_with_their_process(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
+        if late:
+            monkeypatch.setattr(subprocesses, "_libc", SlowLibc(os.getpid()))
         with subprocesses.helpers():
             helper = os.fork()
             if not helper:

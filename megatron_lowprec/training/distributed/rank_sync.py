@@ -19,6 +19,11 @@ T = TypeVar("T")
 _PATIENCE = timedelta(days=7)
 
 
+def barrier() -> None:
+    """Wait for all ranks. Under NCCL on this process's GPU: torch may take another one before any other collective."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+
+
 @contextmanager
 def long_timeout_group() -> Iterator[dist.ProcessGroup | None]:
     """Gloo process group of all ranks in which a rank may wait for days, beside collectives that fail after
@@ -29,7 +34,7 @@ def long_timeout_group() -> Iterator[dist.ProcessGroup | None]:
         return
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     yield group
-    dist.barrier()  # no rank may destroy it while another still reads from it
+    barrier()  # no rank may destroy it while another still reads from it
     dist.destroy_process_group(group)
 
 

@@ -41,7 +41,7 @@ _KNOWN_WARNINGS = (
     r".*all_gather_into_tensor",
     r".*_all_gather_base",
     r".*_reduce_scatter_base",
-    # The device under the current context is the right one: _device sets it.
+    # Megatron-core's barriers. They follow other collectives, and run on the GPU of these.
     r"barrier\(\): using the device under current context",
 )
 
@@ -73,7 +73,7 @@ def prepare_environment() -> Ranks:
     ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
     if ranks.world_size == 1:
         # NCCL allocates buffers for every channel of a communicator, also of one rank, which has no peer to use them
-        # (NVIDIA/nccl issue 2363): one channel saved 1.1 GiB of an H200 (docs/results/memory.md).
+        # (NVIDIA/nccl issue 2363): one channel saves 1.1 GiB (docs/results/memory.md).
         os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
     # torchrun sets 1 for several processes if the variable is unset; otherwise 1 is the user's choice.
     chosen = os.environ.get("OMP_NUM_THREADS")
@@ -107,7 +107,7 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
     # One process needs no rendezvous: an in-process store needs no port, which another run might occupy.
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
     # Without device_id NCCL opens a communicator when a group is first used, as in Megatron-LM; with it, one for every
-    # group of Megatron-core at once, which took 5 to 6 GiB more of an H200 (docs/results/memory.md).
+    # group of Megatron-core at once: 4.9 GiB more for a process of two (docs/results/memory.md).
     dist.init_process_group(
         config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
         timeout=timedelta(minutes=config.distributed_timeout_minutes),
@@ -204,8 +204,10 @@ def finalize() -> None:
     """Undo ``initialize``."""
     import torch.distributed as dist
 
+    from megatron_lowprec.training.distributed.rank_sync import barrier
+
     if dist.is_initialized():
-        dist.barrier()
+        barrier()
         _forget_layout()
         dist.destroy_process_group()  # all groups
 

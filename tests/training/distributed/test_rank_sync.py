@@ -102,6 +102,22 @@ def answers_of(work: Callable[[int, str, Any], None], tmp_path: Path) -> dict[in
     return found
 
 
+@pytest.mark.parametrize(("backend", "devices"), [("nccl", [3]), ("gloo", None)])
+def test_a_barrier_runs_on_this_process_s_gpu(
+    monkeypatch: pytest.MonkeyPatch, backend: str, devices: list[int] | None
+) -> None:
+    import torch
+
+    from megatron_lowprec.training.distributed import rank_sync
+
+    asked: list[object] = []
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda device_ids: asked.append(device_ids))
+    rank_sync.barrier()
+    assert asked == [devices]
+
+
 @pytest.mark.slow
 def test_who_waits_for_work_waits_as_long_as_it_takes(tmp_path: Path) -> None:
     found = answers_of(take_turns, tmp_path)

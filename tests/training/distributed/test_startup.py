@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
+from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed import startup
 
 CORES = len(os.sched_getaffinity(0))
@@ -36,6 +38,25 @@ def test_nccl_has_one_channel_in_a_process_alone(
 ) -> None:
     prepare(monkeypatch, processes, NCCL_MAX_NCHANNELS=chosen)
     assert os.environ.get("NCCL_MAX_NCHANNELS") == channels
+
+
+def test_nccl_opens_communicators_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device_id it opens one for each process group at once."""
+    asked: dict[str, object] = {}
+
+    def init_process_group(backend: str, **options: object) -> None:
+        asked.update(options, backend=backend)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    monkeypatch.setattr(startup, "_device", lambda ranks: torch.device("cuda", 0))
+    monkeypatch.setattr(startup, "lay_out", lambda config: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    try:
+        startup.initialize(Config(), startup.Ranks(0, 2, 0, 2))
+    finally:
+        torch.autograd.set_multithreading_enabled(True)
+    assert asked["backend"] == "nccl"
+    assert asked.get("device_id") is None
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, processes: int, **chosen: str | None) -> None:

@@ -307,6 +307,7 @@ def _norms(page: Path, name: str, number: str) -> Iterator[Row]:
 
 def _last_fifth(page: Path, name: str) -> Iterator[Row]:
     (group,) = _report(page.parent / name).groups
+    assert not group.repeated(), f"{name}: a seed is repeated"
     losses = group.training_losses(0.8, 1.0)
     norms = {(run.label, run.block): run.norms_by_fifth[-1] for run in group.runs}
     seeds = [run.block for run in group.of(group.reference)]

@@ -14,7 +14,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     quality FILE                   the main table of tools/report.py on an archive of runs, of all groups
     ladder FILE ...                the table of gaps by model and budget of archives' runs
     outputs FILE                   its table of the errors of GEMM outputs
-    norms FILE N                   its table of the gradient norms of the N-th group of runs
+    norms FILE ... N               the table of the gradient norms of the N-th group of archives' runs
     last_fifth FILE                training loss and gradient norm beside bf16's, in the last fifth of each run
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
@@ -299,9 +299,10 @@ def _outputs(page: Path, name: str) -> Iterator[Row]:
     return _rows(table)
 
 
-def _norms(page: Path, name: str, number: str) -> Iterator[Row]:
-    table = gradient_norms(_report(page.parent / name).groups[int(number) - 1])
-    assert table is not None, f"{name}: no run has recorded gradient norms"
+def _norms(page: Path, *words: str) -> Iterator[Row]:
+    *names, number = words
+    table = gradient_norms(_report(*(page.parent / name for name in names)).groups[int(number) - 1])
+    assert table is not None, f"{' '.join(names)}: no run has recorded gradient norms"
     return _rows(table)
 
 

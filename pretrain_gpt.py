@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, disk_is_full
 from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.distributed.interrupt import Interrupted, PeerLost
 
@@ -38,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
             print("pretrain_gpt.py: stopped by Ctrl-C, nothing saved; SIGTERM saves first", file=sys.stderr, flush=True)
         return 130
     except Exception as error:  # noqa: BLE001 - shown in full there
+        full = disk_is_full(error) if isinstance(error, OSError) else None
+        if full is not None:
+            return startup.fail("pretrain_gpt.py", full, ranks)
         from megatron_lowprec.training.distributed import watchdog
 
         watchdog.report(error, ranks.rank, ranks.world_size)

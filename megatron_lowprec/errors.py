@@ -1,6 +1,7 @@
 """``UserError``, and command-line parsing that prints errors as one line."""
 
 import argparse
+import errno
 import os
 import select
 import sys
@@ -18,19 +19,44 @@ class UserError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser of a tool; prints the description unformatted and errors as one line, like ``UserError``."""
+    """Argument parser of a tool; prints the description unformatted and errors as one line, like ``UserError``.
+
+    Without any word on the command line, a tool that needs one prints its help before the error.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs)
+        self._words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; keeps the words for ``error``."""
+        self._words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit with code 2; argparse would print the usage first."""
+        """Print one line and exit with code 2, the help if no word was given; argparse would print the usage first."""
+        if not self._words:
+            self.print_help(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def type_of(value: object) -> str:
+    """The type of an unexpected value, with its article, for an error: "a dict", "an int"; "nothing" for None."""
+    name = type(value).__name__
+    return "nothing" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def names(text: str) -> list[str]:
     """The names in an option's comma-separated value."""
     return [name for name in text.split(",") if name]
+
+
+def disk_is_full(error: OSError) -> UserError | None:
+    """The error of a full disk or an exhausted quota in the user's words; None for another error."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    where = "" if error.filename is None else f": {error.filename}"
+    return UserError(f"{os.strerror(error.errno)}{where}; make room, or name another folder")
 
 
 def run_tool(name: str, work: Callable[[], int | None]) -> int:
@@ -50,6 +76,11 @@ def run_tool(name: str, work: Callable[[], int | None]) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
         return _CLOSED_PIPE
+    except OSError as error:
+        if (full := disk_is_full(error)) is None:
+            raise
+        print(f"{name}: error: {full}", file=sys.stderr)
+        return 2
 
 
 def _stdout_is_closed() -> bool:

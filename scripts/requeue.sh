@@ -2,6 +2,12 @@
 # Sourced by batch scripts: runs a job step that saves before Slurm ends the job, and requeues the job.
 # docs/guide/clusters.md describes when Slurm sends which signal.
 
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+    echo "${0##*/}: error: a batch script runs as a job of Slurm: submit it with sbatch;" \
+        "without Slurm, start torchrun pretrain_gpt.py" >&2
+    return 2
+fi
+
 # save_and_requeue SAVE SRUN_ARGUMENTS...
 #
 # Runs srun. When this shell gets SIGUSR1 or SIGTERM, all processes of the step get SIGUSR1 and save. If they write

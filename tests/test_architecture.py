@@ -111,6 +111,18 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron"
 
 
 @pytest.mark.slow
+def test_layers_do_not_print_megatron_s_warnings_about_what_they_replace() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from megatron_lowprec import layer_spec"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
 def test_a_report_loads_neither_torch_nor_megatron() -> None:
     code = """
 import sys

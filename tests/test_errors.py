@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowprec.errors import Parser
+from megatron_lowprec.errors import Parser, UserError, disk_is_full, type_of
 from tests.environment import python_path
 from tests.waiting import PATIENCE
 
@@ -71,3 +72,34 @@ def test_a_closed_pipe_ends_a_tool_quietly(work: str) -> None:
 def test_another_broken_pipe_is_not_hidden() -> None:
     code, error = ended("exec('raise BrokenPipeError')", reader=True)
     assert (code, "BrokenPipeError" in error) == (1, True)
+
+
+def test_a_full_disk_is_named() -> None:
+    code, error = ended('exec(\'raise OSError(28, "No space left on device", "runs/x.json")\')', reader=True)
+    assert (code, error) == (
+        2,
+        "tool.py: error: No space left on device: runs/x.json; make room, or name another folder\n",
+    )
+    assert isinstance(disk_is_full(OSError(errno.EDQUOT, "quota")), UserError)
+    assert disk_is_full(OSError(errno.EACCES, "denied")) is None
+
+
+def test_a_tool_without_words_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="tool.py", description="What it is for.")
+    parser.add_argument("--out", required=True)
+    for words, shown in ((["--outt"], False), ([], True)):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        error = capsys.readouterr().err
+        assert ("What it is for." in error) == shown
+        assert "tool.py: error: " in error.splitlines()[-1]
+
+
+def test_types_have_their_article() -> None:
+    assert [type_of(value) for value in (1, "", {}, OSError(), None)] == [
+        "an int",
+        "a str",
+        "a dict",
+        "an OSError",
+        "nothing",
+    ]

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.kernels.dispatch import arch_of
 from megatron_lowprec.linear.layer_histories import HistoryGroup, check_common_step
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible, kept_in_bf16, site_path
 from megatron_lowprec.recipe.native_support import slower_than_bf16, why_emulated
-from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.parsing import as_recipe
 from megatron_lowprec.recipe.schema import Recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -224,10 +224,10 @@ def _checked_recipe(model: object, recipe: object) -> Recipe:
     """The recipe, after the types of both arguments."""
     if not isinstance(model, nn.Module) or not isinstance(recipe, (Recipe, str, os.PathLike)):
         raise UserError(
-            f"convert was given a {type(model).__name__} as model and a {type(recipe).__name__} as recipe: give a "
+            f"convert was given {type_of(model)} as model and {type_of(recipe)} as recipe: give a "
             'torch.nn.Module first, then a Recipe, its name or a YAML file, as in convert(model, "mxfp8")'
         )
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(os.fspath(recipe))
+    recipe = as_recipe(recipe)
     parts = [name for name in ("optimizer", "gradients", "activations") if getattr(recipe, name).quantized]
     if recipe.fp8_weights:
         parts.append("fp8_weights")
@@ -244,7 +244,7 @@ def _check_model(model: nn.Module) -> None:
     for path, module in model.named_modules():
         where = path or "the model"
         if isinstance(module, LowPrecLayer):
-            raise UserError(f"{where} is a {type(module).__name__} already: convert a model once, or build it anew")
+            raise UserError(f"{where} is {type_of(module)} already: convert a model once, or build it anew")
         wrapper = next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
         if wrapper is not None:
             raise UserError(f"{where} is wrapped: convert first, then call {wrapper}")

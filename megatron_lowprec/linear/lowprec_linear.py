@@ -18,6 +18,7 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
+from megatron_lowprec.recipe.parsing import as_recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import Recipe
 
@@ -223,7 +224,7 @@ class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch doe
 
     Args:
         in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
-        recipe: a Recipe or the name of one. A layer that its ``keep_bf16`` names is not quantized.
+        recipe: a Recipe, the name of one, or a YAML file. A layer that its ``keep_bf16`` names is not quantized.
         seed: seed of the random draws, in addition to torch's generator.
         layer, name: number and name of the layer for ``keep_bf16`` (``layers.<layer>.<name>``), counted from 1. Both
             enter the key of its draws: give each layer of a model a different ``layer`` or ``name``.
@@ -248,7 +249,7 @@ class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         num_layers: int | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+        recipe = as_recipe(recipe)
         kept = recipe.quantized and _is_kept(recipe, layer, name, num_layers)
         if recipe.quantized and not kept:
             check_site(recipe, LinearSite(layer, name, in_features, out_features, "column"), 1)

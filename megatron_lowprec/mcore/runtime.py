@@ -36,6 +36,7 @@ from megatron_lowprec.recipe.coverage import (
     without_gemms,
 )
 from megatron_lowprec.recipe.native_support import check_accumulator, fast_gemms, why_emulated
+from megatron_lowprec.recipe.parsing import as_recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
 
@@ -322,7 +323,7 @@ class RecipeRuntime:
 
 
 def bind_recipe(
-    model_chunks: Sequence[nn.Module], recipe: Recipe, *, recompute_gelu: bool = False, **options: Any
+    model_chunks: Sequence[nn.Module], recipe: Recipe | str, *, recompute_gelu: bool = False, **options: Any
 ) -> RecipeRuntime:
     """Bind every low-precision linear layer of a model to a recipe, by global layer number.
 
@@ -330,13 +331,14 @@ def bind_recipe(
 
     Args:
         model_chunks: this rank's model chunks.
-        recipe: the recipe to run.
+        recipe: a Recipe, the name of one, or a YAML file.
         recompute_gelu: recompute linear_fc2's input in the backward pass where GELU is fused; the header reports where.
         options: keyword arguments of ``RecipeRuntime``: ``num_layers`` and ``seed`` at least.
 
     Raises:
         UserError: as ``RecipeRuntime.bind_linear``.
     """
+    recipe = as_recipe(recipe)
     runtime = RecipeRuntime(recipe, device_of_models(), **options)
     for chunk in model_chunks:
         for layer in chunk.modules():

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import fuses_mx, load
 from megatron_lowprec.kernels.philox.key import Key
@@ -39,12 +39,17 @@ def quantize(
         A tensor with codes, decode scales and ``dequantize`` in the layout of x.
 
     Raises:
-        UserError: stochastic rounding without ``random``, x of integers, or a zero-dimensional x.
+        UserError: stochastic rounding without ``random``; x of integers, zero-dimensional, or without entries along
+            ``axis``; a ``spec`` of another type.
     """
+    if not isinstance(spec, QuantSpec):
+        raise UserError(f"quantize got {type_of(spec)} as spec: give a QuantSpec, such as a recipe's fprop.input")
     if not x.is_floating_point():
         raise UserError(f"quantize takes floating-point tensors, got {x.dtype}: convert it first")
     if x.dim() == 0:
         raise UserError("quantize takes tensors of one dimension or more, got a single number: use x.view(1)")
+    if x.shape[axis] == 0:
+        raise UserError(f"quantize got a tensor of shape {tuple(x.shape)}, which has no entries along axis {axis}")
     last = x.movedim(axis, -1)
     matrix = last.reshape(-1, last.shape[-1])
     if isinstance(random, torch.Tensor):
@@ -156,7 +161,7 @@ def _uniform(matrix: torch.Tensor, spec: QuantSpec, random: RandomStream | torch
     if spec.rounding != "stochastic":
         return None
     if random is None:
-        raise UserError("stochastic rounding was asked without randomness: pass random=RandomStream(key=...)")
+        raise UserError("stochastic rounding was asked without randomness: pass random=RandomStream(key=(7, 0))")
     if isinstance(random, torch.Tensor):
         draws = random
         return lambda rows: draws[rows]

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.philox.reference import ShardSlice, draw_bits
 from megatron_lowprec.kernels.quantize.reference import uniform_from_bits
 
@@ -76,12 +77,21 @@ class RandomStream:
     """Random draws of one tensor at one RNG step; pure: equal streams give equal bits.
 
     ``row_span`` and ``column_span`` locate a shard in the unsharded tensor, contracted dimension last.
+
+    Raises:
+        UserError: a key that is not two integers of 32 bits.
     """
 
     key: tuple[int, int]
     rng_step: RngStep = RngStep(0, 0)
     row_span: ShardSlice = ShardSlice()
     column_span: ShardSlice = ShardSlice()
+
+    def __post_init__(self) -> None:
+        key = self.key
+        words = key if isinstance(key, tuple) else ()
+        if len(words) != 2 or not all(isinstance(word, int) and 0 <= word < 1 << 32 for word in words):
+            raise UserError(f"RandomStream got key={key!r}: give two integers from 0 to 2^32 - 1, such as key=(7, 0)")
 
     def at(self, rng_step: RngStep) -> "RandomStream":
         """The same tensor's stream at another RNG step."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.field_types import check_fields
 
 ActivationFormat = Literal["none", "e4m3", "e5m6"]
 
@@ -29,10 +29,7 @@ class ActivationSpec:
     swiglu_input: ActivationFormat = "none"
 
     def __post_init__(self) -> None:
-        allowed = get_args(ActivationFormat)
-        for name, value in self.formats.items():
-            if value not in allowed:
-                raise UserError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}")
+        check_fields(self)
 
     @property
     def formats(self) -> dict[str, str]:

@@ -10,16 +10,17 @@ A recipe file has a base and the fields that differ::
 
 import dataclasses
 import difflib
+import os
 import re
 import sys
-import types
 import typing
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
+from megatron_lowprec.recipe.field_types import field_types, fits, without_none
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec, Recipe, check_operands
 from megatron_lowprec.recipe.yaml_text import read_yaml_text
@@ -37,6 +38,15 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else _named_recipe(name_or_file)
     return overridden(recipe, overrides)
+
+
+def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
+    """A recipe as it is, or the one of a name or a YAML file; UserError for anything else."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str | os.PathLike):
+        return load_recipe(os.fspath(recipe))
+    raise UserError(f"got {type_of(recipe)} as recipe: give a Recipe, the name of one, or a YAML file")
 
 
 def same_numerics(one: Recipe, other: Recipe) -> bool:
@@ -187,8 +197,7 @@ def _from_file(path: Path) -> Recipe:
         raise UserError(f"{path} is no UTF-8 text; a recipe file is YAML such as 'base: mxfp4_rht_sr'") from None
     data = read_yaml_text(text, str(path))
     if not isinstance(data, dict):
-        what = "nothing" if data is None else f"a {type(data).__name__}"
-        raise UserError(f"{path} holds {what}, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'")
+        raise UserError(f"{path} holds {type_of(data)}, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'")
     if "num-layers" in data or "num_layers" in data:
         raise UserError(f"{path} is the configuration of a model: give it as --config, and as --recipe a recipe")
     base = data.pop("base", None)
@@ -213,16 +222,12 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _fields(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 _RENAMED = {"tile": "granularity"}  # fields of recipe files, overrides and checkpoints of version 0.1
 
 
 def _current_keys(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     """``data`` under present field names; an old name warns once per process."""
-    known = _fields(cls)
+    known = field_types(cls)
     current = {}
     for key, value in data.items():
         new = _RENAMED.get(key, key)
@@ -234,7 +239,7 @@ def _current_keys(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_key(cls: type, key: object, where: str, more: Sequence[str] = ()) -> None:
-    known = [*_fields(cls), *more]
+    known = [*field_types(cls), *more]
     if key not in known:
         near = difflib.get_close_matches(str(key), known, n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
@@ -245,18 +250,10 @@ def _named(cls: type, where: str) -> str:
     return where or f"the {cls.__name__.lower()}"
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """``hint``, or the type in ``hint | None``, and whether None is allowed."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (option,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
-        return option, True
-    return hint, False
-
-
 def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: str) -> None:
     for key, value in _current_keys(cls, changes).items():
         _check_key(cls, key, where)
-        inner, _ = _without_none(_fields(cls)[key])
+        inner, _ = without_none(field_types(cls)[key])
         if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, Mapping):
             if data.get(key) is None:
                 data[key] = {}
@@ -287,7 +284,7 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
     """
     if not isinstance(data, Mapping):
         raise UserError(f"{_named(cls, where)} is {data!r}, but must be a mapping of fields")
-    hints = _fields(cls)
+    hints = field_types(cls)
     values = {}
     for key, value in _current_keys(cls, data).items():
         _check_key(cls, key, where)
@@ -304,7 +301,7 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    hint, optional = _without_none(hint)
+    hint, optional = without_none(hint)
     if value is None and optional:
         return None
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -322,7 +319,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return tuple(_value(parts[0], item, where) for item in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+    if not fits(value, hint):
         note = ""
         if hint is float and isinstance(value, str):
             note = "; YAML reads a number without a point, such as 3e-4, as text: write 3.0e-4"

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.recipe.activation_spec import ActivationSpec
+from megatron_lowprec.recipe.field_types import check_fields
 from megatron_lowprec.scaling import SCALE_RULES, ScaleFormat, granularity_of, scale_rules
 
 Rounding = Literal["nearest_even", "half_away", "stochastic"]
@@ -41,11 +42,6 @@ GEMM_OPERANDS: dict[str, tuple[str, str]] = {
     "dgrad": ("grad_output", "weight"),
     "wgrad": ("grad_output", "input"),
 }
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}")
 
 
 def check_operands(gemm: str, fields: Mapping[str, object]) -> None:
@@ -115,12 +111,9 @@ class QuantSpec:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        _choice("format", self.format, tuple(FORMATS))
-        _choice("scale_format", self.scale_format, get_args(ScaleFormat))
-        _choice("rounding", self.rounding, get_args(Rounding))
-        _choice("scaling", self.scaling, get_args(Scaling))
-        _choice("history_rule", self.history_rule, get_args(HistoryRule))
-        _choice("history_update", self.history_update, get_args(HistoryUpdate))
+        check_fields(self)
+        if self.format not in FORMATS:
+            raise UserError(f"format is {self.format!r}, but must be one of {', '.join(FORMATS)}")
         try:
             granularity_of(self.granularity)
         except ValueError:
@@ -180,8 +173,8 @@ class HadamardSpec:
 
     def __post_init__(self) -> None:
         if self.block not in HADAMARD_BLOCKS:
-            raise UserError(f"block is {self.block!r}, but must be one of 32, 64, 128, 256")
-        _choice("signs", self.signs, get_args(Signs))
+            raise UserError(f"block is {self.block!r}, but must be one of {', '.join(map(str, HADAMARD_BLOCKS))}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -198,6 +191,9 @@ class GemmSpec:
     grad_output: QuantSpec | None = None
     hadamard: HadamardSpec | None = None
     fast_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def quantized(self) -> bool:
@@ -224,6 +220,7 @@ class KeepBf16:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("first_layers", "last_layers"):
             if (count := getattr(self, name)) < 0:
                 raise UserError(f"{name} is {count}, but must be a number of layers, 0 or more")
@@ -253,9 +250,7 @@ class OptimizerSpec:
     rounding: StateRounding = "stochastic"
 
     def __post_init__(self) -> None:
-        for name, value in self.formats.items():
-            _choice(name, value, get_args(StateFormat))
-        _choice("rounding", self.rounding, get_args(StateRounding))
+        check_fields(self)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -294,10 +289,7 @@ class GradientSpec:
     accumulation: GradientAccumulation = "buffer"
 
     def __post_init__(self) -> None:
-        _choice("format", self.format, get_args(GradientFormat))
-        _choice("sum", self.sum, get_args(GradientSum))
-        _choice("mu", self.mu, get_args(GradientFactorRule))
-        _choice("accumulation", self.accumulation, get_args(GradientAccumulation))
+        check_fields(self)
         if self.stored and not self.quantized:
             raise UserError(
                 f"accumulation {self.accumulation} was asked with format none; it stores gradients in the "
@@ -338,6 +330,7 @@ class Recipe:
     fp8_weights: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for gemm, operands in GEMM_OPERANDS.items():
             spec: GemmSpec = getattr(self, gemm)
             check_operands(gemm, vars(spec))

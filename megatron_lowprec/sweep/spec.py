@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.training.config.arguments import (
     checked_options,
@@ -237,8 +237,7 @@ def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:
 def _yaml_file(path: str) -> dict[Any, Any]:
     content = read_yaml_file(find(path), path, shipped_like(path, "configs/sweeps"))
     if not isinstance(content, dict):
-        found = "nothing" if content is None else f"a {type(content).__name__}"
-        raise UserError(f"{path}: expected keys and values at the top, found {found}")
+        raise UserError(f"{path}: expected keys and values at the top, found {type_of(content)}")
     return content
 
 

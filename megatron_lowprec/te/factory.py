@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.parsing import as_recipe
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from megatron_lowprec.te.imports import import_te
 from megatron_lowprec.te.te_config import find_te_config
@@ -61,12 +62,13 @@ class QuantizerFactory:
         return f"{type(self).__name__}({self.recipe.name})"  # part of keys that are computed in every forward pass
 
 
-def quantizer_factory(recipe: Recipe) -> QuantizerFactory:
+def quantizer_factory(recipe: Recipe | str) -> QuantizerFactory:
     """The factory of a recipe for Megatron-LM's ``--fp8-quantizer-factory``.
 
     Raises:
         UserError: TransformerEngine's quantizers or Megatron-core's ``--fp8-recipe custom`` do not express the recipe.
     """
+    recipe = as_recipe(recipe)
     reason = why_not(recipe)
     if reason is not None:
         raise UserError(f"recipe {recipe.name} has no TransformerEngine quantizers: {reason}")

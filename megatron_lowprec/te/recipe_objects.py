@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.recipe.parsing import as_recipe
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from megatron_lowprec.te.factory import QuantizerFactory, block_dim
 from megatron_lowprec.te.imports import import_te
@@ -40,7 +40,7 @@ def te_recipe(recipe: Recipe | str) -> Any:
     Raises:
         UserError: TransformerEngine does not compute the recipe, with the reason; it cannot be imported.
     """
-    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    recipe = as_recipe(recipe)
     reason = why_not(recipe)
     if reason is not None:
         raise UserError(f"recipe {recipe.name} has no TransformerEngine recipe: {reason}")

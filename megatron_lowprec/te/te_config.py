@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.parsing import as_recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from megatron_lowprec.te.translation import Kind, builtin_kind, directions, fp8_format, quantizes_backward, why_not
@@ -83,12 +84,13 @@ class TEConfig:
         return ", ".join(words)
 
 
-def te_config(recipe: Recipe) -> TEConfig:
+def te_config(recipe: Recipe | str) -> TEConfig:
     """The fields for ``recipe``.
 
     Raises:
         UserError: Megatron-core's fields do not express it, with the reason.
     """
+    recipe = as_recipe(recipe)
     reason = _why_no_fields(recipe)
     if reason is None:
         return _fields(recipe)

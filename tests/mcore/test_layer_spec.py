@@ -346,6 +346,16 @@ def recipes_of_layers(name: str) -> list[str]:
     return [layer.mlp.linear_fc1.bound_gemms.recipe.name for layer in model.decoder.layers]
 
 
+def test_a_layer_spec_takes_the_name_of_a_recipe() -> None:
+    from megatron_lowprec import layer_spec
+
+    layers = gpt(layer_spec("mxfp8", seed=SEED)).decoder.layers
+    assert {layer.mlp.linear_fc1.bound_gemms.recipe for layer in layers} == {get_recipe("mxfp8")}
+    for other in (None, 7, get_recipe("mxfp8").fprop):
+        with pytest.raises(UserError, match="as recipe: give a Recipe, the name of one, or a YAML file"):
+            layer_spec(other)  # type: ignore[arg-type]
+
+
 def test_a_spec_by_the_name_of_a_recipe() -> None:
     assert recipes_of_layers("mxfp8") == ["mxfp8"] * LAYERS
     assert vars(specs)["mxfp8"] is specs.mxfp8, "Megatron-LM reads the module's dictionary"

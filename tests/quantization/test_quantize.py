@@ -1,6 +1,7 @@
 """The public ``quantize``: what it returns hangs together, whatever the spec, axis, shape and dtype."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -156,8 +157,27 @@ def test_from_codes_gives_the_tensor_back(spec: QuantSpec, generator: torch.Gene
 
 # ---- randomness
 def test_stochastic_rounding_without_randomness_is_refused() -> None:
-    with pytest.raises(UserError, match=r"pass random=RandomStream\(key=\.\.\.\)"):
+    with pytest.raises(UserError, match=r"pass random=RandomStream\(key=\(7, 0\)\)"):
         quantize(torch.ones(1, 32), MXFP4_SR)
+    quantize(torch.ones(1, 32), MXFP4_SR, random=RandomStream(key=(7, 0)))
+
+
+@pytest.mark.parametrize("key", [7, (7,), (7, -1), (7, 1 << 32), (7.0, 0), None])
+def test_a_key_is_two_words(key: Any) -> None:
+    with pytest.raises(UserError, match="such as key="):
+        RandomStream(key=key)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0,), (0, 0)])
+def test_an_axis_without_entries_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="which has no entries along axis -1"):
+        quantize(torch.ones(shape), MXFP8)
+
+
+@pytest.mark.parametrize("spec", [None, "mxfp8", get_recipe("mxfp8").fprop], ids=["None", "name", "GEMM"])
+def test_another_type_of_spec_is_refused(spec: Any) -> None:
+    with pytest.raises(UserError, match="as spec: give a QuantSpec"):
+        quantize(torch.ones(1, 32), spec)
 
 
 def test_nearest_rounding_ignores_randomness(generator: torch.Generator) -> None:

@@ -1,12 +1,15 @@
 """What a recipe may not say, and with which words it is refused."""
 
 import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megatron_lowprec import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe, UserError
 from megatron_lowprec.formats import FORMATS
+from megatron_lowprec.recipe.schema import OptimizerSpec
 from megatron_lowprec.scaling import scale_rules
 
 FP8 = QuantSpec("e4m3", granularity="tensor")
@@ -60,6 +63,29 @@ def test_operand_is_refused(fields: dict[str, Any], message: str) -> None:
 def test_hadamard_block_names_the_four(block: Any) -> None:
     with pytest.raises(UserError, match="must be one of 32, 64, 128, 256"):
         HadamardSpec(block=block)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Recipe("x", "", fprop=FP8), "but must be a GemmSpec"),  # type: ignore[arg-type]
+        (lambda: Recipe("x", "", keep_bf16=None), "keep_bf16 is None, but must be a KeepBf16"),  # type: ignore[arg-type]
+        (lambda: GemmSpec(input="e4m3"), "input is 'e4m3', but must be a QuantSpec or None"),  # type: ignore[arg-type]
+        (lambda: GemmSpec(fast_accumulation=1), "fast_accumulation is 1, but must be True or False"),  # type: ignore[arg-type]
+        (lambda: KeepBf16(names="layers.*"), "names is 'layers.*', but must be a tuple of str"),  # type: ignore[arg-type]
+        (lambda: KeepBf16(names=(1,)), r"names is (1,), but must be a tuple of str"),  # type: ignore[arg-type]
+        (lambda: KeepBf16(first_layers=True), "first_layers is True, but must be an integer"),
+        (lambda: QuantSpec("e4m3", "tensor", headroom="1"), "headroom is '1', but must be a number"),  # type: ignore[arg-type]
+        (lambda: OptimizerSpec(exp_avg="fp4"), "exp_avg is 'fp4', but must be one of fp32, bf16"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_python(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        build()
+
+
+def test_an_integer_is_a_number() -> None:
+    assert QuantSpec("e4m3", "tensor", headroom=1).headroom == 1.0
 
 
 def test_hadamard_signs() -> None:

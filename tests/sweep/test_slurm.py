@@ -336,3 +336,20 @@ def test_a_path_with_spaces(fake: Fake, write_sweep: WriteSweep, programs: Path,
     text = (fake.out / slurm.SCRIPT).read_text()
     assert options(text)["output"] == f'"{fake.out}/logs/%A_%a.log"'
     assert is_bash(text)
+
+
+def test_outside_of_slurm_a_batch_script_says_so() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    done = subprocess.run(
+        ["bash", "scripts/pretrain.sbatch", "runs/x"],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "pretrain.sbatch: error: a batch script runs as a job of Slurm: submit it with sbatch"
+    )
+    assert done.stderr.count("\n") == 1

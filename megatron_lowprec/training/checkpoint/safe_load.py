@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 
 _METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
 # Every class that torch 2.11 to 2.13 and Megatron-core 0.15 to 0.17 put into .metadata; none has side effects.
@@ -275,7 +275,7 @@ def checked_extra_state(place: str, state: Any) -> torch.Tensor | None:
     if state is None:
         return None
     if type(state) is not torch.Tensor:
-        raise UserError(f"{place} is a {type(state).__name__}, as TransformerEngine 1 wrote it: not loaded")
+        raise UserError(f"{place} is {type_of(state)}, as TransformerEngine 1 wrote it: not loaded")
     content = state.detach().cpu().numpy().tobytes()
     if not content:
         return torch.empty(0, dtype=torch.uint8)

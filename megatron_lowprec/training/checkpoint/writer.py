@@ -101,13 +101,16 @@ class CheckpointWriter:
         except (CheckpointException, OSError, RuntimeError) as error:
             if is_lost_connection(error):
                 raise
+            # torch's archive writer names positions in a file, not the full disk
+            free = shutil.disk_usage(str(self._config.save)).free / 2**20
             if dist.get_rank() == 0 and partial is not None:
                 # Free the disk space for the next attempt and other uses.
                 shutil.rmtree(partial, ignore_errors=True)
             newest = storage.tracked(str(self._config.save))
             stays = f"iteration {newest} stays the newest checkpoint" if newest is not None else "there is none yet"
             raise UserError(
-                f"--save {self._config.save}: a checkpoint could not be written: {_cause(error)}; {stays}; "
+                f"--save {self._config.save}: a checkpoint could not be written: {_cause(error)}; its disk has "
+                f"{free:,.0f} MiB free; {stays}; "
                 "make room or mend the disk, and start the run again"
             ) from None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.yaml_text import read_yaml_text
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, translate_fp8_flags
 from megatron_lowprec.training.config.options import GROUPS, Config
@@ -199,10 +199,12 @@ def current_names(where: str, options: Mapping[str, Any], notes: list[str] | Non
     """Options under their present names; appends a note to ``notes`` for each old one.
 
     Raises:
-        UserError: an option is given under both names.
+        UserError: an option is given under both names, or has an empty text as value.
     """
     found: dict[str, Any] = {}
     for name, value in options.items():
+        if "" in (value if isinstance(value, list) else [value]):
+            raise UserError(f"{where} has {flag(name)} with an empty value: give one, or leave the option out")
         new = RENAMED.get(name, name)
         if new in found or (new != name and new in options):
             raise UserError(f"{where} has {flag(name)} and {flag(new)}, its new name; leave {flag(name)} out")
@@ -227,7 +229,7 @@ def read_yaml(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"--config {path}: expected keys and values at the top, found a {type(content).__name__}")
+        raise UserError(f"--config {path}: expected keys and values at the top, found {type_of(content)}")
     if {"base", "fprop", "dgrad", "wgrad"} & content.keys():
         raise UserError(f"--config {path} is a recipe: give it as --recipe, and as --config a model's configuration")
     return checked_options(f"--config {path}", content, notes)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.checkpoint.storage import TRACKER, iteration_folder
 from megatron_lowprec.training.config.options import Config
@@ -134,7 +134,7 @@ def _unpickled(file: Path, trust: bool) -> dict[str, Any]:
     except (OSError, safe_load.Damaged) as error:
         raise UserError(f"{file.parent}: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file}: holds a {type(content).__name__}, not a checkpoint")
+        raise UserError(f"{file}: holds {type_of(content)}, not a checkpoint")
     return content
 
 

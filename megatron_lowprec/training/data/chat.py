@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.training.data import jsonl
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ def turns(document: dict[str, object], where: str) -> list[tuple[str, str]]:
 
 def _message(message: object, where: str) -> tuple[str, str]:
     if not isinstance(message, dict):
-        raise UserError(f"{where}: not an object with 'role' and 'content' but a {type(message).__name__}")
+        raise UserError(f"{where}: not an object with 'role' and 'content' but {type_of(message)}")
     role = message.get("role")
     if role not in ROLES:
         raise UserError(f"{where}: role {role!r} is not one of {', '.join(ROLES)}; remove the line or rename the role")

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,10 +140,8 @@ def write_batches(
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[indexed_dataset.Note, ...]:
     """As :func:`write`, from lines that are not in files; ``sources`` names their origin."""
-    with warnings.catch_warnings():
-        # An import-time warning about optimizers, which are not used here.
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    import megatron_lowprec.mcore  # noqa: F401 - filters Megatron-core's warnings about optimizers, not used here
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     encoder = Encoder(tokenizer, tuple(prefixes), append_eod, dtype)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 
@@ -78,7 +78,7 @@ def parse(line: bytes, where: str) -> dict[str, object]:
     except ValueError as error:
         raise UserError(f"{where}: not a JSON object ({error}); each line must be one") from None
     if not isinstance(document, dict):
-        raise UserError(f"{where}: not a JSON object but a {type(document).__name__}; each line must be one")
+        raise UserError(f"{where}: not a JSON object but {type_of(document)}; each line must be one")
     return document
 
 
@@ -89,7 +89,7 @@ def checked_text(value: object, what: str) -> str:
         UserError: it is not; ``what`` is the prefix of the message.
     """
     if not isinstance(value, str):
-        raise UserError(f"{what} holds a {type(value).__name__}, not text")
+        raise UserError(f"{what} holds {type_of(value)}, not text")
     try:
         value.encode()
     except UnicodeEncodeError as error:

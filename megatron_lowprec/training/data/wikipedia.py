@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.training.data import jsonl
 
 _INSTALL = "pip install 'megatron-lowprec[datasets]'"
@@ -148,6 +148,6 @@ class Hub(Source):
 def _titled(row: Mapping[str, Any], keys: tuple[str, str], where: str) -> tuple[str, str]:
     for key in keys:
         if not isinstance(row.get(key), str):
-            found = "nothing" if key not in row else f"a {type(row[key]).__name__}"
+            found = type_of(row.get(key))
             raise UserError(f"{where}: {found} under {key!r}, found: {', '.join(row)}; name the keys of title and text")
     return row[keys[0]], row[keys[1]]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import megatron_lowprec.mcore  # noqa: F401 - filters Megatron-core's warnings about TransformerEngine and apex
 from megatron_lowprec.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 
 # Beginnings of upstream warnings that are irrelevant to this run.
 _KNOWN_WARNINGS = (
-    r"Transformer Engine and Apex are not installed",
-    r"transformer_engine is not installed",
-    r"apex is not installed",
-    r"Apex is not installed",
     r"Fused .* not available",
     r"The fused .* kernel is not available",
     r"Unable to import torch_memory_saver",

@@ -134,3 +134,10 @@ def test_help_lists_every_public_option() -> None:
     assert "--tensor-model-parallel-size" in text
     assert "--recipe-override" in text
     assert "--no-lowprec-linears" not in text
+
+
+@pytest.mark.parametrize("flag", ["--recipe", "--load", "--data-path", "--config"])
+def test_an_empty_value_is_refused(flag: str) -> None:
+    """It is an unset variable of a script; a path would be the current folder."""
+    with pytest.raises(UserError, match=f"the command line has {flag} with an empty value"):
+        parse([flag, ""])

@@ -20,7 +20,7 @@ from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.checkpoint.storage import TRACKER, iteration_folder
 from megatron_lowprec.training.config.arguments import KINDS
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
+from megatron_lowprec.training.convert.names import Weights, canonical, check_values, is_weight
 from megatron_lowprec.training.convert.stock_fields import RENAMED, check_fields, refused
 from megatron_lowprec.training.convert.store import read_weights
 from megatron_lowprec.training.models.architectures import model_options
@@ -75,6 +75,7 @@ def _read(folder: Path, trust: bool) -> Stock:
     # Norm weights are stored minus 1; the flag's name is the field's from release 0.16 on.
     if getattr(args, "apply_layernorm_1p", False) or getattr(args, "layernorm_zero_centered_gamma", False):
         weights = {n: t + 1 if _is_norm(n) else t for n, t in weights.items()}
+    check_values(weights, str(folder))
     return Stock(folder, args, weights)
 
 

@@ -250,7 +250,12 @@ def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -
     assert "some are missing" in capsys.readouterr().err
     write_ranks(Path("small"), args, {"mp_rank_00": {"model": weights}})
     assert import_megatron.main(["--load", "small", "--save", "ours", "--vocab-size", "300"]) == 2
-    assert "301 ids, but the checkpoint's embedding 256 rows" in capsys.readouterr().err
+    assert "has 301 ids, and the rows of the checkpoint's embedding are 256" in capsys.readouterr().err
+    damaged = {name: tensor.clone() for name, tensor in weights.items()}
+    damaged["decoder.layers.1.mlp.linear_fc2.bias"][3] = torch.inf
+    write_ranks(Path("damaged"), args, {"mp_rank_00": {"model": damaged}})
+    assert import_megatron.main(["--load", "damaged", *flags]) == 2
+    assert "decoder.layers.1.mlp.linear_fc2.bias has 1 NaN or Inf" in capsys.readouterr().err
     args.hidden_size = args.ffn_hidden_size = 32
     write_ranks(Path("other"), args, {"mp_rank_00": {"model": weights}})
     assert import_megatron.main(["--load", "other", *flags]) == 2

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face GPT-2 or Llama to a checkpoint of weights, for evaluation or further training.
+"""Convert a Hugging Face GPT-2, Llama, Mixtral or DeepSeek-V3 to a checkpoint of weights, for evaluation or training.
 
     python tools/import_hf.py --load gpt2 --save runs/gpt2
     python tools/evaluate.py --load runs/gpt2 --wikitext
@@ -11,8 +11,8 @@ size unless --make-vocab-size-divisible-by pads it with copies of its last row, 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import check_folder
 from megatron_lowprec.training.config.resolve import resolve_model
-from megatron_lowprec.training.convert.hf_config import from_hf_config
+from megatron_lowprec.training.convert.hf_config import defaults_taken, from_hf_config, vocabulary_of
 from megatron_lowprec.training.convert.hf_tokenizer import tokenizer_options
-from megatron_lowprec.training.convert.hf_weights import from_hf_weights
-from megatron_lowprec.training.convert.store import write_checkpoint
-from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
+from megatron_lowprec.training.convert.hf_weights import from_hf_weights, is_bf16
+from megatron_lowprec.training.convert.store import check_vocabulary, write_checkpoint
+from megatron_lowprec.training.data.tokenizer import json_object, padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.distributed import startup
 
 
@@ -57,46 +57,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def convert(args: argparse.Namespace) -> list[str]:
     """Read, convert and write; returns a summary."""
-    folder = Path(args.load).resolve()
+    folder, divisor = Path(args.load).resolve(), args.make_vocab_size_divisible_by
     about = _config(folder)
-    options: dict[str, Any] = from_hf_config(about)
+    options, vocab_size = from_hf_config(about), vocabulary_of(about)
     if args.seq_length is not None:
         options["seq_length"] = args.seq_length
-    # Without tokenizer files, samples are token ids, one of which ends a document.
+    # Without tokenizer files, samples are token ids, the last of which ends a document.
     files = tokenizer_options(folder)
-    named = files or {"tokenizer_type": "NullTokenizer", "vocab_size": about["vocab_size"] - 1}
-    tensors = _tensors(folder)
-    bf16 = args.bf16 or all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
-    divisor = args.make_vocab_size_divisible_by
+    named = files or {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size - 1}
+    config = resolve_model(Config(**options, **named, make_vocab_size_divisible_by=divisor))
+    tokenizer = tokenizer_of(config)
+    check_vocabulary(tokenizer, vocab_size, "config.json's vocab_size is")
     check_folder(Path(args.save), "--save")
-    config = resolve_model(Config(**options, **named, bf16=bf16, make_vocab_size_divisible_by=divisor))
-    rows = padded_vocab_size(about["vocab_size"], divisor, 1)
-    weights = from_hf_weights(config, {name: tensor.float() for name, tensor in tensors.items()}, rows)
-    source, tokenizer = f"{about['model_type']} model {folder.name}", tokenizer_of(config) if files else None
-    final = write_checkpoint(Path(args.save), config, weights, source, tokenizer)
+    tensors = _tensors(folder)
+    config = replace(config, bf16=args.bf16 or is_bf16(config, tensors))
+    weights = from_hf_weights(config, tensors, vocab_size, padded_vocab_size(vocab_size, divisor, 1))
+    source = f"{about['model_type']} model {folder.name}"
+    final = write_checkpoint(Path(args.save), config, weights, source, tokenizer if files else None)
+    count, dtype = sum(w.numel() for w in weights.values()), "bf16" if config.bf16 else "fp32"
+    taken = ", ".join(f"{name} {value}" for name, value in defaults_taken(about).items())
     return [
-        f"{folder} -> {final}: {sum(w.numel() for w in weights.values()):,} weights in {'bf16' if bf16 else 'fp32'}",
+        f"{folder} -> {final}: {count:,} weights in {dtype}",
+        *([f"config.json lacks keys, which have transformers' defaults: {taken}"] if taken else []),
+        f"tokenizer: {tokenizer}"
+        if files
+        else f"tokenizer: the folder has no file of one, so samples are ids: {tokenizer}",
         f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, with your --lr and data",
     ]
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--load {folder}: no config.json there; give a folder with a Hugging Face model") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}/config.json cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{folder}/config.json is not an object")
-    return content
+    if not (folder / "config.json").is_file():
+        raise UserError(f"--load {folder}: no config.json there; give a folder with a Hugging Face model")
+    return json_object(folder / "config.json")
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        places = json_object(index).get("weight_map")
+        if not isinstance(places, dict) or not all(Path(str(name)).name == name for name in places.values()):
+            raise UserError(f"{index} has no weight_map from tensors to files of its folder")
+        names = sorted(set(places.values()))
     found: dict[str, torch.Tensor] = {}
     for name in names:
         try:

@@ -20,7 +20,7 @@ from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
 from megatron_lowprec.training.convert import stock
-from megatron_lowprec.training.convert.store import write_checkpoint
+from megatron_lowprec.training.convert.store import check_vocabulary, write_checkpoint
 from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
 from megatron_lowprec.training.distributed import startup
 
@@ -63,10 +63,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     config = resolve_model(Config(**stock.options(found.args), **named))
     tokenizer = tokenizer_of(config)
     rows, known = len(found.weights["embedding.word_embeddings.weight"]), tokenizer.vocab_size
-    if known > rows:
-        raise UserError(
-            f"the tokenizer has {known} ids, but the checkpoint's embedding {rows} rows: give its own tokenizer"
-        )
+    check_vocabulary(tokenizer, rows, "the rows of the checkpoint's embedding are")
     # The divisor of the vocabulary padding if it reproduces the rows; otherwise the number of rows.
     multiple = getattr(found.args, "make_vocab_size_divisible_by", 1) * found.args.tensor_model_parallel_size
     divisor = multiple if padded_vocab_size(known, multiple, 1) == rows else rows
@@ -74,6 +71,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     final = write_checkpoint(Path(args.save), config, found.weights, f"Megatron-LM's {found.folder}", tokenizer)
     return [
         f"{found.folder} -> {final}: {sum(w.numel() for w in found.weights.values()):,} weights",
+        f"tokenizer: {tokenizer}",
         f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, with your --lr and data",
     ]
 

@@ -24,7 +24,7 @@ from megatron_lowprec.kernels.dispatch import arch_of
 from megatron_lowprec.linear.layer_histories import HistoryGroup, check_common_step
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
-from megatron_lowprec.recipe.coverage import LinearSite, indivisible, kept_in_bf16, site_path
+from megatron_lowprec.recipe.coverage import LinearSite, indivisible, kept_in_bf16, matches, site_path
 from megatron_lowprec.recipe.native_support import slower_than_bf16, why_emulated
 from megatron_lowprec.recipe.parsing import as_recipe
 from megatron_lowprec.recipe.schema import Recipe
@@ -257,12 +257,12 @@ def _check_keep(recipe: Recipe, keep_bf16: Sequence[str], layers: Sequence[_Laye
     if isinstance(keep_bf16, str):
         raise UserError(f"keep_bf16 takes a list of globs, got the string {keep_bf16!r}: use [{keep_bf16!r}]")
     keep = recipe.keep_bf16
-    for option, globs, paths in (
-        ("keep_bf16", keep_bf16, [layer.path for layer in layers]),
-        (f"keep_bf16.names of recipe {recipe.name}", keep.names, [layer.site for layer in layers]),
+    for option, globs, paths, match in (
+        ("keep_bf16", keep_bf16, [layer.path for layer in layers], fnmatchcase),
+        (f"keep_bf16.names of recipe {recipe.name}", keep.names, [layer.site for layer in layers], matches),
     ):
         for glob in globs:
-            if paths and not any(fnmatchcase(path, glob) for path in paths):
+            if paths and not any(match(path, glob) for path in paths):
                 near = (difflib.get_close_matches(glob, paths, n=1) or paths)[0]
                 raise UserError(f"{option} has {glob!r}, which matches no linear layer; layers are named like {near}")
     if not (keep.first_layers or keep.last_layers):

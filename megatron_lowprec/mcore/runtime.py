@@ -32,6 +32,7 @@ from megatron_lowprec.recipe.coverage import (
     check_site,
     gemms_in_bf16,
     kept_in_bf16,
+    numbering_notes,
     why_not_gathered,
     without_gemms,
 )
@@ -303,6 +304,7 @@ class RecipeRuntime:
         lines.append(f"norms, GELU, dropout, biases and loss by {by}")
         if self.kept:
             lines.append(f"kept in the compute dtype by the recipe on this stage: {', '.join(self.kept)}")
+        lines += numbering_notes(self.recipe.keep_bf16.names, self.kept)
         if self.recomputes_gelu is not None:
             where = "of every dense MLP" if self.recomputes_gelu else "of no layer here: it is not fused with its bias"
             lines.append(f"--recompute-gelu: GELU computed again in the backward pass {where}")
@@ -313,6 +315,7 @@ class RecipeRuntime:
             )
         if self.rerun_in_bf16:
             lines.append(f"--rerun-in-bf16, on this stage: {', '.join(self.rerun_in_bf16)}")
+        lines += numbering_notes(self._bf16_globs, self.rerun_in_bf16)
         if self.grouped:
             together = frozenset.intersection(*(experts.in_one_launch() for experts in self.grouped))
             launches = [f"{name} {'in one launch' if name in together else 'in a loop'}" for name in self.recipe.gemms]

@@ -1,9 +1,11 @@
 """Linear layers that a recipe quantizes, and checks of their sizes: pure functions of the config."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
@@ -62,13 +64,44 @@ def kept_in_bf16(recipe: Recipe, layer_number: int, name: str, num_layers: int) 
     keep = recipe.keep_bf16
     if layer_number <= keep.first_layers or layer_number > num_layers - keep.last_layers:
         return True
-    return any(fnmatchcase(site_path(layer_number, name), pattern) for pattern in keep.names)
+    return any(matches(site_path(layer_number, name), glob) for glob in keep.names)
+
+
+def matches(path: str, glob: str) -> bool:
+    """Whether a glob matches a path that begins as ``site_path``.
+
+    A glob may have Megatron's module names, which count layers from 0: ``decoder.layers.1`` is ``layers.2``.
+    """
+    return fnmatchcase(path, _counted_from_1(glob))
+
+
+@cache
+def _counted_from_1(glob: str) -> str:
+    found = re.match(r"decoder\.layers\.(\d+|\*)(?=\.|$)", glob)
+    if found is None:
+        return glob
+    number = found[1] if found[1] == "*" else int(found[1]) + 1
+    return f"layers.{number}{glob[found.end() :]}"
+
+
+def numbering_notes(globs: Iterable[str], paths: Sequence[str]) -> list[str]:
+    """A line for each glob that matches a path here, and another layer among Megatron's module names."""
+    notes: dict[str, str] = {}
+    for glob in globs:
+        for path in paths:
+            _, number, name = path.split(".", 2)
+            same, following = (f"decoder.layers.{n}.{name}" for n in (int(number) - 1, number))
+            if matches(path, glob) and fnmatchcase(following, glob) and not fnmatchcase(same, glob):
+                hint = f"for decoder.layers.{number} write decoder.layers.{number} or layers.{int(number) + 1}"
+                why = "layers count from 1 here and from 0 in Megatron's module names"
+                notes.setdefault(glob, f"{glob} matches {path}: {why}; {hint}")
+    return list(notes.values())
 
 
 def unmatched_names(recipe: Recipe, sites: Iterable[LinearSite]) -> list[str]:
     """Globs of ``keep_bf16.names`` that match no linear layer: most likely typing errors."""
     paths = [site.path for site in sites]
-    return [glob for glob in recipe.keep_bf16.names if not any(fnmatchcase(path, glob) for path in paths)]
+    return [glob for glob in recipe.keep_bf16.names if not any(matches(path, glob) for path in paths)]
 
 
 def keeps_all(recipe: Recipe, sites: Iterable[LinearSite], num_layers: int) -> bool:
@@ -163,7 +196,7 @@ def gemms_in_bf16(globs: Iterable[str], layer_number: int, name: str) -> frozens
     return frozenset(
         gemm
         for gemm in GEMM_OPERANDS
-        if any(fnmatchcase(f"{site_path(layer_number, name)}.{gemm}", pattern) for pattern in globs)
+        if any(matches(f"{site_path(layer_number, name)}.{gemm}", glob) for glob in globs)
     )
 
 
@@ -187,7 +220,7 @@ def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[Linea
         if gemm.quantized
     ]
     for glob in globs:
-        if not any(fnmatchcase(path, glob) for path in quantized):
+        if not any(matches(path, glob) for path in quantized):
             near = difflib.get_close_matches(glob, quantized, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"--rerun-in-bf16 {glob}: recipe {recipe.name} quantizes no GEMM of that name{hint}")

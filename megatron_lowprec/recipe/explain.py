@@ -7,6 +7,7 @@ from megatron_lowprec.recipe.coverage import (
     TensorRanks,
     gemms_in_bf16,
     kept_in_bf16,
+    numbering_notes,
     ranks_of,
     without_gemms,
 )
@@ -156,6 +157,7 @@ def explain(
         kept = "" if gemms_of else "  kept in the compute dtype"
         lines += [f"{_ranges(numbers)}: {name} [{i} -> {o}]{kept}" for (name, i, o), numbers in layers.items()]
         lines += gemms_of
-    lines += ["", *describe_training_state(recipe)]
+    lines += ["", *numbering_notes(recipe.keep_bf16.names, [site.path for site in sites])]
+    lines += describe_training_state(recipe)
     lines += ["never quantized: embeddings, norms, softmax, attention products, router, output layer"]
     return "\n".join(line for i, line in enumerate(lines) if line or i > 1)

@@ -68,6 +68,7 @@ def test_filter_and_keep_bf16() -> None:
         (KeepBf16(first_layers=1), [2, 3, 4]),
         (KeepBf16(last_layers=2), [1, 2]),
         (KeepBf16(first_layers=1, last_layers=1, names=("layers.2.*",)), [3]),
+        (KeepBf16(names=("decoder.layers.1.*",)), [1, 3, 4]),  # Megatron's module names count from 0
     ],
 )
 def test_layers_that_a_recipe_keeps(keep: KeepBf16, blocks: list[int]) -> None:

@@ -363,6 +363,7 @@ def test_a_spec_by_the_name_of_a_recipe() -> None:
 
 def test_a_spec_by_a_recipe_with_overrides() -> None:
     assert recipes_of_layers("mxfp8 keep_bf16.last_layers=1") == ["mxfp8+keep_bf16.last_layers=1", "bf16"]
+    assert recipes_of_layers('mxfp8 keep_bf16.names=["decoder.layers.1.*"]')[1] == "bf16"
 
 
 def test_a_spec_by_a_yaml_file(tmp_path: Path) -> None:

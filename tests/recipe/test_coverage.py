@@ -13,8 +13,10 @@ from megatron_lowprec.recipe.coverage import (
     check_fp8_gather,
     check_primary_weights,
     check_sizes,
+    gemms_in_bf16,
     keeps_all,
     kept_in_bf16,
+    numbering_notes,
     primary_weight_spec,
     unmatched_names,
     why_not_gathered,
@@ -71,6 +73,10 @@ def test_first_and_last_layers(first: int, last: int, numbers: set[int]) -> None
         ("layers.[13].mlp.linear_fc2", ["layers.1.mlp.linear_fc2", "layers.3.mlp.linear_fc2"]),
         ("layers.?.mlp.LINEAR_FC2", []),  # case counts
         ("linear_proj", []),  # a glob is of the whole path
+        ("decoder.layers.1.mlp.*", ["layers.2.mlp.linear_fc1", "layers.2.mlp.linear_fc2"]),  # Megatron counts from 0
+        ("decoder.layers.*.linear_proj", [f"layers.{i}.self_attention.linear_proj" for i in (1, 2, 3, 4)]),
+        ("decoder.layers.3", []),  # a glob is of a linear layer
+        ("decoder.layers.[01].*", []),  # no single number to count on
     ],
 )
 def test_globs(glob: str, paths: list[str]) -> None:
@@ -88,6 +94,32 @@ def test_a_glob_without_effect_is_refused() -> None:
         UserError, match=r"'layers\.9\.\*', which matches no linear layer; layers are named like layers\.1"
     ):
         check_sizes(recipe, sites_of(4), 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("glob", "number"),
+    [
+        ("*layers.1.mlp.*", 1),
+        ("*.2.self_attention.linear_qkv", 2),
+        ("layers.1.*", None),
+        ("decoder.layers.1.*", None),
+        ("*.linear_proj", None),
+    ],
+)
+def test_a_glob_that_means_another_layer_to_megatron_is_named(glob: str, number: int | None) -> None:
+    """Megatron's module names count layers from 0, so that a pattern copied from there hits the layer before."""
+    recipe = replace(get_recipe("mxfp8"), keep_bf16=KeepBf16(names=(glob,)))
+    notes = numbering_notes(recipe.keep_bf16.names, [site.path for site in sites_of(4)])
+    assert len(notes) == (number is not None)
+    for note in notes:
+        assert note.startswith(f"{glob} matches layers.{number}.")
+        assert note.endswith(f"write decoder.layers.{number} or layers.{(number or 0) + 1}")
+        assert note in explain(recipe, sites_of(4), 4, "cpu")
+
+
+def test_gemms_of_a_layer_by_megatron_s_name() -> None:
+    assert gemms_in_bf16(["decoder.layers.0.mlp.linear_fc1.dgrad"], 1, "mlp.linear_fc1") == {"dgrad"}
+    assert gemms_in_bf16(["decoder.layers.0.mlp.linear_fc1.dgrad"], 2, "mlp.linear_fc1") == frozenset()
 
 
 @pytest.mark.parametrize("name", recipes())

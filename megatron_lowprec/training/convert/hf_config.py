@@ -11,7 +11,8 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
-from megatron_lowprec.training.models.common.interface import HuggingFace
+from megatron_lowprec.training.models.common.hf_options import absent, completed
+from megatron_lowprec.training.models.common.interface import HFConfig, HuggingFace
 
 _FORMS: Mapping[str, HuggingFace] = {
     form.config.MODEL_TYPE: form
@@ -52,23 +53,44 @@ def to_hf_config(config: Config, vocab_size: int, eod: int | None, dtype: str) -
 
 
 def from_hf_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a Config; ``resolve_model`` fills derived sizes.
+    """Options of a Config; ``resolve_model`` fills derived sizes. Missing keys have transformers' defaults.
 
     Raises:
-        UserError: an architecture without a Hugging Face form, or a variant that Megatron's layers do not support.
+        UserError: an architecture without a Hugging Face form, a quantized model, or a variant that Megatron's layers
+            do not support.
     """
-    kind = str(hf.get("model_type"))
-    if kind not in _FORMS:
-        raise UserError(f"config.json is of a {kind!r} model; {' and '.join(_FORMS)} can be read")
-    form = _FORMS[kind].config
-    _refuse_variants(hf, form.VARIANTS)
+    form = _form_of(hf)
+    for name in ("quantization_config", "compression_config"):
+        if hf.get(name):
+            method = hf[name].get("quant_method") if isinstance(hf[name], Mapping) else hf[name]
+            raise UserError(
+                f"config.json has {name} ({method}): its tensors are codes of a quantization, which are not read; "
+                "save the model dequantized, in bf16, without that entry"
+            )
+    given = {form.ALIASES.get(name, name): value for name, value in hf.items()}
+    for name, allowed in form.VARIANTS.items():
+        if given.get(name, allowed[0]) not in allowed:
+            raise UserError(
+                f"config.json has {name} {given[name]!r}, which these layers do not have: it must be {allowed[0]!r}"
+            )
     return {name: value for name, value in form.OPTIONS.items() if value is not None} | form.from_config(hf)
 
 
-def _refuse_variants(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, ...]]) -> None:
-    """Reject values of config.json that are not among those of ``variants``."""
-    for name, allowed in variants.items():
-        if hf.get(name, allowed[0]) not in allowed:
-            raise UserError(
-                f"config.json has {name} {hf[name]!r}, which these layers have not: it must be {allowed[0]!r}"
-            )
+def vocabulary_of(hf: Mapping[str, Any]) -> int:
+    """Rows of the embedding."""
+    form = _form_of(hf)
+    rows: int = completed(hf, form.DEFAULTS, form.ALIASES)["vocab_size"]
+    return rows
+
+
+def defaults_taken(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that config.json lacks, with transformers' defaults."""
+    form = _form_of(hf)
+    return absent(hf, form.DEFAULTS, form.ALIASES)
+
+
+def _form_of(hf: Mapping[str, Any]) -> HFConfig:
+    kind = str(hf.get("model_type"))
+    if kind not in _FORMS:
+        raise UserError(f"config.json is of a {kind!r} model; {' and '.join(_FORMS)} can be read")
+    return _FORMS[kind].config

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.data.tokenizer import END_OF_TEXT
+from megatron_lowprec.training.data.tokenizer import END_OF_TEXT, json_object, named_end_tokens
 
 
 def write_tokenizer(config: Config, folder: Path) -> list[str]:
@@ -20,16 +21,22 @@ def write_tokenizer(config: Config, folder: Path) -> list[str]:
     if config.tokenizer_type == "HuggingFaceTokenizer":
         assert config.tokenizer_model is not None, "resolve() asks for it"
         source = Path(config.tokenizer_model)
-        files = [source] if source.is_file() else [source / name for name in _HF_FILES if (source / name).is_file()]
-        beside = source.parent / "tokenizer_config.json"
-        files += [beside] if source.is_file() and beside.is_file() else []
-        for file in files:
-            shutil.copyfile(file, folder / ("tokenizer.json" if file == source else file.name))
-        return ["tokenizer.json" if file == source else file.name for file in files]
+        files = {"tokenizer.json": source / "tokenizer.json" if source.is_dir() else source}
+        beside = _OF_A_TOKENIZER if source.is_dir() else _NAMES_OF_TOKENS
+        files |= {name: files["tokenizer.json"].with_name(name) for name in beside}
+        written = {name: file for name, file in files.items() if file.is_file()}
+        for name, file in written.items():
+            shutil.copyfile(file, folder / name)
+        return [*written]
     return []
 
 
-_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+_NAMES_OF_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
+_OF_A_TOKENIZER = (
+    *_NAMES_OF_TOKENS,
+    *("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "chat_template.jinja"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
 
 
 def sized_context(config: Config) -> int:
@@ -56,10 +63,62 @@ def _write_gpt2(vocab: Path, merges: Path, context: int, folder: Path) -> list[s
 
 
 def tokenizer_options(folder: Path) -> dict[str, Any]:
-    """Options for the tokenizer in a Hugging Face model's folder; empty if there is none."""
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if vocab.is_file() and merges.is_file() and END_OF_TEXT in json.loads(vocab.read_text(encoding="utf-8")):
-        return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
-    if (folder / "tokenizer.json").is_file():
-        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
-    return {}
+    """Options for the tokenizer in a Hugging Face model's folder: that of tokenizer.json, else GPT-2's two files.
+
+    A tokenizer.json of GPT-2's own tokenizer is named by these files, as a corpus prepared with them is.
+    Empty for a folder without any file of a tokenizer.
+
+    Raises:
+        UserError: files of a tokenizer that these options cannot describe.
+    """
+    vocab, merges, whole = (folder / name for name in ("vocab.json", "merges.txt", "tokenizer.json"))
+    gpt2 = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
+    found = [name for name in _OF_A_TOKENIZER if (folder / name).is_file()]
+    reason = _not_gpt2(folder)
+    if whole.is_file():
+        hugging_face = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+        return gpt2 if reason is None and _is_of(whole, vocab, merges) else hugging_face
+    if found and reason is not None:
+        raise UserError(
+            f"{folder} has {', '.join(found)} but no tokenizer.json, and {reason}: write one there with transformers' "
+            "AutoTokenizer, from_pretrained and then save_pretrained"
+        )
+    return gpt2 if found else {}
+
+
+def _not_gpt2(folder: Path) -> str | None:
+    """Why vocab.json and merges.txt are not known to be those of GPT-2's tokenizer, None if they are."""
+    for name in ("vocab.json", "merges.txt"):
+        if not (folder / name).is_file():
+            return f"GPT-2's would have {name}"
+    about = json_object(folder / "tokenizer_config.json")
+    kind = about.get("tokenizer_class") or json_object(folder / "config.json").get("model_type")
+    if kind not in ("GPT2Tokenizer", "GPT2TokenizerFast", "gpt2"):
+        return f"how a {kind} tokenizer splits text is not in these files"
+    if about.get("add_prefix_space"):
+        return "it adds a space in front of a text, which GPT2BPETokenizer does not"
+    for name, token in named_end_tokens(folder):
+        if token != END_OF_TEXT:
+            return f"{name} names eos_token {token!r}, which is not GPT2BPETokenizer's {END_OF_TEXT}"
+    return None
+
+
+def _is_of(whole: Path, vocab: Path, merges: Path) -> bool:
+    """Whether a tokenizer.json gives the ids of GPT2BPETokenizer with these two files."""
+    from tokenizers import Tokenizer, models
+
+    try:
+        theirs = json.loads(Tokenizer.from_file(str(whole)).to_str())
+        model = json.loads(Tokenizer(models.BPE.from_file(str(vocab), str(merges))).to_str())["model"]
+    except Exception:  # noqa: BLE001 - the library raises bare Exception; the tokenizer's own reader names the fault
+        return False
+    split = theirs["pre_tokenizer"] or {}
+    plain = split.get("type") == "ByteLevel" and split.get("use_regex", True) and not split.get("add_prefix_space")
+    changes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    return (
+        plain
+        and theirs["normalizer"] is None
+        and not any(theirs["model"].get(name) for name in changes)
+        and all(theirs["model"].get(name) == model[name] for name in ("type", "vocab", "merges"))
+        and {token["content"] for token in theirs["added_tokens"]} <= {END_OF_TEXT}
+    )

@@ -9,7 +9,7 @@ import torch
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.convert.hf_config import hf_form
-from megatron_lowprec.training.convert.names import Weights
+from megatron_lowprec.training.convert.names import Weights, check_values
 from megatron_lowprec.training.models.common.interface import TensorMap
 
 
@@ -17,7 +17,7 @@ def to_hf_weights(config: Config, weights: Weights, vocab_size: int, dtype: torc
     """Tensors of model.safetensors in ``dtype``, without padding rows of the vocabulary.
 
     Raises:
-        UserError: a missing weight, or one without a counterpart.
+        UserError: a missing weight, one without a counterpart, or values that are not finite in ``dtype``.
     """
     maps, rest, found = _tensor_maps(config), dict(weights), Weights()
     for entry in maps:
@@ -29,19 +29,32 @@ def to_hf_weights(config: Config, weights: Weights, vocab_size: int, dtype: torc
         raise UserError(f"the checkpoint has weights that have no place: {', '.join(sorted(rest)[:5])}")
     for name in _of_vocabulary(maps):
         found[name] = found[name][:vocab_size]
+    check_values(found, f"the checkpoint in {str(dtype).removeprefix('torch.')}")
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], rows: int) -> Weights:
-    """The inverse of ``to_hf_weights``; the vocabulary is padded to ``rows`` by ``pad_rows``.
+def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], vocab_size: int, rows: int) -> Weights:
+    """The inverse of ``to_hf_weights``, in fp32; the vocabulary is padded to ``rows`` by ``pad_rows``.
+
+    Args:
+        vocab_size: rows of the vocabulary in the files.
 
     Raises:
-        UserError: a missing tensor, or one without a counterpart.
+        UserError: a missing tensor, one without a counterpart, of another dtype or size, or not finite.
     """
     maps, known_name = _tensor_maps(config), hf_form(config).weights.known_name
     rest = {known: tensor for name, tensor in tensors.items() if (known := known_name(name)) is not None}
-    if not config.untie_embeddings_and_output_weights:
-        rest.pop("lm_head.weight", None)  # some files repeat the embedding
+    check_values(rest, "the safetensors")
+    rest = {name: tensor.float() for name, tensor in rest.items()}
+    for name in _of_vocabulary(maps) & rest.keys():
+        if len(rest[name]) != vocab_size:
+            raise UserError(f"{name} has {len(rest[name])} rows, and config.json has vocab_size {vocab_size}")
+    if not config.untie_embeddings_and_output_weights and "lm_head.weight" in rest:  # some files repeat the embedding
+        head, (embedding,) = rest.pop("lm_head.weight"), _of_vocabulary(maps)
+        if embedding in rest and not torch.equal(head, rest[embedding]):
+            raise UserError(
+                f"config.json has tie_word_embeddings true, but lm_head.weight is not {embedding}: set it to false"
+            )
     for name in _of_vocabulary(maps) & rest.keys():
         rest[name] = pad_rows(rest[name], rows)
     found = Weights()
@@ -53,6 +66,13 @@ def from_hf_weights(config: Config, tensors: Mapping[str, torch.Tensor], rows: i
     if rest:
         raise UserError(f"the safetensors have tensors that have no place: {', '.join(sorted(rest)[:5])}")
     return found
+
+
+def is_bf16(config: Config, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a file has its weights in bf16, except those that have a dtype of their own."""
+    theirs = {name for entry in _tensor_maps(config) if not entry.keeps_dtype for name in entry.theirs}
+    known_name = hf_form(config).weights.known_name
+    return all(tensor.dtype == torch.bfloat16 for name, tensor in tensors.items() if known_name(name) in theirs)
 
 
 def pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

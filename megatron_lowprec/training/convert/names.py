@@ -12,8 +12,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from megatron_lowprec.errors import UserError
+
 Weights = dict[str, torch.Tensor]
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PREFIXES = ("embedding.", "decoder.", "output_layer.")
 _NORMS = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
@@ -26,6 +29,21 @@ _EXPERTS = ".mlp.experts.experts."
 def is_weight(name: str) -> bool:
     """Whether a checkpoint's entry is a weight of the model, not optimizer state, amax history or extra state."""
     return name.startswith(_PREFIXES) and ".amax." not in name and "_extra_state" not in name
+
+
+def check_values(weights: Mapping[str, torch.Tensor], where: str) -> None:
+    """Reject weights that are codes of a quantization, or not finite.
+
+    Raises:
+        UserError: with the first such tensor.
+    """
+    for name, tensor in weights.items():
+        if tensor.dtype not in _DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"{where}: {name} is {dtype}; weights must be values in bfloat16, float16 or float32")
+        count = tensor.numel() - int(tensor.isfinite().sum())
+        if count:
+            raise UserError(f"{where}: {name} has {count:,} NaN or Inf among {tensor.numel():,} values")
 
 
 def canonical(found: Mapping[str, torch.Tensor]) -> Weights:

@@ -18,8 +18,10 @@ import torch
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.checkpoint.storage import TRACKER, iteration_folder
+from megatron_lowprec.training.config.arguments import KINDS
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.convert.names import Weights, canonical, is_weight
+from megatron_lowprec.training.convert.names import Weights, canonical, check_values, is_weight
+from megatron_lowprec.training.convert.stock_fields import RENAMED, check_fields, refused
 from megatron_lowprec.training.convert.store import read_weights
 from megatron_lowprec.training.models.architectures import model_options
 
@@ -27,17 +29,6 @@ _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(_\d{3})?$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _COLUMN = ("linear_qkv.", "linear_fc1.", "word_embeddings.", "output_layer.")  # sharded in dimension 0, as are biases
 _ROW = ("linear_proj.weight", "linear_fc2.weight")  # sharded in dimension 1
-_REFUSED = (  # options that change the meaning of weights, with the supported value
-    ("qk_layernorm", False),
-    ("multi_latent_attention", False),
-    ("apply_residual_connection_post_layernorm", False),
-    ("rotary_interleaved", False),
-    ("rotary_seq_len_interpolation_factor", None),
-    ("use_rope_scaling", False),
-    ("moe_shared_expert_intermediate_size", None),
-    ("openai_gelu", False),
-    ("quick_geglu", False),
-)
 
 
 @dataclass(frozen=True)
@@ -81,8 +72,10 @@ def _read(folder: Path, trust: bool) -> Stock:
         raise UserError(f"{folder}: holds no args of Megatron-LM, which say what model it is")
     if not getattr(args, "untie_embeddings_and_output_weights", False):
         weights.pop("output_layer.weight", None)  # the last stage's copy of the embedding
-    if getattr(args, "apply_layernorm_1p", False):  # norm weights are stored minus 1
+    # Norm weights are stored minus 1; the flag's name is the field's from release 0.16 on.
+    if getattr(args, "apply_layernorm_1p", False) or getattr(args, "layernorm_zero_centered_gamma", False):
         weights = {n: t + 1 if _is_norm(n) else t for n, t in weights.items()}
+    check_values(weights, str(folder))
     return Stock(folder, args, weights)
 
 
@@ -92,12 +85,7 @@ def options(args: Namespace) -> dict[str, Any]:
     Raises:
         UserError: an option that these layers do not support.
     """
-    for name, allowed in _REFUSED:
-        found = getattr(args, name, allowed)
-        if found != allowed:
-            raise UserError(
-                f"the checkpoint's model has --{name.replace('_', '-')} {found}, which these layers have not"
-            )
+    check_fields(args)
     biases = getattr(args, "add_bias_linear", True)
     plain_gelu = not (getattr(args, "swiglu", False) or getattr(args, "squared_relu", False))
     if plain_gelu and biases and not getattr(args, "bias_gelu_fusion", True):
@@ -105,9 +93,15 @@ def options(args: Namespace) -> dict[str, Any]:
             "the checkpoint's model has exact GELU (--no-bias-gelu-fusion); these layers have its tanh form"
         )
     # Same names in Megatron-LM's args and here; options of other architectures have meaningless defaults.
-    given = {name: value for name, value in vars(args).items() if name in Config.__dataclass_fields__}
-    names = model_options(Config(**given))
-    found = {name: given[name] for name in names if given.get(name) is not None}
+    given = {RENAMED.get(name, name): value for name, value in vars(args).items() if value is not None}
+    given = {name: value for name, value in given.items() if name in Config.__dataclass_fields__}
+    if "moe_layer_freq" in given:
+        given["moe_layer_freq"] = str(given["moe_layer_freq"])  # a number, or the list of a pattern
+    found = {name: given[name] for name in model_options(Config(**given)) if name in given}
+    for name, value in found.items():
+        choices = KINDS[name].choices
+        if choices is not None and value not in choices:
+            raise refused(name, value)
     if not found.get("group_query_attention", False):
         found.pop("num_query_groups", None)
     return found | {"disable_bias_linear": not biases, "bf16": bool(getattr(args, "bf16", False))}

@@ -55,6 +55,19 @@ def read_weights(folder: Path, trust: bool = False) -> Weights:
     return canonical(found)
 
 
+def check_vocabulary(tokenizer: Tokenizer, rows: int, what: str) -> None:
+    """Reject a tokenizer with ids beyond the ``rows`` of a model's vocabulary; ``what`` names them.
+
+    Raises:
+        UserError: with both sizes.
+    """
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the {tokenizer.type_name} has {tokenizer.vocab_size:,} ids, and {what} {rows:,}: give the tokenizer that "
+            "the model was trained with"
+        )
+
+
 def write_checkpoint(folder: Path, config: Config, weights: Weights, source: str, tokenizer: Tokenizer | None) -> Path:
     """Write a weights-only checkpoint at iteration 0, for --load with --finetune, from a single process.
 

@@ -8,9 +8,9 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
 
@@ -24,27 +24,30 @@ if TYPE_CHECKING:
 TOKENIZER_TYPES = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 END_OF_TEXT = "<|endoftext|>"
 
-# Tried in this order for a tokenizer.json without a tokenizer_config.json that names its eos_token.
-_COMMON_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-
 
 class Tokenizer(ABC):
     """Text to token ids and back.
 
     ``vocab_size`` counts ids, including ``eod``: every id lies in ``[0, vocab_size)``. ``fingerprint`` is 16 hex digits
-    that depend only on the type and the vocabulary's content, not on the location of its files.
+    that depend only on the type and the vocabulary's content, not on the location of its files. ``eod_source`` says
+    where ``eod`` is from.
     """
 
-    def __init__(self, type_name: str, vocab_size: int, eod: int, content: bytes) -> None:
+    def __init__(self, type_name: str, vocab_size: int, eod: int, eod_source: str, content: bytes) -> None:
         self.type_name = type_name
         self.vocab_size = vocab_size
         self.eod = eod
+        self.eod_source = eod_source
         self.fingerprint = hashlib.sha256(type_name.encode() + b"\0" + content).hexdigest()[:16]
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, str]":
         """Key of a dataset's cached index in ``megatron.core``."""
         return OrderedDict(type=self.type_name, vocab_size=str(self.vocab_size), fingerprint=self.fingerprint)
+
+    def __str__(self) -> str:
+        end = f"id {self.eod}, {self.detokenize([self.eod])!r}, by {self.eod_source}"
+        return f"{self.type_name} of {self.vocab_size:,} ids; end of a document: {end}"
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -66,14 +69,17 @@ class Tokenizer(ABC):
 class _BackendTokenizer(Tokenizer):
     """A tokenizer run by the ``tokenizers`` library; picklable."""
 
-    def __init__(self, type_name: str, backend: "BackendTokenizer", end_token: str, content: bytes) -> None:
+    def __init__(
+        self, type_name: str, backend: "BackendTokenizer", end_token: str, end_source: str, content: bytes
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         # Despite its name this treats special tokens in a document as ordinary text.
         backend.encode_special_tokens = True
         # Ids may have gaps, so the number of entries does not determine the embedding's size.
         ids = backend.get_vocab(with_added_tokens=True)
-        super().__init__(type_name, max(ids.values()) + 1, ids[end_token], end_token.encode() + b"\0" + content)
+        content = end_token.encode() + b"\0" + content
+        super().__init__(type_name, max(ids.values()) + 1, ids[end_token], end_source, content)
         self._backend = backend
 
     def tokenize(self, text: str) -> list[int]:
@@ -89,7 +95,7 @@ class NullTokenizer(Tokenizer):
     """Token ids as decimal numbers separated by spaces; ids ``0 .. size - 1`` and ``eod = size``, as in Megatron."""
 
     def __init__(self, size: int) -> None:
-        super().__init__("NullTokenizer", vocab_size=size + 1, eod=size, content=str(size).encode())
+        super().__init__("NullTokenizer", size + 1, size, "definition", str(size).encode())
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -116,11 +122,13 @@ def build_tokenizer(
     """The tokenizer that Megatron's flags describe.
 
     ``GPT2BPETokenizer`` needs ``vocab_file`` and ``merge_file`` (byte-level BPE without a prefix space; the entry
-    ``<|endoftext|>`` is eod), ``HuggingFaceTokenizer`` a ``tokenizer_model`` (a tokenizer.json or its folder),
-    ``NullTokenizer`` a ``vocab_size``. For the first two ``vocab_size`` is only checked against the files.
+    ``<|endoftext|>`` is eod), ``HuggingFaceTokenizer`` a ``tokenizer_model`` (a tokenizer.json or its folder; eod is the
+    eos_token of the files beside it), ``NullTokenizer`` a ``vocab_size``. For the first two ``vocab_size`` is only
+    checked against the files.
 
     Raises:
-        UserError: unknown type, missing argument, missing or unreadable file, no end token, or another vocabulary size.
+        UserError: unknown type, missing argument, missing or unreadable file, no file that names an end token, or
+            another vocabulary size.
     """
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
@@ -189,7 +197,7 @@ def _gpt2_bpe(vocab_file: Path, merge_file: Path) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     content = vocab_file.read_bytes() + b"\0" + merge_file.read_bytes()
-    return _BackendTokenizer("GPT2BPETokenizer", backend, END_OF_TEXT, content)
+    return _BackendTokenizer("GPT2BPETokenizer", backend, END_OF_TEXT, vocab_file.name, content)
 
 
 def _hugging_face(path: Path) -> Tokenizer:
@@ -203,26 +211,55 @@ def _hugging_face(path: Path) -> Tokenizer:
         backend = Backend.from_buffer(content)
     except Exception as error:  # noqa: BLE001 - as above
         raise UserError(f"--tokenizer-model {file} is not a tokenizer.json: {_one_line(error)}") from None
-    return _BackendTokenizer("HuggingFaceTokenizer", backend, _end_token(file, backend), content)
+    return _BackendTokenizer("HuggingFaceTokenizer", backend, *_end_token(file, backend), content)
 
 
-def _end_token(file: Path, backend: "BackendTokenizer") -> str:
-    """The eos_token in tokenizer_config.json beside ``file``, else the first common one in the vocabulary."""
-    config_file = file.with_name("tokenizer_config.json")
-    if config_file.is_file():
-        try:
-            named = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{config_file} is not a tokenizer configuration: {_one_line(error)}") from None
+def _end_token(file: Path, backend: "BackendTokenizer") -> tuple[str, str]:
+    """The end-of-text token of a tokenizer.json, and the file beside it that names the token."""
+    for name, token in named_end_tokens(file.parent):
+        if backend.token_to_id(token) is None:
+            raise UserError(f"{file.with_name(name)} names eos_token {token!r}, which {file.name} does not have")
+        return token, name
+    several = ""
+    for name in ("config.json", "generation_config.json"):
+        ids = json_object(file.with_name(name)).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if len(ids) > 1:
+            several = f" ({name} has several, {ids})"
+        if len(ids) == 1:
+            found = backend.id_to_token(ids[0]) if type(ids[0]) is int and 0 <= ids[0] < 2**31 else None
+            if found is None:
+                raise UserError(f"{file.with_name(name)} names eos_token_id {ids[0]}, which {file.name} does not have")
+            return found, name
+    raise UserError(
+        f"no file beside {file} names its end-of-text token{several}: name it as eos_token in tokenizer_config.json there"
+    )
+
+
+def named_end_tokens(folder: Path) -> Iterator[tuple[str, str]]:
+    """Files of a tokenizer's folder that name its eos_token, with the token; the first one decides."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        named = json_object(folder / name).get("eos_token")
         token = named.get("content") if isinstance(named, dict) else named
-        if token is not None:
-            if backend.token_to_id(token) is None:
-                raise UserError(f"{config_file} names eos_token {token!r}, which {file.name} does not have")
-            return str(token)
-    for candidate in _COMMON_END_TOKENS:
-        if backend.token_to_id(candidate) is not None:
-            return candidate
-    raise UserError(f"{file} has no end-of-text token known here; name it as eos_token in {config_file.name} beside it")
+        if isinstance(token, str):
+            yield name, token
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """Content of a Hugging Face folder's JSON file, empty without the file.
+
+    Raises:
+        UserError: no object, or not readable.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read as JSON: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds a {type(content).__name__}, not an object")
+    return content
 
 
 def _one_line(error: Exception) -> str:

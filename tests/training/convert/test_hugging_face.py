@@ -245,32 +245,6 @@ def test_config_json_survives(kind: str) -> None:
     assert back == config
 
 
-MIXTRAL_JSON: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_size": 256,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 64,
-}
-
-
-@pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"rope_type": "default"}}], ids=["flat", "nested"])
-def test_what_a_mixtral_leaves_out_has_mixtral_s_defaults(rope: dict[str, Any]) -> None:
-    """Of transformers' MixtralConfig; Llama's are rope_theta 10000, rms_norm_eps 1e-6 and a key for each query."""
-    options = from_hf_config({**MIXTRAL_JSON, **rope})
-    found = {name: options[name] for name in ("rotary_base", "norm_epsilon", "num_query_groups")}
-    assert found == {"rotary_base": 1_000_000, "norm_epsilon": 1e-5, "num_query_groups": 8}
-    assert (options["num_experts"], options["moe_router_topk"]) == (8, 2)
-    given = from_hf_config({**MIXTRAL_JSON, "rope_theta": 500.0, "num_key_value_heads": None})
-    assert (given["rotary_base"], given["num_query_groups"]) == (500, 16)
-
-
-def test_a_mixtral_of_one_expert_a_token_is_refused() -> None:
-    with pytest.raises(UserError, match=r"config\.json has num_experts_per_tok 1"):
-        from_hf_config({**MIXTRAL_JSON, "num_experts_per_tok": 1})
-
-
 def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_hf.main(["--load", "nowhere", "--save", "back"]) == 2
     assert "no config.json there" in capsys.readouterr().err
@@ -285,13 +259,25 @@ def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -
     for change, words in (
         ("transformer.h.1.ln_1.bias", "have no transformer.h.1.ln_1.bias"),
         ("more", "have no place: transformer.more"),
+        ("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.weight has 1 NaN or Inf among"),
     ):
         shutil.rmtree("broken", ignore_errors=True)
         shutil.copytree("hf", "broken")
-        other = {name: tensor for name, tensor in tensors.items() if name != change}
-        save_file(other if change in tensors else tensors | {change: torch.ones(1)}, "broken/model.safetensors")
+        changed = {name: tensor.clone() for name, tensor in tensors.items()}
+        if "NaN" in words:
+            changed[change][0, 0] = torch.nan
+        elif change in tensors:
+            del changed[change]
+        else:
+            changed[change] = torch.ones(1)
+        save_file(changed, "broken/model.safetensors")
         assert import_hf.main(["--load", "broken", "--save", "back"]) == 2
         assert words in capsys.readouterr().err
+    assert not Path("back").exists()
+    for index in ("{", "[]", "{}", '{"weight_map": {"a": "../a"}}', '{"weight_map": {"a": 1}}'):
+        Path("broken/model.safetensors.index.json").write_text(index)
+        assert import_hf.main(["--load", "broken", "--save", "back"]) == 2
+        assert "model.safetensors.index.json" in capsys.readouterr().err
     assert import_hf.main(["--load", "hf", "--save", "out"]) == 2
     assert "has checkpoints already" in capsys.readouterr().err
 

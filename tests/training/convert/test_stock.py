@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import parse
+from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
-from megatron_lowprec.training.convert import stock
+from megatron_lowprec.training.convert import stock, stock_fields
 from megatron_lowprec.training.convert.names import canonical
 from megatron_lowprec.training.distributed import startup
 from tests.training.conftest import Drive
@@ -153,6 +155,11 @@ def test_norms_stored_less_one(drive: Drive) -> None:
     write_ranks(Path("less"), args, {"mp_rank_00": {"model": less}})
     assert import_megatron.main(["--load", "less/iter_0000007", "--save", "ours", "--vocab-size", "200"]) == 0
     torch.testing.assert_close(our_logits("ours"), logits, rtol=1e-4, atol=1e-4)
+    del args.apply_layernorm_1p
+    args.layernorm_zero_centered_gamma = True  # its name from release 0.16 on
+    write_ranks(Path("newer"), args, {"mp_rank_00": {"model": less}})
+    again, before = stock.read("newer").weights, stock.read("less").weights
+    assert all(torch.equal(again[name], before[name]) for name in norms)
 
 
 def test_stacked_and_numbered_layers_are_one_thing() -> None:
@@ -165,19 +172,70 @@ def test_stacked_and_numbered_layers_are_one_thing() -> None:
     assert torch.equal(experts["decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"], stacked[1, 2])
 
 
+ARGS: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "seq_length": 8}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"qk_layernorm": True}, "--qk-layernorm True"),
-        ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"bias_gelu_fusion": False}, "exact GELU"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "--rotary-seq-len-interpolation-factor 2"),
+        ({"use_rope_scaling": True}, "--use-rope-scaling True"),
+        ({"yaml_cfg": "model.yaml"}, "--yaml-cfg model.yaml"),  # its model is not in the args
+        ({"spec": ["forks.layers", "spec"]}, "--spec forks.layers spec"),
+        ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type sinkhorn"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "--moe-router-load-balancing-type sinkhorn"),
+        ({"num_experts": 4, "moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function sqrtsoftplus"),
     ],
 )
 def test_other_layers_are_refused(change: dict[str, Any], words: str) -> None:
-    args = Namespace(num_layers=2, hidden_size=64, num_attention_heads=2, seq_length=8)
-    assert stock.options(args)["disable_bias_linear"] is False
+    assert stock.options(Namespace(**ARGS))["disable_bias_linear"] is False
     with pytest.raises(UserError, match=words):
-        stock.options(Namespace(**{**vars(args), **change}))
+        stock.options(Namespace(**ARGS | change))
+
+
+def test_every_field_of_megatron_core_is_classified() -> None:
+    """Each is represented, refused off its default or harmless; a table's default is Megatron-core's."""
+    from megatron.core.transformer import TransformerConfig
+
+    fields = TransformerConfig.__dataclass_fields__
+    tables = (stock_fields.REPRESENTED, stock_fields.HARMLESS, stock_fields.REFUSED.keys())
+    assert [name for name in fields if sum(name in table for table in tables) != 1] == []
+    known = {name: allowed for name, allowed in stock_fields.REFUSED.items() if name in fields}
+    assert {name: fields[name].default for name in known} == known
+
+
+@pytest.mark.parametrize("name", stock_fields.REFUSED)
+def test_a_field_that_no_layer_here_has_is_refused_off_its_default(name: str) -> None:
+    allowed = stock_fields.REFUSED[name]
+    stock.options(Namespace(**ARGS, **{name: allowed}))
+    for other in (0.5, [1, 0], "another"):
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} .*, which these layers do not have"):
+            stock.options(Namespace(**ARGS, **{name: other}))
+
+
+def test_a_field_of_a_newer_release_is_refused_off_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import transformer
+
+    newer = make_dataclass(
+        "TransformerConfig",
+        [("logit_cap", float, field(default=0.0)), ("caps", list, field(default_factory=list))],
+        bases=(transformer.TransformerConfig,),
+    )
+    monkeypatch.setattr(transformer, "TransformerConfig", newer)
+    assert stock.options(Namespace(**ARGS)) == stock.options(Namespace(**ARGS, logit_cap=0.0, caps=[]))
+    with pytest.raises(UserError, match=r"--logit-cap 30\.0"):
+        stock.options(Namespace(**ARGS, logit_cap=30.0))
+
+
+def test_names_of_every_release_are_read() -> None:
+    """From 0.16 on the args of Megatron-LM have the names of Megatron-core's fields."""
+    assert stock.options(Namespace(**ARGS, norm_epsilon=1e-6))["norm_epsilon"] == 1e-6
+    assert stock.options(Namespace(**ARGS, layernorm_epsilon=1e-6))["norm_epsilon"] == 1e-6
+    experts = {"num_experts": 4, "moe_layer_freq": [0, 1], "disable_bias_linear": True}
+    config = resolve_model(Config(**stock.options(Namespace(**ARGS, **experts))))
+    assert config.moe_layer_freq == "[0,1]"
 
 
 def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +250,12 @@ def test_errors_are_one_line(drive: Drive, capsys: pytest.CaptureFixture[str]) -
     assert "some are missing" in capsys.readouterr().err
     write_ranks(Path("small"), args, {"mp_rank_00": {"model": weights}})
     assert import_megatron.main(["--load", "small", "--save", "ours", "--vocab-size", "300"]) == 2
-    assert "301 ids, but the checkpoint's embedding 256 rows" in capsys.readouterr().err
+    assert "has 301 ids, and the rows of the checkpoint's embedding are 256" in capsys.readouterr().err
+    damaged = {name: tensor.clone() for name, tensor in weights.items()}
+    damaged["decoder.layers.1.mlp.linear_fc2.bias"][3] = torch.inf
+    write_ranks(Path("damaged"), args, {"mp_rank_00": {"model": damaged}})
+    assert import_megatron.main(["--load", "damaged", *flags]) == 2
+    assert "decoder.layers.1.mlp.linear_fc2.bias has 1 NaN or Inf" in capsys.readouterr().err
     args.hidden_size = args.ffn_hidden_size = 32
     write_ranks(Path("other"), args, {"mp_rank_00": {"model": weights}})
     assert import_megatron.main(["--load", "other", *flags]) == 2

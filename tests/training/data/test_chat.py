@@ -97,6 +97,7 @@ def test_other_tokenizers_answer_as_a_model_would(
     backend = Backend(models.BPE({entry: i for i, entry in enumerate(entries)}, merges))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     prompt, answer = encode([("<|user|>\n?\n<|assistant|>\n", "Hi")], tokenizer)
     assert [entries[i] for i in answer] == [*expected, "</s>"]

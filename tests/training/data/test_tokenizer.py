@@ -50,6 +50,7 @@ def saved(tmp_path: Path, tiny: Tokenizer) -> Path:
     backend.encode_special_tokens = False
     backend.enable_truncation(4)
     backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     return tmp_path
 
 
@@ -82,23 +83,57 @@ def test_hugging_face_file_gives_the_ids_of_its_vocabulary(saved: Path, tiny: To
     assert same.detokenize(same.tokenize(text)) == text
 
 
-def test_hugging_face_end_token_is_the_configurations(saved: Path) -> None:
-    model = str(saved / "tokenizer.json")
-    (saved / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "!"}}))
-    assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=model).eod == 0
-    (saved / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}))
-    with pytest.raises(UserError, match=r"eos_token '<nowhere>'"):
-        build_tokenizer("HuggingFaceTokenizer", tokenizer_model=model)
+@pytest.mark.parametrize(
+    ("files", "eod", "source"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "!"}, "special_tokens_map.json": {"eos_token": '"'}}, 0, "tokenizer_"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "!"}}}, 0, "tokenizer_config.json"),
+        ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "!"}}, 0, "special_tokens_map.json"),
+        ({"special_tokens_map.json": {"eos_token": {"content": '"'}}}, 1, "special_tokens_map.json"),
+        ({"config.json": {"eos_token_id": 3}, "generation_config.json": {"eos_token_id": 4}}, 3, "config.json"),
+        ({"config.json": {"eos_token_id": [3, 4]}, "generation_config.json": {"eos_token_id": [4]}}, 4, "generation_"),
+    ],
+)
+def test_hugging_face_end_token_is_the_tokenizer_s_own(
+    saved: Path, files: dict[str, object], eod: int, source: str
+) -> None:
+    """Although the vocabulary has <|endoftext|>, another model's."""
+    (saved / "tokenizer_config.json").unlink()
+    for name, content in files.items():
+        (saved / name).write_text(json.dumps(content))
+    for model in (saved, saved / "tokenizer.json"):
+        tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(model))
+        assert tokenizer.eod == eod
+        assert tokenizer.eod_source.startswith(source)
+        assert str(tokenizer).startswith(f"HuggingFaceTokenizer of 512 ids; end of a document: id {eod}, ")
 
 
-def test_hugging_face_without_an_end_token_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
-    with pytest.raises(UserError, match=r"name it as eos_token in tokenizer_config\.json"):
-        build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "names its end-of-text token: name it as eos_token in tokenizer_config.json there"),
+        ({"config.json": {"eos_token_id": [3, 4]}}, "its end-of-text token (config.json has several, [3, 4])"),
+        ({"tokenizer_config.json": {"eos_token": "<nowhere>"}}, "eos_token '<nowhere>', which tokenizer.json does not"),
+        ({"config.json": {"eos_token_id": 512}}, "eos_token_id 512, which tokenizer.json does not"),
+        ({"config.json": {"eos_token_id": 2**70}}, "which tokenizer.json does not"),
+        ({"special_tokens_map.json": []}, "special_tokens_map.json holds a list, not an object"),
+    ],
+)
+def test_hugging_face_without_an_end_token_of_its_own_is_refused(
+    saved: Path, files: dict[str, object], words: str
+) -> None:
+    (saved / "tokenizer_config.json").unlink()
+    for name, content in files.items():
+        (saved / name).write_text(json.dumps(content))
+    with pytest.raises(UserError) as error:
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(saved))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_ids_with_gaps_fit_the_vocabulary_size(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0, "</s>": 9}, "merges": []}}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.eod) == (10, 9)
 

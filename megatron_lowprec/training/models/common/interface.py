@@ -111,6 +111,10 @@ class HFConfig(Protocol):
     """Option values that select a model of this architecture; the others are sizes."""
     VARIANTS: Mapping[str, tuple[Any, ...]]
     """Supported values of config.json; the first is the default."""
+    DEFAULTS: Mapping[str, Any]
+    """Keys of config.json that ``from_config`` reads, with the defaults of transformers' configuration class."""
+    ALIASES: Mapping[str, str]
+    """Second names that transformers takes -> keys of config.json."""
 
     def differing(self, config: Config) -> list[str]:
         """Options that differ from this architecture, as flags with values."""
@@ -119,10 +123,10 @@ class HFConfig(Protocol):
         """Entries of config.json besides those of every architecture."""
 
     def from_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a Config besides ``OPTIONS``.
+        """Options of a Config besides ``OPTIONS``; missing keys have ``DEFAULTS``.
 
         Raises:
-            UserError: a variant that these layers do not support.
+            UserError: a variant that these layers do not support, or a value of another type.
         """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.hf_options import differing_options
+from megatron_lowprec.training.models.common.hf_options import completed, differing_options, rotary_base
 from megatron_lowprec.training.models.moe.layer_pattern import layers_with_experts
 
 MODEL_TYPE, TITLE = "deepseek_v3", "DeepSeek-V3"
@@ -31,6 +31,39 @@ VARIANTS: Mapping[str, tuple[Any, ...]] = {
     "rope_interleave": (True,),
     "rms_norm_eps": (1e-6,),
     "num_nextn_predict_layers": (0,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": None,  # that of the heads; transformers' 128 is for its own 128 heads
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+ALIASES: Mapping[str, str] = {
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
 }
 _BEST_OF_A_GROUP = 2  # scores whose sum ranks a group
 
@@ -94,18 +127,22 @@ def to_config(config: Config) -> dict[str, Any]:
 
 
 def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a Config; ``resolve_model`` fills derived sizes."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"config.json has rope of type {kind!r}; only the plain one can be read")
+    """Options of a Config; ``resolve_model`` fills derived sizes.
+
+    Raises:
+        UserError: another number of keys and values than of queries.
+    """
+    hf = completed(hf, DEFAULTS, ALIASES)
+    heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
+    if groups not in (None, heads):
+        raise UserError(f"config.json has num_key_value_heads {groups}; latent attention has one for each of {heads}")
     dense, layers = hf["first_k_dense_replace"], hf["num_hidden_layers"]
-    grouped = hf.get("n_group", 1) > 1
+    grouped = hf["n_group"] > 1
     return {
         "num_layers": layers,
         "hidden_size": hf["hidden_size"],
-        "num_attention_heads": hf["num_attention_heads"],
-        "q_lora_rank": hf.get("q_lora_rank"),
+        "num_attention_heads": heads,
+        "q_lora_rank": hf["q_lora_rank"],
         "kv_lora_rank": hf["kv_lora_rank"],
         "qk_head_dim": hf["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
@@ -118,13 +155,13 @@ def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_router_num_groups": hf["n_group"] if grouped else None,
         "moe_router_group_topk": hf["topk_group"] if grouped else None,
-        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
+        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
         "moe_router_dtype": "fp32",
         "seq_length": hf["max_position_embeddings"],
         "max_position_embeddings": hf["max_position_embeddings"],
-        "rotary_base": int(rope.get("rope_theta", hf.get("rope_theta", 10000))),
+        "rotary_base": rotary_base(hf),
         "hidden_dropout": 0.0,
-        "attention_dropout": hf.get("attention_dropout", 0.0),
-        "init_method_std": hf.get("initializer_range", 0.02),
-        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
+        "attention_dropout": hf["attention_dropout"],
+        "init_method_std": hf["initializer_range"],
+        "untie_embeddings_and_output_weights": not hf["tie_word_embeddings"],
     }

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.hf_options import differing_options
+from megatron_lowprec.training.models.common.hf_options import completed, differing_options
 
 MODEL_TYPE, TITLE = "gpt2", "GPT-2"
 OPTIONS: Mapping[str, Any] = {
@@ -26,6 +27,26 @@ VARIANTS: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
+}
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+ALIASES: Mapping[str, str] = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
 }
 
 
@@ -57,17 +78,27 @@ def to_config(config: Config) -> dict[str, Any]:
 
 
 def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a Config; ``resolve_model`` fills derived sizes."""
+    """Options of a Config; ``resolve_model`` fills derived sizes.
+
+    Raises:
+        UserError: another dropout behind the embedding than in the residual branches.
+    """
+    hf = completed(hf, DEFAULTS, ALIASES)
+    if hf["embd_pdrop"] != hf["resid_pdrop"]:
+        raise UserError(
+            f"config.json has embd_pdrop {hf['embd_pdrop']} and resid_pdrop {hf['resid_pdrop']}, and --hidden-dropout "
+            "is both: give them one value there; they have no effect outside of training"
+        )
     return {
         "num_layers": hf["n_layer"],
         "hidden_size": hf["n_embd"],
         "num_attention_heads": hf["n_head"],
-        "ffn_hidden_size": hf.get("n_inner") or 4 * hf["n_embd"],
+        "ffn_hidden_size": hf["n_inner"] or 4 * hf["n_embd"],
         "seq_length": hf["n_positions"],
         "max_position_embeddings": hf["n_positions"],
-        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
-        "hidden_dropout": hf.get("resid_pdrop", 0.1),
-        "attention_dropout": hf.get("attn_pdrop", 0.1),
-        "init_method_std": hf.get("initializer_range", 0.02),
-        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", True),
+        "norm_epsilon": hf["layer_norm_epsilon"],
+        "hidden_dropout": hf["resid_pdrop"],
+        "attention_dropout": hf["attn_pdrop"],
+        "init_method_std": hf["initializer_range"],
+        "untie_embeddings_and_output_weights": not hf["tie_word_embeddings"],
     }

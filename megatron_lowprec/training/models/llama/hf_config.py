@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.hf_options import differing_options
+from megatron_lowprec.training.models.common.hf_options import completed, differing_options, rotary_base
 
 MODEL_TYPE, TITLE = "llama", "Llama"
 OPTIONS: Mapping[str, Any] = {
@@ -25,8 +24,23 @@ VARIANTS: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "rope_scaling": (None,),
 }
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+ALIASES: Mapping[str, str] = {}
 
 
 def differing(config: Config) -> list[str]:
@@ -57,26 +71,23 @@ def to_config(config: Config) -> dict[str, Any]:
 
 def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a Config; ``resolve_model`` fills derived sizes."""
-    # transformers 5 nests rope's options in a dictionary.
-    rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000)}
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(f"config.json has rope of type {rope['rope_type']!r}; only the plain one can be read")
+    hf = completed(hf, DEFAULTS, ALIASES)
     heads = hf["num_attention_heads"]
-    groups = hf.get("num_key_value_heads") or heads
+    groups = hf["num_key_value_heads"] or heads
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": heads,
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "kv_channels": hf["head_dim"],
         "ffn_hidden_size": hf["intermediate_size"],
         "seq_length": hf["max_position_embeddings"],
         "max_position_embeddings": hf["max_position_embeddings"],
-        "rotary_base": int(rope.get("rope_theta", 10000)),
-        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "rotary_base": rotary_base(hf),
+        "norm_epsilon": hf["rms_norm_eps"],
         "hidden_dropout": 0.0,
-        "attention_dropout": hf.get("attention_dropout", 0.0),
-        "init_method_std": hf.get("initializer_range", 0.02),
-        "untie_embeddings_and_output_weights": not hf.get("tie_word_embeddings", False),
+        "attention_dropout": hf["attention_dropout"],
+        "init_method_std": hf["initializer_range"],
+        "untie_embeddings_and_output_weights": not hf["tie_word_embeddings"],
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.models.common.hf_options import differing_options
+from megatron_lowprec.training.models.common.hf_options import completed, differing_options
 from megatron_lowprec.training.models.llama import hf_config as llama
 
 MODEL_TYPE, TITLE = "mixtral", "Mixtral"
@@ -23,16 +23,19 @@ VARIANTS: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "sliding_window": (None,),
     "router_jitter_noise": (0.0,),
-    "rope_scaling": (None,),
 }
 _NOT_MIXTRAL = ("attention_bias", "mlp_bias")
-_DEFAULTS: Mapping[str, Any] = {  # of transformers' MixtralConfig, where they are not Llama's
+DEFAULTS: Mapping[str, Any] = {
+    **llama.DEFAULTS,
+    "intermediate_size": 14336,
     "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+ALIASES: Mapping[str, str] = {"num_experts": "num_local_experts"}
 
 
 def differing(config: Config) -> list[str]:
@@ -66,9 +69,7 @@ def from_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: one expert a token, which Megatron-core does not weight by a softmax over the chosen ones.
     """
-    hf = {**_DEFAULTS, **hf}
-    # transformers 5 nests theta; a dictionary without it has the default
-    hf["rope_parameters"] = {"rope_theta": hf["rope_theta"], **(hf.get("rope_parameters") or {})}
+    hf = completed(hf, DEFAULTS, ALIASES)
     if hf["num_experts_per_tok"] == 1:
         raise UserError(
             "config.json has num_experts_per_tok 1, whose softmax over the chosen expert gives it the weight 1; "

@@ -1,0 +1,188 @@
+"""config.json to options: transformers' defaults for what it lacks, and an error for what no option represents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model
+from megatron_lowprec.training.convert.hf_config import defaults_taken, from_hf_config, vocabulary_of
+from megatron_lowprec.training.convert.hf_weights import from_hf_weights, is_bf16, to_hf_weights
+from megatron_lowprec.training.models.common.interface import HFConfig
+from megatron_lowprec.training.models.deepseek import hf_config as deepseek
+from megatron_lowprec.training.models.gpt2 import hf_config as gpt2
+from megatron_lowprec.training.models.llama import hf_config as llama
+from megatron_lowprec.training.models.moe import hf_config as mixtral
+
+FORMS: dict[str, HFConfig] = {"GPT2": gpt2, "Llama": llama, "Mixtral": mixtral, "DeepseekV3": deepseek}
+NOT_TRANSFORMERS = {
+    "num_nextn_predict_layers": "a file that lacks it has no such layers, or their tensors are refused",
+    "num_key_value_heads of deepseek_v3": "transformers' 128 is for its own 128 heads",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_missing_keys_have_transformers_defaults(name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    form, config = FORMS[name], getattr(transformers, f"{name}Config")()
+    variants = {key: allowed[0] for key, allowed in form.VARIANTS.items() if hasattr(config, key)}
+    for key, value in {**variants, **form.DEFAULTS}.items():
+        if not {key, f"{key} of {form.MODEL_TYPE}"} & NOT_TRANSFORMERS.keys():
+            theirs = config.rope_parameters[key] if key == "rope_theta" else config.to_dict()[key]
+            # transformers itself fills in the width of a head
+            assert theirs == value or (key in ("head_dim", "num_key_value_heads") and value is None), key
+    assert type(config).attribute_map == form.ALIASES
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_config_of_its_type_alone_is_that_of_transformers(name: str) -> None:
+    """Every key that is read has a default: none is a KeyError."""
+    form = FORMS[name]
+    needed: dict[str, Any] = {"model_type": form.MODEL_TYPE}
+    assert from_hf_config(needed) == from_hf_config(needed | {k: v for k, v in form.DEFAULTS.items() if v is not None})
+    assert vocabulary_of(needed) == form.DEFAULTS["vocab_size"]
+    resolve_model(Config(**from_hf_config(needed)))
+    taken = defaults_taken(needed | {"initializer_range": 0.1})
+    assert taken == {k: v for k, v in form.DEFAULTS.items() if v is not None and k != "initializer_range"}
+
+
+def test_second_names_of_keys_are_read() -> None:
+    """transformers sets n_head by num_attention_heads, so a default in its place would be another model."""
+    named = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 3, "max_position_embeddings": 32}
+    found = from_hf_config({"model_type": "gpt2", **named})
+    assert {key: found[key] for key in named if key != "num_hidden_layers"} | {"num_hidden_layers": 3} == named
+    assert defaults_taken({"model_type": "gpt2", **named}).keys().isdisjoint({"n_embd", "n_head", "n_layer"})
+    assert from_hf_config({"model_type": "mixtral", "num_experts": 4})["num_experts"] == 4
+
+
+MIXTRAL_JSON: dict[str, Any] = {"model_type": "mixtral", "num_attention_heads": 16}
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": {"rope_type": "default"}}], ids=["flat", "nested"])
+def test_what_a_mixtral_leaves_out_has_mixtral_s_defaults(rope: dict[str, Any]) -> None:
+    """Llama's are rope_theta 10000, rms_norm_eps 1e-6 and a key for each query."""
+    options = from_hf_config({**MIXTRAL_JSON, **rope})
+    found = {name: options[name] for name in ("rotary_base", "norm_epsilon", "num_query_groups")}
+    assert found == {"rotary_base": 1_000_000, "norm_epsilon": 1e-5, "num_query_groups": 8}
+    given = from_hf_config({**MIXTRAL_JSON, "rope_theta": 500.0, "num_key_value_heads": None})
+    assert (given["rotary_base"], given["num_query_groups"]) == (500, 16)
+
+
+def test_a_latent_of_queries_is_absent_only_by_null() -> None:
+    """transformers' own default is 1536, and its routing by groups 8, 4 and 2.5."""
+    found = from_hf_config({"model_type": "deepseek_v3"})
+    router = ("q_lora_rank", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor")
+    assert [found[name] for name in router] == [1536, 8, 4, 2.5]
+    assert from_hf_config({"model_type": "deepseek_v3", "q_lora_rank": None})["q_lora_rank"] is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("rope", "base"),
+    [
+        ({"rope_theta": 500}, 500),
+        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "default"}}, 500),
+        ({"rope_theta": 500.0, "rope_scaling": {"type": "default"}}, 500),
+        ({"rope_theta": 500.0, "rope_scaling": None, "partial_rotary_factor": 1.0}, 500),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 7}, 500),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 500.0}, "rope_parameters": {"rope_theta": 7}}, 500),
+    ],
+)
+def test_the_plain_rope_is_read_in_every_spelling(kind: str, rope: dict[str, Any], base: int) -> None:
+    assert from_hf_config({"model_type": kind, **rope})["rotary_base"] == base
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"model_type": "opt"}, "is of a 'opt' model"),
+        ({"rope_theta": 100.5}, "rope_theta 100.5; --rotary-base is a whole number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope of type 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope of type 'yarn'"),
+        ({"rope_scaling": [2.0]}, r"rope options [2.0]"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope options {'full_attention'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"attention_bias": True}, "attention_bias True, which these layers do not have: it must be False"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config (fp8)"),
+        ({"hidden_size": "768"}, "hidden_size '768'; it must be a whole number"),
+        ({"hidden_size": None}, "hidden_size None; it must be a whole number"),
+        ({"num_attention_heads": True}, "num_attention_heads True; it must be a whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan; it must be a finite number"),
+        ({"rope_theta": 10**400}, "it must be a finite number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings 1; it must be true or false"),
+        ({"model_type": "gpt2", "resid_pdrop": 0.2, "embd_pdrop": 0.0}, "embd_pdrop 0.0 and resid_pdrop 0.2"),
+        ({"model_type": "gpt2", "resid_pdrop": 0.2}, "embd_pdrop 0.1 and resid_pdrop 0.2"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window 4096"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1"),
+        ({"model_type": "deepseek_v3", "num_mtp_layers": 1}, "num_nextn_predict_layers 1"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 8}, "num_key_value_heads 8"),
+    ],
+)
+def test_what_no_option_represents_is_refused(about: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        from_hf_config({"model_type": "llama", **about})
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# ---- weights
+def tiny(**changes: Any) -> Config:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4}
+    return resolve_model(Config(**{**sizes, "untie_embeddings_and_output_weights": False, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"transformer.wte.weight": torch.ones(6, 8)}, "wte.weight has 6 rows, and config.json has vocab_size 5"),
+        ({"transformer.wte.weight": torch.ones(4, 8)}, "wte.weight has 4 rows, and config.json has vocab_size 5"),
+        ({"lm_head.weight": torch.zeros(5, 8)}, "lm_head.weight is not transformer.wte.weight"),
+        ({"transformer.ln_f.bias": torch.full((8,), torch.nan)}, "ln_f.bias has 8 NaN or Inf among 8 values"),
+        ({"ln_f.bias": torch.tensor([0.0, torch.inf])}, "transformer.ln_f.bias has 1 NaN or Inf among 2 values"),
+        (
+            {"transformer.ln_f.bias": torch.ones(8).to(torch.float8_e4m3fn)},
+            "ln_f.bias is float8_e4m3fn; weights must be values",
+        ),
+        ({"transformer.ln_f.bias": torch.ones(8, dtype=torch.int8)}, "ln_f.bias is int8"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused(change: dict[str, torch.Tensor], words: str) -> None:
+    tensors = {"transformer.wte.weight": torch.ones(5, 8), **change}
+    with pytest.raises(UserError) as error:
+        from_hf_weights(tiny(), tensors, 5, 5)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_values_beyond_the_written_dtype_are_refused() -> None:
+    """Half precision ends at 65504."""
+    config = tiny()
+    hf = {"transformer.wte.weight": torch.ones(5, 8), "transformer.wpe.weight": torch.ones(4, 8)}
+    for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
+        hf |= {f"transformer.{norm}.{part}": torch.ones(8) for part in ("weight", "bias")}
+    for name, width, out in (("attn.c_attn", 8, 24), ("attn.c_proj", 8, 8), ("mlp.c_fc", 8, 32), ("mlp.c_proj", 32, 8)):
+        hf |= {
+            f"transformer.h.0.{name}.weight": torch.ones(width, out),
+            f"transformer.h.0.{name}.bias": torch.ones(out),
+        }
+    weights = from_hf_weights(config, hf, 5, 5)
+    assert all(torch.equal(t, hf[name].half()) for name, t in to_hf_weights(config, weights, 5, torch.float16).items())
+    weights["decoder.final_layernorm.bias"][3] = 70000
+    with pytest.raises(UserError, match=r"in float16: transformer\.ln_f\.bias has 1 NaN or Inf among 8 values"):
+        to_hf_weights(config, weights, 5, torch.float16)
+
+
+def test_a_balancing_bias_in_fp32_leaves_the_model_bf16() -> None:
+    options = from_hf_config({"model_type": "deepseek_v3", "num_hidden_layers": 4})
+    bias, weight = "model.layers.3.mlp.gate.e_score_correction_bias", "model.layers.3.mlp.gate.weight"
+    config = resolve_model(Config(**options))
+    assert is_bf16(config, {bias: torch.ones(2), weight: torch.ones(2, dtype=torch.bfloat16)})
+    assert not is_bf16(config, {bias: torch.ones(2), weight: torch.ones(2)})

@@ -66,7 +66,7 @@ def test_an_imported_model_goes_on_with_its_own_ids(split: str, eos: str, tmp_pa
         assert ours.tokenize(TEXT) != gpt2.tokenize(TEXT), "a case that no tokenizer gets wrong"
 
 
-def test_a_vocabulary_and_merges_alone_are_gpt_2_s(tmp_path: Path) -> None:
+def test_a_vocabulary_and_merges_without_more_are_gpt_2_s(tmp_path: Path) -> None:
     write(tmp_path, eos=None)
     (tmp_path / "tokenizer.json").unlink()
     ours = tokenizer_of(Config(**tokenizer_options(tmp_path)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.data.tokenizer import END_OF_TEXT, json_object, named_end_tokens
+from megatron_lowprec.training.data.tokenizer import END_OF_TEXT, end_tokens, json_object
 
 
 def write_tokenizer(config: Config, folder: Path) -> list[str]:
@@ -97,9 +97,12 @@ def _not_gpt2(folder: Path) -> str | None:
         return f"how a {kind} tokenizer splits text is not in these files"
     if about.get("add_prefix_space"):
         return "it adds a space in front of a text, which GPT2BPETokenizer does not"
-    for name, token in named_end_tokens(folder):
-        if token != END_OF_TEXT:
-            return f"{name} names eos_token {token!r}, which is not GPT2BPETokenizer's {END_OF_TEXT}"
+    ours = (END_OF_TEXT, json_object(folder / "vocab.json").get(END_OF_TEXT))
+    if ours[1] is None:
+        return f"vocab.json has no {END_OF_TEXT}"
+    for name, theirs in end_tokens(folder)[:1]:
+        if theirs not in ours:
+            return f"{name} names the end of a text {theirs!r}, which is not GPT2BPETokenizer's {END_OF_TEXT}"
     return None
 
 

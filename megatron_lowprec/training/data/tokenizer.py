@@ -8,7 +8,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,33 +216,31 @@ def _hugging_face(path: Path) -> Tokenizer:
 
 def _end_token(file: Path, backend: "BackendTokenizer") -> tuple[str, str]:
     """The end-of-text token of a tokenizer.json, and the file beside it that names the token."""
-    for name, token in named_end_tokens(file.parent):
-        if backend.token_to_id(token) is None:
-            raise UserError(f"{file.with_name(name)} names eos_token {token!r}, which {file.name} does not have")
+    for name, named in end_tokens(file.parent):
+        if isinstance(named, str):
+            token = named if backend.token_to_id(named) is not None else None
+        else:
+            token = backend.id_to_token(named) if 0 <= named < 2**31 else None
+        if token is None:
+            raise UserError(f"{file.with_name(name)} names the end of a text {named!r}, which {file.name} does not have")
         return token, name
-    several = ""
-    for name in ("config.json", "generation_config.json"):
-        ids = json_object(file.with_name(name)).get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if len(ids) > 1:
-            several = f" ({name} has several, {ids})"
-        if len(ids) == 1:
-            found = backend.id_to_token(ids[0]) if type(ids[0]) is int and 0 <= ids[0] < 2**31 else None
-            if found is None:
-                raise UserError(f"{file.with_name(name)} names eos_token_id {ids[0]}, which {file.name} does not have")
-            return found, name
     raise UserError(
-        f"no file beside {file} names its end-of-text token{several}: name it as eos_token in tokenizer_config.json there"
+        f"no file beside {file} names one end-of-text token: name it as eos_token in tokenizer_config.json there"
     )
 
 
-def named_end_tokens(folder: Path) -> Iterator[tuple[str, str]]:
-    """Files of a tokenizer's folder that name its eos_token, with the token; the first one decides."""
+def end_tokens(folder: Path) -> list[tuple[str, str | int]]:
+    """Files of a model's folder that name one end of a text, with its token or id; the first one decides."""
+    found: list[tuple[str, str | int]] = []
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        named = json_object(folder / name).get("eos_token")
-        token = named.get("content") if isinstance(named, dict) else named
-        if isinstance(token, str):
-            yield name, token
+        token = json_object(folder / name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        found += [(name, token)] if isinstance(token, str) else []
+    for name in ("config.json", "generation_config.json"):
+        ids = json_object(folder / name).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        found += [(name, ids[0])] if len(ids) == 1 and type(ids[0]) is int else []
+    return found
 
 
 def json_object(file: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_missing_keys_have_transformers_defaults(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_config_of_its_type_alone_is_that_of_transformers(name: str) -> None:
+def test_a_config_of_nothing_but_its_type_is_that_of_transformers(name: str) -> None:
     """Every key that is read has a default: none is a KeyError."""
     form = FORMS[name]
     needed: dict[str, Any] = {"model_type": form.MODEL_TYPE}

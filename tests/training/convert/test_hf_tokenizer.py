@@ -44,7 +44,7 @@ def write(folder: Path, split: str = "gpt2", eos: str | None = "<|endoftext|>", 
     backend.pre_tokenizer, backend.decoder = SPLITS[split], decoders.ByteLevel()
     backend.add_special_tokens(["<|endoftext|>", *extra])
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "eos_token_id": 511}))
     if eos is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     return Backend.from_file(str(folder / "tokenizer.json"))
@@ -66,7 +66,7 @@ def test_an_imported_model_goes_on_with_its_own_ids(split: str, eos: str, tmp_pa
         assert ours.tokenize(TEXT) != gpt2.tokenize(TEXT), "a case that no tokenizer gets wrong"
 
 
-def test_a_vocabulary_and_merges_alone_are_gpt_2_s(tmp_path: Path) -> None:
+def test_a_vocabulary_and_merges_without_more_are_gpt_2_s(tmp_path: Path) -> None:
     write(tmp_path, eos=None)
     (tmp_path / "tokenizer.json").unlink()
     ours = tokenizer_of(Config(**tokenizer_options(tmp_path)))
@@ -80,7 +80,9 @@ def test_a_vocabulary_and_merges_alone_are_gpt_2_s(tmp_path: Path) -> None:
         ({"config.json": {"model_type": "llama"}}, "how a llama tokenizer splits text is not in these files"),
         ({"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer"}}, "how a Qwen2Tokenizer tokenizer splits"),
         ({"tokenizer_config.json": {"add_prefix_space": True}}, "it adds a space in front of a text"),
-        ({"special_tokens_map.json": {"eos_token": "<|im_end|>"}}, "names eos_token '<|im_end|>'"),
+        ({"special_tokens_map.json": {"eos_token": "<|im_end|>"}}, "the end of a text '<|im_end|>'"),
+        ({"config.json": {"model_type": "gpt2", "eos_token_id": 7}}, "config.json names the end of a text 7, which is"),
+        ({"vocab.json": {"a": 0}}, "vocab.json has no <|endoftext|>"),
         ({"merges.txt": None}, "has vocab.json but no tokenizer.json, and GPT-2's would have merges.txt"),
         ({"vocab.json": None, "merges.txt": None, "tokenizer.model": {}}, "has tokenizer.model but no tokenizer.json"),
     ],

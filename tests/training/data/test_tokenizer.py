@@ -111,10 +111,11 @@ def test_hugging_face_end_token_is_the_tokenizer_s_own(
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "names its end-of-text token: name it as eos_token in tokenizer_config.json there"),
-        ({"config.json": {"eos_token_id": [3, 4]}}, "its end-of-text token (config.json has several, [3, 4])"),
-        ({"tokenizer_config.json": {"eos_token": "<nowhere>"}}, "eos_token '<nowhere>', which tokenizer.json does not"),
-        ({"config.json": {"eos_token_id": 512}}, "eos_token_id 512, which tokenizer.json does not"),
+        ({}, "names one end-of-text token: name it as eos_token in tokenizer_config.json there"),
+        ({"config.json": {"eos_token_id": [3, 4]}}, "names one end-of-text token"),
+        ({"tokenizer_config.json": {"eos_token": "<nowhere>"}}, "a text '<nowhere>', which tokenizer.json does not"),
+        ({"config.json": {"eos_token_id": 512}}, "config.json names the end of a text 512, which tokenizer.json does"),
+        ({"config.json": {"eos_token_id": -1}}, "which tokenizer.json does not"),
         ({"config.json": {"eos_token_id": 2**70}}, "which tokenizer.json does not"),
         ({"special_tokens_map.json": []}, "special_tokens_map.json holds a list, not an object"),
     ],

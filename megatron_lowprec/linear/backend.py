@@ -1,12 +1,17 @@
-"""Protocol of the GEMM backends."""
+"""Protocol of the GEMM backends, and the dtypes in which they compute."""
 
 from typing import Protocol
 
 import torch
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
+from megatron_lowprec.recipe.schema import Recipe
+
+COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+"""Dtypes of the input, weight and output of a quantized layer."""
 
 
 class GemmBackend(Protocol):
@@ -75,3 +80,12 @@ def gemm_operands(
     first = (a.columnwise_data, a.columnwise_scale) if name == "wgrad" else (a.rowwise_data, a.rowwise_scale)
     second = (b.rowwise_data, b.rowwise_scale) if name == "fprop" else (b.columnwise_data, b.columnwise_scale)
     return *first, *second  # type: ignore[return-value]
+
+
+def check_dtype(recipe: Recipe, dtype: torch.dtype, layer: str) -> None:
+    """Raise UserError if a quantized layer was given a weight, or a weight by autocast, of another compute dtype."""
+    if recipe.quantized and dtype not in COMPUTE_DTYPES:
+        raise UserError(
+            f"{layer} under recipe {recipe.name} has a weight of {dtype}, by its own dtype or by autocast, but recipes "
+            f"compute in bfloat16 or float32: use one of them"
+        )

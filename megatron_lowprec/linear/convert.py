@@ -21,7 +21,9 @@ from torch import nn
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.kernels.dispatch import arch_of
-from megatron_lowprec.linear.layer_histories import HistoryGroup, check_common_step
+from megatron_lowprec.linear.backend import COMPUTE_DTYPES
+from megatron_lowprec.linear.layer_histories import LayerGroup, check_common_step
+from megatron_lowprec.linear.layer_state import added_keys, drop_unused_state
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible, kept_in_bf16, matches, site_path
@@ -33,7 +35,6 @@ M = TypeVar("M", bound=nn.Module)
 Filter = Callable[[str, nn.Module], bool]
 
 _HEADS, _ROUTERS = ("lm_head", "embed_out"), ("gate", "router")
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 # by name: importing the wrappers takes longer than the conversion
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel(model)",
@@ -128,7 +129,7 @@ def convert(
         skip_slower: leave layers that were measured to be slower in FP8 than in bf16; only if all of their GEMMs are
             native on ``device`` in ``dtype``.
         device, dtype: where and in which dtype the GEMMs will run, if not those of the weights.
-        seed: seed of the random draws, in addition to torch's generator.
+        seed: seed of the random draws.
         data_parallel_rank: enters the key of random draws; by default the rank in ``group``, 0 in one process.
         group: data-parallel ranks, which hold the same layers, for the amaxes of delayed scaling; None for all ranks.
 
@@ -148,7 +149,7 @@ def convert(
     one_rank = data_parallel_rank is None and not in_group
     if data_parallel_rank is None:
         data_parallel_rank = dist.get_rank(group) if in_group else 0
-    histories = HistoryGroup(group) if recipe.delayed_operands() else None
+    layers = LayerGroup(group)
     modules = {layer.path: layer for layer in _linears(model)}
     for path in conversion.converted:
         layer = modules[path]
@@ -156,7 +157,8 @@ def convert(
         module.__class__ = LowPrecLinear if isinstance(module, nn.Linear) else LowPrecConv1D
         assert isinstance(module, LowPrecLayer)
         linear_id = LinearId(layer.number, path or "linear", data_parallel_rank=data_parallel_rank)
-        module.bind(recipe, linear_id, seed, group=histories, one_rank=one_rank)
+        module.bind(recipe, linear_id, seed, group=layers, one_rank=one_rank)
+    model.register_load_state_dict_pre_hook(drop_unused_state)
     logger.info("%s", conversion)
     if not in_group or dist.get_rank() == 0:
         for line in conversion.lines_of_excluded(requested=False):
@@ -209,13 +211,8 @@ def plan(
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` with the keys of the unconverted model: without amax histories."""
-    added = {
-        f"{path}.amax.{operand}" if path else f"amax.{operand}"
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, LowPrecLayer)
-        for operand in module.linear_gemms.histories
-    }
+    """``model.state_dict()`` with the keys of the unconverted model, which loads this and not the state of recipes."""
+    added = added_keys(model)
     return {key: value for key, value in model.state_dict().items() if key not in added}
 
 
@@ -340,7 +337,7 @@ def _unsupported(model: nn.Module, layer: _Layer, dtype: torch.dtype) -> Exclusi
     if isinstance(parent, nn.TransformerEncoderLayer):
         # torch's fused inference path reads the weights of linear1 and linear2
         return Exclusion("nn.TransformerEncoderLayer evaluates without its layers' forward", False)
-    if dtype not in _COMPUTE_DTYPES:
+    if dtype not in COMPUTE_DTYPES:
         return Exclusion(
             f"its GEMMs are in {str(dtype).removeprefix('torch.')}, and recipes are for bfloat16 and float32", False
         )

@@ -100,7 +100,7 @@ class EmulatedGemms:
         if spec is None or matrix.numel() == 0:  # an expert may get no tokens
             data = operand if transform is None else transform.apply(operand).to(operand.dtype)
             return _quantized(matrix, spec, rowwise, data), None
-        if spec.scaling == "delayed" and update_amax:
+        if spec.scaling == "delayed" and update_amax and self._amax.records:
             history, slot = self._amax.histories[tensor]
             history.update_amax(slot, block_amax(matrix, block_sizes(spec, matrix)))
         if fuses_mx(operand, spec.block, spec.scale_format, transform.block if transform else 1):

@@ -17,6 +17,7 @@ from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import multi_tensor_cast_
+from megatron_lowprec.linear.forward_pass import is_training_pass
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, weight_encode_scale
 from megatron_lowprec.recipe.coverage import primary_weight_spec
@@ -82,7 +83,7 @@ class _Weight:
         self._sharded = sharded
         if self.shard.device.type == "cpu" and self.shard.is_pinned():
             raise UserError(f"{path}.weight is offloaded to the CPU, which an FP8 all-gather does not support")
-        self.scaled_version = -1
+        self.scaled_version, self.delayed = -1, False
         self.encode_scale = self.decode_scale = self.amax = torch.empty(0)
 
     @property
@@ -107,10 +108,16 @@ class _Gather:
             weight.layer.gathers_fp8 = True
         model.register_forward_pre_hook(self._compute_scales, prepend=True)
 
-    @torch.no_grad()
     def _compute_scales(self, model: nn.Module, _: Any) -> None:
+        training = is_training_pass(model.training)
+        for group in {weight.layer.group for weight in self._weights} - {None}:
+            group.begin_pass(training)
         for weight in self._weights:
-            weight.layer.prepare_histories(model.training and torch.is_grad_enabled())
+            weight.delayed = weight.spec.scaling == "delayed" and "weight" not in weight.layer.current_tensors(training)
+        with torch.no_grad():
+            self._compute()
+
+    def _compute(self) -> None:
         shards = [weight.shard for weight in self._weights]
         held = [shard for shard in shards if shard.numel()]
         own = iter(torch._foreach_norm(held, math.inf) if held else ())
@@ -118,7 +125,7 @@ class _Gather:
         amax = torch.stack([next(own) if shard.numel() else zero for shard in shards])
         amax = amax.to(self._dtype or amax.dtype).float()  # rounding is monotonic: the amax of the rounded weight
         whole = amax.clone()
-        current = [index for index, weight in enumerate(self._weights) if weight.spec.scaling != "delayed"]
+        current = [index for index, weight in enumerate(self._weights) if not weight.delayed]
         for group in dict.fromkeys(self._weights[index].group for index in current):
             of_group = [index for index in current if self._weights[index].group is group]
             whole[of_group] = max_over(amax[of_group], group)
@@ -126,7 +133,7 @@ class _Gather:
             # the amaxes of delayed scaling meet those of other ranks at the end of the step
             weight.amax = amax[index : index + 1]
             used = whole[index : index + 1]
-            if weight.spec.scaling == "delayed":
+            if weight.delayed:
                 history, slot = weight.layer.linear_gemms.histories["weight"]
                 used = history.in_effect[slot : slot + 1].to(amax.device)
             weight.encode_scale = weight_encode_scale(used, weight.spec)

@@ -1,18 +1,26 @@
-"""Amax histories of a layer outside Megatron: ended by optimizer steps, equal on all data-parallel ranks."""
+"""Amax histories of a layer outside Megatron: ended by optimizer steps, equal on all data-parallel ranks.
 
+They are no buffers of the module. torch would average a buffer in ``AveragedModel(use_buffers=True)``, round it in
+``model.bfloat16()`` and broadcast it in each forward pass under DDP, and a module cannot exempt one.
+"""
+
+import math
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.device_rng_step import capturing
+from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.schema import HistorySpec
 
@@ -32,35 +40,40 @@ def check_common_step(specs: Iterable[HistorySpec], group: dist.ProcessGroup | N
 
 
 class LayerHistories:
-    """Amax histories of one layer, and whether a training pass has recorded amaxes since their last update.
+    """Amax histories of one layer, and the weight that they belong to.
 
     Args:
         device: of the weight; histories of a meta tensor begin on the CPU.
-        group: the layers of a model whose steps end together over data-parallel ranks; None for a layer alone.
+
+    Attributes:
+        stale: whether the weight has changed without an end of a step, so that no recorded amax is of it.
     """
 
-    def __init__(self, device: torch.device, group: "HistoryGroup | None" = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cpu") if device.type == "meta" else device
         self._by_spec: dict[HistorySpec, AmaxHistory] = {}
-        self.group = group
-        # optimizer steps before the last forward pass in training; None once its amaxes have entered the histories
-        self._observed_after: int | None = None
-        if group is not None:
-            group.layers.append(self)
+        self._source: weakref.ref[LayerHistories] | None = None  # of a copy
+        self._forget_weight()
 
     def of(self, spec: HistorySpec) -> AmaxHistory:
         """The history that the layer's tensors with this spec share."""
-        _count_optimizer_steps()
         return self._by_spec.setdefault(spec, AmaxHistory(spec, self._device))
 
     def __iter__(self) -> Iterator[AmaxHistory]:
         return iter(self._by_spec.values())
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a pickle, perhaps from another process, whose count of optimizer steps has no meaning here."""
-        self.__dict__.update(state, _observed_after=None)
-        if self._by_spec:
-            _count_optimizer_steps()
+    @property
+    def specs(self) -> list[HistorySpec]:
+        """The specs of the histories."""
+        return list(self._by_spec)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_source": None, "_weight": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerHistories":
+        copied = memo[id(self)] = copy(self)
+        copied._by_spec, copied._source = deepcopy(self._by_spec, memo), weakref.ref(self)
+        return copied
 
     def to(self, device: torch.device) -> None:
         """Move to the weight's device, unless that is meta."""
@@ -69,120 +82,207 @@ class LayerHistories:
             for history in self:
                 history.to(device)
 
-    def begin_forward(self, training: bool) -> None:
-        """Before a forward pass: end the step or the microbatch of the last pass in training."""
-        # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
-        if not in_backward_pass():
-            self.prepare(training)
-            if training and self._observed_after is not None:
-                for spec, history in self._by_spec.items():
-                    if spec.update == "microbatch":
-                        history.update()
-        if training and self._by_spec:
-            self._observed_after = _optimizer_steps
-            if self.group is not None:
-                self.group.enqueue()
+    # ---- the weight
+    def belong_to(self, weight: torch.Tensor) -> None:
+        """Note the weight from which the recorded amaxes are, and its version."""
+        self._weight = weakref.ref(weight)
+        self._version = -1 if weight.is_inference() else weight._version
 
-    def prepare(self, training: bool) -> None:
-        """End the step of the last pass in training, and make loaded histories equal on all ranks."""
-        self.follow_optimizer()
-        if training and self.group is not None:
-            self.group.synchronize()
+    def follow(self, weight: torch.Tensor) -> None:
+        """Before a read: take over the source's histories if this is a copy whose weight was changed in place.
 
-    def follow_optimizer(self, collective: bool = True) -> None:
-        """End the step if an optimizer has stepped since the last forward pass in training.
+        So an average of weights, whose copy is not trained, gets the histories of the model that it averages.
+        """
+        source = None if self._source is None else self._source()
+        if source is not None and self._changed(weight):
+            for spec, history in self._by_spec.items():
+                history.copy_(source.of(spec))
+            self.belong_to(weight)
+
+    def _changed(self, weight: torch.Tensor) -> bool:
+        # of another parameter, as under FSDP, the version says nothing
+        same = self._weight is not None and self._weight() is weight
+        return same and not weight.is_inference() and weight._version != self._version
+
+    def _forget_weight(self) -> None:
+        self._weight: weakref.ref[torch.Tensor] | None = None
+        self._version, self._norm, self.stale = -1, math.nan, False
+
+    def _has_other_values(self, weight: torch.Tensor) -> bool:
+        """Whether the weight has changed since the step's first pass, unseen by its version, while nothing is known.
+
+        A write to ``weight.data`` does not count, nor one to a copy from which the loop fills the weight. The device is
+        waited for, in the first step only.
+        """
+        if capturing() or weight.is_meta or isinstance(weight, Fp8Weight):
+            return False
+        if any(not history.is_empty(slot) for history in self for slot in range(history.newest.numel())):
+            return False
+        norm, before = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)), self._norm
+        self._norm = norm if math.isnan(before) else before
+        return norm != self._norm
+
+    # ---- passes and steps
+    def begin_pass(self, weight: torch.Tensor, training: bool) -> None:
+        """Before a first pass: compare the weight with that of the step's other passes, and end a microbatch.
 
         Args:
-            collective: whether all ranks make this call; else a step that spans ranks does not end.
+            weight: the layer's parameter.
+            training: ``is_training_pass``.
         """
-        if self._observed_after in (None, _optimizer_steps):
+        self.follow(weight)
+        self.stale = self.stale or self._changed(weight) or (training and self._has_other_values(weight))
+        if not training or self.stale:
             return
-        if self.group is None or not spans_ranks(self.group.ranks):
-            self.end_step()
-        elif collective:
-            self.group.end_step()
+        self._source = None
+        self.belong_to(weight)
+        for spec, history in self._by_spec.items():
+            with torch.cuda.device_of(history.newest):
+                history.drop_not_finite()
+                if spec.update == "microbatch":
+                    history.update()
 
     def end_step(self) -> None:
-        """Update the histories with what this rank has recorded.
+        """Update the histories with what this rank has recorded; a tensor without records keeps its history.
 
         Amaxes that are not finite are left out: the loop has skipped their update, and an Inf would pin the scale for a
         whole window.
         """
-        self._observed_after = None
+        self._forget_weight()
         for history in self:
             with torch.cuda.device_of(history.newest):
-                history.newest.masked_fill_(~history.newest.isfinite(), 0.0)
+                history.drop_not_finite()
                 history.update()
 
     def loaded(self) -> None:
-        """Note a call of ``load_state_dict``, with histories or without."""
-        if self.group is not None:
-            self.group.stale = True
-
-    @property
-    def specs(self) -> list[HistorySpec]:
-        """The specs of the histories."""
-        return list(self._by_spec)
+        """After ``load_state_dict``, whose histories belong to no pass of this process."""
+        self._source = None
+        self._forget_weight()
 
 
-class HistoryGroup:
-    """The layers of a model whose amaxes are the maximum over data-parallel ranks.
+class LayerGroup:
+    """The layers of a model whose steps end together, with equal state on data-parallel ranks.
 
-    A collective per optimizer step: each rank must step the same optimizers, and run at least one forward pass in
-    training before each step. A layer that no rank has run records 0.
+    A step of an optimizer that holds a parameter of the layers ends theirs; if all are frozen, a step of any optimizer.
+    On several ranks this is a collective: each rank must step the same optimizers, and run at least one forward pass in
+    training before each step.
 
     Args:
         ranks: the ranks that hold the same layers; None for all ranks.
+        distributed: False for layers of this process only.
 
     Attributes:
-        layers: histories of the layers, in the same order on all ranks.
-        stale: whether ranks may hold different histories, at first and after ``load_state_dict``.
+        loaded: whether ranks may hold different state, at first and after ``load_state_dict``.
     """
 
-    def __init__(self, ranks: dist.ProcessGroup | None = None) -> None:
-        self.ranks = ranks
-        self.stale = True
-        self.layers: list[LayerHistories] = []
-        self._queued = False
+    def __init__(self, ranks: dist.ProcessGroup | None = None, *, distributed: bool = True) -> None:
+        self.ranks, self._distributed = ranks, distributed
+        self._begin()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "HistoryGroup":
-        copied = memo[id(self)] = HistoryGroup(self.ranks)  # a process group cannot be copied
-        copied.layers = deepcopy(self.layers, memo)
-        return copied
+    def _begin(self) -> None:
+        self.loaded = True
+        self._layers: list[weakref.ref[Any]] = []
+        self._pending = self._deferred = False  # a pass in training has run; its step has ended in a backward pass
+        self._said: set[str] = set()
+        _groups.append(weakref.ref(self))
+        _follow_optimizers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"ranks": self.ranks, "_distributed": self._distributed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _queued=False, stale=True)
+        self.__dict__.update(state)
+        self._begin()
 
-    def enqueue(self) -> None:
-        """Let the next optimizer step end this step."""
-        if not self._queued:
-            self._queued = True
-            _queue.append(weakref.ref(self))
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGroup":
+        # a process group cannot be copied; copies of the layers join
+        copied = memo[id(self)] = LayerGroup(self.ranks, distributed=self._distributed)
+        return copied
 
-    def dequeue(self) -> None:
-        """Forget ``enqueue``."""
-        self._queued = False
+    def add(self, layer: Any) -> None:
+        """Let a ``LowPrecLayer`` join; in the same order on all ranks."""
+        self._layers.append(weakref.ref(layer))
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers that still exist."""
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    def begin_pass(self, training: bool) -> None:
+        """Before a first pass: end a step that ended in a backward pass, and make loaded state equal on all ranks."""
+        self.catch_up()
+        if training:
+            self._synchronize()
+            self._pending = True
+
+    def follows(self, parameters: set[int]) -> bool:
+        """Whether an optimizer with parameters of these ``id`` ends the step."""
+
+        def own() -> Iterator[torch.nn.Parameter]:
+            return (parameter for layer in self.layers for parameter in layer.parameters())
+
+        return any(id(p) in parameters for p in own()) or not any(p.requires_grad for p in own())
+
+    def optimizer_stepped(self, parameters: set[int]) -> None:
+        """End the step if passes in training ran in it; in a backward pass, before the next forward pass."""
+        if not self._pending or self._deferred or not self.follows(parameters):
+            return
+        if in_backward_pass():  # not all gradients exist
+            self._deferred = True
+        else:
+            self.end_step()
+
+    def catch_up(self, collective: bool = True) -> None:
+        """End a step whose optimizers stepped in the backward pass.
+
+        Args:
+            collective: whether all ranks make this call; else a step that spans ranks does not end.
+        """
+        if self._deferred and (collective or not self._spans_ranks):
+            self.end_step()
 
     def end_step(self) -> None:
         """Update all histories, with the maximum over the ranks; collective if these are several."""
-        if spans_ranks(self.ranks):
-            check_common_step([spec for layer in self.layers for spec in layer.specs], self.ranks)
-            self._reduce([history.newest for layer in self.layers for history in layer])
-        for layer in self.layers:
-            layer.end_step()
+        self._pending = self._deferred = False
+        histories = [layer.histories for layer in self.layers]
+        specs = [spec for one in histories for spec in one.specs]
+        if specs and self._spans_ranks:
+            check_common_step(specs, self.ranks)
+            for one in histories:
+                for history in one:
+                    history.drop_not_finite()
+            self._reduce([history.newest for one in histories for history in one])
+        for one in histories:
+            one.end_step()
 
-    def synchronize(self) -> None:
-        """Before a forward pass in training: give stale histories the maximum over the ranks; then collective.
+    def say_once(self, message: str) -> None:
+        """A warning, once for the model."""
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=2)
 
-        All ranks must call ``load_state_dict``; a broadcast from rank 0 may have left out the histories of others.
+    @property
+    def _spans_ranks(self) -> bool:
+        return self._distributed and spans_ranks(self.ranks)
+
+    def _synchronize(self) -> None:
+        """Give loaded histories and counts of passes their maximum over the ranks; then collective.
+
+        All ranks must call ``load_state_dict``; a broadcast from rank 0 may have left out the state of others.
         """
-        if self.stale and spans_ranks(self.ranks):
-            self.stale = False
-            histories = [history for layer in self.layers for history in layer]
-            self._reduce([state for history in histories for state in (history.in_effect, history.window)])
+        if self.loaded and self._spans_ranks:
+            self.loaded, layers = False, self.layers
+            device = layers[0].weight.device
+            counts = [torch.tensor(layer.passes.count, dtype=torch.float64, device=device) for layer in layers]
+            histories = [history for layer in layers for history in layer.histories]
+            if histories:
+                self._reduce([state for history in histories for state in (history.in_effect, history.window)])
+            self._reduce(counts)
+            for layer, count in zip(layers, counts, strict=True):
+                layer.passes.count = int(count)
 
     def _reduce(self, amaxes: list[torch.Tensor]) -> None:
-        """Replace fp32 tensors by their maxima over the ranks, in one collective."""
+        """Replace tensors of one dtype by their maxima over the ranks, in one collective."""
         device = max((amax.device for amax in amaxes), key=lambda device: device.type != "cpu")
         ranks = self.ranks or dist.distributed_c10d._get_default_group()
         reduced = max_over(torch.cat([amax.flatten().to(device) for amax in amaxes]), ranks)
@@ -190,24 +290,19 @@ class HistoryGroup:
             amax.copy_(part.view(amax.shape))
 
 
-_optimizer_steps = 0  # of this process, since the first layer with amax histories was built
-_queue: list[weakref.ref[HistoryGroup]] = []  # in the order of their first forward passes, equal on all ranks
+_groups: list[weakref.ref[LayerGroup]] = []  # in order of creation, equal on all ranks
 
 
-def _note_optimizer_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-    if in_backward_pass():  # not all gradients exist: the next forward pass ends the step
-        return
-    groups = [group for reference in _queue if (group := reference()) is not None]
-    _queue.clear()
-    for group in groups:
-        group.dequeue()
-        # here, not in the next forward pass: a checkpoint may be written by one rank alone
-        if spans_ranks(group.ranks):
-            group.end_step()
+def _after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    _groups[:] = [reference for reference in _groups if reference() is not None]
+    for reference in _groups:
+        group = reference()
+        if group is not None:
+            # here, not in the next forward pass: a checkpoint may be written by one rank only
+            group.optimizer_stepped(parameters)
 
 
 @cache
-def _count_optimizer_steps() -> None:
-    register_optimizer_step_post_hook(_note_optimizer_step)
+def _follow_optimizers() -> None:
+    register_optimizer_step_post_hook(_after_optimizer_step)

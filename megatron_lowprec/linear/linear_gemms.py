@@ -1,25 +1,26 @@
 """fprop, dgrad and wgrad of a linear layer under a recipe. No Megatron, no collectives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.kernels.dispatch import arch_of
-from megatron_lowprec.linear.backend import GemmBackend
+from megatron_lowprec.linear.backend import GemmBackend, check_dtype
 from megatron_lowprec.linear.emulated_gemms import EmulatedGemms
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, in_memory, transposes
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.linear.native_gemms import NativeGemms
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
-from megatron_lowprec.quantization.amax_history import AmaxHistory
+from megatron_lowprec.quantization.amax_history import AMAX, AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import Transforms
-from megatron_lowprec.recipe.coverage import weight_serves_microbatches
+from megatron_lowprec.recipe.coverage import weight_serves_microbatches, with_current_scales
 from megatron_lowprec.recipe.native_support import native_gemms
 from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 
@@ -48,6 +49,7 @@ class LinearGemms:
         emulate_accumulator: as ``EmulatedGemms``.
         gathers: the tensor, "input" or "grad_output", that ranks with parts of its tokens gather as FP8 codes;
             ``why_not_gathered`` must have no reason. None if each rank is given all tokens.
+        reads: histories of another instance, to which nothing is recorded.
 
     Attributes:
         main_grad_is_zero: lets the next ``wgrad`` overwrite ``accumulate_into``; ``wgrad`` resets it.
@@ -67,19 +69,23 @@ class LinearGemms:
         emulate: bool = False,
         emulate_accumulator: bool = False,
         gathers: str | None = None,
+        reads: Mapping[str, tuple[AmaxHistory, int]] | None = None,
     ) -> None:
         self.recipe, self.linear_id, self.gathers = recipe, linear_id, gathers
         self.main_grad_is_zero = False
-        self._emulate, self._reduce_amax, self._seed = emulate, reduce_amax, seed
+        self._records, self._emulate, self._unrecorded = reads is None, emulate, dict[frozenset[str], LinearGemms]()
+        fixed: dict[str, Any] = {"linear_id": linear_id, "seed": seed, "reduce_amax": reduce_amax, "emulate": emulate}
+        self._with = partial(LinearGemms, history_of=AmaxHistory, **fixed)
         cached = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
         self.weight_cache = QuantizedWeightCache(cached if cache_weights else ())
         self._chosen_for: tuple[torch.device, torch.dtype] | None = None
         self._native_names: frozenset[str] = frozenset()
-        self.histories: dict[str, tuple[AmaxHistory, int]] = {}
-        for tensor, remembered in (stores_histories_of or recipe).delayed_operands().items():
+        delayed = (stores_histories_of or recipe).delayed_operands() if reads is None else {}
+        self.histories: dict[str, tuple[AmaxHistory, int]] = dict(reads or {})
+        for tensor, remembered in delayed.items():
             history = history_of(remembered)
             self.histories[tensor] = (history, history.add_tensor())
-        layer_amax = LayerAmax(linear_id, self.histories, reduce_amax)
+        layer_amax = LayerAmax(linear_id, self.histories, reduce_amax, records=reads is None)
         transforms = Transforms(
             {name: gemm.hadamard for name, gemm in recipe.gemms.items()}, linear_id.sign_streams(seed)
         )
@@ -92,7 +98,15 @@ class LinearGemms:
 
     def under(self, recipe: Recipe) -> "LinearGemms":
         """The layer under another recipe; amax histories start empty."""
-        return LinearGemms(recipe, self.linear_id, self._seed, AmaxHistory, self._reduce_amax, emulate=self._emulate)
+        return self._with(recipe)
+
+    def unrecorded(self, current: frozenset[str] = frozenset()) -> "LinearGemms":
+        """The layer for passes that record no amax; the delayed tensors in ``current`` get current scales."""
+        if current not in self._unrecorded:
+            recipe, fp8_sums = with_current_scales(self.recipe, current), bool(self.emulated.products)
+            options: dict[str, Any] = {"emulate_accumulator": fp8_sums, "gathers": self.gathers}
+            self._unrecorded[current] = self._with(recipe, reads=self.histories, **options)
+        return self._unrecorded[current]
 
     def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> CastFusion:
         """Fusion of the cast of "input" or "grad_output", of the size and dtype of ``matrix``, with its producer.
@@ -312,16 +326,17 @@ class LinearGemms:
         )
 
     def load_histories(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Pop ``{prefix}amax.<tensor>`` from a state dict, where present, and load it into the amax histories."""
+        """Pop ``{prefix}amax.<tensor>`` from a state dict and load it. Those missing beside a weight start empty."""
         for tensor, (history, slot) in self.histories.items():
-            state = state_dict.pop(f"{prefix}amax.{tensor}", None)
-            if state is not None:
+            state = state_dict.pop(f"{prefix}{AMAX}.{tensor}", None)
+            if state is not None or f"{prefix}weight" in state_dict:
                 history.load_state(slot, state)
 
     def choose_products(self, w_OI: torch.Tensor) -> None:
-        """Select the GEMMs that run on FP8 tensor cores, once for a device and dtype."""
+        """Select the GEMMs that run on FP8 tensor cores, once for a device and dtype; UserError for fp16 and fp64."""
         key = (w_OI.device, w_OI.dtype)
         if self._chosen_for != key:
+            check_dtype(self.recipe, w_OI.dtype, self.linear_id.path)
             self._chosen_for, self._native_names = key, frozenset()
             if w_OI.dtype == torch.bfloat16 and not self._emulate:
                 self._native_names = native_gemms(self.recipe, arch_of(w_OI.device), w_OI.shape[1], w_OI.shape[0])
@@ -359,7 +374,7 @@ class LinearGemms:
         cached = self.weight_cache.get(gemm, is_native) if holds else None
         if not isinstance(w_OI, Fp8Weight):
             return cached
-        if update_amax and w_OI.spec.scaling == "delayed":
+        if update_amax and self._records and w_OI.spec.scaling == "delayed":
             history, slot = self.histories["weight"]
             history.update_amax(slot, w_OI.main_amax)
         if cached is not None and update_amax:

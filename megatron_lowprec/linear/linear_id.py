@@ -89,11 +89,13 @@ class LayerAmax(NamedTuple):
         linear_id: the layer.
         histories: tensor -> its amax history and slot, for tensors with delayed scales.
         reduce: maximum over the ranks that share ``linear_id.split``; None without such ranks.
+        records: whether casts record amaxes.
     """
 
     linear_id: LinearId
     histories: Mapping[str, tuple[AmaxHistory, int]]
     reduce: Reduce | None
+    records: bool = True
 
     def reduction(self, gemm: str, tensor: str, spec: QuantSpec) -> Reduce | None:
         """Maximum over the ranks that share a current scale of a tensor in a GEMM; None without such ranks."""

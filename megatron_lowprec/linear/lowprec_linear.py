@@ -1,9 +1,7 @@
 """Drop-in replacement of ``torch.nn.Linear`` whose three GEMMs follow a recipe. No Megatron."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +9,8 @@ from torch import nn
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.compiled import is_pure, opaque_linear, operator_key, outside_graph
-from megatron_lowprec.linear.layer_histories import HistoryGroup, LayerHistories
+from megatron_lowprec.linear.layer_histories import LayerGroup
+from megatron_lowprec.linear.layer_state import StatefulLayer
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -51,21 +50,18 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, dy.bias, None, None, None
 
 
-class LowPrecLayer(nn.Module):
+class LowPrecLayer(StatefulLayer):
     """Base of a linear layer whose three GEMMs follow a recipe.
 
     A subclass has ``weight`` and ``bias`` and calls ``bind`` once.
 
     Attributes:
         recipe: the model's recipe, also of a layer that it keeps in the compute dtype.
-        linear_gemms: the layer's GEMMs.
-        rng_step: the RNG step of the last forward pass, drawn from torch's generator.
         gathers_fp8: set by ``enable_fp8_all_gather``.
     """
 
     gathers_fp8 = False
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def bind(
@@ -75,7 +71,7 @@ class LowPrecLayer(nn.Module):
         seed: int = 0,
         *,
         kept: bool = False,
-        group: HistoryGroup | None = None,
+        group: LayerGroup | None = None,
         one_rank: bool = False,
     ) -> None:
         """Give the layer its GEMMs.
@@ -85,14 +81,14 @@ class LowPrecLayer(nn.Module):
             linear_id: identity of the random draws.
             seed: of the random draws.
             kept: leave the layer in the compute dtype.
-            group: the layers that share amax updates over data-parallel ranks.
+            group: the layers of the model; None for a layer of its own, in this process only.
             one_rank: refuse random draws if the process belongs to several ranks, because they would be equal.
         """
         self.recipe = recipe
-        self._histories = LayerHistories(self.weight.device, group)
         used = get_recipe("bf16") if kept else recipe
-        self.linear_gemms = LinearGemms(used, linear_id, seed, self._histories.of)
-        self.rng_step = RngStep(0, 0)
+        self.make_state()
+        self.linear_gemms = LinearGemms(used, linear_id, seed, self.histories.of)
+        self.join(group)
         self._one_rank = one_rank and used.random
         self._pure_key = operator_key(used) if is_pure(self.linear_gemms) else None
 
@@ -100,13 +96,6 @@ class LowPrecLayer(nn.Module):
     def weight_OI(self) -> torch.Tensor:  # noqa: N802 - a shape suffix
         """The weight [O, I], differentiable; a view of the parameter."""
         return self.weight
-
-    @property
-    def amax(self) -> SimpleNamespace:
-        """State of each amax history, fp32 [length + 1]; ``torch.distributed.checkpoint`` looks its keys up here."""
-        return SimpleNamespace(
-            **{name: history.state(slot) for name, (history, slot) in self.linear_gemms.histories.items()}
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ weight_OI.T + bias``; x [..., I] in the dtype of the weight, or any under autocast.
@@ -149,33 +138,9 @@ class LowPrecLayer(nn.Module):
                 f"again: set MixedPrecisionPolicy(param_dtype=...) in place of torch.autocast"
             )
 
-    def prepare_histories(self, training: bool) -> None:
-        """Bring delayed scales up to date before a forward pass; each forward pass of the layer does it too."""
-        self._histories.prepare(training)
-
-    def end_step(self) -> None:
-        """Update delayed scales after an optimizer step; of this layer and this rank alone."""
-        self._histories.end_step()
-
     def extra_repr(self) -> str:
         """Sizes, as the replaced layer's, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.linear_gemms.recipe.name}"
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self._histories.follow_optimizer(collective=False)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for operand, (history, slot) in self.linear_gemms.histories.items():
-            destination[f"{prefix}amax.{operand}"] = history.state(slot)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self.linear_gemms.load_histories(state_dict, prefix)
-        self._histories.loaded()
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._histories.to(self.weight.device)
-        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -185,17 +150,15 @@ class LowPrecLayer(nn.Module):
 
 def _run(layer: LowPrecLayer, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """y_TO of x_TI and the weight [O, I], with draws and amax histories."""
-    training = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
-    histories, linear_gemms = layer._histories, layer.linear_gemms
-    histories.to(x.device)  # a wrapper may have moved the weight without a call of the layer
-    histories.begin_forward(training)
-    if linear_gemms.recipe.random:
-        if layer._one_rank:
-            _check_one_rank()
-        layer.rng_step = RngStep(*torch.randint(1 << 31, (2,), device="cpu").tolist())
+    layer.histories.to(x.device)  # a wrapper may have moved the weight without a call of the layer
+    if layer._one_rank:
+        _check_one_rank()
+    linear_gemms = layer.begin_pass()
+    # a pass in training without gradients is recorded by its recomputation
+    update_amax = layer.training and torch.is_grad_enabled()
     # Triton launches on the current device; in the backward pass autograd sets it
     with torch.cuda.device_of(x):
-        y: torch.Tensor = _LinearFunction.apply(x, weight, bias, linear_gemms, layer.rng_step, training)
+        y: torch.Tensor = _LinearFunction.apply(x, weight, bias, linear_gemms, layer.rng_step, update_amax)
     return y
 
 
@@ -213,19 +176,21 @@ def _check_one_rank() -> None:
 class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch does not declare a missing bias
     """``torch.nn.Linear`` whose three GEMMs follow a recipe, for use outside Megatron.
 
-    Random draws follow torch's CPU generator, as dropout does. ``torch.manual_seed`` repeats them, a saved generator
-    state continues them, and ``torch.utils.checkpoint``, reentrant or not, recomputes with the bits of the first pass
-    if it preserves random states, its default. A recipe without random draws does not advance the generator.
+    Random draws follow ``seed``, ``layer``, ``name`` and the number of the forward pass in training. They do not touch
+    torch's generators. ``torch.utils.checkpoint``, reentrant or not, recomputes with the bits of the first pass.
 
-    Delayed scales are updated at the first forward pass after a step of any ``torch.optim.Optimizer`` in the process,
-    or by ``end_step``. Call it if weights are updated otherwise. The ``state_dict`` is ``torch.nn.Linear``'s plus the
-    amax histories of delayed scaling. A layer built here serves one process; ``megatron_lowprec.convert`` also serves
-    data-parallel ranks.
+    Delayed scales are updated after each step of a ``torch.optim.Optimizer`` that holds a parameter of the layer, for a
+    frozen layer of any, or by ``end_step``. Call it if weights are updated otherwise. Only passes in training are
+    recorded: in mode ``training`` and not under ``torch.no_grad``. In evaluation without recorded amaxes, and where the
+    weight changed without a step, scales are current, with a warning.
+
+    The ``state_dict`` is ``torch.nn.Linear``'s plus amax histories and the number of passes, where a recipe has them. A
+    layer built here serves one process; ``megatron_lowprec.convert`` also serves data-parallel ranks.
 
     Args:
         in_features, out_features, bias, device, dtype: as ``torch.nn.Linear``.
         recipe: a Recipe, the name of one, or a YAML file. A layer that its ``keep_bf16`` names is not quantized.
-        seed: seed of the random draws, in addition to torch's generator.
+        seed: seed of the random draws.
         layer, name: number and name of the layer for ``keep_bf16`` (``layers.<layer>.<name>``), counted from 1. Both
             enter the key of its draws: give each layer of a model a different ``layer`` or ``name``.
         num_layers: number of the model's layers, required by ``keep_bf16.last_layers``.
@@ -280,15 +245,8 @@ def end_step(model: nn.Module) -> None:
 
     Collective for a converted model on several ranks.
     """
-    groups: dict[int, HistoryGroup] = {}
-    for module in model.modules():
-        if isinstance(module, LowPrecLayer):
-            group = module._histories.group
-            if group is None:
-                module.end_step()
-            else:
-                groups[id(group)] = group
-    for group in groups.values():
+    layers = [module for module in model.modules() if isinstance(module, LowPrecLayer)]
+    for group in dict.fromkeys(layer.group for layer in layers if layer.group is not None):
         group.end_step()
 
 

@@ -66,7 +66,7 @@ class NativeGemms:
         if spec.scaling == "delayed":
             history, slot = self._amax.histories[tensor]
             amax, newest = history.cells(slot)
-            observed = newest if update_amax else None
+            observed = newest if update_amax and self._amax.records else None
         elif spec.granularity == "tensor":
             if amax is None:
                 # both directions share the tensor's ranks

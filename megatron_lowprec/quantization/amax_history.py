@@ -1,16 +1,21 @@
 """Amax histories of delayed scaling, the only state of any recipe.
 
-The update is TransformerEngine's. At the end of a step its amax enters the window. The window's maximum (or newest
-entry) is in effect from the next step on; if it is 0, Inf or NaN, the previous value stays in effect. The scale is
-a pure function of the amax in effect, so one history serves every format that a tensor is cast to.
+The update is TransformerEngine's. At the end of a step its amax enters the window, unless it is 0: a tensor that was
+not recorded keeps its window. The window's maximum (or newest entry) is in effect from the next step on; if it is 0,
+Inf or NaN, the previous value stays in effect. The scale is a pure function of the amax in effect, so one history
+serves every format that a tensor is cast to.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from megatron_lowprec.kernels.dispatch import update_history_
 from megatron_lowprec.recipe.schema import HistorySpec
+
+AMAX = "amax"
+"""A layer's state dict holds the history of each tensor as ``amax.<tensor>``, ``AmaxHistory.state``."""
 
 
 class AmaxHistory:
@@ -28,6 +33,8 @@ class AmaxHistory:
     def __init__(self, remembered: HistorySpec, device: torch.device | str = "cpu") -> None:
         self.length, self.rule = remembered.length, remembered.rule
         self._cells: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._filled: list[bool] = []  # whether in_effect was above 0 when it was last read
+        self._unread = False  # whether in_effect has been written since
         self.newest = torch.zeros(0, device=device)
         self.window = torch.zeros(self.length, 0, device=device)
         self.in_effect = torch.zeros(0, device=device)
@@ -39,13 +46,20 @@ class AmaxHistory:
         self.window = torch.cat((self.window, self.window.new_zeros(self.length, 1)), dim=1)
         self.in_effect = torch.cat((self.in_effect, self.in_effect.new_zeros(1)))
         self._cells.clear()
+        self._filled.append(False)
+        self._unread = True
         return slot
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without ``cells``, which a pickle would store as tensors of their own."""
+        return {**self.__dict__, "_cells": {}}
 
     def to(self, device: torch.device) -> None:
         """Move to another device."""
-        self.newest, self.window, self.in_effect = (
-            tensor.to(device) for tensor in (self.newest, self.window, self.in_effect)
-        )
+        with torch.inference_mode(False):  # training could not update tensors of inference mode
+            self.newest, self.window, self.in_effect = (
+                tensor.to(device) for tensor in (self.newest, self.window, self.in_effect)
+            )
         self._cells.clear()
 
     def cells(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +84,17 @@ class AmaxHistory:
             self.newest.copy_(reduce_max(self.newest))
         # in place: a captured graph keeps the addresses
         update_history_(self.newest, self.window, self.in_effect, self.rule == "max")
+        self._unread = True
+
+    def drop_not_finite(self) -> None:
+        """Forget newest amaxes that are Inf: of a microbatch whose update the loop skips."""
+        self.newest.nan_to_num_(nan=0.0, posinf=0.0)
+
+    def is_empty(self, slot: int) -> bool:
+        """Whether a tensor has no amax in effect. Waits for the device, once after an update, while that is so."""
+        if self._unread and not self._filled[slot]:
+            self._filled, self._unread = (self.in_effect > 0).tolist(), False
+        return not self._filled[slot]
 
     def upcoming(self) -> torch.Tensor:
         """fp32 [N]: ``in_effect`` after the next ``update``; ``newest`` must already be equal on all ranks."""
@@ -81,12 +106,25 @@ class AmaxHistory:
         """fp32 [length + 1] of one tensor: its amax in effect, then its window."""
         return torch.cat((self.in_effect[slot : slot + 1], self.window[:, slot]))
 
-    def load_state(self, slot: int, state: torch.Tensor) -> None:
-        """Restore the result of ``state``; of a window of another length, its newest entries."""
-        kept = min(self.length, state.numel() - 1)
-        self.in_effect[slot] = state[0]
-        self.window[:, slot] = 0
-        self.window[:kept, slot] = state[1 : 1 + kept].to(self.window.device)
+    def load_state(self, slot: int, state: torch.Tensor | None) -> None:
+        """Restore the result of ``state``, None for an empty one; of a window of another length, its newest entries.
+
+        An amax recorded since the last update is dropped.
+        """
+        for tensor in (self.newest, self.window, self.in_effect):
+            tensor[..., slot] = 0
+        if state is not None:
+            kept = min(self.length, state.numel() - 1)
+            self.in_effect[slot] = state[0]
+            self.window[:kept, slot] = state[1 : 1 + kept].to(self.window.device)
+        self._filled[slot], self._unread = False, True
+
+    def copy_(self, other: "AmaxHistory") -> None:
+        """Take over the windows of a history of the same tensors, on any device."""
+        for mine, theirs in zip((self.window, self.in_effect), (other.window, other.in_effect), strict=True):
+            mine.copy_(theirs)
+        self.newest.zero_()
+        self._filled, self._unread = [False] * len(self._filled), True
 
     def rescale(self, slot: int, factor: float) -> None:
         """Multiply all recorded values of one tensor by ``factor``."""

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -204,6 +204,21 @@ def without_gemms(recipe: Recipe, gemms: Iterable[str]) -> Recipe:
     """The recipe with these GEMMs in the compute dtype."""
     plain: dict[str, Any] = {gemm: GemmSpec() for gemm in gemms}
     return replace(recipe, **plain)
+
+
+def with_current_scales(recipe: Recipe, tensors: Collection[str]) -> Recipe:
+    """The recipe with current scales in place of delayed ones for these tensors."""
+
+    def changed(gemm: GemmSpec) -> GemmSpec:
+        specs = {tensor: spec for tensor in tensors if (spec := getattr(gemm, tensor)) is not None}
+        current: dict[str, Any] = {
+            tensor: replace(spec, scaling="current", margin=0)
+            for tensor, spec in specs.items()
+            if spec.scaling == "delayed"
+        }
+        return replace(gemm, **current)
+
+    return replace(recipe, **{name: changed(gemm) for name, gemm in recipe.gemms.items()}) if tensors else recipe
 
 
 def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[LinearSite], num_layers: int) -> None:

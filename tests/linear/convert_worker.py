@@ -1,5 +1,6 @@
 """Checks of converted models on two processes; ``test_convert_distributed.py`` starts it once, by torchrun."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ def alone() -> dist.ProcessGroup:
 
 
 def reference(recipe: str, **options: Any) -> tuple[list[list[float]], dict[str, Any]]:
-    """Losses of each step's two microbatches and the final state, in one process."""
+    """Losses of each step's two microbatches and the final state, in one process; both draw as on a rank of its own."""
     model = build(**options)
     convert(model, recipe, data_parallel_rank=0, group=alone())
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
@@ -43,7 +44,8 @@ def reference(recipe: str, **options: Any) -> tuple[list[list[float]], dict[str,
         optimizer.zero_grad()
         losses.append([])
         for rank in range(2):
-            torch.manual_seed(step)
+            for layer in filter(is_converted, model.modules()):
+                layer.passes.count = step
             loss = model(tokens_of(2 * step + rank))
             loss.backward()
             losses[-1].append(loss.item())
@@ -72,7 +74,6 @@ def run(kind: str, recipe: str, **options: Any) -> tuple[nn.Module, list[float]]
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        torch.manual_seed(step)
         loss = model(tokens_of(2 * step + dist.get_rank()))
         loss.backward()
         optimizer.step()
@@ -110,23 +111,21 @@ def sharded_state_round_trip(recipe: str, broadcast: bool) -> None:
     other = wrapped("fsdp", convert(TinyModel(), recipe, data_parallel_rank=0))
     given = state if dist.get_rank() == 0 or not broadcast else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    # a broadcast gives the other ranks parameters alone: their histories follow in the next forward pass
+    # a broadcast gives the other ranks parameters only: their histories and draws follow in the next forward pass
     set_model_state_dict(other, dict(given), options=options)
-    losses = []
-    for each in (model, other):
-        torch.manual_seed(7)
-        losses.append(each(tokens_of(20 + dist.get_rank())).item())
+    losses = [each(tokens_of(20 + dist.get_rank())).item() for each in (model, other)]
     assert losses[0] == losses[1]
+    counts = {layer.passes.count for layer in filter(is_converted, other.modules())}
+    assert counts == {STEPS + 1 if get_recipe(recipe).random else 0}
     again = full_state(other)
     assert again.keys() == state.keys()
-    assert [name for name in state if not torch.equal(again[name], state[name])] == []
+    assert [name for name in state if not torch.equal(again[name], state[name]) and not name.endswith(".draws")] == []
 
 
 def ranks_draw_differently() -> None:
-    """Equal data and generators: gradients differ by default, and agree with one ``data_parallel_rank``."""
+    """Equal data: gradients differ by default, and agree with one ``data_parallel_rank``."""
     for options, equal in (({}, False), ({"data_parallel_rank": 0}, True)):
         model = convert(build(), "mxfp4_rht_sr", **options)
-        torch.manual_seed(3)
         model(tokens_of(1)).backward()
         gradient = model.layers[0].o_proj.weight.grad
         both = [torch.empty_like(gradient) for _ in range(2)]
@@ -167,6 +166,21 @@ def optimizer_within_the_backward_pass() -> None:
     dist.all_gather(both, state)
     assert torch.equal(*both)
     assert bool((state > 0).all())
+
+
+def idle_layers_keep_their_amaxes() -> None:
+    """A layer that one rank runs records for both; one that no rank runs keeps its window."""
+    model = convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), "fp8_delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+    for step in range(3):
+        x = torch.full((32, 64), 2.0 + step + 3 * dist.get_rank())
+        for layer in model if step == 0 else model[: 2 - dist.get_rank()]:
+            layer(x).sum().backward()
+        optimizer.step()
+        seen.append([layer.amax.input[:4].tolist() for layer in model])
+    assert seen[0] == [[5.0, 5.0, 0.0, 0.0]] * 3
+    assert seen[2] == [[7.0, 7.0, 6.0, 5.0], [5.0, 4.0, 3.0, 5.0], [5.0, 5.0, 0.0, 0.0]]
 
 
 def gathered_bytes(recipe: str, fp8: bool) -> tuple[list[float], list[int]]:
@@ -273,11 +287,13 @@ for recipe in ("fp8_current", "fp8_delayed"):
 for broadcast in (False, True):
     check(sharded_state_round_trip, "fp8_current", broadcast)
     check(sharded_state_round_trip, "fp8_delayed", broadcast)
+    check(sharded_state_round_trip, "fp8_mxfp4_rht_sr", broadcast)
 check(compiled_layers_gather_codes)
 check(an_fp8_all_gather_is_refused)
 check(ranks_draw_differently)
 check(amaxes_need_the_group)
 check(optimizer_within_the_backward_pass)
+check(idle_layers_keep_their_amaxes)
 check(wrapped_models_are_refused)
 
 
@@ -287,6 +303,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     with pytest.raises(UserError, match="convert ran before init_process_group, so all 2 ranks would round alike"):
         early(tokens_of(0))
+    warnings.filterwarnings("error", "a weight changed without a step")  # no wrapper's update of the weights is one
     run_checks(CHECKS)
 
 

@@ -19,6 +19,6 @@ def test_all_checks_on_two_processes(tmp_path: Path) -> None:
 
 
 def test_the_worker_has_all_checks() -> None:
-    # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 8 of an FP8 all-gather, 4 of a state dict,
-    # 4 by themselves
-    assert len(convert_worker.CHECKS) == 2 * (5 + 2) + 1 + 8 + 4 + 4
+    # 5 recipes and 2 with recomputation on both wrappers, 1 of GPT-2's form, 8 of an FP8 all-gather, 6 of a state dict,
+    # 5 by themselves
+    assert len(convert_worker.CHECKS) == 2 * (5 + 2) + 1 + 8 + 6 + 5

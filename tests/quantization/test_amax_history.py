@@ -1,11 +1,15 @@
 """Delayed scaling's window: what enters, what stays, what leaves, and when."""
 
 import math
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_lowprec.kernels.amax_history.reference import update_history_
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale
 from megatron_lowprec.recipe.registry import FP8_DELAYED
@@ -66,8 +70,23 @@ def test_inf_in_a_max_window_freezes_until_it_leaves(bad: float) -> None:
     assert run(one(3, "max"), [8.0, bad, 16.0, 4.0, 4.0, 4.0]) == [8.0, 8.0, 8.0, 8.0, 16.0, 4.0]
 
 
-def test_zero_in_a_max_window_is_outvoted_and_a_window_of_zeros_keeps() -> None:
-    assert run(one(2, "max"), [8.0, 0.0, 0.0, 0.0, 3.0]) == [8.0, 8.0, 8.0, 8.0, 3.0]
+@pytest.mark.parametrize(("rule", "in_effect"), [("max", 8.0), ("most_recent", 1.0)])
+def test_a_tensor_that_is_not_recorded_keeps_its_window(rule: str, in_effect: float) -> None:
+    """An expert without tokens, a layer that did not run: as TransformerEngine's fused update, also beside others."""
+    history = one(4, rule)
+    run(history, [8.0, 2.0, 2.0])
+    other = history.add_tensor()
+    assert run(history, [5.0] * 4, other) == [5.0] * 4
+    assert history.window[:, 0].tolist() == [2.0, 2.0, 8.0, 0.0]
+    assert run(history, [1.0]) == [in_effect]
+    assert history.window.t().tolist() == [[1.0, 2.0, 2.0, 8.0], [5.0] * 4]
+
+
+def test_a_reference_of_the_update_in_python_rolls_zeros() -> None:
+    """Only for comparisons with TransformerEngine's own."""
+    newest, window, in_effect = torch.tensor([0.0]), torch.tensor([[2.0], [8.0]]), torch.tensor([8.0])
+    update_history_(newest, window, in_effect, True, always_roll=True)
+    assert (window.flatten().tolist(), in_effect.item()) == ([0.0, 2.0], 2.0)
 
 
 @pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
@@ -94,16 +113,6 @@ def test_nan_in_any_microbatch_is_not_lost() -> None:
         assert history.newest.tolist() == [math.inf]
 
 
-def test_a_step_without_observation_counts_as_zero() -> None:
-    history = one(2, "max")
-    run(history, [8.0])
-    history.update()
-    assert history.in_effect.item() == 8.0
-    history.update()
-    assert history.window[:, 0].tolist() == [0.0, 0.0]
-    assert history.in_effect.item() == 8.0
-
-
 def test_tensors_do_not_mix() -> None:
     history = one(2, "max")
     assert run(history, [4.0]) == [4.0]
@@ -111,7 +120,7 @@ def test_tensors_do_not_mix() -> None:
     history.update_amax(1, torch.tensor(7.0))
     history.update()
     assert history.in_effect.tolist() == [4.0, 7.0]
-    assert history.window.tolist() == [[0.0, 7.0], [4.0, 0.0]]
+    assert history.window.tolist() == [[4.0, 7.0], [0.0, 0.0]]
 
 
 def test_reduction_takes_part_before_the_window() -> None:
@@ -134,6 +143,34 @@ def test_state_continues_to_the_bit(rule: str) -> None:
         second.load_state(slot, first.state(0))
         assert run(second, amaxes[cut:], slot) == want[cut:], cut
         assert torch.equal(second.window[:, slot], whole.window[:, 0])
+
+
+def test_a_loaded_state_replaces_what_was_recorded() -> None:
+    """And None empties a history; of other tensors nothing changes."""
+    history = AmaxHistory(HistorySpec(2, "max"))
+    for slot in range(3):
+        assert history.add_tensor() == slot
+        run(history, [3.0], slot)
+        history.update_amax(slot, torch.tensor(99.0))  # of a step that is then abandoned
+    history.load_state(0, torch.tensor([7.0, 7.0, 5.0]))
+    history.load_state(1, None)
+    assert [history.is_empty(slot) for slot in range(3)] == [False, True, False]
+    history.update()
+    assert history.in_effect.tolist() == [7.0, 0.0, 99.0]
+    assert history.window[:, 0].tolist() == [7.0, 5.0]
+    assert history.window[:, 1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda history: pickle.loads(pickle.dumps(history))])
+def test_kernels_write_to_the_history_of_a_copy(copied: Callable[[AmaxHistory], AmaxHistory]) -> None:
+    """``cells`` are views, which a plain pickle would store as tensors of their own."""
+    history = one(2, "max")
+    history.cells(0)
+    found = copied(history)
+    in_effect, newest = found.cells(0)
+    newest.fill_(4.0)
+    found.update()
+    assert (in_effect.item(), found.in_effect.item(), history.in_effect.item()) == (4.0, 4.0, 0.0)
 
 
 def test_state_is_a_copy() -> None:
@@ -169,4 +206,4 @@ def test_a_tensor_that_is_larger_from_now_on() -> None:
         run(history, [3.0], slot)
     history.rescale(1, 4.0)
     assert history.in_effect.tolist() == [3.0, 12.0]
-    assert history.window.tolist() == [[0.0, 12.0], [3.0, 0.0]]
+    assert history.window.tolist() == [[3.0, 12.0], [0.0, 0.0]]

@@ -3,16 +3,29 @@
 import torch
 
 
-def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
+def update_history_(
+    newest: torch.Tensor,
+    window: torch.Tensor,
+    in_effect: torch.Tensor,
+    take_max: bool,
+    *,
+    always_roll: bool = False,
+) -> None:
     """Shift ``newest`` into the window, drop the oldest entry, and update ``in_effect``; all in place.
+
+    A tensor that was not recorded, whose newest amax is not above 0, keeps its window and its ``in_effect``, as in
+    TransformerEngine's fused update.
 
     Args:
         newest: fp32 [N], the largest amax of the step; zeroed.
         window: fp32 [length, N], newest step first.
         in_effect: fp32 [N]; unchanged where the new value is 0, Inf or NaN.
         take_max: the new value is the window's maximum, else its newest entry.
+        always_roll: shift zeros as well, as TransformerEngine's update in Python does; for comparisons with that, not
+            in the kernel.
     """
-    window.copy_(torch.cat((newest.unsqueeze(0), window[:-1])))
+    rolls = torch.ones_like(newest, dtype=torch.bool) if always_roll else newest > 0
+    window.copy_(torch.where(rolls, torch.cat((newest.unsqueeze(0), window[:-1])), window))
     found = window.amax(dim=0) if take_max else newest
-    in_effect.copy_(torch.where((found > 0) & found.isfinite(), found, in_effect))
+    in_effect.copy_(torch.where(rolls & (found > 0) & found.isfinite(), found, in_effect))
     newest.zero_()

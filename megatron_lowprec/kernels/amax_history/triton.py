@@ -21,12 +21,13 @@ def _update_kernel(
     tensor = (tl.program_id(0) * TENSORS + tl.arange(0, TENSORS))[None, :]
     mine = tensor < N
     newest = tl.load(newest_ptr + tensor, mask=mine, other=0.0)
+    rolls = mine & (newest > 0)
     found = newest
     # From the oldest steps on: only a chunk itself and the next one overwrite its entries.
     for chunk in range(tl.cdiv(length, STEPS) - 1, -1, -1):
         to = (chunk * STEPS + tl.arange(0, STEPS))[:, None]
         at = to * N + tensor
-        inside = (to < length) & mine
+        inside = (to < length) & rolls
         moved = tl.load(window_ptr + at - N, mask=inside & (to > 0), other=0.0)
         moved = tl.where(to == 0, newest, moved)
         tl.debug_barrier()  # other threads of this program may still read these addresses
@@ -35,12 +36,12 @@ def _update_kernel(
         if TAKE_MAX:
             found = larger(found, amax_along(moved, 0))
     bits = found.to(tl.int32, bitcast=True)
-    tl.store(in_effect_ptr + tensor, found, mask=mine & (bits > 0) & (bits < _INF_BITS))
+    tl.store(in_effect_ptr + tensor, found, mask=rolls & (bits > 0) & (bits < _INF_BITS))
     tl.store(newest_ptr + tensor, tl.zeros([1, TENSORS], tl.float32), mask=mine)
 
 
 def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
-    """As ``reference.update_history_``, bit for bit; contiguous tensors, entries not negative."""
+    """As ``reference.update_history_`` without ``always_roll``; contiguous tensors, entries not negative."""
     length, N = window.shape
     grid = (triton.cdiv(N, _TENSORS),)
     _update_kernel[grid](

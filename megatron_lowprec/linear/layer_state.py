@@ -1,0 +1,182 @@
+"""State of a layer outside Megatron in its module: state dicts, copies, pickles and moves to a device.
+
+The keys are ``amax.<tensor>`` of delayed scaling, fp32 [length + 1], and ``draws`` of recipes with random draws, int64.
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from megatron_lowprec.linear.forward_pass import PassCounter, is_training_pass
+from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
+from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.quantization.amax_history import AMAX
+from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
+
+_DRAWS = "draws"
+_KEY = re.compile(rf"(?:(?P<layer>.*)\.)?(?P<kind>{AMAX}|{_DRAWS})(?:\.[a-z_]+)?")
+_KINDS = {AMAX: "amax histories", _DRAWS: "counts of random draws"}
+
+
+class StatefulLayer(nn.Module):
+    """Base of a layer that has the state of a recipe.
+
+    A subclass has ``weight`` and gives ``linear_gemms`` the histories of ``histories.of``.
+
+    Attributes:
+        histories, passes: the state.
+        group: the layers whose steps end together; None without state.
+        linear_gemms: the layer's GEMMs.
+        rng_step: the RNG step of the last forward pass.
+    """
+
+    weight: nn.Parameter
+    linear_gemms: LinearGemms
+
+    def make_state(self) -> None:
+        """Begin without amaxes and draws, before ``linear_gemms`` are made."""
+        # the first attributes: a copy of the model then ends a deferred step before it copies what the GEMMs read
+        self.histories, self.passes = LayerHistories(self.weight.device), PassCounter()
+        self.group: LayerGroup | None = None
+        self.rng_step = RngStep(0, 0)
+
+    def join(self, group: LayerGroup | None) -> None:
+        """End steps with the layers of a group; None for a layer of its own, in this process only."""
+        if self.added_keys:
+            self.group = LayerGroup(distributed=False) if group is None else group
+            self.group.add(self)
+
+    # ---- passes
+    def begin_pass(self) -> LinearGemms:
+        """Before a forward pass: bring the state up to date. Returns the GEMMs of the pass, at ``rng_step``."""
+        training, linear_gemms = is_training_pass(self.training), self.linear_gemms
+        if self.group is None:
+            return linear_gemms
+        # a recomputation uses the scales of its first pass, even if optimizers step within the backward pass
+        if not in_backward_pass():
+            self.group.begin_pass(training)
+            self.histories.begin_pass(self.weight, training)
+        if linear_gemms.recipe.random:
+            self.rng_step = RngStep(self.passes.number(training), 0)
+        if not linear_gemms.histories:
+            return linear_gemms
+        current = self.current_tensors(training)
+        if current:
+            self.group.say_once(
+                f"a weight changed without a step of an optimizer that holds it: {linear_gemms.recipe.name} scales by "
+                "current amaxes until a step ends; call megatron_lowprec.linear.lowprec_linear.end_step(model) after "
+                "each update"
+                if self.histories.stale
+                else f"no step in training has recorded amaxes yet: {linear_gemms.recipe.name} scales by current ones"
+            )
+        return linear_gemms.unrecorded(current) if current or not training else linear_gemms
+
+    def current_tensors(self, training: bool) -> frozenset[str]:
+        """Tensors of delayed scaling that a pass scales by their current amax.
+
+        These are all if the weight has changed without a step, and in evaluation those without a recorded amax.
+        """
+        histories = self.linear_gemms.histories
+        if training or self.histories.stale:
+            return frozenset(histories if self.histories.stale else ())
+        used = {name: of for name, of in histories.items() if name != "grad_output" or torch.is_grad_enabled()}
+        return frozenset(name for name, (history, slot) in used.items() if history.is_empty(slot))
+
+    def end_step(self) -> None:
+        """Update delayed scales after an optimizer step; of this layer and this rank only."""
+        self.histories.end_step()
+
+    # ---- state dict
+    @property
+    def added_keys(self) -> tuple[str, ...]:
+        """Keys of the state dict that the unconverted layer has not."""
+        draws = (_DRAWS,) if self.linear_gemms.recipe.random else ()
+        return (*(f"{AMAX}.{tensor}" for tensor in self.linear_gemms.histories), *draws)
+
+    @property
+    def amax(self) -> SimpleNamespace:
+        """State of each amax history, fp32 [length + 1]; ``torch.distributed.checkpoint`` looks its keys up here."""
+        self._catch_up()
+        histories = self.linear_gemms.histories
+        return SimpleNamespace(**{tensor: history.state(slot) for tensor, (history, slot) in histories.items()})
+
+    @property
+    def draws(self) -> torch.Tensor:
+        """int64 scalar: forward passes in training so far, which number the draws; looked up as ``amax``."""
+        return torch.tensor(self.passes.count)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        state = {_DRAWS: self.draws} | {f"{AMAX}.{tensor}": value for tensor, value in vars(self.amax).items()}
+        destination.update({prefix + key: state[key] for key in self.added_keys})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        drop_unused_state(self, state_dict, prefix)
+        self.linear_gemms.load_histories(state_dict, prefix)
+        self.histories.loaded()
+        self.passes.count = int(state_dict.pop(prefix + _DRAWS, self.passes.count))
+        if self.group is not None:
+            self.group.loaded = True
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # ---- copies and moves
+    def _catch_up(self) -> None:
+        """Before the histories are read or copied."""
+        if self.group is not None:
+            self.group.catch_up(collective=False)
+            self.histories.follow(self.weight)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._catch_up()
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.group is not None:
+            self.group.add(self)
+            self.histories.belong_to(self.weight)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.histories.to(self.weight.device)
+        return self
+
+
+def added_keys(model: nn.Module) -> set[str]:
+    """Keys of the state dict that the unconverted model has not."""
+    return {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, StatefulLayer)
+        for key in module.added_keys
+    }
+
+
+def drop_unused_state(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Pop the state of linear layers that this recipe does not use, with a warning.
+
+    A pre-hook of ``load_state_dict``: the state dict may be of a model under another recipe.
+    """
+    used, unused = added_keys(model), {}
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        found = _KEY.fullmatch(key, len(prefix))
+        if found is not None and found[0] not in used and _is_linear(model, found["layer"] or ""):
+            unused[key] = _KINDS[found["kind"]]
+            del state_dict[key]
+    if unused:
+        kinds = " and ".join(sorted(set(unused.values())))
+        warnings.warn(f"load_state_dict drops {kinds}, {len(unused)} keys that this recipe does not use", stacklevel=2)
+
+
+def _is_linear(model: nn.Module, path: str) -> bool:
+    """Whether the path is that of a module with a weight and without modules."""
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return False
+    return isinstance(module, StatefulLayer) or ("weight" in module._parameters and not module._modules)

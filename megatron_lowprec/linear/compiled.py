@@ -16,6 +16,7 @@ import torch
 
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.once_differentiable import refuse
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import Recipe
@@ -113,6 +114,8 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+    if torch.is_grad_enabled():
+        refuse(f"a compiled layer under recipe {_recipes[ctx.key].name}", "create_graph=True")
     x, weight = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     grads = _linear_backward(dy.contiguous(), x, weight, ctx.key, *needed)

@@ -15,6 +15,7 @@ from megatron_lowprec.linear.layer_histories import HistoryGroup, LayerHistories
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
@@ -28,6 +29,12 @@ def _without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
+def _title(linear_gemms: LinearGemms) -> str:
+    return f"{linear_gemms.linear_id.name} under recipe {linear_gemms.recipe.name}"
+
+
+# without quantization autograd may differentiate dgrad and wgrad
+@once_differentiable(lambda ctx: _title(ctx.linear_gemms) if ctx.linear_gemms.recipe.quantized else None)
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -126,6 +133,8 @@ class LowPrecLayer(nn.Module):
                 f"a layer with a weight of {weight.dtype} got an input of {x.dtype}: convert one of them, "
                 f"or use torch.autocast"
             )
+        if torch._C._are_functorch_transforms_active():  # a compiled jvp would be 0
+            refuse(_title(self.linear_gemms), "torch.func")
         flat = x.reshape(-1, x.shape[-1])
         if not torch.compiler.is_compiling():
             y = _run(self, flat, weight, bias)

@@ -12,11 +12,13 @@ from torch import nn
 
 from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
 from megatron_lowprec.linear.layer_tensors import CachedInput
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input
 from megatron_lowprec.mcore.layers.parallel_linear import (
     LowPrecColumnParallelLinear,
     LowPrecRowParallelLinear,
     await_weights,
+    title,
 )
 from megatron_lowprec.mcore.layers.sequential_mlp import LowPrecSequentialMLP, attach_channels
 from megatron_lowprec.mcore.rng_step import current_rng_step
@@ -25,6 +27,7 @@ Linears = Sequence[LowPrecColumnParallelLinear | LowPrecRowParallelLinear]
 """The same layer of each expert on a rank."""
 
 
+@once_differentiable(lambda ctx: title(ctx.linears[0].bound_gemms))
 class _GroupedLinearFunction(torch.autograd.Function):
     """Gradient accumulation around a group's GEMMs; experts communicate only in the token dispatcher."""
 
@@ -72,6 +75,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
         return dx, None, None, None, None, None, *dw
 
 
+@once_differentiable("the biases of grouped experts")
 class _ExpertBias(torch.autograd.Function):
     """The bias of each token's expert, [T, O]; sums each expert's gradient as its own addition would."""
 

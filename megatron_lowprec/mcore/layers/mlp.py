@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import BiasGelu, BiasGeluGrad, CastPrologue
 from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
 from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluMLP
 from megatron_lowprec.mcore.layers.parallel_linear import (
@@ -27,6 +28,7 @@ from megatron_lowprec.mcore.layers.parallel_linear import (
 from megatron_lowprec.mcore.rng_step import current_rng_step
 
 
+@once_differentiable("the fused bias and GELU")
 class _BiasGeluFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -41,6 +43,7 @@ class _BiasGeluFunction(torch.autograd.Function):
         return dy.view(dout.shape), dbias
 
 
+@once_differentiable("a fused MLP")
 class _MlpFunction(torch.autograd.Function):
     """fc1, bias and GELU, fc2. The activation between the GEMMs is cast to FP8 operands directly, or written with its
     amax if the casts use one; it can be recomputed instead of saved for backward.

@@ -22,6 +22,7 @@ from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
 from megatron_lowprec.linear.layer_tensors import CachedInput, GradOutput, SavedForBackward
 from megatron_lowprec.linear.linear_gemms import Gather, LinearGemms
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input, cached_amax
 from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
@@ -92,12 +93,18 @@ def gradients(
     return dx, dw, grad.bias
 
 
+def title(linear_gemms: LinearGemms) -> str:
+    """The layer as errors name it."""
+    return f"{linear_gemms.linear_id.path} under recipe {linear_gemms.recipe.name}"
+
+
 def await_weights(module: torch.nn.Module) -> None:
     """Run the module's forward pre-hooks, in which --overlap-param-gather waits for the weights."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
 
 
+@once_differentiable(lambda ctx: title(ctx.layer.bound_gemms))
 class _ParallelLinearFunction(torch.autograd.Function):
     """Communication and gradient accumulation around a layer's fprop, dgrad and wgrad."""
 
@@ -154,6 +161,7 @@ class _ParallelLinearFunction(torch.autograd.Function):
         return *found, None, None, None, None, None, None
 
 
+@once_differentiable("a reduce-scatter whose gradient is gathered as codes")
 class _ReduceScatter(torch.autograd.Function):
     """Sums a row-parallel layer's output over the ranks, each of which keeps its tokens; gathers dy as FP8 codes."""
 

@@ -75,12 +75,12 @@ class Consumer:
         self.layer = layer
 
     def supported_fusion(self, x: torch.Tensor) -> CastFusion:
-        """Fusion of the norm of x [..., H] with the layer's casts; "source" only if a backward pass follows."""
+        """Fusion of the norm of x [..., H] with the layer's casts; "source" only if that records and has a wgrad."""
         linear_gemms, weight = self.layer.bound_gemms, self.layer.weight
         linear_gemms.choose_products(weight)
         fusion = linear_gemms.supported_fusion("input", x)
-        training = torch.is_grad_enabled() and weight.requires_grad
-        return None if fusion == "source" and not training else fusion
+        trained = self.layer.records_amax() and weight.requires_grad
+        return None if fusion == "source" and not trained else fusion
 
 
 def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

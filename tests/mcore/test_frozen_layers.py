@@ -56,7 +56,7 @@ def amaxes(loop: Loop) -> dict[str, torch.Tensor]:
         for number, layer in enumerate(loop.model.decoder.layers)
         for name, linear in layer.named_modules()
         if "linear" in name.rpartition(".")[2]
-        for operand, history in linear.get_extra_state().items()
+        for operand, history in (linear.get_extra_state() or {}).items()
     }
 
 

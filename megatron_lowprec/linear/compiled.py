@@ -14,8 +14,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from megatron_lowprec.linear.layer_tensors import backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.once_differentiable import refuse
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import Recipe
@@ -79,7 +81,8 @@ def _linear_backward(
     linear_gemms, none = _gemms(key, weight.shape), dy.new_empty(0)
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         linear_gemms.choose_products(weight)
-        grad = linear_gemms.grad_output(dy, _NO_DRAWS, bias=bias_grad)
+        gemms = backward_gemms(input_grad, weight_grad)
+        grad = linear_gemms.grad_output(dy, _NO_DRAWS, bias=bias_grad, gemms=gemms)
         dx = linear_gemms.dgrad(grad, weight, _NO_DRAWS) if input_grad else none
         dw = linear_gemms.wgrad(grad, x, _NO_DRAWS) if weight_grad else dy.new_empty(0)
     return [dx, dw, dy.new_empty(0) if grad.bias is None else grad.bias]
@@ -113,6 +116,8 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dy):  # type: ignore[no-untyped-def]
+    if torch.is_grad_enabled():
+        refuse(f"a compiled layer under recipe {_recipes[ctx.key].name}", "create_graph=True")
     x, weight = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     grads = _linear_backward(dy.contiguous(), x, weight, ctx.key, *needed)

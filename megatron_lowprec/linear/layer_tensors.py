@@ -25,7 +25,7 @@ class SavedForBackward(NamedTuple):
     Attributes:
         weight: [O, I].
         x: the layer's input [..., I], columnwise data of the quantized x, [I, T padded], or rowwise codes of this
-            rank's tokens; None if the backward pass recomputes x.
+            rank's tokens; None if the backward pass recomputes x or has no wgrad.
         x_scale: decode scale of the data; None if x is unquantized.
         weight_amax: fp32 [1], for ``LinearGemms.dgrad``.
         x_spec: spec of the quantized x; None if x is unquantized.
@@ -59,6 +59,10 @@ class SavedForBackward(NamedTuple):
     def with_codes(self, codes: QuantizedTensor) -> SavedForBackward:
         """Saves the rowwise codes of this rank's tokens in place of x."""
         return self._replace(x=codes.rowwise_data, x_scale=codes.rowwise_scale, x_spec=codes.spec, x_rowwise=True)
+
+    def without_input(self) -> SavedForBackward:
+        """For a layer whose backward pass recomputes x, or whose frozen weight has no wgrad."""
+        return self._replace(x=None, x_scale=None)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """The first four fields."""
@@ -103,11 +107,18 @@ class GradOutput:
         matrix: dy; if both directions are quantized, any tensor of its shape and dtype.
         quantized: dy in the directions quantized so far, or None.
         bias: gradient of the bias [O], or None.
+        update_amax: record the amaxes of delayed scaling in ``dgrad`` and ``wgrad``.
     """
 
     matrix: torch.Tensor
     quantized: QuantizedTensor | None = None
     bias: torch.Tensor | None = None
+    update_amax: bool = True
+
+
+def backward_gemms(input_grad: bool, weight_grad: bool) -> frozenset[str]:
+    """dgrad where the input needs a gradient, wgrad where the weight does."""
+    return frozenset(name for name, needed in (("dgrad", input_grad), ("wgrad", weight_grad)) if needed)
 
 
 def transposes(x: QuantizedTensor) -> bool:

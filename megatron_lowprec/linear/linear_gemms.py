@@ -1,6 +1,6 @@
 """fprop, dgrad and wgrad of a linear layer under a recipe. No Megatron, no collectives."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -185,7 +185,8 @@ class LinearGemms:
             w, _ = backend.quantize(
                 "weight", w_OI, rng_step, rowwise=True, columnwise=both, update_amax=update_amax, amax=weight_amax
             )
-            self._store_weight("fprop", w, native, update_amax)
+            if update_amax:
+                self.weight_cache.put("fprop", native, w)
         y = backend.gemm("fprop", x, w, x_TI.dtype, bias=bias_O)
         saved = SavedForBackward.of(w_OI, x_TI if layer_input is None else layer_input, x, weight_amax)
         return y, saved if codes is None else saved.with_codes(codes)
@@ -218,6 +219,8 @@ class LinearGemms:
         bias: bool = False,
         amax: torch.Tensor | None = None,
         shard: bool = False,
+        update_amax: bool = True,
+        gemms: Collection[str] = SIDES["grad_output"],
     ) -> GradOutput:
         """dy for ``dgrad`` and ``wgrad``, quantized for both from one read if specs and kernel permit.
 
@@ -227,8 +230,12 @@ class LinearGemms:
             amax: fp32 [1] of this rank's part of dy, if known.
             shard: if ``gathers`` is "grad_output": dy_TO has this rank's tokens; return their codes, for
                 ``gathered_grad_output``.
+            update_amax: the same as in ``forward``, also for ``dgrad`` and ``wgrad``.
+            gemms: those that follow; dy in memory is not quantized for others.
         """
         native, one_spec = self._native_for(dy_TO), self._one_spec["grad_output"]
+        if isinstance(dy_TO, torch.Tensor):
+            native = native.intersection(gemms)
         if shard:
             codes, db = self._backend("dgrad", native).quantize(
                 "grad_output", dy_TO, rng_step, rowwise=True, columnwise=False, sums=bias, codes=True
@@ -243,10 +250,11 @@ class LinearGemms:
                 rng_step,
                 rowwise=rowwise,
                 columnwise=wgrad and (one_spec or not rowwise),
+                update_amax=update_amax,
                 local_amax=amax,
                 sums=bias,
             )
-        elif one_spec and self.emulated.fuses_both_directions("grad_output", dy_TO, rng_step):
+        elif one_spec and len(gemms) == 2 and self.emulated.fuses_both_directions("grad_output", dy_TO, rng_step):
             quantized, _ = self.emulated.quantize("grad_output", dy_TO, rng_step, rowwise=True, columnwise=True)
         if isinstance(dy_TO, torch.Tensor):
             matrix = dy_TO
@@ -256,7 +264,7 @@ class LinearGemms:
             matrix = in_memory(dy_TO)
         if bias and db is None:
             db = matrix.sum(dim=0)
-        return GradOutput(matrix, quantized, db)
+        return GradOutput(matrix, quantized, db, update_amax)
 
     def gathered_grad_output(self, dy: GradOutput, gather: Gather) -> GradOutput:
         """dy of all tokens for ``dgrad`` and ``wgrad`` from this rank's codes; its matrix is a NaN placeholder."""
@@ -278,12 +286,17 @@ class LinearGemms:
         native, quantized = self._native_for(dy.matrix), dy.quantized
         backend = self._backend("dgrad", native)
         if quantized is None or quantized.rowwise_data is None:
-            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, rowwise=True, columnwise=False)
-        w = self._stored_weight("dgrad", w_OI, native)
+            quantized, _ = backend.quantize(
+                "grad_output", dy.matrix, rng_step, rowwise=True, columnwise=False, update_amax=dy.update_amax
+            )
+        w = self._stored_weight("dgrad", w_OI, native, dy.update_amax)
         if w is None:
-            both = self._caches_both_directions(native)
-            w, _ = backend.quantize("weight", w_OI, rng_step, rowwise=both, columnwise=True, amax=weight_amax)
-            self._store_weight("dgrad", w, native)
+            both = self._caches_both_directions(native, dy.update_amax)
+            w, _ = backend.quantize(
+                "weight", w_OI, rng_step, rowwise=both, columnwise=True, update_amax=dy.update_amax, amax=weight_amax
+            )
+            if dy.update_amax:
+                self.weight_cache.put("dgrad", native, w)
         return backend.gemm("dgrad", quantized, w, dy.matrix.dtype)
 
     def wgrad(
@@ -312,12 +325,14 @@ class LinearGemms:
             x = x if x.columnwise_data is not None else self._from_codes("input", x, columnwise=True)
         else:
             # a native fprop by the same spec has recorded the amax
-            update_amax = not (restored or "wgrad" in native) or not self._one_spec["input"]
+            update_amax = dy.update_amax and (not (restored or "wgrad" in native) or not self._one_spec["input"])
             x, _ = backend.quantize(
                 "input", x, rng_step, rowwise=False, columnwise=True, update_amax=update_amax, local_amax=amax
             )
         if quantized is None or quantized.columnwise_data is None:
-            quantized, _ = backend.quantize("grad_output", dy.matrix, rng_step, rowwise=False, columnwise=True)
+            quantized, _ = backend.quantize(
+                "grad_output", dy.matrix, rng_step, rowwise=False, columnwise=True, update_amax=dy.update_amax
+            )
         overwrite = accumulate_into is not None and self.main_grad_is_zero
         if overwrite:
             self.main_grad_is_zero = False
@@ -366,7 +381,7 @@ class LinearGemms:
         return into
 
     def _stored_weight(
-        self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], update_amax: bool = True
+        self, gemm: str, w_OI: torch.Tensor, native: frozenset[str], update_amax: bool
     ) -> QuantizedTensor | None:
         """Weight of fprop (rowwise) or dgrad (columnwise) from the cache or an FP8 primary weight; else None."""
         # the cache also serves passes without amax update, such as the first of an activation recomputation
@@ -381,19 +396,11 @@ class LinearGemms:
             return cached
         on_grid = gemm in self.emulated.products
         weight = w_OI.quantized(columnwise=gemm == "dgrad", codes=is_native, on_grid=on_grid)
-        if is_native and gemm == "dgrad":  # a transposed copy; other cases alias the codes or are cheap
-            self._store_weight(gemm, weight, native, update_amax)
+        if is_native and gemm == "dgrad" and update_amax:  # a transposed copy; others alias the codes or are cheap
+            self.weight_cache.put(gemm, native, weight)
         return weight
 
-    def _caches_both_directions(self, native: frozenset[str], update_amax: bool = True) -> bool:
+    def _caches_both_directions(self, native: frozenset[str], update_amax: bool) -> bool:
         """Whether one cast quantizes the weight for fprop and dgrad, both cached."""
         caches = update_amax and all(map(self.weight_cache.holds, SIDES["weight"]))
         return caches and native.issuperset(SIDES["weight"]) and self._one_spec["weight"]
-
-    def _store_weight(
-        self, gemm: str, weight: QuantizedTensor, native: frozenset[str], update_amax: bool = True
-    ) -> None:
-        both = weight.rowwise_data is not None and weight.columnwise_data is not None
-        for name in SIDES["weight"] if both else (gemm,):
-            if update_amax and self.weight_cache.holds(name):
-                self.weight_cache.put(name, name in native, weight)

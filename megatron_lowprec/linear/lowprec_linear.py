@@ -11,9 +11,10 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.compiled import is_pure, opaque_linear, operator_key, outside_graph
 from megatron_lowprec.linear.layer_histories import LayerGroup
 from megatron_lowprec.linear.layer_state import StatefulLayer
-from megatron_lowprec.linear.layer_tensors import SavedForBackward
+from megatron_lowprec.linear.layer_tensors import SavedForBackward, backward_gemms
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
+from megatron_lowprec.linear.once_differentiable import once_differentiable, refuse
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
@@ -28,6 +29,12 @@ def _without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
+def _title(linear_gemms: LinearGemms) -> str:
+    return f"{linear_gemms.linear_id.name} under recipe {linear_gemms.recipe.name}"
+
+
+# without quantization autograd may differentiate dgrad and wgrad
+@once_differentiable(lambda ctx: _title(ctx.linear_gemms) if ctx.linear_gemms.recipe.quantized else None)
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -35,8 +42,9 @@ class _LinearFunction(torch.autograd.Function):
     ):
         with _without_autocast(x):
             y, saved = linear_gemms.forward(x, weight, rng_step, update_amax, bias, save_input=ctx.needs_input_grad[1])
+        saved = saved if ctx.needs_input_grad[1] else saved.without_input()
         ctx.save_for_backward(*saved.tensors())
-        ctx.linear_gemms, ctx.rng_step, ctx.plain = linear_gemms, rng_step, saved[4:]
+        ctx.linear_gemms, ctx.rng_step, ctx.update_amax, ctx.plain = linear_gemms, rng_step, update_amax, saved[4:]
         return y
 
     @staticmethod
@@ -44,7 +52,8 @@ class _LinearFunction(torch.autograd.Function):
         saved, linear_gemms = SavedForBackward(*ctx.saved_tensors, *ctx.plain), ctx.linear_gemms
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         with _without_autocast(dy):
-            dy = linear_gemms.grad_output(dy, ctx.rng_step, bias=needs_b)
+            gemms = backward_gemms(needs_x, needs_w)
+            dy = linear_gemms.grad_output(dy, ctx.rng_step, bias=needs_b, update_amax=ctx.update_amax, gemms=gemms)
             dx = linear_gemms.dgrad(dy, saved.weight, ctx.rng_step, saved.weight_amax) if needs_x else None
             dw = linear_gemms.wgrad(dy, saved.input(), ctx.rng_step) if needs_w else None
         return dx, dw, dy.bias, None, None, None
@@ -116,6 +125,8 @@ class LowPrecLayer(StatefulLayer):
                 f"a layer with a weight of {weight.dtype} got an input of {x.dtype}: convert one of them, "
                 f"or use torch.autocast"
             )
+        if torch._C._are_functorch_transforms_active():  # a compiled jvp would be 0
+            refuse(_title(self.linear_gemms), "torch.func")
         flat = x.reshape(-1, x.shape[-1])
         if not torch.compiler.is_compiling():
             y = _run(self, flat, weight, bias)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.device_rng_step import capturing
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
@@ -28,9 +29,12 @@ class QuantizedWeightCache:
         """Whether the cache covers this GEMM's weight."""
         return gemm in self._gemms and (self.under_capture or not capturing())
 
-    def put(self, gemm: str, native: bool, weight: QuantizedTensor) -> None:
-        """Cache a weight for a native or an emulated GEMM."""
-        self._weights[gemm] = native, weight
+    def put(self, gemm: str, native: frozenset[str], weight: QuantizedTensor) -> None:
+        """Cache a weight for a GEMM, native or emulated, where the cache covers it; with both directions for two."""
+        both = weight.rowwise_data is not None and weight.columnwise_data is not None
+        for name in SIDES["weight"] if both else (gemm,):
+            if self.holds(name):
+                self._weights[name] = name in native, weight
 
     def get(self, gemm: str, native: bool) -> QuantizedTensor | None:
         """The weight cached for a native or an emulated GEMM, or None."""

@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.graph_recorder import CudaRecorder, Recorder, Recording
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin, await_weights
 from megatron_lowprec.mcore.rng_step import current_rng_step
@@ -177,6 +178,7 @@ class _Layer:
                 part._parameters[name] = weight
 
 
+@once_differentiable("a layer captured as a CUDA graph")
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]

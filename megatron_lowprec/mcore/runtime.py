@@ -244,7 +244,7 @@ class RecipeRuntime:
         Raises:
             RuntimeError: the chunk already ran in training since the last ``begin_microbatch`` or ``begin_step``.
         """
-        if not torch.is_grad_enabled() or in_backward_pass():
+        if not chunk.training or not torch.is_grad_enabled() or in_backward_pass():
             return
         ran = chunk, current_rng_step()
         if ran in self._ran:

@@ -1,12 +1,17 @@
 """Tracks steps and microbatches from what any training loop does, and binds layers to a recipe one by one."""
 
 import sys
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.errors import UserError
@@ -23,10 +28,10 @@ class StepTracker:
     """Calls a ``RecipeRuntime``'s hooks for a training loop that does not know of it.
 
     A step begins with the first forward pass in training after the last one ended; its number is Megatron-LM's
-    ``args.curr_iteration``, elsewhere the number of steps ended before. It ends with the step of any
-    ``torch.optim.Optimizer``, or, where the update was skipped, with the next step. A microbatch is a layer's forward
-    pass in training: its index is the one that Megatron-core's schedules set, elsewhere the number of the layer's
-    passes in this step. A pass in evaluation mode (``model.eval()``) is none.
+    ``args.curr_iteration``, elsewhere the number of steps ended before. It ends with the step of an optimizer that
+    ``may_update`` the model's weights, or, where the update was skipped, with the next step. A microbatch is a layer's
+    forward pass in training: its index is the one that Megatron-core's schedules set, elsewhere the number of the
+    layer's passes in this step. A pass in evaluation mode (``model.eval()``) is none.
 
     Args:
         recipe: the recipe to run.
@@ -48,6 +53,7 @@ class StepTracker:
             )
         self._recipe, self._seed, self._options = recipe, seed, options
         self._runtime: RecipeRuntime | None = None
+        self._models: WeakSet[nn.Module] = WeakSet()
         self._passes: dict[TransformerLayer, int] = {}  # passes in training of each layer in the step in progress
         self._step: int | None = None  # the step in progress
         self._microbatch = -1
@@ -74,8 +80,8 @@ class StepTracker:
                 "--no-gradient-accumulation-fusion to Megatron-LM, as its own layers need it then"
             )
 
-    def bind(self, layer: TransformerLayer) -> None:
-        """Bind a layer's linears to the recipe.
+    def bind(self, layer: TransformerLayer, model: nn.Module) -> None:
+        """Bind the linears of a layer of a model to the recipe.
 
         Raises:
             RuntimeError: a linear of the layer is Megatron-core's own.
@@ -94,6 +100,7 @@ class StepTracker:
         if self._runtime is None:
             self._runtime = _runtime(self._recipe, layer.config, self._seed, self._options)
         bind_layer(self._runtime, layer)
+        self._models.add(model)
 
     def enter(self, layer: TransformerLayer) -> None:
         """Begin the microbatch, and the step, of the layer's forward pass that follows."""
@@ -134,9 +141,14 @@ class StepTracker:
             self._runtime.rescale_gradients(self._microbatches / count)
         self._microbatches = count
 
-    def _updated(self, *_: Any) -> None:
-        """An optimizer has stepped: of several, such as one for experts, the first ends the step."""
-        self._end(updated=True)
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer has stepped: of the model's, such as one more for experts, the first ends the step."""
+        if self._step is None or not may_update(optimizer, self._models):
+            return
+        if in_backward_pass():  # as soon as its weight's gradient exists, when others do not
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, updated=True))
+        else:
+            self._end(updated=True)
 
     def _end(self, updated: bool) -> None:
         if self._step is None:
@@ -146,6 +158,24 @@ class StepTracker:
         self._step = None
         self._passes.clear()
         self._runtime.end_step(updated)
+
+
+def may_update(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> bool:
+    """Whether an optimizer may update weights of these models, or stand for one that does.
+
+    It holds a weight; or, as Megatron-core's do, a flat part of one or an fp32 copy that the weight knows as
+    ``main_param``. So may a rank's optimizer that holds nothing, the parts being elsewhere, one with copies that no
+    weight knows, as other libraries make, and any optimizer where all weights of the models are frozen.
+    """
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    held = [tensor if tensor._base is None else tensor._base for tensor in tensors]
+    weights = [weight for model in models for weight in model.parameters()]
+    copies = [copy for weight in weights if (copy := getattr(weight, "main_param", None)) is not None]
+    ours = {id(tensor) for tensor in (*weights, *copies)}
+    if any(id(tensor) in ours for tensor in held):
+        return True
+    unknown = not copies and not all(isinstance(tensor, nn.Parameter) for tensor in held)
+    return not held or unknown or not any(weight.requires_grad for weight in weights)
 
 
 def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None, options: dict[str, Any]) -> RecipeRuntime:

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import ExpertChannels, attach_metadata, get_metadata
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 from megatron_lowprec.mcore.layers.sequential_mlp import LowPrecSequentialMLP
@@ -67,6 +68,7 @@ class _Route(NamedTuple):
         return returned
 
 
+@once_differentiable("the dispatch of tokens to experts as codes")
 class _Dispatched(torch.autograd.Function):
     """Hidden states -> a placeholder of the tokens that arrived, whose gradients travel back in the compute dtype."""
 
@@ -86,6 +88,7 @@ class _Dispatched(torch.autograd.Function):
         return dx.new_zeros(route.shape).index_add_(0, permutation, dx).view(ctx.hidden_shape), None, None, None
 
 
+@once_differentiable("the combination of experts whose gradients travel as codes")
 class _Combined(torch.autograd.Function):
     """Combined outputs of the experts, whose gradient travels to linear_fc2 as codes; ``combined`` has no graph."""
 

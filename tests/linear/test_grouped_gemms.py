@@ -236,3 +236,32 @@ def test_codes_of_all_experts_are_the_operand(name: str, arch: str) -> None:
     assert torch.equal(y, want_y)
     assert torch.equal(dx, want_dx)
     assert all(map(torch.equal, dw, want_dw))
+
+
+@pytest.mark.parametrize("needed", ["dgrad", "wgrad"])
+@pytest.mark.parametrize(
+    ("name", "arch"), [("mxfp8", "cpu"), ("fp8_blockwise", "sm90"), ("fp8_current", "sm90"), ("fp8_delayed", "sm90")]
+)
+def test_a_gemm_that_is_not_needed_does_not_run(name: str, arch: str, needed: str) -> None:
+    """That of frozen experts, or of inputs without gradients; the other gradient keeps its bits."""
+    generator = torch.Generator().manual_seed(4)
+    x, dy = (torch.randn(sum(TOKENS), size, generator=generator).bfloat16() for size in (IN, OUT))
+    weights = [torch.randn(OUT, IN, generator=generator).bfloat16() for _ in TOKENS]
+    found, products = [], []
+    for gemms in (("dgrad", "wgrad"), (needed,)):
+        experts = [LinearGemms(get_recipe(name), LinearId(3, "fc1", expert), 1, AmaxHistory) for expert in range(4)]
+        group = GroupedLinearGemms(experts)
+        with grouped_ops(arch) as taken:
+            _, saved = group.forward(x, TOKENS, weights, RngStep(0, 0), save_input="wgrad" in gemms)
+            saved = saved if "wgrad" in gemms else saved.without_input()
+            taken.clear()
+            found.append(group.backward(dy, TOKENS, saved, RngStep(0, 0), [None] * 4, gemms=gemms))
+            products.append(sum(op.endswith("gemm") for op in taken))
+    (dx, dw), (only_dx, only_dw) = found
+    assert products[1] < products[0]
+    if needed == "dgrad":
+        assert only_dw == [None] * 4
+        assert torch.equal(only_dx, dx)
+    else:
+        assert only_dx is None
+        assert all(map(torch.equal, only_dw, dw))

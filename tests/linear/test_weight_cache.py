@@ -46,13 +46,13 @@ def test_it_is_made_once_a_step_and_serves_passes_that_observe_nothing(
 
 def test_what_was_made_before_a_capture_is_not_taken_for_granted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, weight = QuantizedWeightCache(["fprop"]), QuantizedTensor(torch.Size((1, 1)), torch.float32, None)
-    cache.put("fprop", False, weight)
+    cache.put("fprop", frozenset(), weight)
     assert cache.get("fprop", native=False) is weight
     assert cache.get("fprop", native=True) is None
     # an expert without tokens multiplies emulated: one of both forms stays in memory
-    cache.put("fprop", True, QuantizedTensor(torch.Size((1, 1)), torch.float32, None))
+    cache.put("fprop", frozenset(["fprop"]), QuantizedTensor(torch.Size((1, 1)), torch.float32, None))
     assert len(cache.tensors()) == 1
-    cache.put("fprop", False, weight)
+    cache.put("fprop", frozenset(), weight)
     assert not cache.holds("dgrad")
     monkeypatch.setattr(weight_cache, "capturing", lambda: True)
     assert not cache.holds("fprop")

@@ -393,10 +393,28 @@ def equal_but_for(sums: tuple[str, ...], got: dict[str, torch.Tensor], want: dic
             assert torch.equal(got[name], want[name]), name
 
 
-def two_steps(recipe: str, recompute_gelu: bool = False, shape: str = "gpt", **more: Any) -> dict[str, torch.Tensor]:
-    """Losses, gradients and an amax of the second of two steps: the first one has empty histories."""
+def frozen(recipe: str, *parts: str) -> None:
+    """Freezing parts of the model changes no amax of an input or a weight, and no gradient of the others."""
+    with native():
+        want, got = (two_steps(recipe, frozen=names) for names in ((), parts))
+    unneeded = {name for name in want if name.startswith(parts)} | {"amax grad_output"}
+    assert all(got.pop(name) is None for name in unneeded if not name.startswith("amax"))
+    equal_but_for(
+        ("linear_proj.bias", "linear_fc1.bias", "linear_fc2.bias"),
+        {name: tensor for name, tensor in got.items() if name not in unneeded},
+        {name: tensor for name, tensor in want.items() if name not in unneeded},
+    )
+    assert any(name.startswith("amax") for name in want) == (recipe == "fp8_delayed")
+
+
+def two_steps(
+    recipe: str, recompute_gelu: bool = False, shape: str = "gpt", frozen: tuple[str, ...] = (), **more: Any
+) -> dict[str, torch.Tensor]:
+    """Losses, gradients and amaxes of the second of two steps: the first one has empty histories."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 512} if DEVICE == "cuda" else {}
     model = build(shape, True, recipe, torch.bfloat16, recompute_gelu, **sizes, **more)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     positions = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
     for step in range(2):
@@ -405,7 +423,11 @@ def two_steps(recipe: str, recompute_gelu: bool = False, shape: str = "gpt", **m
         losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
         losses.sum().backward()
         model.runtime.end_step()
-    amax = {f"amax {i}": h.state(0) for i, h in enumerate(model.runtime._histories.values())}
+    amax: dict[str, torch.Tensor] = {}
+    for operand in ("input", "weight", "grad_output"):
+        of_layers = [gemms.histories[operand] for gemms in model.runtime.layers if operand in gemms.histories]
+        if of_layers:
+            amax[f"amax {operand}"] = torch.stack([history.state(slot) for history, slot in of_layers])
     return amax | {"losses": losses} | {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -481,6 +503,10 @@ CHECKS["fusions-qk-norms"] = lambda: fusions("fp8_delayed", taken=3, qk_layernor
 CHECKS["fusions-sp"] = lambda: fusions(
     "fp8_delayed", taken=1 if dist.get_world_size() > 1 else 3, shape="gpt-sp", **DROPOUT
 )
+BEHIND, MLP = "decoder.layers.1", "decoder.layers.0.mlp"
+CHECKS["frozen-delayed"] = lambda: frozen("fp8_delayed", BEHIND, f"{MLP}.linear_fc1")
+CHECKS["frozen-current"] = lambda: frozen("fp8_current", "embedding", "decoder.layers.0")
+CHECKS["frozen-fc2"] = lambda: frozen("fp8_delayed", f"{MLP}.linear_fc2", "embedding")
 CHECKS["residuals-llama"] = lambda: residuals("llama", hidden_dropout=0.2)
 CHECKS["residuals-recomputed"] = lambda: residuals("gpt", **RECOMPUTED)
 CHECKS |= {

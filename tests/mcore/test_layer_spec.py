@@ -129,6 +129,13 @@ class Loop:
         return {name: tensor.clone() for name, tensor in found.items()}
 
 
+def test_a_gradient_to_differentiate_is_refused() -> None:
+    loop = Loop(tracked("mxfp8"))
+    weight = loop.model.decoder.layers[-1].mlp.linear_fc2.weight
+    with pytest.raises(UserError, match=r"create_graph=True reached layers\.2\.mlp\.linear_fc2 under recipe mxfp8"):
+        torch.autograd.grad(loop.loss(0), weight, create_graph=True)
+
+
 def explicit(recipe: str, **options: Any) -> Loop:
     from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
     from megatron_lowprec.mcore.runtime import bind_recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron_lowprec.linear.grouped.grouped_emulated import GroupedEmulatedGemm
 from megatron_lowprec.linear.grouped.grouped_native import GroupedNativeGemms
 from megatron_lowprec.linear.layer_tensors import SavedForBackward
 from megatron_lowprec.linear.linear_gemms import LinearGemms
+from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.token_rows import split_rows
@@ -57,6 +58,10 @@ class SavedGroup:
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All tensors, for ``save_for_backward``."""
         return self.x, self.x_scale, *(tensor for expert in self.experts for tensor in expert.tensors())
+
+    def without_input(self) -> SavedGroup:
+        """For a backward pass that recomputes x, or frozen weights, which have no wgrad."""
+        return SavedGroup(None, None, tuple(one.without_input() for one in self.experts))
 
     def without_tensors(self) -> SavedGroup:
         """The rest, to keep beside ``save_for_backward``."""
@@ -143,7 +148,9 @@ class GroupedLinearGemms:
         rng_step: RngStep,
         accumulate_into: Sequence[torch.Tensor | None],
         restored: bool = False,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        update_amax: bool = True,
+        gemms: Collection[str] = SIDES["grad_output"],
+    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
         """``dx = dy @ w`` of each expert's rows, [T, I], and each expert's ``dw = dy.T @ x``, [O, I].
 
         Args:
@@ -151,33 +158,50 @@ class GroupedLinearGemms:
             tokens, saved, rng_step: of the forward pass.
             accumulate_into: fp32 [O, I] of each expert, to which its dw is added, or None for a new dw in dy's dtype.
             restored: as ``LinearGemms.wgrad``.
+            update_amax, gemms: as ``LinearGemms.grad_output``; the gradients of other GEMMs are None.
         """
+        has_dx, has_dw, none = "dgrad" in gemms, "wgrad" in gemms, [None] * len(tokens)
         saved = saved.dequantized(dy_TO.dtype)
         codes, dy_TO = (dy_TO, dy_TO.dequantize(dy_TO.dtype)) if isinstance(dy_TO, QuantizedTensor) else (None, dy_TO)
         weights = [one.weight for one in saved.experts]
-        if saved.x is not None and self._runs(self._emulated, "wgrad", dy_TO, weights):
+        whole = saved.x is not None or not has_dw
+        if whole and self._runs(self._emulated, "wgrad", dy_TO, weights):
             dy_TO = dy_TO.contiguous()
-            dx = self._emulated.dgrad(dy_TO if codes is None else codes, tokens, weights, rng_step)
+            dx = self._emulated.dgrad(dy_TO if codes is None else codes, tokens, weights, rng_step) if has_dx else None
+            if saved.x is None:
+                return dx, none
             totals, overwrite = self._totals(accumulate_into, weights)
             self._emulated.wgrad(dy_TO, saved.x, tokens, rng_step, totals, overwrite)
             return dx, totals
-        if saved.x is not None and self._runs(self._native, "wgrad", dy_TO, weights):
+        if whole and self._runs(self._native, "wgrad", dy_TO, weights):
+            by_row, by_column = self._native.grad_output(dy_TO, tokens, codes, update_amax, gemms)
+            dx = None
+            if by_row is not None:
+                dx = self._native.dgrad(by_row, tokens, weights, dy_TO.dtype, update_amax)
+            if saved.x is None or by_column is None:
+                return dx, none
             x_or_codes = saved.x if saved.x_scale is None else (saved.x, saved.x_scale)
             totals, overwrite = self._totals(accumulate_into, weights)
-            return self._native.backward(dy_TO, x_or_codes, tokens, weights, totals, overwrite, codes), totals
+            self._native.wgrad(by_column, x_or_codes, tokens, totals, overwrite, update_amax)
+            return dx, totals
         assert saved.x_scale is None
         rows = list(tokens)
         inputs = [None] * len(rows) if saved.x is None else saved.x.split(rows)
         parts, dw = [], []
         dys = dy_TO.split(rows) if codes is None else split_rows(codes, rows)
-        for gemms, dy, x, one, total in zip(self.experts, dys, inputs, saved.experts, accumulate_into, strict=True):
+        for expert, dy, x, one, total in zip(self.experts, dys, inputs, saved.experts, accumulate_into, strict=True):
             arrived = isinstance(dy, QuantizedTensor)
-            grad = gemms.dispatched_grad_output(dy) if arrived else gemms.grad_output(dy, rng_step)
-            parts.append(gemms.dgrad(grad, one.weight, rng_step, one.weight_amax))
-            x_or_data = x if one.x_spec is None else one.input()
-            assert x_or_data is not None
-            dw.append(gemms.wgrad(grad, x_or_data, rng_step, accumulate_into=total, restored=restored))
-        return torch.cat(parts), dw
+            if arrived:
+                grad = expert.dispatched_grad_output(dy)
+            else:
+                grad = expert.grad_output(dy, rng_step, update_amax=update_amax, gemms=gemms)
+            if has_dx:
+                parts.append(expert.dgrad(grad, one.weight, rng_step, one.weight_amax))
+            if has_dw:
+                x_or_data = x if one.x_spec is None else one.input()
+                assert x_or_data is not None
+                dw.append(expert.wgrad(grad, x_or_data, rng_step, accumulate_into=total, restored=restored))
+        return torch.cat(parts) if has_dx else None, dw or none
 
     def _runs(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -50,35 +50,62 @@ class GroupedNativeGemms(GroupedBackend):
         w = self._weights("fprop", weights, update_amax)
         return self._product("fprop", x, w, tokens, x_TI.dtype), for_wgrad
 
-    def backward(
+    def grad_output(
         self,
         dy_TO: torch.Tensor,
-        x: torch.Tensor | Operand,
+        tokens: Sequence[int],
+        codes: QuantizedTensor | None,
+        update_amax: bool,
+        gemms: Collection[str],
+    ) -> tuple[Operand | None, Operand | None]:
+        """dy for ``dgrad`` and for ``wgrad``, as far as they are among ``gemms``; ``codes`` of its rows, if known."""
+        dgrad, wgrad = "dgrad" in gemms, "wgrad" in gemms
+        by_row = by_column = None
+        if wgrad or codes is None:
+            by_row, by_column = self._tokens(
+                "grad_output",
+                dy_TO,
+                tokens,
+                rowwise=dgrad and codes is None,
+                columnwise=wgrad,
+                update_amax=update_amax,
+            )
+        if dgrad and codes is not None:
+            by_row = self._padded_codes(codes, tokens)
+        return by_row, by_column
+
+    def dgrad(
+        self,
+        dy: Operand,
         tokens: Sequence[int],
         weights: Sequence[torch.Tensor],
+        out_dtype: torch.dtype,
+        update_amax: bool,
+    ) -> torch.Tensor:
+        """``dx = dy @ w`` of each expert's rows, [T, I]."""
+        return self._product("dgrad", dy, self._weights("dgrad", weights, update_amax), tokens, out_dtype)
+
+    def wgrad(
+        self,
+        dy: Operand,
+        x: torch.Tensor | Operand,
+        tokens: Sequence[int],
         totals: Sequence[torch.Tensor],
         overwrite: Sequence[bool],
-        dy_codes: QuantizedTensor | None = None,
-    ) -> torch.Tensor:
-        """``dx = dy @ w`` of each expert's rows, [T, I]; adds ``dy.T @ x`` to each total or overwrites it.
+        update_amax: bool,
+    ) -> None:
+        """Adds ``dy.T @ x`` of each expert's rows to its total [O, I], or overwrites it.
 
         Args:
             x: the input [T, I], or from ``fprop``.
-            dy_codes: rowwise codes of dy, if they are known.
         """
-        known = dy_codes is not None
-        by_row, by_column = self._tokens("grad_output", dy_TO, tokens, rowwise=not known, columnwise=True)
-        by_row = by_row if dy_codes is None else self._padded_codes(dy_codes, tokens)
-        assert by_row is not None
-        assert by_column is not None
-        dx = self._product("dgrad", by_row, self._weights("dgrad", weights), tokens, dy_TO.dtype)
         if isinstance(x, torch.Tensor):
-            update_amax = not self._one_spec("input")  # else the forward pass has recorded it
+            update_amax = update_amax and not self._one_spec("input")  # else the forward pass has recorded it
             found = self._tokens("input", x, tokens, rowwise=False, columnwise=True, update_amax=update_amax)[1]
             assert found is not None
             x = found
         load("grouped_fp8_gemm").grouped_fp8_wgrad_(
-            *by_column,
+            *dy,
             *x,
             tokens,
             totals,
@@ -86,7 +113,6 @@ class GroupedNativeGemms(GroupedBackend):
             overwrite=overwrite,
             fast_accumulation=self._experts[0].native.fast_accumulation["wgrad"],
         )
-        return dx
 
     def _supports(self, name: str, weight: torch.Tensor) -> bool:
         first = self._experts[0]

@@ -9,12 +9,14 @@ from megatron.core.fusions import fused_bias_dropout
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import DropoutGrad, Matrix
 from megatron_lowprec.linear.layer_tensors import GradOutput
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_residual
 
 WithBias = tuple[torch.Tensor, torch.Tensor | None]
 BiasDropoutAdd = Callable[[WithBias, torch.Tensor, float], torch.Tensor]
 
 
+@once_differentiable("the fused bias, dropout and residual")
 class _BiasDropoutAddFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]

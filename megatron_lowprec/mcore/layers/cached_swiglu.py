@@ -15,9 +15,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.linear.layer_tensors import CachedInput
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import attach_metadata
 
 
+@once_differentiable("SwiGLU with a quantized input")
 class _CachedSwiglu(torch.autograd.Function):
     """SwiGLU of h [T, 2F], times probabilities [T, 1] if given, with a gradient from the packed codes of h."""
 

@@ -5,8 +5,10 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megatron_lowprec.kernels import dispatch
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 
 
+@once_differentiable("the fused cross entropy")
 class _CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]

@@ -11,12 +11,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_lowprec.linear.grouped.grouped_gemms import GroupedLinearGemms
-from megatron_lowprec.linear.layer_tensors import CachedInput
+from megatron_lowprec.linear.layer_tensors import CachedInput, backward_gemms
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input
 from megatron_lowprec.mcore.layers.parallel_linear import (
     LowPrecColumnParallelLinear,
     LowPrecRowParallelLinear,
     await_weights,
+    title,
 )
 from megatron_lowprec.mcore.layers.sequential_mlp import LowPrecSequentialMLP, attach_channels
 from megatron_lowprec.mcore.rng_step import current_rng_step
@@ -25,6 +27,7 @@ Linears = Sequence[LowPrecColumnParallelLinear | LowPrecRowParallelLinear]
 """The same layer of each expert on a rank."""
 
 
+@once_differentiable(lambda ctx: title(ctx.linears[0].bound_gemms))
 class _GroupedLinearFunction(torch.autograd.Function):
     """Gradient accumulation around a group's GEMMs; experts communicate only in the token dispatcher."""
 
@@ -34,19 +37,21 @@ class _GroupedLinearFunction(torch.autograd.Function):
         x_TI: torch.Tensor,
         tokens: list[int],
         linears: Linears,
-        training: bool,
+        update_amax: bool,
+        saves_input: bool,
         channel: GradOutputChannel | None,
         cached: CachedInput | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         ctx.group = GroupedLinearGemms([linear.bound_gemms for linear in linears])
         ctx.linears, ctx.tokens, ctx.rng_step, ctx.channel = linears, tokens, current_rng_step(), channel
+        ctx.update_amax = update_amax
         attached = attached_input(x_TI, linears[0].bound_gemms)
         x = x_TI if attached is None else attached
-        save_input = training and cached is None
-        y, saved = ctx.group.forward(x, tokens, weights, ctx.rng_step, training, save_input=save_input)
+        save_input = saves_input and cached is None
+        y, saved = ctx.group.forward(x, tokens, weights, ctx.rng_step, update_amax, save_input=save_input)
         ctx.restore, tensors = (None, ()) if cached is None else (cached.restore, cached.tensors)
-        saved = saved if cached is None else replace(saved, x=None)
+        saved = saved if save_input else saved.without_input()
         ctx.save_for_backward(*tensors, *saved.tensors())
         ctx.plain, ctx.cached = saved.without_tensors(), len(tensors)
         return y
@@ -58,20 +63,24 @@ class _GroupedLinearFunction(torch.autograd.Function):
         if ctx.restore is not None:
             saved = replace(saved, x=ctx.restore(*cached))
         weights = [one.weight for one in saved.experts]
-        main_grads = [linear.fp32_main_grad(weight) for linear, weight in zip(ctx.linears, weights, strict=True)]
+        gemms = backward_gemms(ctx.needs_input_grad[0], any(ctx.needs_input_grad[-len(weights) :]))
+        main_grads: list[torch.Tensor | None] = [None] * len(weights)
+        if "wgrad" in gemms:
+            main_grads = [linear.fp32_main_grad(weight) for linear, weight in zip(ctx.linears, weights, strict=True)]
         codes, restored = None if ctx.channel is None else ctx.channel.get_codes(dy_TO), ctx.restore is not None
         dy = dy_TO if codes is None else codes
-        dx, dw = ctx.group.backward(dy, ctx.tokens, saved, ctx.rng_step, main_grads, restored)
-        dummy = None
+        dx, dw = ctx.group.backward(dy, ctx.tokens, saved, ctx.rng_step, main_grads, restored, ctx.update_amax, gemms)
+        dummy, dw = None, list(dw)
         for i, (weight, main_grad) in enumerate(zip(weights, main_grads, strict=True)):
             if main_grad is not None:
                 weight.grad_added_to_main_grad = True
                 # DDP's hook drops it: views of one tensor, which autograd neither copies nor reads
                 dummy = torch.empty_like(weight) if dummy is None else dummy
                 dw[i] = dummy.detach()
-        return dx, None, None, None, None, None, *dw
+        return dx, None, None, None, None, None, None, *dw
 
 
+@once_differentiable("the biases of grouped experts")
 class _ExpertBias(torch.autograd.Function):
     """The bias of each token's expert, [T, O]; sums each expert's gradient as its own addition would."""
 
@@ -104,10 +113,10 @@ class GroupedLinear(nn.Module):
         for linear in self.linears:
             await_weights(linear)
         weights = [linear.weight for linear in self.linears]
-        training = torch.is_grad_enabled() and weights[0].requires_grad
-        cached = attached_cache(x_TI) if training else None
+        saves_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        cached = attached_cache(x_TI) if saves_input else None
         y: torch.Tensor = _GroupedLinearFunction.apply(
-            x_TI, self.tokens, self.linears, training, channel, cached, *weights
+            x_TI, self.tokens, self.linears, self.linears[0].records_amax(), saves_input, channel, cached, *weights
         )
         return y
 

@@ -13,7 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import BiasGelu, BiasGeluGrad, CastPrologue
-from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward
+from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedForBackward, backward_gemms
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel, cached_amax
 from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluMLP
 from megatron_lowprec.mcore.layers.parallel_linear import (
@@ -27,6 +28,7 @@ from megatron_lowprec.mcore.layers.parallel_linear import (
 from megatron_lowprec.mcore.rng_step import current_rng_step
 
 
+@once_differentiable("the fused bias and GELU")
 class _BiasGeluFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -41,6 +43,7 @@ class _BiasGeluFunction(torch.autograd.Function):
         return dy.view(dout.shape), dbias
 
 
+@once_differentiable("a fused MLP")
 class _MlpFunction(torch.autograd.Function):
     """fc1, bias and GELU, fc2. The activation between the GEMMs is cast to FP8 operands directly, or written with its
     amax if the casts use one; it can be recomputed instead of saved for backward.
@@ -55,11 +58,13 @@ class _MlpFunction(torch.autograd.Function):
         w2: torch.Tensor,
         mlp: "LowPrecMLP",
         update_amax: bool,
+        saves_inputs: tuple[bool, bool],
         fusion: tuple[CastFusion, CastFusion],
         channel: GradOutputChannel | None,
     ) -> torch.Tensor:
         fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
         ctx.mlp, ctx.rng_step, ctx.fusion, ctx.channel = mlp, current_rng_step(), fusion, channel
+        ctx.update_amax = update_amax
         tp = _tp_config(fc1)
         amax = None if tp.sequence_parallel else cached_amax(x)
         await_weights(fc1)
@@ -69,18 +74,17 @@ class _MlpFunction(torch.autograd.Function):
             w1,
             ctx.rng_step,
             update_amax,
-            save_input=update_amax and not tp.sequence_parallel,
+            save_input=saves_inputs[0] and not tp.sequence_parallel,
             amax=amax,
             layer_input=x,
             gather=gather,
         )
         active, amax = _active(y, bias, fusion[0])
-        saves = not mlp.recompute_gelu
+        saves = saves_inputs[1] and not mlp.recompute_gelu
         await_weights(fc2)
-        out, second = fc2.bound_gemms.forward(
-            active, w2, ctx.rng_step, update_amax, save_input=update_amax and saves, amax=amax
-        )
-        second = second if saves else second._replace(x=None)
+        out, second = fc2.bound_gemms.forward(active, w2, ctx.rng_step, update_amax, save_input=saves, amax=amax)
+        first = first if saves_inputs[0] else first.without_input()
+        second = second if saves else second.without_input()
         ctx.save_for_backward(y, bias, *first.tensors(), *second.tensors())
         ctx.plain = first[4:], second[4:]
         return out
@@ -92,23 +96,29 @@ class _MlpFunction(torch.autograd.Function):
         second = SavedForBackward(*tensors[4:], *ctx.plain[1])
         fc1, fc2, rng_step = ctx.mlp.linear_fc1, ctx.mlp.linear_fc2, ctx.rng_step
         input_fusion, grad_output_fusion = ctx.fusion
+        needs_x, needs_w1, needs_bias, needs_w2 = ctx.needs_input_grad[:4]
+        gemms1 = backward_gemms(needs_x, needs_w1)
+        gemms2 = backward_gemms(bool(gemms1) or needs_bias, needs_w2)
 
         def dy2() -> GradOutput:
             grad = None if ctx.channel is None else ctx.channel.get(dout)
-            return grad or fc2.bound_gemms.grad_output(dout, rng_step)
+            return grad or fc2.bound_gemms.grad_output(dout, rng_step, update_amax=ctx.update_amax, gemms=gemms2)
 
         def dy1() -> GradOutput:
             if grad_output_fusion == "source":
                 computed = BiasGeluGrad(dactive, y, bias)
-                return fc1.bound_gemms.grad_output(computed, rng_step, bias=True)
+                return fc1.bound_gemms.grad_output(computed, rng_step, bias=True, update_amax=ctx.update_amax)
             amax = _room_for_amax(y, grad_output_fusion)
             matrix, dbias = dispatch.bias_gelu_backward(dactive, y, bias, amax)
-            return replace(fc1.bound_gemms.grad_output(matrix, rng_step, amax=amax), bias=dbias)
+            grad = fc1.bound_gemms.grad_output(matrix, rng_step, amax=amax, update_amax=ctx.update_amax, gemms=gemms1)
+            return replace(grad, bias=dbias)
 
         recompute = partial(_active, y, bias, input_fusion) if second.x is None else None
-        dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), recompute)
-        dx, dw1, dbias = gradients(fc1, dy1, first, rng_step, _tp_config(fc1))
-        return dx, dw1, dbias, dw2, None, None, None, None
+        dactive, dw2, _ = gradients(fc2, dy2, second, rng_step, _alone(fc2), gemms2, recompute)
+        dx = dw1 = dbias = None
+        if dactive is not None:
+            dx, dw1, dbias = gradients(fc1, dy1, first, rng_step, _tp_config(fc1), gemms1)
+        return dx, dw1, dbias, dw2, None, None, None, None, None
 
 
 def _active(
@@ -194,9 +204,10 @@ class LowPrecMLP(CachedSwigluMLP):
         self, hidden_states: torch.Tensor, fusion: tuple[CastFusion, CastFusion]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        training = torch.is_grad_enabled() and fc1.weight.requires_grad
+        w1, w2, with_grad = fc1.weight, fc2.weight, torch.is_grad_enabled()
+        saves_inputs = with_grad and w1.requires_grad, with_grad and w2.requires_grad
         channel = fc2.offer_grad_channel(hidden_states)
-        y = _MlpFunction.apply(hidden_states, fc1.weight, fc1.bias, fc2.weight, self, training, fusion, channel)
+        y = _MlpFunction.apply(hidden_states, w1, fc1.bias, w2, self, fc1.records_amax(), saves_inputs, fusion, channel)
         y = y.view(-1, *hidden_states.shape[1:-1], y.shape[-1])
         return fc2.reduce_output(y, channel), fc2.bias
 

@@ -14,6 +14,7 @@ from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.kernels.cast_fp8.prologue import norm_output
 from megatron_lowprec.kernels.layernorm.reference import Normalized
 from megatron_lowprec.linear.layer_tensors import CastFusion
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import attach_metadata, attach_residual, placeholder_like
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.tensor import QuantizedTensor
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 
 
+@once_differentiable("a fused norm")
 class _NormFunction(torch.autograd.Function):
     """x to (y, x as a residual): the backward pass receives the gradients of both and returns their sum."""
 
@@ -73,12 +75,12 @@ class Consumer:
         self.layer = layer
 
     def supported_fusion(self, x: torch.Tensor) -> CastFusion:
-        """Fusion of the norm of x [..., H] with the layer's casts; "source" only if a backward pass follows."""
+        """Fusion of the norm of x [..., H] with the layer's casts; "source" only if that records and has a wgrad."""
         linear_gemms, weight = self.layer.bound_gemms, self.layer.weight
         linear_gemms.choose_products(weight)
         fusion = linear_gemms.supported_fusion("input", x)
-        training = torch.is_grad_enabled() and weight.requires_grad
-        return None if fusion == "source" and not training else fusion
+        trained = self.layer.records_amax() and weight.requires_grad
+        return None if fusion == "source" and not trained else fusion
 
 
 def _fused(norm: "LayerNorm | RMSNorm", x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

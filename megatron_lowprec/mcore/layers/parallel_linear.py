@@ -20,8 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.formats import Format
 from megatron_lowprec.kernels.cast_fp8.prologue import CastPrologue
-from megatron_lowprec.linear.layer_tensors import CachedInput, GradOutput, SavedForBackward
+from megatron_lowprec.linear.layer_tensors import CachedInput, GradOutput, SavedForBackward, backward_gemms
 from megatron_lowprec.linear.linear_gemms import Gather, LinearGemms
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, scatter_sequence
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input, cached_amax
 from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
@@ -59,29 +60,35 @@ def gradients(
     saved: SavedForBackward,
     rng_step: RngStep,
     tp: TensorParallelConfig,
+    gemms: frozenset[str],
     recompute: "Callable[[], tuple[torch.Tensor | CastPrologue, torch.Tensor | None]] | None" = None,
     restored: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x, weight and bias: dgrad and wgrad, with communication overlapped.
 
     Args:
         dy: quantizes dy; called once the gather of x has started.
+        gemms: of ``backward_gemms``; the gradients of others are None.
         recompute: computes x, and its amax if known, if x was not saved for backward.
         restored: as ``LinearGemms.wgrad``.
     """
     linear_gemms, gathering, reducing = layer.bound_gemms, None, None
+    dx = dw = None
     if tp.sequence_parallel and saved.x is not None:
         whole, gathering = gather_sequence(saved.x, tp.tp_group, async_op=True)
         saved = saved._replace(x=whole)
     grad = dy()
-    dx = linear_gemms.dgrad(grad, saved.weight, rng_step, saved.weight_amax).view(-1, *saved.x_shape[1:])
+    if "dgrad" in gemms:
+        dx = linear_gemms.dgrad(grad, saved.weight, rng_step, saved.weight_amax).view(-1, *saved.x_shape[1:])
     if gathering is not None:
         gathering.wait()
-    if tp.allreduce_dgrad:
+    if dx is not None and tp.allreduce_dgrad:
         reducing = dist.all_reduce(dx, group=tp.tp_group, async_op=True)
-    elif tp.sequence_parallel:
+    elif dx is not None and tp.sequence_parallel:
         dx, reducing = scatter_sequence(dx, tp.tp_group)
-    if saved.x is None:
+    if "wgrad" not in gemms:
+        pass
+    elif saved.x is None:
         assert recompute is not None
         x, amax = recompute()
         dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax, restored)
@@ -92,12 +99,18 @@ def gradients(
     return dx, dw, grad.bias
 
 
+def title(linear_gemms: LinearGemms) -> str:
+    """The layer as errors name it."""
+    return f"{linear_gemms.linear_id.path} under recipe {linear_gemms.recipe.name}"
+
+
 def await_weights(module: torch.nn.Module) -> None:
     """Run the module's forward pre-hooks, in which --overlap-param-gather waits for the weights."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
 
 
+@once_differentiable(lambda ctx: title(ctx.layer.bound_gemms))
 class _ParallelLinearFunction(torch.autograd.Function):
     """Communication and gradient accumulation around a layer's fprop, dgrad and wgrad."""
 
@@ -109,12 +122,13 @@ class _ParallelLinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         layer: "LowPrecLinearMixin",
         update_amax: bool,
+        saves_input: bool,
         tp: TensorParallelConfig,
         amax: torch.Tensor | None,
         channel: GradOutputChannel | None,
         cached: CachedInput | None,
     ) -> torch.Tensor:
-        ctx.layer, ctx.rng_step, ctx.use_bias, ctx.tp = layer, current_rng_step(), bias is not None, tp
+        ctx.layer, ctx.rng_step, ctx.update_amax, ctx.tp = layer, current_rng_step(), update_amax, tp
         ctx.channel, ctx.restore = channel, None if cached is None else cached.restore
         linear_gemms = layer.bound_gemms
         x_TI, gather = layer_input(x, linear_gemms, tp)
@@ -125,13 +139,13 @@ class _ParallelLinearFunction(torch.autograd.Function):
             ctx.rng_step,
             update_amax,
             bias,
-            save_input=update_amax and not tp.sequence_parallel and cached is None,
+            save_input=saves_input and not tp.sequence_parallel and cached is None,
             amax=amax,
             layer_input=x,
             gather=gather,
         )
-        if cached is not None:
-            saved = saved._replace(x=None)
+        if cached is not None or not saves_input:
+            saved = saved.without_input()
         ctx.save_for_backward(*saved.tensors(), *(() if cached is None else cached.tensors))
         ctx.plain = saved[4:]
         return y
@@ -141,19 +155,24 @@ class _ParallelLinearFunction(torch.autograd.Function):
         tensors = ctx.saved_tensors
         saved = SavedForBackward(*tensors[:4], *ctx.plain)
         linear_gemms: LinearGemms = ctx.layer.bound_gemms
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        gemms = backward_gemms(needs_x, needs_w)
 
         def dy() -> GradOutput:
             grad = None if ctx.channel is None else ctx.channel.get(dy_TO)
-            return grad or linear_gemms.grad_output(dy_TO, ctx.rng_step, bias=ctx.use_bias)
+            return grad or linear_gemms.grad_output(
+                dy_TO, ctx.rng_step, bias=needs_bias, update_amax=ctx.update_amax, gemms=gemms
+            )
 
         def restored() -> tuple[torch.Tensor, None]:
             return ctx.restore(*tensors[4:]), None
 
         recompute = None if ctx.restore is None else restored
-        found = gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp, recompute, restored=recompute is not None)
-        return *found, None, None, None, None, None, None
+        found = gradients(ctx.layer, dy, saved, ctx.rng_step, ctx.tp, gemms, recompute, restored=recompute is not None)
+        return *found, None, None, None, None, None, None, None
 
 
+@once_differentiable("a reduce-scatter whose gradient is gathered as codes")
 class _ReduceScatter(torch.autograd.Function):
     """Sums a row-parallel layer's output over the ranks, each of which keeps its tokens; gathers dy as FP8 codes."""
 
@@ -184,6 +203,7 @@ class LowPrecLinearMixin:
     tp_group: dist.ProcessGroup
     config: TransformerConfig
     sequence_parallel: bool
+    training: bool
     linear_gemms: LinearGemms | None = None
     accumulates_in_fp32 = True
     channel: GradOutputChannel | None = None  # of the call in progress
@@ -197,11 +217,17 @@ class LowPrecLinearMixin:
             )
         return self.linear_gemms
 
+    def records_amax(self) -> bool:
+        """Whether a call records amaxes of delayed scaling: once a microbatch in training, trained weight or not.
+
+        The first pass of an activation recomputation has no gradients; the recomputation records.
+        """
+        return self.training and torch.is_grad_enabled()
+
     def can_use_channel(self) -> bool:
         """Whether a call may have a backward pass with a NaN placeholder for dy; selects native or emulated GEMMs."""
-        training = torch.is_grad_enabled() and self.weight.requires_grad
-        if not training or torch.is_anomaly_enabled():  # anomaly detection rejects any NaN
-            return False
+        if not (self.records_amax() and self.weight.requires_grad) or torch.is_anomaly_enabled():
+            return False  # anomaly detection rejects any NaN
         self.bound_gemms.choose_products(self.weight)
         return True
 
@@ -233,11 +259,13 @@ class LowPrecLinearMixin:
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
-        training = torch.is_grad_enabled() and weight.requires_grad
+        saves_input = torch.is_grad_enabled() and weight.requires_grad
         tp = TensorParallelConfig(options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"])
         amax = None if tp.sequence_parallel else cached_amax(input)
-        cached = self.cached_input(input) if training else None
-        y = _ParallelLinearFunction.apply(input, weight, bias, self, training, tp, amax, self.channel, cached)
+        cached = self.cached_input(input) if saves_input else None
+        y = _ParallelLinearFunction.apply(
+            input, weight, bias, self, self.records_amax(), saves_input, tp, amax, self.channel, cached
+        )
         # outside of the function: autograd forbids in-place changes of a view that a function returns
         return y.view(-1, *input.shape[1:-1], y.shape[-1])
 

@@ -10,10 +10,12 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 
 from megatron_lowprec.kernels.cast_fp8.prologue import QkvGrad
+from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import GradOutputChannel
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear
 
 
+@once_differentiable("the fused cast of the gradients of queries, keys and values")
 class _Split(torch.autograd.Function):
     """[..., groups, query + 2 * key] -> its three parts; the backward pass quantizes linear_qkv's operands."""
 

@@ -1,10 +1,12 @@
 """Megatron-core's TransformerLayer under a recipe: derives its own spec and reports its passes to a step tracker."""
 
+import sys
 from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.layers.gpt_spec import check_supported, gpt_block_spec
@@ -51,7 +53,9 @@ class LowPrecTransformerLayer(TransformerLayer):
 
     def finish_init(self, quantization_config: object) -> None:
         """Bind the layer's linears to the recipe; RuntimeError if one is not this project's."""
-        self.tracker.bind(self)
+        # the caller is the model, which gives its layers no reference to itself
+        model = sys._getframe(1).f_locals.get("self")
+        self.tracker.bind(self, model if isinstance(model, nn.Module) else self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``TransformerLayer``; tells the tracker first."""

@@ -92,7 +92,7 @@ def plan_run(
             saved_state.check_length(found, config)
         if not (config.finetune or config.no_load_optim):
             saved_state.check_optimizer(found, config)
-            schedule, more = schedules.continued(schedule, found.schedule, config, given)
+            schedule, more = schedules.continued(schedule, found.schedule, config, found.content["options"], given)
             later_notes += more
         if not config.finetune:
             earlier["earlier_options"] = saved_state.earlier_options(found, config, schedule)

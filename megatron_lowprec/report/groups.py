@@ -16,31 +16,19 @@ from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.report.amounts import amount
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.training.config.arguments import KINDS, checked_options
+from megatron_lowprec.training.config.no_effect import NO_EFFECT
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.schedule import Schedule, plan
 
-# Options that affect neither the model nor its training data, only location, speed and names of a run.
-# Runs that differ in any other option are in different groups.
-_NAMES = """
-    config recipe recipe_override seed transformer_impl no_lowprec_linears
-    fp8_param_gather fp8_sequence_parallel_gather emulate moe_grouped_gemm
-    no_gradient_accumulation_fusion attention_backend deterministic_mode cuda_graph_impl list_recipes explain_recipe
-    micro_batch_size recompute_granularity recompute_method recompute_num_layers
-    exit_interval exit_duration_in_mins exit_signal_handler profile profile_step_start profile_step_end
-    tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
-    num_virtual_stages_per_pipeline_rank context_parallel_size expert_model_parallel_size sequence_parallel
-    use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend distributed_timeout_minutes
-    memory_plan memory_plan_gpus no_memory_check num_workers data_cache_path test_data_path
-    save no_save save_interval load ckpt_step no_load_optim no_load_rng eval_interval
-    log_interval log_quantization_interval log_params_norm log_num_zeros_in_grad capture_step capture_layers
-    log_quantization_also
-    tensorboard_dir wandb_project wandb_exp_name wandb_save_dir
-    override_opt_param_scheduler use_checkpoint_opt_param_scheduler
-"""
-_IGNORED = frozenset(_NAMES.split())
+# Options that a report compares or shows otherwise. Runs that differ in any other option are in different groups.
+_IGNORED = NO_EFFECT | {
+    *("recipe", "recipe_override", "seed", "transformer_impl", "no_gradient_accumulation_fusion"),
+    *("finetune", "pretrained_checkpoint"),  # initial_weights has what they name
+}
 _DEFAULTS: Mapping[str, Any] = vars(Config())
 _SCHEDULE = "schedule."  # prefix of the schedule's fields among options
 _EARLIER = "earlier options"  # of a run that resumed with others
+_WEIGHTS = "initial weights"  # of a run that began with a checkpoint's
 
 # Ignored options that nevertheless determine initial weights and dropout, because Megatron offsets its seed by rank.
 _INITIALIZATION = {
@@ -283,6 +271,8 @@ def _key(run: Run) -> str:
         kept |= {_SCHEDULE + name: value for name, value in asdict(followed).items() if value != expected.get(name)}
     if run.earlier_options:
         kept[_EARLIER] = run.earlier_options
+    if run.initial_weights:
+        kept[_WEIGHTS] = run.initial_weights
     return json.dumps(kept, sort_keys=True, default=str)
 
 
@@ -292,6 +282,8 @@ def _value(run: Run, name: str) -> Any:
         return getattr(_followed(run), name.removeprefix(_SCHEDULE), None)
     if name == _EARLIER:
         return "; ".join(" ".join(f"{key} {value}" for key, value in each.items()) for each in run.earlier_options)
+    if name == _WEIGHTS:
+        return run.initial_weights
     value = run.options.get(name)
     return _DEFAULTS.get(name) if value is None else value
 

@@ -49,6 +49,7 @@ class Run:
     schedule: Mapping[str, Any] = field(default_factory=dict)  # the one followed; empty if not recorded
     earlier_recipes: tuple[str, ...] = ()  # names, of a run that resumed under another recipe
     earlier_options: tuple[Mapping[str, Any], ...] = ()  # values before the run resumed with others, in order
+    initial_weights: str | None = None  # checkpoint whose weights it began with, if any
     seed: int | None = None  # None if unknown
     status: Status = Status.FAILED  # final status
     why: str = ""
@@ -176,6 +177,7 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
         recipe=recipe,
         earlier_recipes=earlier,
         earlier_options=tuple(config.get("earlier_options", [])),
+        initial_weights=config.get("initial_weights") or _pretrained(options),
         options=options,
         schedule=config.get("schedule", {}),
         seed=options.get("seed", cell.seed),
@@ -212,6 +214,11 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
         gradient_norms=_finite(columns[_NORM]),
         seconds=float(np.median(later)) if len(later) else math.nan,
     )
+
+
+def _pretrained(options: Mapping[str, Any]) -> str | None:
+    """Folder of the initial weights, for a run of a version that did not record the checkpoint."""
+    return options.get("pretrained_checkpoint") or (options.get("load") if options.get("finetune") else None)
 
 
 def _labelled(cell: Run, names: Sequence[str]) -> Run:
@@ -290,7 +297,8 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict):
         return {}
-    kinds = {"options": dict, "recipe": dict, "earlier_recipes": list, "earlier_options": list, "schedule": dict}
+    kinds = {"options": dict, "recipe": dict, "schedule": dict, "initial_weights": str}
+    kinds |= {"earlier_recipes": list, "earlier_options": list}
     return {key: config[key] for key, kind in kinds.items() if isinstance(config.get(key), kind)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.recipe.schema import Recipe
@@ -32,6 +32,8 @@ class RunPlan:
     schedule: schedules.Schedule
     tokenizer: Tokenizer
     found: Saved | None
+    # Whether an earlier start of this run wrote that checkpoint.
+    continues: bool
     content: dict[str, Any]
     # Of the whole run, including the past of a continued run.
     samples: int
@@ -47,6 +49,7 @@ def plan_run(
     import torch
 
     from megatron_lowprec.kernels.dispatch import arch_here
+    from megatron_lowprec.training.checkpoint import changes
     from megatron_lowprec.training.checkpoint import resume as saved_state
     from megatron_lowprec.training.data.blend import check_paths, continued_phase
     from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
@@ -73,18 +76,21 @@ def plan_run(
     found, more = saved_state.find_checkpoint(config)
     later_notes += more
     _, samples = run_length(config)
-    earlier: dict[str, list[Any]] = {}
+    past: dict[str, Any] = {}
+    start = saved_state.start_of(asdict(config))
     if found is not None:
         saved_state.check_tokenizer(found, tokenizer)
         vocabulary = saved_state.same_padding(found, config, tokenizer.vocab_size, vocabulary)
         saved_state.check_model(found, config, vocabulary)
-        later_notes += [*saved_state.recipe_note(found, recipe), *saved_state.implementation_note(found, config)]
+        later_notes += [*changes.recipe_note(found, recipe), *changes.implementation_note(found, config)]
+        past["started_from"] = start or found.started_from
+        past["initial_weights"] = str(found.folder) if config.finetune else found.content.get("initial_weights")
         if not config.finetune:
             config, more = saved_state.continued(found, config, given)
             later_notes += more
             config, more = continued_phase(config, found.content["options"], given)
-            later_notes += more
-            earlier["earlier_recipes"] = saved_state.earlier_recipes(found, recipe)
+            later_notes += [*more, *changes.option_notes(found, config)]
+            past["earlier_recipes"] = changes.earlier_recipes(found, recipe)
             # Earlier iterations may have had another batch size.
             behind = found.progress
             iterations, samples = run_length(config, behind["iteration"], behind["consumed_samples"])
@@ -92,11 +98,12 @@ def plan_run(
             saved_state.check_length(found, config)
         if not (config.finetune or config.no_load_optim):
             saved_state.check_optimizer(found, config)
-            schedule, more = schedules.continued(schedule, found.schedule, config, given)
+            schedule, more = schedules.continued(schedule, found.schedule, config, found.content["options"], given)
             later_notes += more
         if not config.finetune:
-            earlier["earlier_options"] = saved_state.earlier_options(found, config, schedule)
+            past["earlier_options"] = changes.earlier_options(found, config, schedule)
     layout = layout_of(config, ranks.world_size)
     content = saved_state.content(config, recipe, schedule, vocabulary, layout, tokenizer)
-    content |= {"versions": dict(versions()), **{name: values for name, values in earlier.items() if values}}
-    return RunPlan(config, paths, recipe, schedule, tokenizer, found, content, samples, notes, later_notes)
+    content |= {"versions": dict(versions()), **{name: value for name, value in past.items() if value}}
+    continues = found is not None and not start
+    return RunPlan(config, paths, recipe, schedule, tokenizer, found, continues, content, samples, notes, later_notes)

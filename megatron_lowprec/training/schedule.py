@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
+
+_DEFAULT = vars(Config())
 
 
 @dataclass(frozen=True)
@@ -90,32 +92,50 @@ def plan(config: Config, total_samples: int) -> tuple[Schedule, list[str]]:
     return schedule, notes
 
 
-def continued(planned: Schedule, saved: Schedule, config: Config, given: Collection[str]) -> tuple[Schedule, list[str]]:
+# The schedule's lengths, and the options that give them. A length in iterations is samples of the batch at that time.
+_LENGTHS = {
+    "warmup_samples": ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    "decay_samples": ("lr_decay_iters", "lr_decay_samples"),
+    "wsd_decay_samples": ("lr_wsd_decay_iters",),
+}
+
+
+def continued(
+    planned: Schedule, saved: Schedule, config: Config, options: Mapping[str, Any], given: Collection[str]
+) -> tuple[Schedule, list[str]]:
     """The schedule of a run that resumes a checkpoint, with a note where the two differ.
 
-    Given options win. Values derived from the run's length stay the checkpoint's: a horizon that was not given, and the
-    samples over which weight decay grows. More iterations must not change the part of the schedule that a run has
-    already followed.
+    Options that were given and differ from the checkpoint's win. A length whose options do not keeps its samples: more
+    iterations, or another batch size, must not change the part of the schedule that a run has already followed. The
+    samples over which weight decay grows follow from the run's length and stay the checkpoint's.
+
+    Args:
+        options: the checkpoint's.
+        given: names of this run's options that were given.
     """
     if planned == saved or config.override_opt_param_scheduler:
         return planned, []
     if config.use_checkpoint_opt_param_scheduler:
         return saved, ["schedule: the checkpoint's, as --use-checkpoint-opt-param-scheduler asks"]
-    if {"lr_decay_iters", "lr_decay_samples"} & set(given):
-        chosen = planned
-    else:
-        chosen = replace(planned, decay_samples=saved.decay_samples)
-        if planned.warmup_samples != saved.warmup_samples and not {"lr_warmup_iters", "lr_warmup_samples"} & set(given):
-            chosen = replace(chosen, warmup_samples=saved.warmup_samples)
-        chosen = replace(chosen, warmup_samples=min(chosen.warmup_samples, chosen.decay_samples - 1))
+    lengths: dict[str, int] = {}
+    for length, names in _LENGTHS.items():
+        changed = any(name in given and getattr(config, name) != options.get(name, _DEFAULT[name]) for name in names)
+        before, now = getattr(saved, length), getattr(planned, length)
+        if not changed and None not in (before, now):
+            lengths[length] = before
+    chosen = replace(planned, **lengths)
+    if "warmup_samples" not in lengths and config.lr_warmup_fraction is not None:
+        chosen = replace(chosen, warmup_samples=int(config.lr_warmup_fraction * chosen.decay_samples))
+    chosen = replace(chosen, warmup_samples=min(chosen.warmup_samples, chosen.decay_samples - 1))
+    if chosen.wsd_decay_samples is not None:
+        chosen = replace(chosen, wsd_decay_samples=min(chosen.wsd_decay_samples, chosen.decay_samples))
     growth = planned.weight_decay_incr_samples, saved.weight_decay_incr_samples
     if None not in growth:
         chosen = replace(chosen, weight_decay_incr_samples=saved.weight_decay_incr_samples)
-    changed = [
-        f"{f.name} {getattr(chosen, f.name)} (checkpoint: {getattr(saved, f.name)})"
-        for f in fields(Schedule)
-        if getattr(chosen, f.name) != getattr(saved, f.name)
-    ]
+    return chosen, _notes(planned, saved, chosen)
+
+
+def _notes(planned: Schedule, saved: Schedule, chosen: Schedule) -> list[str]:
     notes = []
     if planned.decay_samples != saved.decay_samples:
         kept = chosen.decay_samples == saved.decay_samples
@@ -124,11 +144,24 @@ def continued(planned: Schedule, saved: Schedule, config: Config, given: Collect
             f"schedule: the horizon is {chosen.decay_samples} samples, {whose}; "
             f"options {planned.decay_samples}, checkpoint {saved.decay_samples}"
         )
+    for length, what in (("warmup_samples", "the warm-up"), ("wsd_decay_samples", "WSD's last phase")):
+        now, before = getattr(planned, length), getattr(saved, length)
+        if now != before and getattr(chosen, length) == before:
+            notes.append(
+                f"schedule: {what} is {before} samples, the checkpoint's "
+                f"(--override-opt-param-scheduler takes all from the options); options {now}"
+            )
+    growth = planned.weight_decay_incr_samples, saved.weight_decay_incr_samples
     if None not in growth and growth[0] != growth[1]:
         notes.append(
             f"schedule: weight decay grows over {growth[1]} samples, the checkpoint's "
             f"(--override-opt-param-scheduler takes all from the options); options {growth[0]}"
         )
+    changed = [
+        f"{f.name} {getattr(chosen, f.name)} (checkpoint: {getattr(saved, f.name)})"
+        for f in fields(Schedule)
+        if getattr(chosen, f.name) != getattr(saved, f.name)
+    ]
     if changed:
         notes.append("schedule: these options change " + ", ".join(changed))
-    return chosen, notes
+    return notes

@@ -43,6 +43,7 @@ def test_another_model_data_or_budget_is_another_group(tmp_path: Path, options: 
 
 def test_seed_recipe_layout_and_names_are_not(tmp_path: Path) -> None:
     options = {"micro_batch_size": 4, "tensor_model_parallel_size": 2, "save": "x", "emulate": True, "log_interval": 7}
+    options |= {"async_save": True, "keep_last": 2, "max_skipped_steps": 3, "no_self_test": True}
     found, lost = groups(write_run(tmp_path / "a"), write_run(tmp_path / "b", "mxfp4", 2, options=options))
     assert (len(found), lost) == (1, [])
     assert found[0].labels == ("bf16", "mxfp4")
@@ -97,6 +98,24 @@ def test_a_run_that_changed_an_option_on_resume_is_apart(tmp_path: Path) -> None
         {"earlier options": "until_iteration 30 clip_grad 0.5"},
         {"earlier options": ""},
     ]
+
+
+def test_runs_with_the_same_initial_weights_are_one_group(tmp_path: Path) -> None:
+    """However they were named, and whether or not the run was interrupted since."""
+    runs = [
+        write_run(tmp_path / "a", options={"finetune": True, "load": "base"}),
+        write_run(tmp_path / "b", "mxfp8", options={"finetune": False, "load": "b"}),
+        write_run(tmp_path / "c", options={"pretrained_checkpoint": "base"}),
+        write_run(tmp_path / "d", options={"pretrained_checkpoint": "base", "finetune": True, "load": "base"}),
+        write_run(tmp_path / "e"),
+    ]
+    for run in runs[:2]:
+        with (run / "config.yaml").open("a") as config:
+            config.write("initial_weights: base/iter_0000004\n")
+    found, _ = groups(*runs)
+    assert [[run.cell for run in group.runs] for group in found] == [["a", "b"], ["c", "d"], ["e"]]
+    weights = ["base/iter_0000004", "base", None]  # an earlier version recorded the folder
+    assert [dict(group.apart) for group in found] == [{"initial weights": each} for each in weights]
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron_lowprec.sweep.job_record import Lock, holder
 from megatron_lowprec.training.distributed import process_lock
+from megatron_lowprec.training.distributed.process_start import boot_id, start_ticks
 
 JOB = "gpt_tiny-bf16-s1"
 
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     process_lock._slurm_knows.cache_clear()
@@ -40,11 +40,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def write(out: Path, processes: dict[str, float], host: str | None = None, job: str | None = None) -> None:
     path = out / "locks" / JOB
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"host": host or socket.gethostname(), "processes": processes, "slurm_job": job}))
-
-
-def started(pid: int) -> float:
-    return psutil.Process(pid).create_time()
+    content = {"host": host or socket.gethostname(), "processes": processes, "slurm_job": job, "boot": boot_id()}
+    path.write_text(json.dumps(content))
 
 
 def program(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +64,7 @@ def test_taken_until_released(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dead_process_holds_nothing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    write(tmp_path, {str(sleeper.pid): started(sleeper.pid)})
+    write(tmp_path, {str(sleeper.pid): start_ticks(sleeper.pid)})
     assert holder(tmp_path, JOB) is not None
     sleeper.kill()
     assert sleeper.wait() != 0
@@ -77,14 +74,14 @@ def test_a_dead_process_holds_nothing(tmp_path: Path, sleeper: subprocess.Popen[
 
 @pytest.mark.slow
 def test_a_zombie_holds_nothing(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    write(tmp_path, {str(sleeper.pid): started(sleeper.pid)})
+    write(tmp_path, {str(sleeper.pid): start_ticks(sleeper.pid)})
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert holder(tmp_path, JOB) is None
 
 
 def test_a_number_that_another_process_has_now_holds_nothing(tmp_path: Path) -> None:
-    write(tmp_path, {str(os.getpid()): started(os.getpid()) - 100})
+    write(tmp_path, {str(os.getpid()): start_ticks(os.getpid()) - 100})
     assert holder(tmp_path, JOB) is None
 
 
@@ -97,7 +94,7 @@ def test_the_job_s_own_process_holds_it_after_its_sweep_is_gone(
     mine.add(sleeper.pid)
     content = json.loads((tmp_path / "locks" / JOB).read_text())
     assert set(content["processes"]) == {str(os.getpid()), str(sleeper.pid)}
-    write(tmp_path, {"4194304": 5.0, str(sleeper.pid): started(sleeper.pid)})
+    write(tmp_path, {"4194304": 5.0, str(sleeper.pid): start_ticks(sleeper.pid)})
     assert holder(tmp_path, JOB) is not None
 
 

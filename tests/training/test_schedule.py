@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -53,39 +53,88 @@ def test_weight_decay_that_grows_needs_both_ends() -> None:
         planned(weight_decay_incr_style="cosine", start_weight_decay=0.1)
 
 
+def resumed(before: dict[str, Any], now: dict[str, Any], **changes: Any) -> tuple[Schedule, Schedule, list[str]]:
+    """The checkpoint's schedule, that of the run which resumes it with ``changes`` to its options, and the notes."""
+    saved, options = planned(**before)[0], asdict(resolve_run(resolve_model(parse(argv(**before))[0]), 1, gpus=False))
+    config, given, _ = parse(argv(**now))
+    config = replace(resolve_run(resolve_model(config), 1, gpus=False), **changes)
+    known = {name: value for name, value in options.items() if value is not None}
+    return saved, *continued(planned(**now)[0], saved, config, known, given)
+
+
 def test_a_longer_run_keeps_the_checkpoint_s_horizon_and_says_so() -> None:
-    saved, longer = planned(train_iters=10)[0], argv(train_iters=20)
-    config, given, _ = parse(longer)
-    config = resolve_run(resolve_model(config), 1, gpus=False)
-    fresh = plan(config, total_samples(config))[0]
-    schedule, notes = continued(fresh, saved, config, given)
+    runs: tuple[dict[str, Any], dict[str, Any]] = {"train_iters": 10}, {"train_iters": 20}
+    saved, schedule, notes = resumed(*runs)
     assert schedule == saved
     assert len(notes) == 1
     assert "40" in notes[0]
     assert "80" in notes[0]
-    schedule, notes = continued(fresh, saved, replace(config, override_opt_param_scheduler=True), given)
-    assert (schedule, notes) == (fresh, [])
+    assert resumed(*runs, override_opt_param_scheduler=True)[1:] == (planned(train_iters=20)[0], [])
 
 
 def test_a_given_horizon_wins() -> None:
-    saved = planned(train_iters=10)[0]
-    config, given, _ = parse(argv(train_iters=20, lr_decay_iters=15))
-    config = resolve_run(resolve_model(config), 1, gpus=False)
-    fresh = plan(config, total_samples(config))[0]
-    schedule, notes = continued(fresh, saved, config, given)
+    runs: tuple[dict[str, Any], dict[str, Any]] = {"train_iters": 10}, {"train_iters": 20, "lr_decay_iters": 15}
+    _, schedule, notes = resumed(*runs)
     assert schedule.decay_samples == 60
     assert notes
-    schedule, _ = continued(fresh, saved, replace(config, use_checkpoint_opt_param_scheduler=True), given)
+    saved, schedule, _ = resumed(*runs, use_checkpoint_opt_param_scheduler=True)
     assert schedule == saved
 
 
 def test_a_changed_learning_rate_is_taken_and_said() -> None:
-    saved = planned(train_iters=10)[0]
-    config, given, _ = parse(argv(train_iters=10, lr=5e-4))
-    config = resolve_run(resolve_model(config), 1, gpus=False)
-    schedule, notes = continued(plan(config, total_samples(config))[0], saved, config, given)
+    _, schedule, notes = resumed({"train_iters": 10}, {"train_iters": 10, "lr": 5e-4})
     assert schedule.max_lr == 5e-4
     assert "max_lr" in notes[0]
+
+
+WSD: dict[str, Any] = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3}
+
+
+@pytest.mark.parametrize("batch", [2, 8, 16])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"lr_warmup_iters": 3},
+        {"lr_warmup_fraction": 0.2},
+        {"lr_warmup_samples": 12},
+        {"lr_decay_iters": 8},
+        {"lr_decay_iters": 8, "lr_warmup_fraction": 0.25},
+        {"lr_decay_iters": 8, "lr_warmup_iters": 2, **WSD},
+        WSD,
+    ],
+    ids=str,
+)
+def test_another_batch_size_moves_no_length(lengths: dict[str, Any], batch: int) -> None:
+    """The same options, in iterations, are other samples at another batch size: a finished warm-up would come back."""
+    run = {"train_iters": 10, **lengths}
+    saved, schedule, notes = resumed(run, {**run, "global_batch_size": batch})
+    assert schedule == saved
+    assert notes, "what the options would be is said"
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "samples"),
+    [
+        ({"lr_warmup_iters": 4}, "warmup_samples", 32),
+        ({"lr_warmup_iters": None, "lr_warmup_fraction": 0.5}, "warmup_samples", 20),  # of the kept horizon
+        ({"lr_warmup_iters": None, "lr_warmup_samples": 10}, "warmup_samples", 10),
+        ({"lr_decay_iters": 9}, "decay_samples", 72),
+        ({"lr_decay_iters": None, "lr_decay_samples": 50}, "decay_samples", 50),
+        ({"lr_wsd_decay_iters": 2}, "wsd_decay_samples", 16),
+    ],
+    ids=str,
+)
+def test_a_changed_length_is_read_with_this_run_s_batch(change: dict[str, Any], field: str, samples: int) -> None:
+    """The others stay the checkpoint's."""
+    run = {"train_iters": 10, "lr_warmup_iters": 2, "lr_decay_iters": 10, **WSD}
+    saved, schedule, _ = resumed(run, {**run, "global_batch_size": 8, **change})
+    assert schedule == replace(saved, **{field: samples})
+
+
+def test_a_warm_up_fits_into_a_horizon_that_was_shortened() -> None:
+    run = {"train_iters": 10, "lr_warmup_iters": 5, **WSD}
+    _, schedule, _ = resumed(run, {**run, "lr_decay_iters": 2})
+    assert schedule.warmup_samples < schedule.decay_samples == schedule.wsd_decay_samples == 8
 
 
 def test_survives_a_dump() -> None:
@@ -122,12 +171,12 @@ def test_weight_decay_goes_on_as_the_checkpoint_s_run_had_it() -> None:
     del old["weight_decay_incr_samples"]
     saved = Schedule.from_dict(old)
     config, given, _ = parse(argv(**GROWING))
-    schedule, notes = continued(planned(**GROWING)[0], saved, config, given)
+    schedule, notes = continued(planned(**GROWING)[0], saved, config, {}, given)
     assert schedule.weight_decay_incr_samples == 16
     assert len(notes) == 1
     assert "weight decay grows over 16 samples, the checkpoint's" in notes[0]
     assert "options 40" in notes[0]
-    overridden = continued(planned(**GROWING)[0], saved, replace(config, override_opt_param_scheduler=True), given)
+    overridden = continued(planned(**GROWING)[0], saved, replace(config, override_opt_param_scheduler=True), {}, given)
     assert overridden == (planned(**GROWING)[0], [])
 
 
@@ -136,4 +185,4 @@ def test_constant_weight_decay_of_an_older_checkpoint_is_not_mentioned() -> None
     old = planned(**options)[0].to_dict()
     del old["weight_decay_incr_samples"]
     config, given, _ = parse(argv(**options))
-    assert continued(planned(**options)[0], Schedule.from_dict(old), config, given) == (planned(**options)[0], [])
+    assert continued(planned(**options)[0], Schedule.from_dict(old), config, {}, given) == (planned(**options)[0], [])

@@ -13,48 +13,24 @@ from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.checkpoint import storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved, find_checkpoint, read
 from megatron_lowprec.training.checkpoint.safe_load import Damaged
-from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.options import Config, ModelOptions
 from megatron_lowprec.training.config.resolve import resolve_run
+from megatron_lowprec.training.models.deepseek.options import LatentAttentionOptions
+from megatron_lowprec.training.models.moe.options import MoeOptions
 
-# Options of a run, not of its model: all are set anew or switched off.
+# Options of the model, of its text and of its arithmetic. A run's other options are no part of it, however it began.
+_KEPT = (
+    *(option.name for group in (ModelOptions, MoeOptions, LatentAttentionOptions) for option in fields(group)),
+    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "make_vocab_size_divisible_by"),
+    *("bf16", "seed", "emulate", "emulate_accumulator", "no_amax_reduce", "no_lowprec_linears", "deterministic_mode"),
+)
+# Required of every run, or of other layouts than one process.
 _PLAIN: Mapping[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "use_distributed_optimizer": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
-    "fp8_param_gather": False,
-    "fp8_sequence_parallel_gather": False,
-    "moe_fp8_dispatch": False,
-    "recompute_granularity": None,
-    "rampup_batch_size": None,
     "micro_batch_size": 1,
-    "global_batch_size": None,
     "train_iters": 1,
-    "train_samples": None,
     "lr": 0.0,
-    "min_lr": 0.0,
-    "load": None,
-    "ckpt_step": None,
-    "save": None,
-    "pretrained_checkpoint": None,
-    "rerun_in_bf16": [],
-    "distributed_backend": None,
-    "wandb_project": None,
     "mock_data": True,
-    "sft": False,
-    "data_path": None,
-    "train_data_path": None,
-    "valid_data_path": None,
-    "test_data_path": None,
-    "data_phase_switch": None,
-    "data_phase_switch_samples": None,
-    "data_phase_path": None,
+    "moe_fp8_dispatch": False,
 }
 
 
@@ -94,7 +70,7 @@ def at_iteration(found: Saved, iteration: int | None) -> Saved:
 
 def plain(config: Config) -> Config:
     """The model's options for one process, without data."""
-    return replace(config, **_PLAIN)
+    return Config(**{name: getattr(config, name) for name in _KEPT} | _PLAIN)
 
 
 def model_options(found: Saved) -> Config:

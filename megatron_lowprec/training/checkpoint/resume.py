@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,6 @@ _FUNCTION_OF_ROPE = ("rotary_base", "rotary_percent")
 # Options besides the model's that determine the optimizer's tensors.
 _OPTIMIZER = ("optimizer", "bf16", "use_distributed_optimizer")
 _DEFAULTS = Config()
-# Options besides the schedule's that determine an update.
-_UPDATE = (
-    *("seed", "global_batch_size", "rampup_batch_size", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
-    *("hidden_dropout", "attention_dropout"),
-)
-# Options that determine the sample at each position.
-_DATA = ("data_path", "train_data_path", "data_phase_path", "mock_data", "sft", "split", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -85,22 +79,72 @@ class Saved:
         known = self.content.get("tokenizer")
         return None if known is None else {name: str(known[name]) for name in ("type", "vocab_size", "fingerprint")}
 
+    @property
+    def started_from(self) -> dict[str, Any]:
+        """``start_of`` the options that began its run, which may have been resumed since; an older version recorded
+        those of the last start.
+        """
+        stored = self.content.get("started_from")
+        return start_of(self.content["options"]) if stored is None else {"load": str(stored["load"]), **stored}
+
 
 def source(config: Config) -> tuple[Config, list[str]]:
-    """The config with --load resolved: if not given, --save's folder if it holds a checkpoint and --no-save is
-    not given, or --pretrained-checkpoint, from which only the weights are loaded.
+    """The config with --load resolved.
+
+    A run goes on in --save's folder if that holds a checkpoint and --no-save is not given: without --load, and with it
+    if that checkpoint is of a run which the same options began (``start_of``), as in a job that was requeued. Else
+    --load stays, or is --pretrained-checkpoint, from which only the weights are loaded.
     """
-    if config.load is not None:
-        return config, []
     if config.save is not None and not config.no_save and storage.holds_checkpoint(config.save):
-        # --finetune and similar options apply to a run's first start only.
-        continued = replace(
-            config, load=config.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False
-        )
-        return continued, [f"--save {config.save} holds a checkpoint: continuing from it"]
-    if config.pretrained_checkpoint is not None:
+        start = start_of(asdict(config))
+        if config.load is None or (start and _began_by(start, _newest(config.save))):
+            note = f"--save {config.save} holds a checkpoint: continuing from it"
+            began = f"; --load {config.load} is what its run began from" if start else ""
+            # --finetune and similar options apply to a run's first start only.
+            options: dict[str, Any] = dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), False)
+            return replace(config, load=config.save, ckpt_step=None, **options), [note + began]
+    if config.load is None and config.pretrained_checkpoint is not None:
         return replace(config, load=config.pretrained_checkpoint, finetune=True), []
     return config, []
+
+
+def start_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Folder and flags by which options begin a run from a checkpoint; empty if they begin one from nothing, or go on
+    with the one in --save.
+    """
+    load, save = options.get("load"), options.get("save")
+    flags = {name: options.get(name) for name in ("ckpt_step", "finetune", "no_load_optim", "no_load_rng")}
+    flags = {name: value for name, value in flags.items() if value is not None and value is not False}
+    if load is None or (not flags and save is not None and _same_folder(load, save)):
+        return {}
+    return {"load": load, **flags}
+
+
+def _began_by(start: Mapping[str, Any], saved: Saved | None) -> bool:
+    before = {} if saved is None else saved.started_from
+    return bool(before) and before | {"load": start["load"]} == start and _same_folder(before["load"], start["load"])
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
+
+
+def _newest(folder: str) -> Saved | None:
+    """The newest checkpoint with a config.yaml; its other files are not examined."""
+    for path in _candidates(folder).values():
+        with suppress(safe_load.Damaged):
+            return _read_config(path)
+    return None
+
+
+def _candidates(folder: str) -> dict[int, Path]:
+    """iteration -> folder of the tracked checkpoint, whether it exists or not, and of the complete ones before it."""
+    present = storage.whole(folder)
+    newest = storage.tracked(folder)
+    if newest is None:
+        return present
+    older = {iteration: path for iteration, path in present.items() if iteration < newest}
+    return {newest: present.get(newest, storage.iteration_folder(folder, newest)), **older}
 
 
 def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
@@ -117,23 +161,18 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
         return None, []
     if config.ckpt_step is not None:
         return _at_step(config.load, config.ckpt_step), []
-    own = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
-    newest, present = storage.tracked(config.load), storage.whole(config.load)
-    if newest is None and not present and own:
-        return None, []
-    if newest is None and not own:
-        option = "--pretrained-checkpoint" if config.load == config.pretrained_checkpoint else "--load"
-        raise UserError(f"{option} {_without_tracker(config.load)}")
-    notes = []
-    if newest is None:
+    own = config.save is not None and _same_folder(config.load, config.save)
+    candidates, notes = _candidates(config.load), list[str]()
+    if storage.tracked(config.load) is None:
+        if not own:
+            option = "--pretrained-checkpoint" if config.load == config.pretrained_checkpoint else "--load"
+            raise UserError(f"{option} {_without_tracker(config.load)}")
+        if not candidates:
+            return None, []
         notes.append(f"{storage.TRACKER} is missing or damaged: looking at the checkpoints themselves")
-        newest = max(present)
-    candidates = {newest: storage.iteration_folder(config.load, newest), **present}
-    for iteration, path in candidates.items():
-        if iteration > newest:
-            continue
+    for path in candidates.values():
         try:
-            return read(present.get(iteration, path)), notes
+            return read(path), notes
         except safe_load.Damaged as error:
             if not own:
                 raise UserError(
@@ -167,6 +206,12 @@ def _without_tracker(load: str) -> str:
 
 def read(folder: Path) -> Saved:
     """The checkpoint in an ``iter_…`` folder whose files are in order; raises as ``safe_load.examine``."""
+    saved = _read_config(folder)
+    safe_load.examine(folder)
+    return saved
+
+
+def _read_config(folder: Path) -> Saved:
     if not folder.is_dir():
         raise safe_load.Damaged("there is no such folder")
     try:
@@ -177,12 +222,12 @@ def read(folder: Path) -> Saved:
             saved.layout,
             saved.schedule,
             saved.tokenizer,
+            saved.started_from,
             content["options"],
             content["padded_vocab_size"],
         )
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError):
         raise safe_load.Damaged(f"{CONFIG} is missing or not this driver's") from None
-    safe_load.examine(folder)
     return saved
 
 
@@ -196,25 +241,26 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
     names = [*_FUNCTION]
     names += _FUNCTION_OF_ROPE if config.position_embedding_type == "rope" else ()
     names += architecture_of(config).function_options
-    differing = _differing(options, config, [*_SHAPE, *(name for name in names if name in options)])
+    others = differing(options, config, [*_SHAPE, *(name for name in names if name in options)])
     if saved.content["padded_vocab_size"] != padded_vocab_size:
-        differing.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
-    if differing:
+        others.append(f"padded vocabulary {padded_vocab_size} (checkpoint: {saved.content['padded_vocab_size']})")
+    if others:
         raise UserError(
-            f"checkpoint {saved.folder} holds another model: {', '.join(differing)}; "
+            f"checkpoint {saved.folder} holds another model: {', '.join(others)}; "
             "give the checkpoint's options or another folder"
         )
 
 
-def _differing(options: Mapping[str, Any], config: Config, names: Collection[str]) -> list[str]:
+def differing(options: Mapping[str, Any], config: Config, names: Collection[str]) -> list[str]:
+    """Those options, with both values, that differ from the checkpoint's."""
     return [
         f"--{name.replace('_', '-')} {getattr(config, name)} (checkpoint: {value})"
-        for name, value in _earlier_values(options, config, names).items()
+        for name, value in earlier_values(options, config, names).items()
     ]
 
 
-def _earlier_values(options: Mapping[str, Any], config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The checkpoint's values of those options that differ now."""
+def earlier_values(options: Mapping[str, Any], config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The checkpoint's values of those options that differ now; ``names`` has the ones to compare."""
     before = {name: options.get(name, getattr(_DEFAULTS, name)) for name in names}  # older ones lack newer options
     return {name: value for name, value in before.items() if value != getattr(config, name)}
 
@@ -245,10 +291,10 @@ def _tokenizer_words(identifiers: Mapping[str, str]) -> str:
 
 def check_optimizer(saved: Saved, config: Config) -> None:
     """Reject optimizer state of another kind than this run's, naming the differences."""
-    differing = _differing(saved.content["options"], config, _OPTIMIZER)
-    if differing:
+    others = differing(saved.content["options"], config, _OPTIMIZER)
+    if others:
         raise UserError(
-            f"checkpoint {saved.folder} holds another optimizer's state: {', '.join(differing)}; "
+            f"checkpoint {saved.folder} holds another optimizer's state: {', '.join(others)}; "
             "give the checkpoint's options, or --no-load-optim to go on with the weights alone"
         )
     before, now = saved.layout.get("expert", 1), config.expert_model_parallel_size
@@ -270,24 +316,13 @@ def same_padding(saved: Saved, config: Config, vocab_size: int, padded_vocab_siz
 
 
 def continued(saved: Saved, config: Config, given: Collection[str]) -> tuple[Config, list[str]]:
-    """This run's options with the checkpoint's seed, unless given; notes where data or rounding noise change."""
-    options = saved.content["options"]
-    notes = []
-    seed = options.get("seed")
-    if isinstance(seed, int) and seed != config.seed:
-        if "seed" in given:
-            notes.append(f"seed: {config.seed}, checkpoint {seed}: data order and every random draw change from here")
-        else:
-            config = replace(config, seed=seed)
-            notes.append(f"seed: the checkpoint's {seed}")
-    # Older checkpoints lack options that are off.
-    changed = [name for name in _DATA if (options.get(name) or None) != (getattr(config, name) or None)]
-    if changed:
-        notes.append(
-            f"data: {', '.join('--' + name.replace('_', '-') for name in changed)} differ from the checkpoint's run, "
-            "so the samples from here on are not those it would have seen"
-        )
-    return config, notes
+    """This run's options with the checkpoint's seed, unless one is given; a note if so, or if it differs."""
+    seed = saved.content["options"].get("seed")
+    if not isinstance(seed, int) or seed == config.seed:
+        return config, []
+    if "seed" in given:
+        return config, [f"seed: {config.seed}, checkpoint {seed}: data order and every random draw change from here"]
+    return replace(config, seed=seed), [f"seed: the checkpoint's {seed}"]
 
 
 def recipe_to_continue(config: Config) -> tuple[Recipe, str] | None:
@@ -306,57 +341,6 @@ def recipe_to_continue(config: Config) -> tuple[Recipe, str] | None:
         return None
     changed = overridden(stored, config.recipe_override)
     return stored if same_numerics(changed, stored) else changed, stored.name
-
-
-def _other_recipe(saved: Saved, recipe: Recipe) -> Recipe | None:
-    """The checkpoint's recipe if its numerics differ; None otherwise, and without one."""
-    before = saved.recipe
-    return None if before is None or same_numerics(before, recipe) else before
-
-
-def earlier_recipes(saved: Saved, recipe: Recipe) -> list[str]:
-    """Names of the recipes that a continued run was under before this one, in order; empty if there is no other."""
-    before = _other_recipe(saved, recipe)
-    return [*saved.content.get("earlier_recipes", []), *([] if before is None else [before.name])]
-
-
-def earlier_options(saved: Saved, config: Config, schedule: Schedule) -> list[dict[str, Any]]:
-    """What determined the updates of a continued run before it changed, in order: ``until_iteration``, and the earlier
-    values of options and of the schedule's fields.
-    """
-    now = schedule.to_dict()
-    changed = _earlier_values(saved.content["options"], config, _UPDATE)
-    changed |= {name: value for name, value in saved.schedule.to_dict().items() if value != now[name]}
-    last = [{"until_iteration": saved.progress["iteration"], **changed}] if changed else []
-    return [*saved.content.get("earlier_options", []), *last]
-
-
-def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
-    """A note if a run resumes under another recipe than it was saved with."""
-    before = _other_recipe(saved, recipe)
-    if before is None:
-        return []
-    others = " with other fields" if before.name == recipe.name else ""
-    return [f"recipe: {recipe.name}{others}, where the checkpoint was trained with {before.name}"]
-
-
-def implementation_note(saved: Saved, config: Config) -> list[str]:
-    """A note if a run resumes with other layers (--transformer-impl) than it was saved with.
-
-    Megatron-core stores a dense model's weights, and so their optimizer state, under the same names for both.
-
-    Raises:
-        UserError: a model with experts, whose names differ.
-    """
-    before = saved.content["options"].get("transformer_impl", "local")
-    if before == config.transformer_impl:
-        return []
-    if has_experts(config):
-        raise UserError(
-            f"checkpoint {saved.folder} was written with --transformer-impl {before}, under which a layer with experts "
-            f"has other names than under {config.transformer_impl}; continue with {before}"
-        )
-    return [f"layers: {config.transformer_impl}, where the checkpoint was written with {before}"]
 
 
 def content(

@@ -1,6 +1,6 @@
 """A lock file that names the processes which hold it, so that a dead holder is detected.
 
-On this host a process is identified by its pid and start time. A process of another host cannot be inspected: Slurm is
+On this host a process is identified by its pid and start. A process of another host cannot be inspected: Slurm is
 queried for its job, if it has one, and a holder with a heartbeat counts as dead some minutes after the last one. Locks
 of the file system would be released automatically, but not every network file system has them, or releases them when a
 host goes down.
@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from megatron_lowprec.files import atomic_write
 from megatron_lowprec.training.distributed.file_lock import lock
+from megatron_lowprec.training.distributed.process_start import boot_id, start_ticks
 
 BEAT = 20.0
 """Seconds between heartbeats."""
@@ -40,10 +39,12 @@ class Holder:
 
     Attributes:
         host: its host name.
-        processes: pid and start (seconds since the epoch) of each; pids alone are reused.
+        processes: pid and start (``start_ticks``) of each; pids alone are reused.
         slurm_job: the processes' job.
         namespace: pid namespace; a container has its own.
         beats: whether the file's modification time is a heartbeat.
+        boot: ``boot_id`` of the host; None in files of earlier versions, whose starts moved with the clock.
+        slurm_restart: how often the job had been requeued; None in files of earlier versions.
     """
 
     host: str
@@ -51,6 +52,8 @@ class Holder:
     slurm_job: str | None
     namespace: str | None = None
     beats: bool = False
+    boot: str | None = None
+    slurm_restart: str | None = None
 
     @property
     def words(self) -> str:
@@ -71,13 +74,21 @@ class Holder:
 
     def running(self) -> dict[str, float]:
         """Those of the processes that run on this host."""
-        return {pid: start for pid, start in self.processes.items() if start and _started(int(pid)) == start}
+        if self.boot is None:
+            return {pid: start for pid, start in self.processes.items() if start_ticks(pid)}
+        found = self.processes.items() if self.boot == boot_id() else ()
+        return {pid: start for pid, start in found if start and start_ticks(pid) == start}
 
 
 def slurm_job(environment: Mapping[str, str] = os.environ) -> str | None:
     """This job's id, the same after a requeue; None outside of Slurm."""
     array = environment.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}" if array else environment.get("SLURM_JOB_ID")
+
+
+def slurm_restart(environment: Mapping[str, str] = os.environ) -> str:
+    """How often this job has been requeued; Slurm sets the variable from the first time on."""
+    return environment.get("SLURM_RESTART_COUNT", "0")
 
 
 class ProcessLock:
@@ -90,7 +101,7 @@ class ProcessLock:
 
     def __init__(self, path: Path, beats: bool = False) -> None:
         self._path, self._beats = path, beats
-        self._processes = {str(os.getpid()): _started(os.getpid())}
+        self._processes: dict[str, float] = {str(os.getpid()): start_ticks(os.getpid())}
         self._written: str | None = None
         self._released = threading.Event()
 
@@ -111,7 +122,7 @@ class ProcessLock:
 
     def add(self, pid: int) -> None:
         """Add another process of this host as a holder."""
-        self._processes[str(pid)] = _started(pid)
+        self._processes[str(pid)] = start_ticks(pid)
         self._write()
 
     def release(self) -> None:
@@ -121,7 +132,15 @@ class ProcessLock:
             self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        mine = Holder(socket.gethostname(), self._processes, slurm_job(), _namespace(), self._beats)
+        mine = Holder(
+            socket.gethostname(),
+            self._processes,
+            slurm_job(),
+            _namespace(),
+            self._beats,
+            boot_id(),
+            slurm_restart(),
+        )
         self._written = json.dumps(asdict(mine))
         atomic_write(self._path, self._written)
 
@@ -140,18 +159,37 @@ class ProcessLock:
 
 def holder(path: Path) -> Holder | None:
     """The holder of a lock; None if it is free, its holder has died, or was this Slurm job before a requeue."""
-    try:
-        found = Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+    found = _read(path)
+    if found is None:
         return None
     if found.is_here:
         lives = bool(found.running())
         return found if lives else None
-    if found.slurm_job is not None and (
-        found.slurm_job == slurm_job() or not _slurm_knows(found.slurm_job, int(time.monotonic()) // _ASK_EVERY)
-    ):
-        return None
+    if found.slurm_job is not None:
+        if found.slurm_job == slurm_job():
+            # Another step of this allocation lives by its heartbeat.
+            gone = found.slurm_restart != slurm_restart()
+        else:
+            gone = not _slurm_knows(found.slurm_job, int(time.monotonic()) // _ASK_EVERY)
+        if gone:
+            return None
     return found if not found.beats or _age(path) < DEAD_AFTER else None
+
+
+def _read(path: Path) -> Holder | None:
+    """The content of a lock file; None if it is missing, or not what this module writes."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = Holder(**{field.name: content[field.name] for field in fields(Holder) if field.name in content})
+        texts = [found.slurm_job, found.namespace, found.boot, found.slurm_restart]
+        valid = (
+            isinstance(found.host, str)
+            and all(pid.isdecimal() and isinstance(start, (int, float)) for pid, start in found.processes.items())
+            and all(text is None or isinstance(text, str) for text in texts)
+        )
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
+        return None
+    return found if valid else None
 
 
 def _age(path: Path) -> float:
@@ -167,15 +205,6 @@ def _namespace() -> str | None:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
-
-
-def _started(pid: int) -> float:
-    """Start time of a process; 0 if it does not exist or is a zombie."""
-    try:
-        process = psutil.Process(pid)
-        return 0.0 if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
-        return 0.0
 
 
 # States of a job that Slurm will not continue.

@@ -15,8 +15,9 @@ import threading
 import time
 import traceback
 
-import psutil
 import torch.distributed as dist
+
+from megatron_lowprec.training.distributed.process_start import start_ticks
 
 GRACE = 15.0
 """Seconds for a rank to notice a dead peer before it is ended; a whole machine is down within a minute."""
@@ -30,11 +31,10 @@ class PeerWatch:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._stopped = threading.Event()
-        me = psutil.Process()
-        mine = (rank, socket.gethostname(), me.pid, me.create_time())
-        everyone: list[tuple[int, str, int, float]] = [mine] * dist.get_world_size()
+        mine = (rank, socket.gethostname(), os.getpid(), start_ticks(os.getpid()))
+        everyone: list[tuple[int, str, int, int]] = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        here = {other: (pid, created) for other, host, pid, created in everyone if host == mine[1] and other != rank}
+        here = {other: (pid, start) for other, host, pid, start in everyone if host == mine[1] and other != rank}
         # In another pid namespace (a container per rank) peers are invisible, whether alive or dead.
         self._peers = {other: peer for other, peer in here.items() if _alive(*peer)}
 
@@ -55,13 +55,9 @@ class PeerWatch:
                 os._exit(1)
 
 
-def _alive(pid: int, created: float) -> bool:
+def _alive(pid: int, start: int) -> bool:
     """Whether exactly that process runs; a zombie does not count."""
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return start_ticks(pid) == start
 
 
 def say(rank: int, line: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_lowprec.errors import UserError
@@ -28,7 +29,7 @@ from tools import export_hf, import_hf
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -40,10 +41,10 @@ def held(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "out"
 
 
-def of_another_host(folder: Path, seconds: float, job: str | None = None, beats: bool = True) -> None:
+def of_another_host(folder: Path, seconds: float, job: str | None = None, **more: Any) -> None:
     """A lock whose holder is not on this host, its last heartbeat so many seconds ago."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"host": "elsewhere", "processes": {"1": 1.0}, "slurm_job": job, "beats": beats}
+    content = {"host": "elsewhere", "processes": {"1": 1.0}, "slurm_job": job, "beats": True, **more}
     (folder / FILE).write_text(json.dumps(content))
     moment = time.time() - seconds
     os.utime(folder / FILE, (moment, moment))
@@ -153,10 +154,78 @@ def test_a_holder_elsewhere_lives_by_its_heartbeat(tmp_path: Path, monkeypatch: 
     SaveLock(tmp_path).acquire()
 
 
-def test_a_requeued_job_is_not_locked_out_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_another_host(tmp_path, 0, "812")
+@pytest.mark.parametrize(("before", "now"), [({}, None), ({"slurm_restart": "0"}, "1"), ({"slurm_restart": "1"}, "2")])
+def test_a_requeued_job_is_not_locked_out_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, str], now: str | None
+) -> None:
+    of_another_host(tmp_path, 0, "812", **before)  # files of earlier versions do not count the requeues
     monkeypatch.setenv("SLURM_JOB_ID", "812")
+    if now is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", now)
     SaveLock(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("restart", [None, "1"])
+def test_another_step_of_this_allocation_lives_by_its_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: str | None
+) -> None:
+    """Two steps of one job on two of its nodes have one job id, and neither is the other before a requeue."""
+    monkeypatch.setenv("SLURM_JOB_ID", "812")
+    if restart is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+    of_another_host(tmp_path, 0, "812", slurm_restart=restart or "0")
+    with pytest.raises(UserError, match="is held by process 1 on elsewhere, Slurm job 812"):
+        SaveLock(tmp_path).acquire()
+    of_another_host(tmp_path, 2 * process_lock.DEAD_AFTER, "812", slurm_restart=restart or "0")
+    SaveLock(tmp_path).acquire()
+
+
+def test_a_step_of_the_clock_kills_no_holder(held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The date of the boot is counted back from the clock, and moves with it."""
+    boot_time = psutil._pslinux.boot_time
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + 3600)
+    with pytest.raises(UserError, match=f"is held by process {os.getpid()} on"):
+        SaveLock(held).acquire()
+
+
+def test_a_holder_before_a_reboot_is_dead(held: Path) -> None:
+    content = json.loads((held / FILE).read_text())
+    (held / FILE).write_text(json.dumps({**content, "boot": "another"}))
+    SaveLock(held).acquire()
+
+
+def test_a_running_holder_of_an_earlier_version_is_alive(held: Path) -> None:
+    """Its start is a date, which a step of the clock has moved since."""
+    (held / FILE).write_text(
+        json.dumps({"host": socket.gethostname(), "processes": {str(os.getpid()): 1e9}, "slurm_job": None})
+    )
+    with pytest.raises(UserError, match=f"is held by process {os.getpid()} on"):
+        SaveLock(held).acquire()
+
+
+HOLDER = {"host": "elsewhere", "processes": {"1": 1.0}, "slurm_job": None}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *([], ["host"], "host", 7, None, True, {}, {"host": "elsewhere"}),
+        *(HOLDER | {"host": value} for value in (3, None, ["elsewhere"])),
+        *(HOLDER | {"processes": value} for value in ([1], None, 5, "1", {"one": 1.0}, {"\0": 1}, {"1": "then"})),
+        HOLDER | {"slurm_job": 812},
+        HOLDER | {"host": socket.gethostname(), "processes": {"9" * 5000: 1.0}},
+    ],
+    ids=lambda content: json.dumps(content)[:60],
+)
+def test_json_that_no_version_writes_holds_nothing(tmp_path: Path, content: Any) -> None:
+    (tmp_path / FILE).write_text(json.dumps(content))
+    SaveLock(tmp_path).acquire()
+
+
+def test_a_field_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+    of_another_host(tmp_path, 0, a_field_of_tomorrow=True)
+    with pytest.raises(UserError, match="is held by process 1 on elsewhere"):
+        SaveLock(tmp_path).acquire()
 
 
 def test_another_container_of_this_host_lives_by_its_heartbeat(tmp_path: Path) -> None:

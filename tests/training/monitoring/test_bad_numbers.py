@@ -15,6 +15,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.lowprec_linear import LinearGemms
 from megatron_lowprec.mcore.layers.norm import Norm
+from megatron_lowprec.report.groups import group_runs
+from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.training import loop
 from megatron_lowprec.training.monitoring import bad_numbers
 from tests.training.conftest import Drive
@@ -262,9 +264,19 @@ def test_a_gemm_that_is_not_quantized_cannot_be_rerun(drive: Drive, recipe: str,
         drive(argv(**COMMON | {"recipe": recipe, "rerun_in_bf16": glob}))
 
 
-def test_the_checkpoint_of_a_rerun_is_the_recipe_s(drive: Drive) -> None:
+def test_the_checkpoint_of_a_rerun_is_the_recipe_s(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     common = COMMON | {"lr_decay_iters": 10}
     drive(argv(**common | {"train_iters": 2}))
     drive(argv(**common | {"train_iters": 4}, rerun_in_bf16="layers.2.*"))
+    assert "options: --rerun-in-bf16 ['layers.2.*'] (checkpoint: [])" in capsys.readouterr().out
     drive(argv(**common))
     assert len(losses(Path("out"))) == 5
+    # The options of its last start are those of a pure run.
+    drive(argv(**common | {"save": "pure"}))
+    rerun, pure = find_runs(["out", "pure"], 0.5)[0]
+    assert rerun.earlier_options == (
+        {"until_iteration": 2, "rerun_in_bf16": []},
+        {"until_iteration": 4, "rerun_in_bf16": ["layers.2.*"]},
+    )
+    assert pure.earlier_options == ()
+    assert len(group_runs([rerun, pure], "bf16")[0]) == 2

@@ -1,0 +1,111 @@
+"""What a run that resumes a checkpoint changes, against the run that wrote it. No megatron."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.parsing import same_numerics
+from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.training.checkpoint.resume import Saved, differing, earlier_values
+from megatron_lowprec.training.config.no_effect import NO_EFFECT
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.models.sizes import has_experts
+from megatron_lowprec.training.schedule import Schedule
+
+# Options that may change an update and are not recorded as options: by why that is.
+_ELSEWHERE = {
+    "recorded as recipes": ("recipe", "recipe_override"),
+    "recorded as fields of the schedule": (
+        *("train_iters", "train_samples", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
+        *("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init"),
+        *("lr_wsd_decay_style", "lr_wsd_decay_iters"),
+        *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    ),
+    "recorded in samples": ("data_phase_switch",),
+    "of the first step": (
+        *("init_method_std", "position_embedding_init_std", "use_cpu_initialization", "calibrate_amax"),
+        *("finetune", "pretrained_checkpoint"),
+    ),
+    "of evaluations": ("eval_iters", "valid_data_path"),
+    "compared by the tokenizer's content and the vocabulary's padding": (
+        *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+        "make_vocab_size_divisible_by",
+    ),
+}
+NOT_RECORDED = NO_EFFECT.union(*_ELSEWHERE.values())
+_RECORDED = [field.name for field in fields(Config) if field.name not in NOT_RECORDED]
+# Options that determine the sample at each position.
+_DATA = ("data_path", "train_data_path", "data_phase_path", "mock_data", "sft", "split", "seq_length")
+# Options with a line of their own in the log.
+_NOTED = ("seed", "data_phase_switch_samples", "transformer_impl")
+
+
+def earlier_options(saved: Saved, config: Config, schedule: Schedule) -> list[dict[str, Any]]:
+    """What determined the updates of a continued run before it changed, in order: ``until_iteration``, and the earlier
+    values of options and of the schedule's fields.
+    """
+    now = schedule.to_dict()
+    changed = earlier_values(saved.content["options"], config, _RECORDED)
+    changed |= {name: value for name, value in saved.schedule.to_dict().items() if value != now[name]}
+    if config.no_load_optim:  # of one start: the next one loads the new moments
+        changed["no_load_optim"] = False
+    last = [{"until_iteration": saved.progress["iteration"], **changed}] if changed else []
+    return [*saved.content.get("earlier_options", []), *last]
+
+
+def option_notes(saved: Saved, config: Config) -> list[str]:
+    """Notes about options that a continued run has changed, if no other line of the log names them."""
+    options = saved.content["options"]
+    notes = []
+    data = earlier_values(options, config, _DATA)
+    if data:
+        notes.append(
+            f"data: {', '.join('--' + name.replace('_', '-') for name in data)} differ from the checkpoint's run, "
+            "so the samples from here on are not those it would have seen"
+        )
+    others = differing(options, config, [name for name in _RECORDED if name not in (*_DATA, *_NOTED)])
+    if others:
+        notes.append(f"options: {', '.join(others)}; config.yaml records the change")
+    return notes
+
+
+def earlier_recipes(saved: Saved, recipe: Recipe) -> list[str]:
+    """Names of the recipes that a continued run was under before this one, in order; empty if there is no other."""
+    before = _other_recipe(saved, recipe)
+    return [*saved.content.get("earlier_recipes", []), *([] if before is None else [before.name])]
+
+
+def recipe_note(saved: Saved, recipe: Recipe) -> list[str]:
+    """A note if a run resumes under another recipe than it was saved with."""
+    before = _other_recipe(saved, recipe)
+    if before is None:
+        return []
+    others = " with other fields" if before.name == recipe.name else ""
+    return [f"recipe: {recipe.name}{others}, where the checkpoint was trained with {before.name}"]
+
+
+def implementation_note(saved: Saved, config: Config) -> list[str]:
+    """A note if a run resumes with other layers (--transformer-impl) than it was saved with.
+
+    Megatron-core stores a dense model's weights, and so their optimizer state, under the same names for both.
+
+    Raises:
+        UserError: a model with experts, whose names differ.
+    """
+    before = saved.content["options"].get("transformer_impl", "local")
+    if before == config.transformer_impl:
+        return []
+    if has_experts(config):
+        raise UserError(
+            f"checkpoint {saved.folder} was written with --transformer-impl {before}, under which a layer with experts "
+            f"has other names than under {config.transformer_impl}; continue with {before}"
+        )
+    return [f"layers: {config.transformer_impl}, where the checkpoint was written with {before}"]
+
+
+def _other_recipe(saved: Saved, recipe: Recipe) -> Recipe | None:
+    """The checkpoint's recipe if its numerics differ; None otherwise, and without one."""
+    before = saved.recipe
+    return None if before is None or same_numerics(before, recipe) else before

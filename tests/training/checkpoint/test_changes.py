@@ -1,0 +1,75 @@
+"""Whatever a resumed run changes about its updates is recorded: what is not recorded is on a list."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.report import groups
+from megatron_lowprec.training.checkpoint import changes
+from megatron_lowprec.training.checkpoint.resume import Saved
+from megatron_lowprec.training.config.no_effect import NO_EFFECT
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.schedule import Schedule, plan
+
+DEFAULT = Config(num_layers=2, hidden_size=64, seq_length=32, global_batch_size=4, lr=1e-3)
+NAMES = [field.name for field in fields(Config)]
+
+
+def schedule() -> Schedule:
+    return plan(DEFAULT, 40)[0]
+
+
+def saved(config: Config) -> Saved:
+    options = {name: value for name, value in asdict(config).items() if value is not None}
+    content = {"options": options, "schedule": schedule().to_dict(), "progress": {"iteration": 3}}
+    return Saved(Path("there"), content)
+
+
+def another(value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return not value
+    return [*value, "one more"] if isinstance(value, list) else value + type(value)(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_option_is_recorded_unless_it_is_on_the_list(name: str) -> None:
+    now = replace(DEFAULT, **{name: another(getattr(DEFAULT, name))})
+    found = changes.earlier_options(saved(DEFAULT), now, schedule())
+    before = getattr(DEFAULT, name)
+    if name == "no_load_optim":  # of a start, not of the options
+        assert found == [{"until_iteration": 3, name: False}]
+    elif name in changes.NOT_RECORDED:
+        assert found == []
+    else:
+        assert found == [{"until_iteration": 3, name: before}]
+        assert changes.option_notes(saved(DEFAULT), now) or name in changes._NOTED
+
+
+# Options whose change was hidden, and others of their kind.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rerun_in_bf16", "calculate_per_token_loss", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        *("moe_router_bias_update_rate", "moe_router_load_balancing_type", "no_amax_reduce", "share_rng_across_dp"),
+        *("emulate_accumulator", "grad_reduce_in_bf16", "no_gradient_accumulation_fusion", "transformer_impl"),
+        *("train_data_path", "data_path", "data_phase_path", "data_phase_switch_samples", "split", "seq_length"),
+        *("sft_tokenizer_prompt_format", "global_batch_size", "clip_grad", "adam_eps", "hidden_dropout", "seed"),
+    ],
+)
+def test_what_determines_updates_is_not_on_the_list(name: str) -> None:
+    assert name in NAMES
+    assert name not in changes.NOT_RECORDED
+
+
+def test_the_lists_name_options() -> None:
+    assert set(NAMES) >= changes.NOT_RECORDED | NO_EFFECT | groups._IGNORED
+
+
+def test_an_earlier_change_stays_recorded() -> None:
+    before = saved(DEFAULT)
+    before.content["earlier_options"] = [{"until_iteration": 1, "clip_grad": 0.5}]  # type: ignore[index]
+    assert changes.earlier_options(before, DEFAULT, schedule()) == [{"until_iteration": 1, "clip_grad": 0.5}]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowprec.errors import Parser
+from megatron_lowprec.errors import Parser, UserError, printable
 from tests.environment import python_path
 from tests.waiting import PATIENCE
 
@@ -71,3 +71,15 @@ def test_a_closed_pipe_ends_a_tool_quietly(work: str) -> None:
 def test_another_broken_pipe_is_not_hidden() -> None:
     code, error = ended("exec('raise BrokenPipeError')", reader=True)
     assert (code, "BrokenPipeError" in error) == (1, True)
+
+
+def test_an_error_is_one_printable_line() -> None:
+    """A file's text in a message neither steers the terminal nor ends the program that prints it."""
+    assert str(UserError("a\nb \x1b[2J \x9b \ud800 é")) == r"a\nb \x1b[2J \x9b \ud800 é"
+    assert printable("tab\t") == r"tab\t"
+
+
+def test_an_error_that_quotes_a_large_value_stays_short() -> None:
+    error = str(UserError("x" * 10**6 + "; remove it"))
+    assert len(error) < 4100
+    assert error.endswith("x; remove it")

@@ -177,7 +177,8 @@ class Scorer:
 
     def corpus(self, path: str, prefix: str) -> dict[str, Any]:
         """A corpus as one stream of tokens."""
-        ids = indexed_dataset.tokens_of(prefix, _share(self._args.split, self._args.part))[: self._args.max_tokens]
+        share = _share(self._args.split, self._args.part)
+        ids = indexed_dataset.tokens_of(prefix, self._tokenizer.vocab_size, share, self._args.max_tokens)
         if len(ids) < 2:
             raise UserError(f"{path}: {len(ids)} tokens; scoring needs at least 2")
         found = self._score([Text(int(ids[0]), ids[1:])], path, None)

@@ -150,7 +150,7 @@ class Scorer:
         trained = self._found.content["recipe"]["name"]
         how = "contiguous" if self._stride == self._length else f"sliding by {self._stride}"
         self._say(f"checkpoint  {self._found.folder}, trained under {trained}")
-        self._say(f"recipe      {self._recipe.name}", *self._notes)
+        self._say(f"recipe      {self._recipe.name}", *self._found.notes, *self._notes)
         self._say(f"windows     {self._length} tokens, {how}")
         return {
             "checkpoint": str(self._found.folder),

@@ -82,7 +82,7 @@ ACCIDENTS: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "two flipped bits": (
         lambda out: flip(newest(out) / "__0_0.distcp", 5000),
         2,
-        "__0_0.distcp: other bytes than were",
+        "__0_0.distcp: other bytes",
     ),
     "a flipped bit of config": (lambda out: flip(newest(out) / "config.yaml", -3), 2, "config.yaml"),
     "no checksums": (lambda out: (newest(out) / "checksums.json").unlink(), 4, "saved without checksums"),

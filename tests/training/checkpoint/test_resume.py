@@ -84,7 +84,11 @@ ACCIDENTS: dict[str, tuple[Callable[[Path], Any], int, str]] = {
         2,
         "__0_0.distcp: other bytes",
     ),
-    "a flipped bit of config": (lambda out: flip(newest(out) / "config.yaml", -3), 2, "config.yaml"),
+    "a flipped bit of config": (
+        lambda out: flip(newest(out) / "config.yaml", -3),
+        2,
+        "iter_0000004 cannot be loaded: config",
+    ),
     "no checksums": (lambda out: (newest(out) / "checksums.json").unlink(), 4, "saved without checksums"),
     "damaged checksums": (lambda out: truncate(newest(out) / "checksums.json"), 2, "checksums.json cannot be read"),
     "empty folder": (lambda out: (shutil.rmtree(newest(out)), newest(out).mkdir()), 2, "config.yaml is missing"),

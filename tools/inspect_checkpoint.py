@@ -59,10 +59,8 @@ def describe(folder: Path) -> Iterator[str]:
     metadata = safe_load.examine(folder)
     safe_load.check_bytes(folder)
     yield from _sizes(metadata)
-    known = checksums.exist(folder)
-    yield _row(
-        "checksums", "of every file, as it was saved" if known else "none, as older versions saved; not compared"
-    )
+    compared = "of every file, as it was saved" if checksums.exist(folder) else "none, as older versions saved"
+    yield _row("checksums", compared)
     files = [path for path in folder.iterdir() if path.is_file()]
     yield _row("on disk", f"{len(files)} files, {_bytes(sum(path.stat().st_size for path in files))}; whole")
 

@@ -3,19 +3,33 @@
 import argparse
 import errno
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+_LONGEST = 4000  # characters of a message, which may quote a file
 _CLOSED_PIPE = 128 + 13  # a shell's exit code for SIGPIPE
+# Characters that steer a terminal, or that UTF-8 cannot encode (a surrogate is half of a character).
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, with escapes in place of control characters and surrogates: no file steers a terminal."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class UserError(ValueError):
-    """An error that a user can cause and fix; the message is one line: request, cause and remedy.
+    """An error that a user can cause and fix; the message is one printable line: request, cause and remedy.
 
     The driver prints only the message, on one rank, and exits with code 2. Libraries can catch it as ``ValueError``.
     """
+
+    def __init__(self, message: object) -> None:
+        line = printable(str(message))
+        half = _LONGEST // 2
+        super().__init__(line if len(line) <= _LONGEST else f"{line[:half]} [...] {line[-half:]}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         """Print one line and exit with code 2, the help if no word was given; argparse would print the usage first."""
         if not self._words:
             self.print_help(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+        self.exit(2, f"{self.prog}: error: {printable(message)} (see --help)\n")
 
 
 def type_of(value: object) -> str:

@@ -22,12 +22,19 @@ MAX_MODULES, MAX_LINES = 15, 400
 MAY_IMPORT = {
     "": {"errors", "recipe"},  # the public names
     "errors": set(),
-    "files": set(),
+    "files": {"errors"},
     "text_tables": set(),
     "formats": set(),
     "scaling": set(),
-    "recipe": {"errors", "formats", "scaling"},
-    "report": {"errors", "recipe", "sweep", "text_tables", "training"},  # reads only torch-free modules of training
+    "recipe": {"errors", "files", "formats", "scaling"},
+    "report": {
+        "errors",
+        "files",
+        "recipe",
+        "sweep",
+        "text_tables",
+        "training",
+    },  # reads only torch-free modules of training
     "kernels": {"files", "formats", "scaling"},
     "quantization": {"errors", "formats", "kernels", "recipe", "scaling"},
     "optimizer": {"kernels", "recipe"},

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowprec.errors import Parser, UserError, disk_is_full, type_of
+from megatron_lowprec.errors import Parser, UserError, disk_is_full, printable, type_of
 from tests.environment import python_path
 from tests.waiting import PATIENCE
 
@@ -103,3 +103,15 @@ def test_types_have_their_article() -> None:
         "an OSError",
         "nothing",
     ]
+
+
+def test_an_error_is_one_printable_line() -> None:
+    """A file's text in a message neither steers the terminal nor ends the program that prints it."""
+    assert str(UserError("a\nb \x1b[2J \x9b \ud800 é")) == r"a\nb \x1b[2J \x9b \ud800 é"
+    assert printable("tab\t") == r"tab\t"
+
+
+def test_an_error_that_quotes_a_large_value_stays_short() -> None:
+    error = str(UserError("x" * 10**6 + "; remove it"))
+    assert len(error) < 4100
+    assert error.endswith("x; remove it")

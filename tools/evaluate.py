@@ -150,7 +150,7 @@ class Scorer:
         trained = self._found.content["recipe"]["name"]
         how = "contiguous" if self._stride == self._length else f"sliding by {self._stride}"
         self._say(f"checkpoint  {self._found.folder}, trained under {trained}")
-        self._say(f"recipe      {self._recipe.name}", *self._notes)
+        self._say(f"recipe      {self._recipe.name}", *self._found.notes, *self._notes)
         self._say(f"windows     {self._length} tokens, {how}")
         return {
             "checkpoint": str(self._found.folder),
@@ -177,7 +177,8 @@ class Scorer:
 
     def corpus(self, path: str, prefix: str) -> dict[str, Any]:
         """A corpus as one stream of tokens."""
-        ids = indexed_dataset.tokens_of(prefix, _share(self._args.split, self._args.part))[: self._args.max_tokens]
+        share = _share(self._args.split, self._args.part)
+        ids = indexed_dataset.tokens_of(prefix, self._tokenizer.vocab_size, share, self._args.max_tokens)
         if len(ids) < 2:
             raise UserError(f"{path}: {len(ids)} tokens; scoring needs at least 2")
         found = self._score([Text(int(ids[0]), ids[1:])], path, None)

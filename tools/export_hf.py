@@ -70,7 +70,7 @@ def export(load: str, iteration: int | None, out: Path, dtype: str | None) -> li
     files = write_tokenizer(config, out)
     count = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{found.folder} -> {out}: {about['architectures'][0]}, {count:,} weights in {name}"]
-    return [*lines, f"tokenizer: {tokenizer}; {', '.join(files) or 'no files'}"]
+    return [*found.notes, *lines, f"tokenizer: {tokenizer}; {', '.join(files) or 'no files'}"]
 
 
 if __name__ == "__main__":

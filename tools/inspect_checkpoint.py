@@ -3,8 +3,8 @@
     python tools/inspect_checkpoint.py runs/gpt_345m/checkpoints
     python tools/inspect_checkpoint.py runs/gpt_345m/checkpoints --iteration 2000
 
-No tensor is loaded, only file sizes and ``.metadata``, and no code of the checkpoint is run. The exit code is 1 if the
-checkpoint is damaged.
+No tensor is loaded and no code of the checkpoint is run: ``.metadata`` is read, and the bytes of all files are compared
+with their checksums. The exit code is 1 if the checkpoint is damaged.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.recipe.explain import describe_operand, describe_transform
 from megatron_lowprec.recipe.parsing import recipe_from_dict
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
-from megatron_lowprec.training.checkpoint import safe_load, storage
+from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
 from megatron_lowprec.training.checkpoint.resume import CONFIG, Saved
 from megatron_lowprec.training.config.resolve import describe_layout
+from megatron_lowprec.training.config.run_config import read_run_config
 
 
 def describe(folder: Path) -> Iterator[str]:
@@ -35,11 +35,11 @@ def describe(folder: Path) -> Iterator[str]:
         UserError: it holds an unexpected pickle.
     """
     try:
-        content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        content = read_run_config(folder / CONFIG)
         saved = Saved(folder, content)
         progress, layout, options = saved.progress, saved.layout, dict(content["options"])
         recipe = recipe_from_dict(content["recipe"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, UserError) as error:
+    except (KeyError, TypeError, UserError) as error:
         raise safe_load.Damaged(f"{CONFIG} is missing or not this driver's: {error}") from None
     yield _row("checkpoint", str(folder))
     yield _row("step", f"{progress['iteration']:,}, {progress['consumed_samples']:,} samples consumed")
@@ -57,7 +57,10 @@ def describe(folder: Path) -> Iterator[str]:
     if "versions" in content:
         yield _row("written by", ", ".join(f"{name} {version}" for name, version in content["versions"].items()))
     metadata = safe_load.examine(folder)
+    safe_load.check_bytes(folder)
     yield from _sizes(metadata)
+    compared = "of every file, as it was saved" if checksums.exist(folder) else "none, as older versions saved"
+    yield _row("checksums", compared)
     files = [path for path in folder.iterdir() if path.is_file()]
     yield _row("on disk", f"{len(files)} files, {_bytes(sum(path.stat().st_size for path in files))}; whole")
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.report.curve import LAST, Curve, Series, read_curve, smooth
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import output_file
+from megatron_lowprec.training.config.run_config import read_run_config
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.jsonl import is_text_file
 from megatron_lowprec.training.data.tokenizer import build_tokenizer
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def plot() -> None:
         if args.run.is_file():
             raise UserError(f"{args.run} is a file; name the folder of a run that has trained")
-        curve = read_curve(args.run / "metrics.jsonl")
+        curve = read_curve(args.run / "metrics.jsonl", print)
         config = _config(args.run)
         iterations = config.get("train_iters") or curve.last_iteration
         references = _references(args.reference, args.run, iterations)
@@ -194,9 +194,9 @@ def _title(run: Path, config: dict[str, Any]) -> str:
 def _references(paths: Sequence[Path] | None, run: Path, iterations: int) -> list[Curve]:
     """The bf16 runs that were named; else the shipped ones of the model, if their length is that of this run."""
     if paths is not None:
-        return [read_curve(path) for path in paths]
+        return [read_curve(path, print) for path in paths]
     model = run.name.partition("-")[0]
-    shipped = [read_curve(path) for path in sorted(RESULTS.glob(f"{model}_bf16*.metrics.jsonl"))]
+    shipped = [read_curve(path, print) for path in sorted(RESULTS.glob(f"{model}_bf16*.metrics.jsonl"))]
     if not shipped:
         missing = RESULTS.relative_to(REPOSITORY) / f"{model}_bf16.metrics.jsonl"
         print(f"no bf16 curve for comparison: {missing} does not exist")
@@ -208,15 +208,12 @@ def _references(paths: Sequence[Path] | None, run: Path, iterations: int) -> lis
 
 def _config(run: Path) -> dict[str, Any]:
     """Options of the run's config.yaml and the name of its recipe; empty without that file."""
-    try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (run / "config.yaml").exists():
         return {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{run / 'config.yaml'}: not YAML: {' '.join(str(error).split())}") from None
+    config = read_run_config(run / "config.yaml")
     try:
         return {**config["options"], "recipe": config["recipe"]["name"]}
-    except (KeyError, TypeError):
+    except KeyError:
         raise UserError(f"{run / 'config.yaml'} has no options and recipe; name the folder of a run") from None
 
 

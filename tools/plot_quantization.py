@@ -173,9 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rows(path: Path, what: str) -> list[Row]:
     """The rows of operands, or of outputs that have the quantity; raises UserError without any."""
-    rows = read_rows(path)
+    rows = read_rows(path, print)
     if what == OF_OUTPUTS:
-        rows = [row for row in read_own_rows(path) if row.get(what) is not None]
+        rows = [row for row in read_own_rows(path, print) if row.get(what) is not None]
     if not rows and not path.is_file():
         raise UserError(f"{path} does not exist: train with --log-quantization-interval N, and name the run's folder")
     if not rows:

@@ -23,7 +23,7 @@ from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.field_types import field_types, fits, without_none
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec, Recipe, check_operands
-from megatron_lowprec.recipe.yaml_text import read_yaml_text
+from megatron_lowprec.recipe.yaml_text import read_yaml_file, read_yaml_text
 
 T = TypeVar("T")
 
@@ -191,11 +191,7 @@ def _from_file(path: Path) -> Recipe:
         )
     if not path.is_file():
         raise UserError(f"recipe file {path} does not exist; give a file that does, or a name from --list-recipes")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is no UTF-8 text; a recipe file is YAML such as 'base: mxfp4_rht_sr'") from None
-    data = read_yaml_text(text, str(path))
+    data = read_yaml_file(path, str(path), "a recipe file is YAML such as 'base: mxfp4_rht_sr'")
     if not isinstance(data, dict):
         raise UserError(f"{path} holds {type_of(data)}, but a recipe file is a mapping such as 'base: mxfp4_rht_sr'")
     if "num-layers" in data or "num_layers" in data:

@@ -1,8 +1,7 @@
 """Reads columns of metrics.jsonl."""
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.monitoring.metrics_file import read_metrics
 
 TRAIN, VALIDATION = "lm loss", "lm loss validation"
 LAST = 20  # iterations over which the final training loss is averaged
@@ -43,27 +43,21 @@ class Curve:
         return int(max(max(series[0], default=0) for series in (self.train, self.validation)))
 
 
-def read_columns(path: Path, keys: Sequence[str]) -> dict[str, Series]:
+def read_columns(path: Path, keys: Sequence[str], say: Callable[[str], None]) -> dict[str, Series]:
     """Columns of a metrics.jsonl. If a resumed run repeated an iteration, the later values count.
 
+    ``say`` is called with a message about lines that are no rows, which are dropped.
+
     Raises:
-        UserError: no such file, or a line that is not a JSON object (except the last, which may be truncated).
+        UserError: no such file, or as ``json_lines``.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; name the folder of a run that has trained") from None
+    if not path.exists():
+        raise UserError(f"{path}: no such file; name the folder of a run that has trained")
     found: dict[str, dict[int, float]] = {key: {} for key in keys}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            for key, values in found.items():
-                if key in row:
-                    values[int(row["iteration"])] = float(row[key])
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path}, line {number}: not a row of metrics ({error}); mend or remove it") from None
+    for row in read_metrics(path, say):
+        for key, values in found.items():
+            if key in row:
+                values[row["iteration"]] = float(row[key])
     return {key: _series(values) for key, values in found.items()}
 
 
@@ -74,9 +68,9 @@ def curve_of(columns: dict[str, Series], path: Path) -> Curve:
     return Curve(columns[TRAIN], columns[VALIDATION])
 
 
-def read_curve(path: Path) -> Curve:
-    """Losses of a metrics.jsonl; raises as ``read_columns`` and ``curve_of``."""
-    return curve_of(read_columns(path, (TRAIN, VALIDATION)), path)
+def read_curve(path: Path, say: Callable[[str], None]) -> Curve:
+    """Losses of a metrics.jsonl; as ``read_columns`` and ``curve_of``."""
+    return curve_of(read_columns(path, (TRAIN, VALIDATION), say), path)
 
 
 def smooth(series: Series, reach: int) -> Series:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import Row, json_lines
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
-
-Row = dict[str, Any]
-"""A line of the file; docs/guide/quantization-error.md defines its quantities."""
+from megatron_lowprec.training.monitoring.metrics_file import check_iteration
 
 Kind = tuple[str, str]
 """A GEMM and one of its operands."""
@@ -28,43 +25,44 @@ KINDS: tuple[Kind, ...] = tuple((gemm, operand) for gemm, both in GEMM_OPERANDS.
 OUTPUTS: tuple[Kind, ...] = tuple((gemm, "output") for gemm in GEMM_OPERANDS)
 """A GEMM and its output, on sampled rows."""
 
-_FIELDS = ("iteration", "linear", "gemm", "operand", "format", "amax", "snr", "bias", "underflow", "saturation")
+_NAMES = ("linear", "gemm", "operand", "format")
+_QUANTITIES = ("amax", "snr", "bias", "underflow", "saturation")
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, say: Callable[[str], None]) -> list[Row]:
     """``read_own_rows`` of operands."""
-    return [row for row in read_own_rows(path) if _kind(row) in KINDS]
+    return [row for row in read_own_rows(path, say) if _kind(row) in KINDS]
 
 
-def read_own_rows(path: Path) -> list[Row]:
+def read_own_rows(path: Path, say: Callable[[str], None]) -> list[Row]:
     """``read_all_rows`` under the run's own recipe."""
-    return [row for row in read_all_rows(path) if "recipe" not in row]
+    return [row for row in read_all_rows(path, say) if "recipe" not in row]
 
 
-def read_all_rows(path: Path) -> list[Row]:
-    """All complete lines of a quantization.jsonl, which a run may be writing; empty without a file.
+def read_all_rows(path: Path, say: Callable[[str], None]) -> list[Row]:
+    """Rows of a quantization.jsonl, whose quantities docs/guide/quantization-error.md defines; empty without a file.
 
-    If a resumed run repeats an operand in the same iteration, the later row counts.
+    If a resumed run repeats an operand in the same iteration, the later row counts. ``say`` is called with a message
+    about lines that are no rows, which are dropped.
 
     Raises:
-        UserError: a complete line in another format.
+        UserError: as ``json_lines``.
     """
-    if not path.is_file():
-        return []
-    found: dict[tuple[int, str, str, str, str | None], Row] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            continue
-        try:
-            row = json.loads(line)
-            iteration, linear, gemm, operand, *_ = (row[field] for field in _FIELDS)
-            found[iteration, linear, gemm, operand, row.get("recipe")] = row
-            known = isinstance(iteration, int) and (gemm, operand) in (*KINDS, *OUTPUTS)
-        except (ValueError, KeyError, TypeError, RecursionError):  # invalid UTF-8 is a ValueError
-            known = False
-        if not known:
-            raise UserError(f"{path}, line {number}: not a row of --log-quantization-interval")
+    found = {}
+    for row in json_lines(path, say, _check):
+        found[row["iteration"], row["linear"], row["gemm"], row["operand"], row.get("recipe")] = row
     return list(found.values())
+
+
+def _check(row: Row) -> None:
+    check_iteration(row)
+    names = [*(row[name] for name in _NAMES), row.get("recipe", "")]
+    if any(type(name) is not str for name in names) or _kind(row) not in (*KINDS, *OUTPUTS):
+        raise ValueError(f"no operand is named {names}")
+    quantities = [row[name] for name in _QUANTITIES]
+    others = [value for name, value in row.items() if name not in (*_NAMES, "recipe")]
+    if any(type(value) not in (int, float, type(None)) for value in (*quantities, *others)):
+        raise ValueError("a quantity is no number")
 
 
 def full_name(row: Row) -> str:
@@ -132,11 +130,12 @@ def find_snapshots(group: Group) -> tuple[list[Snapshots], list[str]]:
     for label in group.labels:
         recorded: list[tuple[Run, list[Row]]] = []
         for run in group.of(label):
+            said: list[str] = []
             try:
-                rows = read_own_rows(run.folder / "quantization.jsonl")
+                rows = read_own_rows(run.folder / "quantization.jsonl", said.append)
             except UserError as error:
-                notes.append(f"{run.named(str(error))}; nothing of that file is shown.")
-                continue
+                rows, said = [], [f"{error}; nothing of that file is shown."]
+            notes += map(run.named, said)
             if any(_kind(row) in KINDS for row in rows):
                 recorded.append((run, rows))
         finished = tuple(rows for run, rows in recorded if run.status is Status.FINISHED)

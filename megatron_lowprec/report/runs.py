@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, printable
+from megatron_lowprec.files import read_json
 from megatron_lowprec.report.archives.sources import Source, find_sources
 from megatron_lowprec.report.curve import LAST, TRAIN, VALIDATION, Curve, Series, curve_of, read_columns, smooth
 from megatron_lowprec.sweep.job_record import RECORD
 from megatron_lowprec.sweep.jobs import MANIFEST
 from megatron_lowprec.training.config.arguments import RENAMED
+from megatron_lowprec.training.config.run_config import read_run_config
 
 _SAMPLES, _SECONDS, _SKIPPED = "consumed samples", "iteration-time", "skipped iterations"
 _NORM = "grad-norm"
@@ -129,7 +130,7 @@ class Run:
 
 
 def find_runs(paths: Sequence[str], diverged_rise: float, scratch: Path | None = None) -> tuple[list[Run], list[str]]:
-    """Runs in run folders, sweep folders, archives and globs, each once, and notes about duplicates.
+    """Runs in run folders, sweep folders, archives and globs, each once, and notes on duplicates and damaged files.
 
     Args:
         paths: folders or archives, or globs of them.
@@ -144,15 +145,15 @@ def find_runs(paths: Sequence[str], diverged_rise: float, scratch: Path | None =
         for source in find_sources(path, scratch):
             folder = source.folder
             is_sweep = (folder / MANIFEST).is_file()
-            cells += _sweep(source) if is_sweep else [Run(folder, folder.name, "", source=source)]
+            cells += _sweep(source) if is_sweep else [Run(folder, printable(folder.name), "", source=source)]
     runs: dict[Path, Run] = {}
-    notes = []
+    notes: list[str] = []
     for cell in cells:
         place = Path(cell.place).resolve()
         if place not in runs:
-            runs[place] = read_run(cell, diverged_rise)
+            runs[place] = read_run(cell, diverged_rise, notes.append)
         elif cell.sweep and not runs[place].sweep:
-            runs[place] = read_run(cell, diverged_rise)
+            runs[place] = read_run(cell, diverged_rise, lambda _: None)
             notes.append(f"{cell.place} was named twice and counts once, as {cell.label} of sweep {cell.sweep}")
         elif cell.source is None or cell.source.archive is None:  # an archive's jobs are found in its sweep and alone
             notes.append(f"{cell.place} was named twice and counts once")
@@ -161,19 +162,23 @@ def find_runs(paths: Sequence[str], diverged_rise: float, scratch: Path | None =
     return list(runs.values()), notes
 
 
-def read_run(cell: Run, diverged_rise: float) -> Run:
-    """``cell`` completed from its folder's files."""
+def read_run(cell: Run, diverged_rise: float, say: Callable[[str], None]) -> Run:
+    """``cell`` completed from its folder's files; ``say`` is called with what was dropped of these."""
     folder = cell.folder
-    if not folder.is_dir():
+
+    def tell(message: str) -> None:
+        say(cell.named(message))
+
+    if not os.path.isdir(folder):  # False for a name that no folder can have
         why = "there is no folder"
         return replace(_labelled(cell, [cell.label]), status=Status.NOT_STARTED, why=why)
-    record = _json(folder / "run.json")
-    cell = replace(cell, why=_exit(folder))
-    config = _config(folder)
+    record = _json(folder / "run.json", _IN_RECORD, tell)
+    cell = replace(cell, why=_exit(folder, tell))
+    config = _config(folder, tell)
     options = {RENAMED.get(name, name): value for name, value in config.get("options", {}).items()}
     recipe, earlier = config.get("recipe", {}), tuple(map(str, config.get("earlier_recipes", [])))
     cell = replace(
-        _labelled(cell, [*earlier, cell.label or recipe.get("name") or folder.name]),
+        _labelled(cell, [*earlier, cell.label or recipe.get("name") or printable(folder.name)]),
         recipe=recipe,
         earlier_recipes=earlier,
         earlier_options=tuple(config.get("earlier_options", [])),
@@ -188,7 +193,7 @@ def read_run(cell: Run, diverged_rise: float) -> Run:
     if not metrics.is_file():
         return replace(cell, why=f"has no metrics.jsonl{cell.why}")
     try:
-        columns = read_columns(metrics, (TRAIN, VALIDATION, _SAMPLES, _SECONDS, _SKIPPED, _NORM))
+        columns = read_columns(metrics, (TRAIN, VALIDATION, _SAMPLES, _SECONDS, _SKIPPED, _NORM), tell)
         curve = curve_of(columns, metrics)
     except UserError as error:
         return replace(cell, why=f"{cell.named(str(error))}{cell.why}")
@@ -267,13 +272,13 @@ def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[
 def _sweep(source: Source) -> list[Run]:
     path = source.folder / MANIFEST
     try:
-        sweep = json.loads(path.read_text(encoding="utf-8"))
+        sweep = read_json(path, "start the sweep again, which writes it")
         return [
             Run(
                 source.job_folder(cell["run"]),
                 str(cell["id"]),
                 str(cell["label"]),
-                seed=cell.get("seed"),
+                seed=_whole(cell.get("seed")),
                 sweep=str(sweep["name"]),
                 model=str(cell.get("model") or "model").removesuffix(".yaml").rpartition("/")[2],
                 variant=str(cell["variant"]) if cell.get("variant") else None,
@@ -281,37 +286,58 @@ def _sweep(source: Source) -> list[Run]:
             )
             for cell in sweep["cells"]
         ]
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
+    except UserError as error:
+        raise UserError(source.named(str(error))) from None
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{source.named(str(path))}: not a sweep ({type(error).__name__}: {error}); it needs name and cells with "
             "id, label and run"
         ) from None
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _whole(seed: object) -> int | None:
+    if seed is not None and type(seed) is not int:
+        raise TypeError(f"seed {seed!r} is no whole number")
+    return seed
+
+
+def _config(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Content of config.yaml; empty if missing or unreadable."""
+    path = folder / "config.yaml"
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        return read_run_config(path) if path.exists() else {}
+    except UserError as error:
+        say(f"dropped: {error}")
         return {}
-    if not isinstance(config, dict):
-        return {}
-    kinds = {"options": dict, "recipe": dict, "schedule": dict, "initial_weights": str}
-    kinds |= {"earlier_recipes": list, "earlier_options": list}
-    return {key: config[key] for key, kind in kinds.items() if isinstance(config.get(key), kind)}
 
 
-def _exit(folder: Path) -> str:
+_NUMBER = (int, float, type(None))
+# Facts that reports read, and their types.
+_IN_RECORD: Mapping[str, tuple[type, ...]] = {
+    "parameters": _NUMBER,
+    "peak_memory_bytes": _NUMBER,
+    "processes": _NUMBER,
+    "versions": (dict,),
+    "gemms": (dict,),
+}
+
+
+def _exit(folder: Path, say: Callable[[str], None]) -> str:
     """The exit code of a failed job, as the end of a sentence; empty if not recorded."""
-    cell = _json(folder / RECORD)
+    cell = _json(folder / RECORD, {"exit_code": _NUMBER}, say)
     return f"; its process ended with exit code {cell['exit_code']}" if cell.get("exit_code") else ""
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if missing or unreadable."""
+def _json(path: Path, kinds: Mapping[str, tuple[type, ...]], say: Callable[[str], None]) -> dict[str, Any]:
+    """A JSON object without values of other types than ``kinds``; empty if missing or unreadable."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_json(path, "the report is without it")
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except UserError as error:
+        say(f"dropped: {error}")
+        return {}
+    wrong = [key for key, kind in kinds.items() if key in found and type(found[key]) not in kind]
+    if wrong:
+        say(f"{path}: dropped, as values of another type: {', '.join(wrong)}")
+    return {key: value for key, value in found.items() if key not in wrong}

@@ -184,7 +184,7 @@ def _run(
     found = [status.row(out, job.id) for job in chosen]
     if args.job is None and not view.on_terminal:
         print(*status.lines(found), sep="\n")
-    print(f"{sweep.name}: {status.summary(found)}; in {out}", flush=True)
+    print(*status.notes(found), f"{sweep.name}: {status.summary(found)}; in {out}", sep="\n", flush=True)
     if result.signal is not None and (result.left or result.ended["interrupted"]):
         print(f"stopped by {result.signal}; the same command goes on where it stopped")
         return TO_BE_CONTINUED
@@ -234,4 +234,5 @@ def _status(out: Path, args: argparse.Namespace) -> int:
         Console().print(status.table(found, caption))
     else:
         print(*status.lines(found), caption, sep="\n")
+    print(*(f"{note}\n" for note in status.notes(found)), sep="", end="")
     return 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import atomic_write
+from megatron_lowprec.files import atomic_write, read_json
 from megatron_lowprec.recipe.parsing import recipe_from_dict, recipe_to_dict
 from megatron_lowprec.sweep.jobs import Job
 from megatron_lowprec.training.distributed import process_lock
@@ -61,13 +61,43 @@ def holder(out: Path, job_id: str) -> Holder | None:
 
 def read(run: Path) -> Record | None:
     """The record in a job's folder, or None if it never started; UserError for a file of another kind."""
+    path, remedy = run / RECORD, "move the folder away to run it anew"
     try:
-        content = json.loads((run / RECORD).read_text(encoding="utf-8"))
-        return Record(**{field.name: content[field.name] for field in fields(Record)})
+        content = read_json(path, remedy)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{run / RECORD} cannot be read ({error!r}); move the folder away to run it anew") from None
+    wrong = [name for name, valid in _VALID.items() if name not in content or not valid(content[name])]
+    if wrong:
+        raise UserError(f"{path}: cannot be read: {', '.join(wrong)} missing or of another type; {remedy}")
+    return Record(**{name: content[name] for name in _VALID})
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_time(value: object) -> bool:
+    try:
+        return datetime.fromisoformat(str(value)).tzinfo is not None
+    except ValueError:
+        return False
+
+
+_VALID: Mapping[str, Callable[[Any], bool]] = {
+    "id": lambda value: type(value) is str,
+    "state": lambda value: value in get_args(State),
+    "exit_code": lambda value: value is None or type(value) is int,
+    "attempts": _is_count,
+    "seconds": lambda value: type(value) in (int, float) and value >= 0,
+    "started": _is_time,
+    "ended": lambda value: value is None or _is_time(value),
+    "iteration": _is_count,
+    "train_iters": _is_count,
+    "seq_length": _is_count,
+    "hash": lambda value: type(value) is str,
+    "resolved": lambda value: type(value) is dict,
+    "command": lambda value: type(value) is list,
+}
 
 
 def write(run: Path, record: Record) -> None:
@@ -132,7 +162,7 @@ def _today(resolved: Mapping[str, Any]) -> Mapping[str, Any]:
     """``resolved`` of an older version; missing fields take their defaults."""
     try:
         recipe = recipe_to_dict(recipe_from_dict({"summary": "", **resolved["recipe"]}))
-    except UserError:
+    except (UserError, KeyError, TypeError):
         return resolved
     return {**resolved, "recipe": {name: value for name, value in recipe.items() if name not in ("summary", "source")}}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import atomic_write
+from megatron_lowprec.files import atomic_write, read_json
 from megatron_lowprec.recipe.coverage import check_activations, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.sweep.spec import ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
+from megatron_lowprec.sweep.spec import LABEL, ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
 from megatron_lowprec.training.checkpoint.storage import TRACKER
 from megatron_lowprec.training.config.arguments import KINDS, REPOSITORY, find, flag, parse, rivals_of
 from megatron_lowprec.training.config.fields import require
@@ -168,11 +168,17 @@ def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:
 
 
 def read_manifest(out: Path) -> dict[str, Any]:
-    """Read the file of ``write_manifest``; UserError if there is none."""
+    """Read the file of ``write_manifest``, whose ids name folders; UserError if there is none, or another file."""
     try:
-        content: dict[str, Any] = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+        content = read_json(out / MANIFEST, remedy := "start the sweep again, which writes it")
     except FileNotFoundError:
         raise UserError(f"{out} holds no {MANIFEST}: no sweep was started there; check --size and --out") from None
+    try:
+        whole = all(LABEL.fullmatch(cell["id"]) for cell in content["cells"])
+    except (KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{out / MANIFEST}: its cells are not jobs with the name of a folder each; {remedy}")
     return content
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep.jobs import Job
-from megatron_lowprec.sweep.spec import Sweep
+from megatron_lowprec.sweep.spec import Sweep, checked_directive
 from megatron_lowprec.training.config.arguments import REPOSITORY
 
 SCRIPT = "sweep.sbatch"
@@ -22,6 +23,7 @@ SIGNAL_SECONDS = 180
 _FUNCTIONS = str(REPOSITORY / "scripts" / "requeue.sh")
 # In sbatch's message if it reached no controller: no option of a job changes that.
 _NO_CONTROLLER = ("contact slurm controller", "establish a configuration source", "process configuration file")
+_NEEDS_QUOTES = re.compile(r"[^\w@%+=:,./\[\]-]", re.ASCII)
 _ASK_FOR_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
 
 _BODY = """\
@@ -61,10 +63,10 @@ def script(
         "ntasks": "1",
         "requeue": None,
         "open-mode": "append",
-        "output": _quoted(f"{out / LOGS}/%A_%a.log"),
+        "output": f"{out / LOGS}/%A_%a.log",
         "signal": f"B:USR1@{SIGNAL_SECONDS}",
     }
-    head = [f"#SBATCH --{key}" + ("" if value is None else f"={value}") for key, value in options.items()]
+    head = [f"#SBATCH --{key}" + ("" if value is None else f"={_quoted(key, value)}") for key, value in options.items()]
     body = _BODY.format(
         folder=shlex.quote(str(folder)),
         jobs=" ".join(job.id for job in jobs),
@@ -109,5 +111,5 @@ def gpus(sweep: Sweep) -> Mapping[str, str]:
     return {key: value for key, value in asked.items() if value != "0"}
 
 
-def _quoted(path: str) -> str:
-    return f'"{path}"' if " " in path else path
+def _quoted(key: str, value: str) -> str:
+    return f'"{checked_directive(key, value)}"' if _NEEDS_QUOTES.search(value) else value

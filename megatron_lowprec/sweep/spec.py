@@ -48,6 +48,8 @@ RENAMED = {
 """Present names of resources -> former names, which files and command lines may still use."""
 
 LABEL = re.compile(r"[A-Za-z0-9_.+-]+")
+_SBATCH_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_ENDS_A_DIRECTIVE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\"'\\`]")
 # Options that the sweep sets for each job, and the key that sets them.
 _OWN = {
     "config": "models:",
@@ -139,7 +141,7 @@ def read(path: str, size: str | None = None) -> Sweep:
     _known(path, content, (*_KEYS, "sizes"))
     sizes = _mapping(f"{path}: sizes", content.get("sizes"))
     for name, part in sizes.items():
-        _known(f"{path}: sizes: {name}", _mapping(f"{path}: sizes: {name}", part))
+        _known(f"{path}: sizes: {name}", _mapping(f"{path}: sizes: {_label(f'{path}: sizes', name)}", part))
     if size is None and sizes:
         size = str(next(iter(sizes)))
     if size is not None and size not in sizes:
@@ -177,7 +179,8 @@ def read(path: str, size: str | None = None) -> Sweep:
 
 def size_names(path: str) -> list[str | None]:
     """Sizes of a sweep file in its order; None alone if it has none. Raises as ``read``."""
-    return list(map(str, _mapping(f"{path}: sizes", _yaml_file(path).get("sizes")))) or [None]
+    sizes = _mapping(f"{path}: sizes", _yaml_file(path).get("sizes"))
+    return [_label(f"{path}: sizes", name) for name in sizes] or [None]
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
@@ -230,8 +233,22 @@ def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:
             raise UserError(f"{where}: time is {value!r}: YAML reads 12:00:00 as a number; put it into quotes")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise UserError(f"{where}: {name} is {value!r}; write text or a number")
-        options[name] = str(value)
+        if not _SBATCH_NAME.fullmatch(name):
+            raise UserError(f"{where}: {name!r} is no long option of sbatch; write a name such as cpus-per-task")
+        options[name] = checked_directive(f"{where}: {name}", str(value))
     return options
+
+
+def checked_directive(where: str, value: str) -> str:
+    """``value`` if it is one word of a batch script's #SBATCH line; in double quotes it may have spaces.
+
+    Raises:
+        UserError: a line break, which would make the rest a command of the script, or a quote or backslash.
+    """
+    wrong = _ENDS_A_DIRECTIVE.search(value)
+    if wrong is not None:
+        raise UserError(f"{where}: {value!r} has {wrong[0]!r}, which would end the #SBATCH line; leave it out")
+    return value
 
 
 def _yaml_file(path: str) -> dict[Any, Any]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_lowprec.sweep import job_record
 from megatron_lowprec.sweep.jobs import read_manifest
 from megatron_lowprec.text_tables import plain_table
+from megatron_lowprec.training.monitoring.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,6 +33,7 @@ class Progress:
     validation: float | None = None
     step_seconds: float | None = None
     step_samples: int | None = None
+    dropped: str | None = None  # a line about damaged rows
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,21 @@ class Row:
 
 def read_progress(run: Path) -> Progress:
     """Progress from the last rows; empty if there are none yet."""
-    try:
-        with (run / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return Progress()
-    rows = [row for line in lines if (row := _row(line)) is not None]
+    dropped: list[str] = []
+    rows = list(read_metrics(run / "metrics.jsonl", dropped.append, _TAIL))
+    about = next(iter(dropped), None)
     steps = [row for row in rows if "lm loss" in row][-LAST:]
     tests = [row["lm loss validation"] for row in rows if "lm loss validation" in row]
     if not steps:
-        return Progress()
+        return Progress(dropped=about)
     return Progress(
         iteration=steps[-1]["iteration"],
         loss=mean(row["lm loss"] for row in steps),
         validation=tests[-1] if tests else None,
         step_seconds=median(row["iteration-time"] for row in steps) if "iteration-time" in steps[-1] else None,
         step_samples=steps[-1].get("batch-size"),
+        dropped=about,
     )
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """None for a truncated line: the first one read from the middle, or the last one being written."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and "iteration" in row else None
 
 
 def rows(out: Path) -> list[Row]:
@@ -119,6 +107,11 @@ def summary(found: Sequence[Row]) -> str:
 def lines(found: Sequence[Row]) -> list[str]:
     """The table as plain text."""
     return plain_table(_COLUMNS, [_texts(row) for row in found], rule=False)
+
+
+def notes(found: Sequence[Row]) -> list[str]:
+    """A line for each job with damaged rows."""
+    return [row.progress.dropped for row in found if row.progress.dropped is not None]
 
 
 def table(found: Sequence[Row], caption: str) -> Table:

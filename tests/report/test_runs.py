@@ -146,19 +146,59 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
         find(tmp_path / "nothing*")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"name": "s", "cells": [{"id": 1}]}'])
+CELL = '{"id": 1, "label": "a", "run": "a"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"name": "s", "cells": [{"id": 1}]}',
+        '{"name": "s", "cells": 3}',
+        '{"name": "s", "cells": [3]}',
+        f'{{"name": "s", "cells": [{CELL}, "seed": [1]}}]}}',
+        f'{{"name": "\\ud800", "cells": [{CELL}}}]}}',
+        "\xff",
+    ],
+)
 def test_a_broken_sweep_is_an_error(tmp_path: Path, text: str) -> None:
-    (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(UserError, match="not a sweep"):
+    (tmp_path / "sweep.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"sweep\.json: (not a sweep|cannot be read)"):
         find(tmp_path)
 
 
-def test_broken_metrics_are_a_failed_run_with_the_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b"nothing", b"\xff", b'{"iteration": 1e400, "lm loss": 1}', b'{"lm loss": 1}'])
+def test_a_damaged_row_of_metrics_is_left_out_and_said(tmp_path: Path, line: bytes) -> None:
     folder = write_run(tmp_path / "run")
-    (folder / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\nnothing\n{"iteration": 2}\n')
-    (run,) = find(folder)
-    assert run.status is Status.FAILED
-    assert "line 2" in run.why
+    rows = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([rows[0], line, b"\n", *rows[1:]]))
+    (run,), notes = find_runs([str(folder)], 0.5)
+    assert run.status is Status.FINISHED
+    assert len(notes) == 1
+    assert "metrics.jsonl: dropped, as no row of such a file: line 2 (" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (
+            "run.json",
+            '{"parameters": "many", "versions": 3, "commit": "c"}',
+            "values of another type: parameters, versions",
+        ),
+        ("run.json", "[", "run.json: cannot be read"),
+        ("config.yaml", "options: {train_iters: 2024-13-45}\n", "options: train_iters: wants a whole number"),
+        ("config.yaml", "a: &b [*b]\n", "more than 100,000 values"),
+        ("cell.json", '{"exit_code": "\\u001b[2J"}', "cell.json: cannot be read"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_left_out_and_said(tmp_path: Path, name: str, content: str, said: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(content)
+    (run,), notes = find_runs([str(folder)], 0.5)
+    assert run.curve is not None or name == "config.yaml"
+    assert any("dropped" in note and said in note for note in notes)
 
 
 def test_an_older_run_without_a_record_is_read_too(tmp_path: Path) -> None:

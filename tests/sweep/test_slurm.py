@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,55 @@ def test_a_request_for_gpus_of_ones_own(
         assert fake.run(path, "--slurm-dry-run", *flags) == 0
         found = options(capsys.readouterr().out)
         assert {key: value for key, value in found.items() if key in ("gpus", "gres")} == expected
+
+
+BREAKS = "x\ntouch PWNED #"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"slurm": {"comment": BREAKS}}, "slurm: comment: "),
+        ({"slurm": {"gres": BREAKS}}, "slurm: gres: "),
+        ({"slurm": {BREAKS: "x"}}, "is no long option of sbatch"),
+        ({"slurm": {"comment": 'a"b'}}, "slurm: comment: "),
+        ({"slurm": {"comment": "a'b"}}, "slurm: comment: "),
+        ({"slurm": {"comment": "a\\"}}, "slurm: comment: "),
+        ({"slurm": {"comment": "a\u2028b"}}, "slurm: comment: "),
+        ({"sizes": {BREAKS: {}}}, "names a folder"),
+        ({"sizes": {"tiny": {"slurm": {"comment": BREAKS}}}}, "slurm: comment: "),
+        ({"sizes": {"a b": {}}}, "names a folder"),
+    ],
+)
+def test_no_text_of_a_sweep_becomes_a_line_of_the_script(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
+) -> None:
+    assert fake.run(write_sweep(**changes), "--slurm-dry-run") == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["comment=x\ntouch PWNED #", "x\ntouch PWNED=1"])
+def test_no_option_of_the_command_line_does(
+    fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert fake.run(write_sweep(), "--slurm-dry-run", "--sbatch", flag) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_folder_or_file_name_does(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(write_sweep())
+    strange = path.rename(path.with_name("a\ntouch PWNED #.yaml"))
+    assert fake.run(str(strange), "--slurm-dry-run") == 2
+    assert "would end the #SBATCH line" in capsys.readouterr().err
+
+
+def test_text_with_spaces_is_one_word(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sweep(slurm={"comment": "two words # one", "constraint": "a|b"})
+    assert fake.run(path, "--slurm-dry-run") == 0
+    found = options(capsys.readouterr().out)
+    assert (found["comment"], found["constraint"]) == ('"two words # one"', '"a|b"')
 
 
 def test_resources_and_settings_reach_the_tasks(

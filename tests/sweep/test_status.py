@@ -41,6 +41,21 @@ def test_a_long_file_is_read_from_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "line", [b"\xff\xfe", b"[" * 50_000, b'{"iteration": "x"}', b'{"iteration": 5, "lm loss": "1"}']
+)
+def test_a_damaged_row_is_dropped_and_said(tmp_path: Path, line: bytes) -> None:
+    write_rows(tmp_path, 20)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(line + b'\n{"iteration": 21, "lm loss": 15.5}\n')
+    found = status.read_progress(tmp_path)
+    assert found.iteration == 21
+    assert found.dropped is not None
+    assert "dropped, as no row of such a file: line " in found.dropped
+    row = status.Row("job", "running", found, 21, None, 0.0, None)
+    assert status.notes([row]) == [found.dropped]
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0 s"), (59.6, "1:00"), (45, "45 s"), (125, "2:05"), (3725, "1:02:05")]
 )
 def test_durations(seconds: float, text: str) -> None:

@@ -62,6 +62,24 @@ def test_a_damaged_one_is_told_as_such(out: Path, capsys: pytest.CaptureFixture[
     assert "__0_0.distcp is cut short" in lines(capsys)["damaged"][0]
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "config.yaml", "metadata.json"])
+def test_a_flipped_bit_of_any_file_is_found(out: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    path = out / "iter_0000004" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert inspect_checkpoint.main([str(out)]) == 1
+    assert name in lines(capsys)["damaged"][0]
+
+
+def test_one_without_checksums_is_told_as_such(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_checkpoint.main([str(out)]) == 0
+    assert lines(capsys)["checksums"] == ["of every file, as it was saved"]
+    (out / "iter_0000004" / "checksums.json").unlink()
+    assert inspect_checkpoint.main([str(out)]) == 0
+    assert lines(capsys)["checksums"] == ["none, as older versions saved"]
+
+
 @pytest.mark.parametrize(("iteration", "words"), [("3", "there are 4, 2"), (None, "no checkpoint there")])
 def test_what_is_not_there_is_one_line(
     out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], iteration: str | None, words: str

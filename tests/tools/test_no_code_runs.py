@@ -22,7 +22,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.config.arguments import KINDS, flag
 from megatron_lowprec.training.config.options import GROUPS
-from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, common, objects, saved
+from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, common, objects, saved
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
 from tests.training.helpers import REPOSITORY, argv
 from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint
@@ -110,7 +110,7 @@ def out(checkpoints: Path, drive: Drive) -> Path:  # noqa: F811
         options = yaml.safe_load((folder / one / "config.yaml").read_text())["options"]
         content = torch.load(folder / one / "common.pt", weights_only=True)
         args = Namespace(**options, add_bias_linear=True, bias_gelu_fusion=True)
-        (folder / one / "common.pt").write_bytes(saved({**content, "args": args}))
+        change(folder / one, "common.pt", saved({**content, "args": args}))
     return folder
 
 
@@ -179,13 +179,13 @@ def test_trust_reads_what_no_restricted_unpickler_does(
     """Harmless, but of a class that Megatron-core does not declare safe: in args, and in .metadata."""
     content = torch.load(out / LATEST / "common.pt", weights_only=False)
     content["args"].of_a_fork = Fraction(1, 3)
-    (out / LATEST / "common.pt").write_bytes(saved(content))
+    change(out / LATEST, "common.pt", saved(content))
     command = ["--load", "out", "--save", "new", *TOKENS]
     assert import_megatron.main(command) == 2
     assert "common.pt asks for fractions.Fraction when it is unpickled" in capsys.readouterr().err
     found = safe_load.read_metadata(out / LATEST)
     found.planner_data = Fraction(1, 3)
-    (out / LATEST / ".metadata").write_bytes(pickle.dumps(found))
+    change(out / LATEST, ".metadata", pickle.dumps(found))
     assert import_megatron.main([*command, "--trust"]) == 0
 
 

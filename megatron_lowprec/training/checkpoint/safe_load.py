@@ -9,11 +9,10 @@ torch and TransformerEngine read them afterwards. No other module unpickles a fi
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +22,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_lowprec.errors import UserError, type_of
+from megatron_lowprec.files import check_text, read_json
+from megatron_lowprec.training.checkpoint import checksums, chunks
 
 _METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
 # Every class that torch 2.11 to 2.13 and Megatron-core 0.15 to 0.17 put into .metadata; none has side effects.
@@ -174,16 +175,16 @@ def examine(folder: Path) -> Metadata:
         Damaged: a file is missing, truncated or not in the expected format.
     """
     try:
-        described = json.loads((folder / _FORMAT).read_text(encoding="utf-8"))
+        described = read_json(folder / _FORMAT, "")
         backends = described["sharded_backend"], described.get("common_backend", "torch")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, UserError, KeyError) as error:
         raise Damaged(f"{_FORMAT} cannot be read: {_in_a_line(error)}") from None
     if backends != ("torch_dist", "torch"):
         raise UserError(
             f"{folder}/{_FORMAT}: checkpoints of format {backends[0]!r} are not loaded, torch_dist ones are; convert it"
         )
     metadata = read_metadata(folder)
-    _check_sizes(folder, metadata)
+    _check_places(folder, metadata)
     try:
         content = (folder / _COMMON).read_bytes()
     except OSError as error:
@@ -218,6 +219,9 @@ def _describes_checkpoint(metadata: Any) -> bool:
         return False
     if {type(metadata.state_dict_metadata), type(metadata.storage_data)} != {dict}:
         return False
+    check_text(list(metadata.state_dict_metadata))  # messages and logs show keys
+    if any(type(key) is not str for key in metadata.state_dict_metadata):
+        return False
     return all(
         [type(index), type(index.fqn), type(place)] == [MetadataIndex, str, _StorageInfo]
         and [type(value) for value in (place.relative_path, place.offset, place.length)] == [str, int, int]
@@ -228,14 +232,18 @@ def _describes_checkpoint(metadata: Any) -> bool:
 class RestrictedReader(FileSystemReader):
     """torch's checkpoint reader with ``.metadata`` by ``read_metadata``: torch's own unpickles without restrictions.
 
+    Args:
+        which: keys that will be read; other entries need not be whole.
+
     Raises:
-        UserError, Damaged: as ``examine``.
+        UserError, Damaged: as ``examine`` and ``check_bytes``.
     """
 
-    def __init__(self, folder: Path, trust: bool = False) -> None:
+    def __init__(self, folder: Path, trust: bool = False, which: Callable[[str], bool] = lambda key: True) -> None:
         super().__init__(folder)
         self._metadata = read_metadata(folder, trust)
-        _check_sizes(folder, self._metadata)
+        _check_places(folder, self._metadata, which)
+        check_bytes(folder)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The checked metadata."""
@@ -300,7 +308,15 @@ def unpickle(path: Path, stream: BinaryIO, trust: bool = False) -> Any:
         raise _finding(path, path.name, error) from None
 
 
-def _check_sizes(folder: Path, metadata: Metadata) -> None:
+def check_bytes(folder: Path) -> None:
+    """Compare the files with their checksums, if the checkpoint has any; Damaged if one differs."""
+    found = checksums.fault(folder)
+    if found is not None:
+        raise Damaged(found)
+
+
+def _check_places(folder: Path, metadata: Metadata, which: Callable[[str], bool] = lambda key: True) -> None:
+    """Check that the files are long enough for the entries, and that these are whole."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         name = place.relative_path
@@ -308,6 +324,8 @@ def _check_sizes(folder: Path, metadata: Metadata) -> None:
             raise UserError(f"{folder}/{_METADATA} names {name!r} as compressed, which is not read: not loaded")
         if name != os.path.basename(name):
             raise UserError(f"{folder}/{_METADATA} names the file {name!r} outside of its folder: not loaded")
+        if place.offset < 0 or place.length < 0:
+            raise Damaged(f"{_METADATA} names bytes before the beginning of {name}")
         ends[name] = max(ends.get(name, 0), place.offset + place.length)
     for name, end in ends.items():
         try:
@@ -316,6 +334,12 @@ def _check_sizes(folder: Path, metadata: Metadata) -> None:
             raise Damaged(f"{name} is missing") from None
         if size < end:
             raise Damaged(f"{name} is cut short: {size} bytes of {end}")
+    try:
+        found = chunks.fault(metadata, which)
+    except (AttributeError, TypeError, ValueError) as error:
+        found = f"an entry is of another kind: {_in_a_line(error)}"
+    if found is not None:
+        raise Damaged(f"{_METADATA} does not describe all of it: {found}")
 
 
 def _finding(place: Path | str, name: str, error: Exception) -> ForeignError | Damaged:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import atomic_write
+from megatron_lowprec.training.checkpoint import checksums
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _WHOLE = re.compile(r"iter_(\d{7,})")
@@ -89,9 +90,13 @@ def stage(folder: str, iteration: int) -> Path:
 
 
 def publish(partial: Path, folder: str, iteration: int) -> Path:
-    """Rename a written checkpoint to its final name, then point the tracker to it; both steps are atomic."""
+    """Rename a written checkpoint to its final name, then point the tracker to it; both steps are atomic.
+
+    Its files get their checksums first: nothing is written into it afterwards.
+    """
     final = iteration_folder(folder, iteration)
     replaced = final.with_name(final.name + _REPLACED)
+    checksums.write(partial)
     for path in partial.iterdir():
         _sync(path)
     _sync(partial)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.releases import ASYNC_SAVE
-from megatron_lowprec.training.checkpoint import storage
+from megatron_lowprec.training.checkpoint import checksums, storage
 from megatron_lowprec.training.checkpoint.checkpoint import Progress, state_to_save
 from megatron_lowprec.training.checkpoint.resume import CONFIG
 from megatron_lowprec.training.checkpoint.write_results import WriteResults
@@ -55,7 +55,7 @@ class CheckpointWriter:
         self.finish()
         with self._failing_in_a_line(None):
             partial = on_first_rank(lambda: storage.stage(folder, iteration))
-        with self._failing_in_a_line(partial), subprocesses.helpers():
+        with self._failing_in_a_line(partial), subprocesses.helpers(), checksums.summing(filesystem_async):
             if filesystem_async._results_queue is None:
                 filesystem_async._results_queue = WriteResults()
             request = dist_checkpointing.save(

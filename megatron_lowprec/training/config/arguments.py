@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from megatron_lowprec.errors import UserError, type_of
-from megatron_lowprec.recipe.yaml_text import read_yaml_text
+from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, translate_fp8_flags
 from megatron_lowprec.training.config.options import GROUPS, Config
 
@@ -138,7 +138,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
         given["config"] = str(find(given["config"]))
         from_yaml = read_yaml(given["config"], notes)
         # Overrides accumulate; the command line's come last and take precedence.
-        given["recipe_override"] = [*from_yaml.get("recipe_override", []), *given.get("recipe_override", [])]
+        given["recipe_override"] = [*(from_yaml.get("recipe_override") or []), *given.get("recipe_override", [])]
     values = {**without_rivals(from_yaml, given), **given}
     fp8 = {name: values.pop(name) for name in FP8_FLAGS if name in values}
     overrides = translate_fp8_flags(fp8)
@@ -219,13 +219,7 @@ def read_yaml(path: str, notes: list[str] | None = None) -> dict[str, Any]:
 
     Appends a note to ``notes`` for each option under an old name.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"--config {path}: no such file; {shipped_like(path, 'configs/models')}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: cannot be read: {error}") from None
-    content = read_yaml_text(text, f"--config {path}")
+    content = read_yaml_file(Path(path), f"--config {path}", shipped_like(path, "configs/models"))
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -253,17 +247,19 @@ def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | N
             known = [n.replace("_", "-") for n in KINDS if n != "config"]
             hint = nearest(str(key).replace("_", "-"), known) or "; pretrain_gpt.py --help lists all of them as flags"
             raise UserError(f"{where}: unknown key '{key}'{hint}")
-        values[name] = value if name in FP8_FLAGS else _checked(f"{where}: {key}", KINDS[name], value)
+        values[name] = value if name in FP8_FLAGS else checked_value(f"{where}: {key}", KINDS[name], value)
     return values
 
 
-def _checked(where: str, kind: _Kind, value: Any) -> Any:
+def checked_value(where: str, kind: _Kind, value: Any) -> Any:
     """``value`` converted to the field's type; raises a UserError that names the fix."""
     if value is None:
         return None
     if kind.is_list:
         items = value if isinstance(value, list) else [value]
-        return [_checked(where, _Kind(kind.element, False, None), item) for item in items]
+        if None in items:
+            raise UserError(f"{where}: an entry of the list is empty; leave it out")
+        return [checked_value(where, _Kind(kind.element, False, None), item) for item in items]
     if kind.element is str and isinstance(value, (int, float)) and not isinstance(value, bool) and kind.choices is None:
         return str(value)
     if kind.element is float and isinstance(value, int) and not isinstance(value, bool):

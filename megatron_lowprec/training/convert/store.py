@@ -37,7 +37,7 @@ def read_weights(folder: Path, trust: bool = False) -> Weights:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        reader = safe_load.RestrictedReader(folder, trust)
+        reader = safe_load.RestrictedReader(folder, trust, is_weight)
         entries = reader.read_metadata().state_dict_metadata
         found = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)

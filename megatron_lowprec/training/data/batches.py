@@ -24,7 +24,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.corpus_writer import prepare
 from megatron_lowprec.training.data.sampler import Blend, Epochs, Phases, Positions, Samples
 from megatron_lowprec.training.distributed.subprocesses import helpers
-from megatron_lowprec.training.data.sample_index import DocumentSamples, DocumentsConfig
+from megatron_lowprec.training.data.sample_index import Corpus, DocumentSamples, DocumentsConfig
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
@@ -112,7 +112,7 @@ def _build_split(
 
     def samples_of(path: str) -> Samples:
         if config.sft:
-            return ChatSamples(prefixes[path], documents, cached.sequence_length, tokenizer.eod, split.name, path)
+            return ChatSamples(prefixes[path], documents, cached.sequence_length, tokenizer, split.name, path)
         return _build_dataset(cached, prefixes[path], documents, split, path)
 
     def blend_of(items: Sequence[str]) -> tuple[list[str], list[Samples], list[float]]:
@@ -142,7 +142,7 @@ def _build_dataset(
     cached: DocumentsConfig, prefix: str, share: tuple[float, float], split: Split, path: str
 ) -> DocumentSamples:
     """One epoch of the documents in ``share`` of one prefix."""
-    indexed = DocumentSamples.build_low_level_dataset(prefix, cached)
+    indexed = Corpus(prefix, cached.tokenizer.vocab_size)
     documents = len(indexed)
     first, last = (round(documents * end) for end in share)
     tokens = int(indexed.sequence_lengths[first:last].sum())
@@ -230,7 +230,7 @@ class Batches:
         if not self._needed:
             return dict.fromkeys(_FIELDS)
         if self._loader is not None:
-            packed = next(self._loader).to(self._device, non_blocking=True)
+            packed = _next(self._loader).to(self._device, non_blocking=True)
         else:
             packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
         if mpu.get_tensor_model_parallel_world_size() > 1:
@@ -240,6 +240,14 @@ class Batches:
         fields["loss_mask"] = packed[-1].float()
         # A context-parallel rank takes two chunks of each sequence, one from its first and one from its second half.
         return get_batch_on_this_cp_rank(fields)
+
+
+def _next(loader: Iterator[torch.Tensor]) -> torch.Tensor:
+    """The next of a loader; a worker's UserError in its own words, without torch's traceback around it."""
+    try:
+        return next(loader)
+    except UserError as error:
+        raise UserError(str(error).rpartition("UserError: ")[2].removesuffix(r"\n")) from None
 
 
 def _pack(samples: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:

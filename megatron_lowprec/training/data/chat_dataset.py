@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.data import indexed_dataset
@@ -20,6 +20,7 @@ from megatron_lowprec.training.data import corpus_writer
 from megatron_lowprec.training.data import jsonl
 from megatron_lowprec.training.data.chat import ChatEncoder
 from megatron_lowprec.training.data.encoding import encode
+from megatron_lowprec.training.data.sample_index import Corpus
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
 _TEMPLATE = ("messages", "tulu", 1)  # determines the cached ids; another template needs another value
@@ -79,7 +80,7 @@ class ChatSamples:
         prefix: of ``prepare_chats``.
         share: of the file's conversations, in their order, as --split divides documents.
         length: tokens of a sequence.
-        filler: id of padding.
+        tokenizer: its eod is padding.
         split, path: for messages.
 
     Raises:
@@ -87,12 +88,14 @@ class ChatSamples:
     """
 
     def __init__(
-        self, prefix: str, share: tuple[float, float], length: int, filler: int, split: str, path: str
+        self, prefix: str, share: tuple[float, float], length: int, tokenizer: Tokenizer, split: str, path: str
     ) -> None:
-        self._indexed = IndexedDataset(prefix, multimodal=True)
-        self._length, self._filler = length, filler
+        self._indexed = Corpus(prefix, tokenizer.vocab_size, multimodal=True)
+        self._length, self._filler = length, tokenizer.eod
         # First part of each conversation, and the end of the last.
         self._bounds: npt.NDArray[np.int64] = np.asarray(self._indexed.document_indices)
+        if not (np.diff(self._bounds) > 0).all():
+            raise UserError(f"{prefix}.idx has a conversation without parts; remove its files, and it is prepared again")
         first, last = (round((len(self._bounds) - 1) * end) for end in share)
         tokens, answers, kept = _counts(self._indexed, self._bounds, first, last, length)
         self._chosen = first + np.flatnonzero(kept)
@@ -134,7 +137,7 @@ class ChatSamples:
 
 
 def _counts(
-    indexed: IndexedDataset, bounds: npt.NDArray[np.int64], first: int, last: int, length: int
+    indexed: Corpus, bounds: npt.NDArray[np.int64], first: int, last: int, length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """For each conversation from ``first`` to ``last``: its tokens, its answer tokens, and those left by truncation."""
     if first == last:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import struct
+from contextlib import suppress
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import Row, read_json
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 
 _WINDOW = 2**22  # ids read at once
@@ -58,15 +60,16 @@ def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
     """Check that ``prefix`` is a complete corpus of ``tokenizer``'s ids.
 
     With a note, the vocabulary's fingerprint must match. Without one (another tool wrote the corpus) ids must lie below
-    ``vocab_size``: all are checked up to 2**28, evenly spaced windows of that many beyond.
+    ``vocab_size``: all are checked up to 2**28, evenly spaced windows of that many beyond. ``TokenReader`` checks every
+    id as it is read.
 
     Raises:
         UserError: a missing, damaged or truncated file, or another vocabulary.
     """
     index = read_index(prefix)
-    note = _read_note(prefix)
+    note = read_note(prefix)
     if note is None:
-        _check_ids(prefix, index, tokenizer)
+        check_ids(prefix, index, tokenizer.vocab_size, _MAX_WINDOWS)
         return
     if note.get("tokens") != index.tokens or note.get("documents") != index.documents:
         raise UserError(
@@ -83,15 +86,17 @@ def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True)
 class Index:
-    """Properties of ``PREFIX.bin`` according to ``PREFIX.idx``."""
+    """Properties of ``PREFIX.bin`` according to ``PREFIX.idx``; ``has_modes`` is whether its parts have modes."""
 
     dtype: type[np.integer]
+    parts: int
     documents: int
     tokens: int
+    has_modes: bool
 
 
 def read_index(prefix: str) -> Index:
-    """Read ``PREFIX.idx`` and check that it and ``PREFIX.bin`` are complete.
+    """Read ``PREFIX.idx`` and check all of it, and that both files are complete: Megatron-core checks nothing.
 
     Raises:
         UserError: a missing file, an invalid index, or inconsistent sizes.
@@ -108,41 +113,114 @@ def read_index(prefix: str) -> Index:
     _, version, code, parts, boundaries = _INDEX_HEADER.unpack(head)
     if version != 1 or code not in _INDEX_DTYPES:
         raise UserError(f"{prefix}.idx has version {version} and type code {code}, unknown here; prepare it again")
-    # An int32 length and an int64 offset for each part, an int64 for each boundary.
+    # An int32 length and an int64 offset for each part, an int64 for each boundary, and in some an int8 for each part.
     expected = _INDEX_HEADER.size + 12 * parts + 8 * boundaries
     found = os.path.getsize(f"{prefix}.idx")
     if found < expected:
         raise UserError(f"{prefix}.idx is truncated: {found} bytes of {expected}; copy or prepare it again")
+    if found not in (expected, expected + parts):
+        raise UserError(f"{prefix}.idx is too long: {found} bytes of {expected}; copy or prepare it again")
     dtype = _INDEX_DTYPES[code]
-    lengths: npt.NDArray[np.int32] = np.fromfile(f"{prefix}.idx", np.int32, parts, offset=_INDEX_HEADER.size)
-    tokens = int(lengths.sum(dtype=np.int64))
-    expected = tokens * np.dtype(dtype).itemsize
+    fault, expected = _faults(prefix, parts, boundaries, np.dtype(dtype).itemsize)
+    if fault is not None:
+        raise UserError(f"{prefix}.idx is damaged: {fault}; copy or prepare the corpus again")
+    has_modes, tokens = found > _INDEX_HEADER.size + 12 * parts + 8 * boundaries, expected // np.dtype(dtype).itemsize
     found = os.path.getsize(f"{prefix}.bin")
     if found != expected:
         state = "truncated" if found < expected else "too long"
         raise UserError(
             f"{prefix}.bin is {state}: {found} bytes, but {prefix}.idx describes {expected}; copy or prepare both again"
         )
-    return Index(dtype, boundaries - 1, tokens)
+    return Index(dtype, parts, boundaries - 1, tokens, has_modes)
 
 
-def tokens_of(prefix: str, share: tuple[float, float] = (0.0, 1.0)) -> npt.NDArray[np.integer]:
-    """Concatenated ids of the documents in ``share`` of a corpus, memory-mapped.
+def _faults(prefix: str, parts: int, boundaries: int, item: int) -> tuple[str | None, int]:
+    """The first fault of ``PREFIX.idx``, or None, and the bytes that its parts have together.
+
+    Parts follow each other without gaps: an offset is the sum of the lengths before it, as Megatron-core writes them.
+    """
+
+    def windows(dtype: type[np.integer], begin: int, count: int) -> Iterator[tuple[int, npt.NDArray[np.integer]]]:
+        for at in range(0, count, _WINDOW):
+            offset = begin + at * np.dtype(dtype).itemsize
+            yield at, np.fromfile(f"{prefix}.idx", dtype, min(_WINDOW, count - at), offset=offset)
+
+    begins, size = _INDEX_HEADER.size, 0
+    both = zip(windows(np.int32, begins, parts), windows(np.int64, begins + 4 * parts, parts), strict=True)
+    for (at, lengths), (_, offsets) in both:
+        if (wrong := np.flatnonzero(lengths < 0)).size:
+            return f"its part {at + wrong[0]} has length {lengths[wrong[0]]}", size
+        ends = size + np.cumsum(lengths, dtype=np.int64) * item
+        expected = ends - lengths.astype(np.int64) * item
+        if (wrong := np.flatnonzero(offsets != expected)).size:
+            return f"its part {at + wrong[0]} begins at byte {offsets[wrong[0]]}, not {expected[wrong[0]]}", size
+        size = int(ends[-1])
+    before = 0
+    for at, bounds in windows(np.int64, begins + 12 * parts, boundaries):
+        steps = np.diff(bounds, prepend=before)
+        if (wrong := np.flatnonzero((steps < 0) | (bounds > parts))).size:
+            return f"its document {at + wrong[0]} begins at part {bounds[wrong[0]]} of {parts}", size
+        if at == 0 and bounds[0] != 0:
+            return f"its first document begins at part {bounds[0]}", size
+        before = int(bounds[-1])
+    if not boundaries or before != parts:
+        return f"its documents end at part {before} of {parts}", size
+    return None, size
+
+
+class TokenReader:
+    """Reads ids from ``PREFIX.bin``, each checked, in place of Megatron-core's memory map of the file.
+
+    A process that reads a map of a file truncated meanwhile is killed by SIGBUS, and ids outside of the vocabulary reach
+    the model.
+
+    Args:
+        vocab_size: ids must lie below it; None for any.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int | None) -> None:
+        self._path, self._vocab_size = f"{prefix}.bin", vocab_size
+        self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 - open as long as the reader
+
+    def read(self, dtype: type[np.integer], count: int, offset: int) -> npt.NDArray[np.integer]:
+        """``count`` ids from byte ``offset`` on; UserError if the file has fewer, or an id is outside."""
+        item = np.dtype(dtype).itemsize
+        content = os.pread(self._file.fileno(), int(count) * item, int(offset))
+        if len(content) != count * item:
+            raise UserError(
+                f"{self._path} was truncated: {offset + len(content)} bytes of at least {offset + count * item}; copy or "
+                "prepare the corpus again"
+            )
+        ids: npt.NDArray[np.integer] = np.frombuffer(content, dtype)
+        if self._vocab_size is not None and count:
+            for found in (int(ids.min()), int(ids.max())):
+                if not 0 <= found < self._vocab_size:
+                    raise UserError(
+                        f"{self._path} holds id {found}, but the vocabulary has {self._vocab_size} ids; give the "
+                        "vocabulary that it was written with, or copy or prepare the corpus again"
+                    )
+        return ids
+
+
+def tokens_of(
+    prefix: str, vocab_size: int, share: tuple[float, float] = (0.0, 1.0), most: int | None = None
+) -> npt.NDArray[np.integer]:
+    """Concatenated ids of the documents in ``share`` of a corpus, at most ``most``.
 
     ``share`` divides the documents as --split does.
 
     Raises:
-        UserError: as :func:`read_index`, or no token in that share.
+        UserError: as :func:`read_index` and ``TokenReader``, or no token in that share.
     """
     index = read_index(prefix)
-    with open(f"{prefix}.idx", "rb") as file:
-        parts = _INDEX_HEADER.unpack(file.read(_INDEX_HEADER.size))[3]
-    lengths: npt.NDArray[np.int32] = np.fromfile(f"{prefix}.idx", np.int32, parts, offset=_INDEX_HEADER.size)
+    lengths: npt.NDArray[np.int32] = np.fromfile(f"{prefix}.idx", np.int32, index.parts, offset=_INDEX_HEADER.size)
     first, last = (round(len(lengths) * end) for end in share)
     begin, end = (int(lengths[:cut].sum(dtype=np.int64)) for cut in (first, last))
     if begin == end:
         raise UserError(f"{prefix}: no token in its documents {first} to {last}; choose another --split")
-    return np.memmap(f"{prefix}.bin", index.dtype, "r")[begin:end]
+    count = end - begin if most is None else min(end - begin, most)
+    reader = TokenReader(prefix, vocab_size)
+    return np.concatenate([*_windows(reader, index, begin, begin + count)])
 
 
 def unigram_entropy(prefix: str) -> float:
@@ -153,7 +231,7 @@ def unigram_entropy(prefix: str) -> float:
     """
     index = read_index(prefix)
     counts = np.zeros(0, np.int64)
-    for window in _windows(prefix, index):
+    for window in _windows(TokenReader(prefix, None), index, 0, index.tokens):
         added = np.bincount(window, minlength=len(counts))
         added[: len(counts)] += counts
         counts = added
@@ -161,34 +239,25 @@ def unigram_entropy(prefix: str) -> float:
     return float(math.log(index.tokens) - (counts * np.log(counts)).sum() / index.tokens)
 
 
-def _windows(prefix: str, index: Index, limit: int | None = None) -> Iterator[npt.NDArray[np.integer]]:
-    """The ids in windows; with ``limit`` at most that many, evenly spaced."""
-    if not index.tokens:
-        return
-    ids = np.memmap(f"{prefix}.bin", index.dtype, "r")
-    starts = np.arange(0, index.tokens, _WINDOW)
+def _windows(
+    reader: TokenReader, index: Index, begin: int, end: int, limit: int | None = None
+) -> Iterator[npt.NDArray[np.integer]]:
+    """Ids [begin, end) in windows; with ``limit`` at most that many, evenly spaced."""
+    starts = range(begin, end, _WINDOW)
     if limit is not None and len(starts) > limit:
-        starts = starts[np.linspace(0, len(starts) - 1, limit).astype(int)]
+        starts = [starts[at] for at in np.linspace(0, len(starts) - 1, limit).astype(int)]
     for start in starts:
-        yield ids[start : start + _WINDOW]
+        yield reader.read(index.dtype, min(_WINDOW, end - start), start * np.dtype(index.dtype).itemsize)
 
 
-def _check_ids(prefix: str, index: Index, tokenizer: Tokenizer) -> None:
-    highest = max((int(window.max()) for window in _windows(prefix, index, _MAX_WINDOWS)), default=0)
-    if highest >= tokenizer.vocab_size:
-        raise UserError(
-            f"{prefix}.bin holds id {highest}, but the {tokenizer.type_name} has {tokenizer.vocab_size} ids; "
-            "give the vocabulary that it was written with"
-        )
+def check_ids(prefix: str, index: Index, vocab_size: int, limit: int | None = None) -> None:
+    """Read the ids, or ``limit`` windows of them, and check that they lie below ``vocab_size``; UserError if not."""
+    for _ in _windows(TokenReader(prefix, vocab_size), index, 0, index.tokens, limit):
+        pass
 
 
-def _read_note(prefix: str) -> dict[str, object] | None:
-    try:
-        note = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        note = None
-    if not isinstance(note, dict):
-        raise UserError(f"{prefix}.json is damaged; remove it to have the ids checked instead, or prepare it again")
-    return note
+def read_note(prefix: str) -> Row | None:
+    """Content of ``PREFIX.json``; None without the file, UserError for a damaged one."""
+    with suppress(FileNotFoundError):
+        return read_json(Path(f"{prefix}.json"), "remove it to have the ids checked instead, or prepare it again")
+    return None

@@ -1,8 +1,9 @@
-"""One epoch of some documents of a corpus: Megatron-core's GPTDataset with complete, separate indices on disk.
+"""One epoch of some documents of a corpus: Megatron-core's GPTDataset with complete, separate, checked indices on disk.
 
 Megatron-core 0.16.1 names an index by --split only, not by the documents in the share, and writes its files in place.
 A process killed meanwhile leaves a partial index, which later starts take for complete. Of runs that start together, as
-in a sweep, one may read an index that another is writing.
+in a sweep, one may read an index that another is writing. It also unpickles the files, so one from elsewhere could run
+code: here they are mapped as plain arrays.
 """
 
 from __future__ import annotations
@@ -14,13 +15,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.data.indexed_dataset import TokenReader, read_index
 from megatron_lowprec.training.distributed.file_lock import lock
 
 _FILES = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
+_REMEDY = "remove it, and it is written again"
+
+Index = np.ndarray[Any, np.dtype[np.integer]]
+
+
+class Corpus(IndexedDataset):
+    """Megatron-core's reader of a prefix, whose ids come from ``TokenReader``.
+
+    Raises:
+        UserError: as ``read_index``, or no modes in the index where ``multimodal`` asks for them.
+    """
+
+    def __init__(self, prefix: str, vocab_size: int, multimodal: bool = False) -> None:
+        if multimodal and not read_index(prefix).has_modes:
+            raise UserError(f"{prefix}.idx has no modes of its parts, as one of conversations has; prepare it again")
+        super().__init__(prefix, multimodal, mmap=False)
+        self._arguments = (prefix, vocab_size, multimodal)
+        self.bin_reader = TokenReader(prefix, vocab_size)
+
+    def __reduce__(self) -> tuple[type[Corpus], tuple[str, int, bool]]:
+        return Corpus, self._arguments
 
 
 @dataclass
@@ -35,7 +60,8 @@ class DocumentSamples(GPTDataset):
     """GPTDataset of ``config.documents``. Rank 0 builds it first and writes the index files that the others read.
 
     Raises:
-        UserError: an index folder that cannot be written, or is not visible to other ranks.
+        UserError: an index folder that cannot be written, or is not visible to other ranks; a file in it that is no
+            index of these documents.
     """
 
     config: DocumentsConfig
@@ -48,17 +74,35 @@ class DocumentSamples(GPTDataset):
         cache = self.config.path_to_cache
         assert cache is not None
         try:
+            name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+            files = [Path(cache, f"{name}-{file}") for file in _FILES]
             if not dist.is_initialized() or dist.get_rank() == 0:
-                self._write(Path(cache))
-            return super()._build_document_sample_shuffle_indices()
+                self._write(Path(cache), name, files)
+            return self._checked(files[1:])
         except OSError as error:
             raise UserError(
                 f"indices of samples in {cache}: {error}; name a --data-cache-path that rank 0 can write and all read"
             ) from None
 
-    def _write(self, cache: Path) -> None:
-        name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        files = [cache / f"{name}-{file}" for file in _FILES]
+    def _checked(self, files: list[Path]) -> tuple[Index, ...]:
+        """Documents in their order, where each sample begins in it, and the samples' order; all within bounds."""
+        document, sample, shuffle = found = tuple(map(_read, files))
+        first, last = self.config.documents
+        count = (self.config.tokens - 1) // self.config.sequence_length
+        right = [
+            document.shape == (last - first,) and _within(document, first, last),
+            sample.shape == (count + 1, 2) and _within(sample[:, 0], 0, len(document)),
+            shuffle.shape == (count,) and _within(shuffle, 0, count),
+        ]
+        if all(right):
+            at, offset = sample[:, 0], sample[:, 1]
+            ends = self.dataset.sequence_lengths[document[at]]
+            right[1] = bool(((offset >= 0) & (offset <= ends)).all() and (np.diff(at) >= 0).all())
+        if not all(right):
+            raise UserError(f"{files[right.index(False)]} is no index of these documents; {_REMEDY}")
+        return found
+
+    def _write(self, cache: Path, name: str, files: list[Path]) -> None:
         if all(file.is_file() for file in files):
             return
         cache.mkdir(parents=True, exist_ok=True)
@@ -73,3 +117,20 @@ class DocumentSamples(GPTDataset):
                 self.config = config
                 for file in files:
                     os.replace(Path(place) / file.name, file)
+
+
+def _read(path: Path) -> Index:
+    """A file of ``numpy.save``, mapped; UserError for a damaged one, or one of pickled objects, which could run code."""
+    try:
+        found = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged header can raise anything
+        raise UserError(f"{path} is no index: {error}; {_REMEDY}") from None
+    if not np.issubdtype(found.dtype, np.integer):
+        raise UserError(f"{path} is no index: it holds {found.dtype}; {_REMEDY}")
+    return found
+
+
+def _within(values: Index, first: int, end: int) -> bool:
+    return not values.size or bool(first <= values.min() and values.max() < end)

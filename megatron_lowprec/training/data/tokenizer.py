@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lowprec.errors import UserError
+from megatron_lowprec.errors import UserError, type_of
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -256,7 +256,7 @@ def json_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as JSON: {_one_line(error)}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file} holds a {type(content).__name__}, not an object")
+        raise UserError(f"{file} holds {type_of(content)}, not an object")
     return content
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import atomic_write
+from megatron_lowprec.files import atomic_write, json_lines
 from megatron_lowprec.mcore.debug.operand_probe import OperandId
 from megatron_lowprec.quantization.error_stats import QuantizationError
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import RunPaths
+from megatron_lowprec.training.monitoring.metrics_file import check_iteration
 from megatron_lowprec.training.monitoring.quantization_log import (
     CRITICAL_RATIO,
     gradient_to_noise,
@@ -112,14 +113,14 @@ class RunLog:
         evaluated_at: int | None = None,
     ) -> None:
         self._config, self._paths, self._writes = config, paths, writes
+        self._bar: Any = None
         self._interval = _Interval()
         self._alarmed: set[str] = set()  # linear layers
-        self._bar: Any = None
         if not writes:
             return
         paths.run.mkdir(parents=True, exist_ok=True)
-        _drop_rows_after(paths.metrics, resumed_at, resumed_at if evaluated_at is None else evaluated_at)
-        _drop_rows_after(paths.quantization, resumed_at, resumed_at)
+        _drop_rows_after(paths.metrics, resumed_at, resumed_at if evaluated_at is None else evaluated_at, self.say)
+        _drop_rows_after(paths.quantization, resumed_at, resumed_at, self.say)
         self._metrics = paths.metrics.open("a", encoding="utf-8", buffering=1)
         from torch.utils.tensorboard import SummaryWriter
 
@@ -243,22 +244,16 @@ class RunLog:
         self._bar.start()
 
 
-def _drop_rows_after(metrics: Path, iteration: int, evaluated: int) -> None:
-    """Drop rows that a resumed run writes again, and a last line truncated by a killed process.
+def _drop_rows_after(metrics: Path, iteration: int, evaluated: int, say: Callable[[str], None]) -> None:
+    """Drop rows that a resumed run writes again, and damaged lines, such as the last one of a killed process.
 
     These are training rows after ``iteration`` and evaluation rows after ``evaluated``: a run may stop between both.
     """
     if not metrics.exists():
         return
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row["iteration"] <= (iteration if "lm loss" in row else evaluated):
-            kept.append(line + "\n")
-    atomic_write(metrics, "".join(kept))
+    rows = json_lines(metrics, say, check_iteration)
+    kept = [row for row in rows if row["iteration"] <= (iteration if "lm loss" in row else evaluated)]
+    atomic_write(metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _start_wandb(config: Config, paths: RunPaths, resolved: Mapping[str, Any]) -> Any:

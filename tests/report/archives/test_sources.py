@@ -63,7 +63,7 @@ def test_texts_name_the_archive_and_not_the_temporary_folder(
     assert report.main([str(archive), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert f"{archive}/run/quantization.jsonl" in said
-    assert f"{archive}/other/metrics.jsonl, line 1" in said
+    assert f"{archive}/other/metrics.jsonl: dropped, as no row of such a file: line 1" in said
     assert "/report-" not in said
 
 

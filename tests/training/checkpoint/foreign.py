@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megatron_lowprec.training.checkpoint import safe_load
+from megatron_lowprec.training.checkpoint import checksums, safe_load
 
 MARKER = Path("it_ran")
 
@@ -32,18 +32,25 @@ def saved(value: Any) -> bytes:
     return stream.getvalue()
 
 
+def change(folder: Path, name: str, content: bytes) -> None:
+    """Another content of a file, with checksums that agree: they are no signature."""
+    (folder / name).write_bytes(content)
+    if checksums.exist(folder):
+        checksums.write(folder)
+
+
 def metadata(folder: Path) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(Foreign()))
+    change(folder, ".metadata", pickle.dumps(Foreign()))
 
 
 def inside_metadata(folder: Path) -> None:
     found = safe_load.read_metadata(folder)
     found.planner_data = Foreign()
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    change(folder, ".metadata", pickle.dumps(found))
 
 
 def common(folder: Path) -> None:
-    (folder / "common.pt").write_bytes(saved({"args": Foreign()}))
+    change(folder, "common.pt", saved({"args": Foreign()}))
 
 
 def objects(folder: Path) -> None:
@@ -59,7 +66,7 @@ def replace_objects(folder: Path, content: bytes, which: Callable[[str], bool]) 
         if isinstance(found.state_dict_metadata[index.fqn], BytesStorageMetadata) and which(index.fqn):
             there = {"relative_path": "__9_0.distcp", "offset": 0, "length": len(content)}
             found.storage_data[index] = replace(place, **there)
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    change(folder, ".metadata", pickle.dumps(found))
 
 
 CRAFTS = (metadata, inside_metadata, common, objects)

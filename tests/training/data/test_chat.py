@@ -55,7 +55,7 @@ def write(path: Path, *conversations: list[dict[str, Any]]) -> str:
 
 def samples(path: str, tokenizer: Tokenizer, length: int, share: tuple[float, float] = (0.0, 1.0)) -> ChatSamples:
     prefix = prepare_chats(path, tokenizer, str(Path(path).parent / "cache"), workers=1)
-    return ChatSamples(prefix, share, length, tokenizer.eod, "train", path)
+    return ChatSamples(prefix, share, length, tokenizer, "train", path)
 
 
 def test_tokens_labels_and_mask_are_those_worked_out_by_hand(tmp_path: Path, gpt2: Tokenizer) -> None:

@@ -247,7 +247,7 @@ def replace(suffix: str, content: bytes) -> Callable[[str], None]:
         (replace(".idx", b"MMIDIDX\x00\x00"), r"made\.idx is not an index"),
         (replace(".idx", b"PK" * 100), r"made\.idx is not an index"),
         (replace(".idx", b"MMIDIDX\x00\x00" + b"\x02" + bytes(90)), r"version 2 and type code 0"),
-        (replace(".json", b"{"), r"made\.json is damaged"),
+        (replace(".json", b"{"), r"made\.json: cannot be read"),
         (replace(".json", b'{"tokens": 1, "documents": 1}'), r"not of one corpus"),
     ],
 )
@@ -258,6 +258,98 @@ def test_a_corpus_that_is_not_whole_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         indexed_dataset.check_prefix(made, tiny)
     assert "\n" not in str(caught.value)
+
+
+HEADER = 34  # bytes before the lengths
+
+
+def patched(at: Callable[[int], int], value: int, size: int) -> Callable[[str], None]:
+    """Another value of ``size`` bytes, at an offset that depends on the number of parts (of as many documents)."""
+
+    def damage(prefix: str) -> None:
+        content = bytearray(Path(f"{prefix}.idx").read_bytes())
+        parts = int.from_bytes(content[18:26], "little")
+        content[at(parts) : at(parts) + size] = value.to_bytes(size, "little", signed=True)
+        Path(f"{prefix}.idx").write_bytes(content)
+
+    return damage
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (patched(lambda parts: HEADER, -5, 4), "its part 0 has length -5"),
+        (patched(lambda parts: HEADER + 4, -1, 4), "its part 1 has length -1"),
+        (patched(lambda parts: HEADER + 4, 10**6, 4), "its part 2 begins at byte"),
+        (patched(lambda parts: HEADER + 4 * parts, 2, 8), "its part 0 begins at byte 2, not 0"),
+        (patched(lambda parts: HEADER + 4 * parts + 8, -2, 8), "its part 1 begins at byte -2"),
+        (patched(lambda parts: HEADER + 12 * parts - 8, 2**60, 8), "its part 5 begins at byte 1152921504606846976"),
+        (patched(lambda parts: HEADER + 12 * parts, 1, 8), "its first document begins at part 1"),
+        (patched(lambda parts: HEADER + 12 * parts, -1, 8), "its document 0 begins at part -1"),
+        (patched(lambda parts: HEADER + 12 * parts + 8, 5, 8), "its document 2 begins at part 2"),
+        (patched(lambda parts: HEADER + 12 * parts + 8, 99, 8), "its document 1 begins at part 99 of 6"),
+        (patched(lambda parts: HEADER + 20 * parts, 5, 8), "its documents end at part 5 of 6"),
+        (patched(lambda parts: 26, 0, 8), "made.idx is too long"),
+        (patched(lambda parts: 18, 2**62, 8), "made.idx is truncated"),
+        (cut(".idx", -3), "made.idx is too long"),
+    ],
+)
+def test_every_number_of_an_index_is_checked(
+    made: str, tiny: Tokenizer, damage: Callable[[str], None], message: str, noted: bool
+) -> None:
+    """By Megatron-core none is: a bad one ends a run in the middle, or trains on other tokens."""
+    if not noted:
+        os.remove(f"{made}.json")
+    damage(made)
+    with pytest.raises(UserError, match=f"made.idx is .*(; copy or prepare)") as caught:
+        indexed_dataset.check_prefix(made, tiny)
+    assert message in str(caught.value)
+
+
+def test_an_index_is_checked_across_windows(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = indexed_dataset.read_index(made)
+    monkeypatch.setattr(indexed_dataset, "_WINDOW", 2)
+    assert indexed_dataset.read_index(made) == whole
+    patched(lambda parts: HEADER + 12 * parts - 8, 0, 8)(made)
+    with pytest.raises(UserError, match="its part 5 begins at byte 0"):
+        indexed_dataset.read_index(made)
+
+
+@pytest.mark.parametrize(("bad", "shown"), [(600, 600), (65535, 65535)])
+def test_an_id_outside_of_the_vocabulary_is_refused_where_it_is_read(
+    made: str, tiny: Tokenizer, bad: int, shown: int
+) -> None:
+    """A corpus with a note is not read at a start; each id is checked before the model gets it."""
+    ids = np.fromfile(f"{made}.bin", np.uint16)
+    ids[7] = bad
+    ids.tofile(f"{made}.bin")
+    indexed_dataset.check_prefix(made, tiny)
+    with pytest.raises(UserError, match=rf"made\.bin holds id {shown}, but the vocabulary has 512 ids"):
+        indexed_dataset.tokens_of(made, tiny.vocab_size)
+    reader = indexed_dataset.TokenReader(made, tiny.vocab_size)
+    assert list(reader.read(np.uint16, 7, 0)) == list(ids[:7])
+    with pytest.raises(UserError, match=f"holds id {shown}"):
+        reader.read(np.uint16, 8, 0)
+
+
+def test_a_negative_id_is_refused(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=70000)
+    prefix = str(tmp_path / "out")
+    corpus_writer.write([write_text(tmp_path / "text.jsonl", ["1 2 3"])], {"text": prefix}, tokenizer)
+    np.array([1, -1, 3, 70000], np.int32).tofile(f"{prefix}.bin")
+    os.remove(f"{prefix}.json")
+    with pytest.raises(UserError, match="holds id -1"):
+        indexed_dataset.check_prefix(prefix, tokenizer)
+
+
+def test_a_file_truncated_after_the_check_is_one_line(made: str, tiny: Tokenizer) -> None:
+    """A memory map of it would end the process by SIGBUS."""
+    reader = indexed_dataset.TokenReader(made, tiny.vocab_size)
+    assert len(reader.read(np.uint16, 100, 0)) == 100
+    os.truncate(f"{made}.bin", 100)
+    with pytest.raises(UserError, match=r"made\.bin was truncated: 100 bytes of at least 200; copy or prepare"):
+        reader.read(np.uint16, 100, 0)
 
 
 def test_a_suffix_is_not_part_of_a_prefix(made: str, tiny: Tokenizer) -> None:
@@ -274,7 +366,7 @@ def test_a_corpus_of_another_tool_is_judged_by_its_ids(made: str, tiny: Tokenize
     os.remove(f"{made}.json")
     indexed_dataset.check_prefix(made, tiny)
     indexed_dataset.check_prefix(made, bpe("gpt2"))
-    with pytest.raises(UserError, match=r"holds id 511, but the NullTokenizer has 511 ids"):
+    with pytest.raises(UserError, match=r"holds id 511, but the vocabulary has 511 ids"):
         indexed_dataset.check_prefix(made, build_tokenizer("NullTokenizer", vocab_size=510))
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.data import batches
@@ -39,6 +44,87 @@ def test_another_split_is_other_documents() -> None:
     assert documents("50,50,0") == set(range(10))
     assert documents("80,20,0") == set(range(16))
     assert documents("50,50,0") == set(range(10))
+
+
+class Foreign:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("it_ran",)
+
+
+INDICES = ("document", "sample", "shuffle")
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_no_code_of_an_index_runs(name: str) -> None:
+    """Megatron-core reads the files by ``numpy.load(allow_pickle=True)``."""
+    documents("80,20,0")
+    (path,) = Path("cache").glob(f"*-train-{name}_index.npy")
+    shape = np.load(path).shape
+    np.save(path, np.full(shape, Foreign(), dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match=rf"{name}_index\.npy is no index: .*; remove it, and it is written again"):
+        documents("80,20,0")
+    assert not Path("it_ran").exists()
+    np.load(path, allow_pickle=True)
+    assert Path("it_ran").exists(), "the danger is real"
+
+
+def first(value: int) -> Callable[[np.ndarray], np.ndarray]:
+    def damage(index: np.ndarray) -> np.ndarray:
+        index = index.astype(np.int64)
+        index.flat[0] = value
+        return index
+
+    return damage
+
+
+DAMAGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "negative": first(-1),
+    "beyond": first(10**6),
+    "shorter": lambda index: index[:-1],
+    "longer": lambda index: np.concatenate([index, index[-1:]]),
+    "of floats": lambda index: index.astype(np.float32),
+    "flat": lambda index: index.reshape(1, -1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_beyond_its_documents_is_refused(name: str, damage: str) -> None:
+    documents("80,20,0")
+    (path,) = Path("cache").glob(f"*-train-{name}_index.npy")
+    np.save(path, DAMAGE[damage](np.load(path)))
+    with pytest.raises(UserError, match=rf"{name}_index\.npy is no index.*; remove it"):
+        documents("80,20,0")
+    path.unlink()
+    assert documents("80,20,0") == set(range(16))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"\x93NUMPY\x01\x00v\x00{'descr'" + b" " * 200])
+def test_a_file_that_is_no_array_is_one_line(content: bytes) -> None:
+    documents("80,20,0")
+    (path,) = Path("cache").glob("*-train-shuffle_index.npy")
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"shuffle_index\.npy is no index: "):
+        documents("80,20,0")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_id_ends_a_run_in_one_line(workers: int) -> None:
+    """Also from a worker of the loader, around whose errors torch puts a traceback."""
+    loader = torch.utils.data.DataLoader(Failing(), batch_size=None, num_workers=workers)
+    with pytest.raises(UserError) as caught:
+        batches._next(iter(loader))
+    assert str(caught.value) == "corpus.bin holds id 7: copy it again"
+
+
+class Failing(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise UserError("corpus.bin holds id 7: copy it again")
 
 
 def test_a_start_that_was_killed_leaves_nothing_half(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
 from megatron_lowprec.report.amounts import amount, signed
 from megatron_lowprec.report.build import Report, build
-from megatron_lowprec.report.claims import load_claims
+from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.operand_tables import of_outputs
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.runs import find_runs
@@ -47,7 +47,6 @@ from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
 from megatron_lowprec.text_tables import markdown_table
-from tools.report import CLAIMS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"

@@ -19,12 +19,11 @@ from pathlib import Path
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.report.archives.packing import write_archive
 from megatron_lowprec.report.build import build
-from megatron_lowprec.report.claims import load_claims
+from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.published.ladder import read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.training.config.arguments import REPOSITORY
 
-CLAIMS = REPOSITORY / "configs" / "claims.yaml"
 PUBLISHED = REPOSITORY / "docs" / "results" / "quartet2-runs.csv"
 
 _REFERENCE = "bf16"

@@ -10,6 +10,9 @@ from pathlib import Path
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import build
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
+from megatron_lowprec.training.config.arguments import REPOSITORY
+
+CLAIMS = REPOSITORY / "configs" / "claims.yaml"
 
 QUANTITIES = {
     "validation_loss": "nats a token",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_lowprec.report.claims import KINDS, QUANTITIES, Claims, Published, load_claims
+from megatron_lowprec.report.claims import CLAIMS, KINDS, QUANTITIES, Claims, Published, load_claims
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.published.figures import published_gaps, published_percent, stated_words
 from megatron_lowprec.report.runs import find_runs
@@ -25,7 +25,7 @@ from megatron_lowprec.report.verdict import (
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 
 NEAR = {"parameters": 51_000_000, "tokens": 26_000_000}  # the synthetic runs' own
-SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "claims.yaml"
+
 FAR = {"parameters": 345_000_000, "tokens": 33_000_000_000}
 
 
@@ -370,7 +370,7 @@ def test_an_open_claim_says_how_many_seeds_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_claim_that_is_not_about_losses_is_open(tmp_path: Path) -> None:
-    shipped = load_claims(SHIPPED)
+    shipped = load_claims(CLAIMS)
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "fp8_lm": 3.7}, seeds=1)
     found = {verdict.claim.id: verdict for verdict in judge_all(shipped, groups(sweep))}
     assert {claim.kind for claim in shipped.claims} == set(KINDS)
@@ -552,7 +552,7 @@ def test_published_losses_become_percents_of_perplexity() -> None:
 def test_the_shipped_claims_judge_a_sweep_of_table_2(tmp_path: Path) -> None:
     truth = {"bf16": 3.7, "mxfp4": 3.81, "mxfp4_rht": 3.71, "mxfp4_sr": 3.71, "mxfp4_rht_sr": 3.70}
     sweep = write_sweep(tmp_path / "sweep", truth, scatter=0.0005)
-    shipped = load_claims(SHIPPED)
+    shipped = load_claims(CLAIMS)
     found = groups(sweep)
     of_any_length = replace(shipped, rules=replace(shipped.rules, tokens_per_parameter=0.0))
     outcomes = {verdict.claim.id: verdict.outcome for verdict in judge_all(of_any_length, found)}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.report.claims import Claims, load_claims
+from megatron_lowprec.report.claims import CLAIMS, Claims, load_claims
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.planning.required_runs import extended, required_runs
 from megatron_lowprec.report.runs import find_runs
@@ -18,7 +18,7 @@ from megatron_lowprec.report.verdict import Outcome, judge_all
 from megatron_lowprec.sweep import cli
 from megatron_lowprec.sweep.budgets import budgets
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
-from tests.report.test_claims import CLAIM, SHIPPED
+from tests.report.test_claims import CLAIM
 
 SMALL = next(each for each in budgets("configs/sweeps/paper_table2.yaml") if each.size == "small")
 # In steps of 64 sequences of 1024 tokens, as the synthetic runs have.
@@ -76,7 +76,7 @@ def test_both_scales_have_a_command_with_enough_seeds(
 
 def test_the_control_is_trained_as_well(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A claim of no gap counts if the same runs show a known gap."""
-    found = load_claims(SHIPPED)
+    found = load_claims(CLAIMS)
     found = replace(found, rules=replace(found.rules, tokens_per_parameter=0.0))
     (claim,) = (each for each in found.claims if each.id == "mxfp4_rht_alone")
     assert claim.control == "mxfp4_plain"
@@ -182,4 +182,4 @@ def test_seeds_are_extended_by_new_ones() -> None:
 
 
 def test_the_sweeps_of_the_shipped_claims_exist() -> None:
-    assert all(budgets(f"configs/sweeps/{claim.sweep}.yaml") for claim in load_claims(SHIPPED).claims if claim.sweep)
+    assert all(budgets(f"configs/sweeps/{claim.sweep}.yaml") for claim in load_claims(CLAIMS).claims if claim.sweep)

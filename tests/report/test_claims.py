@@ -39,8 +39,7 @@ def test_the_shipped_claims_name_recipes_that_exist() -> None:
         for test in claim.tests:
             for side in (test.left, test.right):
                 name, *overrides = side.split()
-                if name != "fp8_lm":  # named for when there is one
-                    load_recipe(name, overrides)
+                load_recipe(name, overrides)
 
 
 def test_the_shipped_numbers_are_the_papers() -> None:

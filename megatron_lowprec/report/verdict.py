@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from megatron_lowprec.report.amounts import amount, share, signed
+from megatron_lowprec.report.amounts import DASH, amount, share, signed
 from megatron_lowprec.report.claims import (
     LOSS,
     QUANTITIES,
@@ -67,6 +67,15 @@ class Finding:
     seeds: int | None = None
     seeds_alone: int | None = None
 
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """What was compared, the difference, its interval, and the relation asked, with the unit; for a table."""
+        unit = QUANTITIES[self.test.quantity]
+        low, high = (_number(end, self.test, unit=False) for end in self.interval or (math.nan, math.nan))
+        number = DASH if self.measured is None else _number(self.measured, self.test, unit=False)
+        interval = "unknown" if self.interval is None else f"{low} to {high}"
+        return f"{self.test.left} less {self.test.right}", number, interval, _relation(self.test, f" {unit}")
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -89,7 +98,7 @@ class Verdict:
     @property
     def margin(self) -> str:
         """What the claim's tests ask, and where that comes from; empty for a claim without tests."""
-        asked = dict.fromkeys(f"{_relation(test)} {QUANTITIES[test.quantity]}" for test in self.claim.tests)
+        asked = dict.fromkeys(_relation(test, f" {QUANTITIES[test.quantity]}") for test in self.claim.tests)
         return f"{', '.join(asked)}: {self.claim.threshold_from}" if asked else ""
 
 
@@ -295,10 +304,10 @@ def _basis(
     return f"{rules.confidence:.0%} interval {low} to {high} ({how}{seeds}, {noise})"
 
 
-def _relation(test: Test) -> str:
+def _relation(test: Test, unit: str = "") -> str:
     decimals = 3 if test.quantity in ("validation_loss", "training_loss") else 2
     over = f" over {test.over[0]:.0%} to {test.over[1]:.0%} of the run" if test.over else ""
-    return f"{RELATIONS[test.relation]} {test.threshold:.{decimals}f}{over}"
+    return f"{RELATIONS[test.relation]} {test.threshold:.{decimals}f}{unit}{over}"
 
 
 def _amount(value: float, test: Test) -> str:

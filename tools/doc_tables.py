@@ -13,6 +13,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     quality FILE                   the main table of tools/report.py on an archive of runs, of all groups
     ladder FILE ...                the table of gaps by model and budget of archives' runs
+    claims FILE ... N ...          what archives' runs measure of claims, and the verdicts: of these groups, or of all
     outputs FILE                   its table of the errors of GEMM outputs
     norms FILE ... N               the table of the gradient norms of the N-th group of archives' runs
     last_fifth FILE                training loss and gradient norm beside bf16's, in the last fifth of each run
@@ -38,16 +39,16 @@ from megatron_lowprec.recipe.registry import recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, GemmSpec, KeepBf16, QuantSpec, Recipe
 from megatron_lowprec.report.amounts import amount, signed
 from megatron_lowprec.report.build import Report, build
-from megatron_lowprec.report.claims import load_claims
+from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.operand_tables import of_outputs
 from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.tables import Table, all_groups, gradient_norms, quality
+from megatron_lowprec.report.tables import claims as claims_table
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
 from megatron_lowprec.text_tables import markdown_table
-from tools.report import CLAIMS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
@@ -291,6 +292,16 @@ def _ladder(page: Path, *names: str) -> Iterator[Row]:
     return _rows(table)
 
 
+def _claims(page: Path, *words: str) -> Iterator[Row]:
+    names = [word for word in words if not word.isdecimal()]
+    report = _report(*(page.parent / name for name in names))
+    groups = [report.groups[int(word) - 1] for word in words if word.isdecimal()] or report.groups
+    verdicts = [verdict for group in groups for verdict in report.verdicts if verdict.group is group]
+    table = claims_table(verdicts, report.claims.rules.confidence)
+    assert table is not None, f"{' '.join(names)}: no run has the recipes of a claim"
+    return _rows(table)
+
+
 def _outputs(page: Path, name: str) -> Iterator[Row]:
     report = _report(page.parent / name)
     (group,) = report.groups
@@ -345,6 +356,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "transformer_engine": _transformer_engine,
     "rounding": _rounding,
     "quality": _quality,
+    "claims": _claims,
     "ladder": _ladder,
     "outputs": _outputs,
     "norms": _norms,

@@ -13,17 +13,17 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.report.archives.packing import write_archive
 from megatron_lowprec.report.build import build
-from megatron_lowprec.report.claims import load_claims
+from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.published.ladder import read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.training.config.arguments import REPOSITORY
 
-CLAIMS = REPOSITORY / "configs" / "claims.yaml"
 PUBLISHED = REPOSITORY / "docs" / "results" / "quartet2-runs.csv"
 
 _REFERENCE = "bf16"
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the report goes")
     parser.add_argument("--archive", type=Path, metavar="FILE.tar.xz", help="also write the files of all runs")
     parser.add_argument("--claims", type=Path, default=CLAIMS, metavar="FILE", help="default: configs/claims.yaml")
+    parser.add_argument("--no-claims", action="store_true", help="gaps and intervals only, nothing on claims of papers")
     parser.add_argument(
         "--reference", default=_REFERENCE, metavar="LABEL", help=f"what gaps are to; default: {_REFERENCE}"
     )
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(args: argparse.Namespace) -> None:
     claims = load_claims(args.claims)
+    if args.no_claims:
+        claims = replace(claims, claims=())
     try:
         with tempfile.TemporaryDirectory(prefix="report-") as scratch:
             runs, notes = find_runs(args.runs, claims.rules.diverged_rise, Path(scratch))

@@ -28,10 +28,11 @@ from megatron_lowprec.report.ladder.gap_table import gap_table
 from megatron_lowprec.report.operands import Snapshots, find_snapshots
 from megatron_lowprec.report.planning.required_runs import required_runs
 from megatron_lowprec.report.published.evidence import LEFT_OPEN, Evidence, evidence
+from megatron_lowprec.report.published.figures import published_gaps
 from megatron_lowprec.report.published.ladder import PublishedRun
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
-from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all, published_gaps
+from megatron_lowprec.report.verdict import Held, Outcome, Verdict, judge_all
 
 _IN_SHORT = (Outcome.NOT_TESTED, Outcome.NOT_LOSSES)  # which the terminal only names; the page has them in full
 
@@ -96,7 +97,7 @@ class Report:
         if ended:
             found += ["", "not finished:"]
             found += [f"  {run.cell} ({run.label or 'of no recipe'}): {run.status.value}, {run.why}" for run in ended]
-        found += ["", "claims:"]
+        found += ["", "claims:"] if self.verdicts else []
         for verdict in self.verdicts:
             if verdict.outcome in _IN_SHORT:
                 continue
@@ -105,7 +106,7 @@ class Report:
             found.append(f"    {verdict.claim.sentence}")
             found += [f"    {words}" for words in verdict.measured]
             found += [f"    {verdict.note}"] if verdict.note else []
-            found.append(f"    scale: {verdict.scale}")
+            found += [f"    margin: {verdict.margin}", f"    scale: {verdict.scale}"]
             found += [f"    {words}" for words in verdict.required]
             others = self.beside(verdict)
             if others is not None:
@@ -138,6 +139,7 @@ class Report:
             counted=self._counted(),
             notes=self.notes,
             verdicts=self.verdicts,
+            tokens_per_parameter=f"{self.claims.rules.tokens_per_parameter:g}",
             shown=[verdict for verdict in self.verdicts if verdict.outcome not in _IN_SHORT],
             folded=[verdict for verdict in self.verdicts if verdict.outcome in _IN_SHORT],
             shortened=self.shortened,
@@ -193,7 +195,10 @@ class Report:
     def _judged(self) -> str:
         counts = Counter(verdict.outcome for verdict in self.verdicts)
         tests = sum(
-            each.held not in (Held.MISSING, Held.UNPAIRED) for verdict in self.verdicts for each in verdict.findings
+            each.held not in (Held.MISSING, Held.UNPAIRED)
+            for verdict in self.verdicts
+            for each in verdict.findings
+            if verdict.outcome is not Outcome.TOO_FEW_TOKENS
         )
         parts = [f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome]]
         confidence = self.claims.rules.confidence

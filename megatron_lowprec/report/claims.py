@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import build
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
+from megatron_lowprec.training.config.arguments import REPOSITORY
+
+CLAIMS = REPOSITORY / "configs" / "claims.yaml"
 
 QUANTITIES = {
     "validation_loss": "nats a token",
@@ -31,10 +35,15 @@ KINDS = (LOSS, "memory", "speed", "traffic", "snr", "tasks")
 
 @dataclass(frozen=True)
 class Rules:
-    """Parameters of the verdicts; docs/guide/report.md."""
+    """Parameters of the verdicts; docs/guide/report.md.
+
+    ``tokens_per_parameter``, without embeddings, are the fewest with which runs get a verdict. 20 are about those that
+    spend a budget of compute best (arXiv 2203.15556); with fewer a gap may still grow or shrink.
+    """
 
     confidence: float = 0.95
     comparable_scale: float = 0.5
+    tokens_per_parameter: float = 20.0
     diverged_rise: float = 0.5
 
 
@@ -66,6 +75,11 @@ class Scale:
     parameters: int | None
     tokens: int | None
     essential: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Infinite if the source states one of the two numbers only."""
+        return self.tokens / self.parameters if self.tokens and self.parameters else math.inf
 
 
 @dataclass(frozen=True)
@@ -175,6 +189,12 @@ class Claims:
     rules: Rules
     prior_noise: PriorNoise
     claims: tuple[Claim, ...]
+
+    def enough_tokens(self, claim: Claim) -> float:
+        """Fewest tokens per parameter with which runs get a verdict on a claim: the rules', or fewer if its source
+        has fewer.
+        """
+        return min(self.rules.tokens_per_parameter, claim.scale.tokens_per_parameter)
 
     def named(self, name: str) -> Claim:
         """The claim with this id."""

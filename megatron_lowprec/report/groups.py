@@ -18,6 +18,8 @@ from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.training.config.arguments import KINDS, checked_options
 from megatron_lowprec.training.config.no_effect import NO_EFFECT
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model
+from megatron_lowprec.training.models.sizes import num_non_embedding_parameters
 from megatron_lowprec.training.schedule import Schedule, plan
 
 # Options that a report compares or shows otherwise. Runs that differ in any other option are in different groups.
@@ -81,6 +83,11 @@ class Group:
     def parameters(self) -> float:
         """Parameters of the model; NaN if no run has recorded them."""
         return next((run.parameters for run in self.runs if not math.isnan(run.parameters)), math.nan)
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Training tokens over parameters without embeddings; repeated tokens count each time. NaN if not known."""
+        return self.tokens / non_embedding_parameters(self.runs[0].options)
 
     def final_losses(self) -> dict[tuple[str, Hashable], float]:
         """(label, seed) -> last validation loss in nats a token, of the finished runs."""
@@ -200,6 +207,14 @@ def _different(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 def config_of(options: Mapping[str, Any]) -> Config:
     """A run's options, typed. Raises UserError for an unknown name or a value of the wrong type."""
     return Config(**checked_options("config.yaml", {key: value for key, value in options.items() if key != "config"}))
+
+
+def non_embedding_parameters(options: Mapping[str, Any]) -> float:
+    """Parameters without embeddings from a run's resolved options; NaN if these describe no model known here."""
+    try:
+        return float(num_non_embedding_parameters(resolve_model(config_of(options))))
+    except UserError:
+        return math.nan
 
 
 def _followed(run: Run) -> Schedule | None:

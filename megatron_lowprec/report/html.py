@@ -9,8 +9,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megatron_lowprec.report.claims import QUANTITIES, Claim
-from megatron_lowprec.report.verdict import Verdict, published_difference, stated_words
+from megatron_lowprec.report.published.figures import published_difference, stated_words
+from megatron_lowprec.report.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ def page(template: Path = REPORT, **content: Any) -> str:
         "difference": published_difference,
         "stated": stated_words,
         "png": lambda data: f"data:image/png;base64,{base64.b64encode(data).decode()}",
-        "thresholds": _thresholds,
     }
     return environment.get_template(template.name).render(zip=zip, **content)
 
@@ -46,7 +45,3 @@ def page(template: Path = REPORT, **content: Any) -> str:
 def _anchor(verdict: Verdict) -> str:
     where = "" if verdict.group is None else "-" + "".join(c if c.isalnum() else "-" for c in verdict.group.name)
     return f"{verdict.claim.id}{where}"
-
-
-def _thresholds(claim: Claim) -> str:
-    return ", ".join(dict.fromkeys(f"{test.threshold:g} {QUANTITIES[test.quantity]}" for test in claim.tests))

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lowprec.report.amounts import DASH, amount, number, percent, signed
+from megatron_lowprec.report.amounts import DASH, amount, number, percent, share, signed
+from megatron_lowprec.report.claims import SIZES
 from megatron_lowprec.report.groups import Group
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import BLOCKS, FEWEST, NONE, PRIOR, Fit
+from megatron_lowprec.report.verdict import Outcome, Verdict
 from megatron_lowprec.text_tables import plain_table
 
 _FIFTHS = ("first", "second", "third", "fourth", "last")
@@ -89,6 +91,32 @@ def _gap(group: Group, fit: Fit | None, label: str) -> list[str]:
         cells.append(signed(convert(difference.value), decimals))
         cells.append(f"{low} to {high}" if difference.error is not None else "unknown")
     return cells
+
+
+def claims(verdicts: Sequence[Verdict], confidence: float) -> Table | None:
+    """A row for each test of each claim that runs measure, with the verdict in the first; None if they measure none."""
+    rows = []
+    for verdict in verdicts:
+        group = verdict.group
+        if group is None or verdict.outcome is Outcome.NOT_TESTED:
+            continue
+        shares = {
+            f"share of its {name}": share(here / there) if there and not math.isnan(here) else DASH
+            for name in SIZES
+            for here, there in [(getattr(group, name), getattr(verdict.claim.scale, name))]
+        }
+        for at, finding in enumerate(verdict.findings):
+            compared, measured, interval, asked = finding.cells
+            row = {"claim": verdict.claim.id, **shares, "difference": compared, "measured": measured}
+            row |= {
+                f"{confidence:.0%} interval": interval,
+                "asked": asked,
+                "verdict": "" if at else verdict.outcome.value,
+            }
+            rows.append({"group": group.name, **row})
+    if len({row["group"] for row in rows}) == 1:
+        rows = [{name: cell for name, cell in row.items() if name != "group"} for row in rows]
+    return Table.of(rows, {"group", "claim", "difference", "asked", "verdict"}) if rows else None
 
 
 def cost(group: Group) -> Table:

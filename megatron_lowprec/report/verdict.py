@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from megatron_lowprec.report.amounts import amount, share, signed
+from megatron_lowprec.report.amounts import DASH, amount, share, signed
 from megatron_lowprec.report.claims import (
     LOSS,
     QUANTITIES,
@@ -15,9 +15,7 @@ from megatron_lowprec.report.claims import (
     SIZES,
     Claim,
     Claims,
-    Published,
     Rules,
-    Stated,
     Test,
 )
 from megatron_lowprec.report.groups import Group, differing_options
@@ -41,9 +39,11 @@ class Outcome(Enum):
     """Outcome of a claim; reports list them in this order."""
 
     REPRODUCED = "reproduced"
+    REPRODUCED_AT_THIS_SCALE = "reproduced at this scale"
     CONTRADICTED = "contradicted"
     NOT_AT_THIS_SCALE = "not reproduced at this scale"
     OPEN = "open"
+    TOO_FEW_TOKENS = "no verdict, too few tokens per parameter"
     UNPAIRED = "refused, runs are not paired"
     NOT_TESTED = "not tested by these runs"
     NOT_LOSSES = "open, not measured by losses"
@@ -53,18 +53,28 @@ class Outcome(Enum):
 class Finding:
     """One test's result; ``measured`` and ``interval`` in the test's unit, None without numbers.
 
-    ``words`` is the full text, ``brief`` the difference only.
+    ``words`` is the full text, ``unjudged`` the part without a ruling, ``brief`` the difference and the relation asked.
     """
 
     test: Test
     held: Held
     words: str
+    unjudged: str = ""
     brief: str = ""
     measured: float | None = None
     interval: Interval | None = None
     # Shared seeds that resolve an open test: beside the group's other recipes, and of its two recipes alone.
     seeds: int | None = None
     seeds_alone: int | None = None
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """What was compared, the difference, its interval, and the relation asked, with the unit; for a table."""
+        unit = QUANTITIES[self.test.quantity]
+        low, high = (_number(end, self.test, unit=False) for end in self.interval or (math.nan, math.nan))
+        number = DASH if self.measured is None else _number(self.measured, self.test, unit=False)
+        interval = "unknown" if self.interval is None else f"{low} to {high}"
+        return f"{self.test.left} less {self.test.right}", number, interval, _relation(self.test, f" {unit}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,14 @@ class Verdict:
     @property
     def measured(self) -> tuple[str, ...]:
         """The texts of the findings, each once: two tests may lack the same run."""
-        return tuple(dict.fromkeys(finding.words for finding in self.findings))
+        judged = self.outcome is not Outcome.TOO_FEW_TOKENS
+        return tuple(dict.fromkeys(each.words if judged else each.unjudged or each.words for each in self.findings))
+
+    @property
+    def margin(self) -> str:
+        """What the claim's tests ask, and where that comes from; empty for a claim without tests."""
+        asked = dict.fromkeys(_relation(test, f" {QUANTITIES[test.quantity]}") for test in self.claim.tests)
+        return f"{', '.join(asked)}: {self.claim.threshold_from}" if asked else ""
 
 
 def judge_all(claims: Claims, groups: Sequence[Group]) -> list[Verdict]:
@@ -103,9 +120,9 @@ def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
     """The verdict on a claim by one group of runs.
 
     All tests hold: reproduced, unless the runs are too small in a size that the claim is about, or the claim's control
-    does not hold in them. One fails:
-    contradicted, if model and tokens are comparable with the claim's. With smaller runs both become: not reproduced at
-    this scale. One lacks runs: not tested. One compares runs that are not paired: refused. Otherwise open.
+    does not hold in them. One fails: contradicted. If model or tokens are not comparable with the claim's, these become
+    reproduced and not reproduced at this scale. One lacks runs: not tested. One compares runs that are not paired:
+    refused. The runs have too few tokens per parameter: no verdict. Otherwise open.
     """
     findings = tuple(_finding(test, claim, group, claims) for test in claim.tests)
     scale, too_small = _scale(claim, group, claims.rules)
@@ -114,6 +131,10 @@ def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
         outcome = Outcome.NOT_TESTED
     elif Held.UNPAIRED in held:
         outcome = Outcome.UNPAIRED
+    elif not group.tokens_per_parameter >= claims.enough_tokens(claim):  # also if not known
+        outcome = Outcome.TOO_FEW_TOKENS
+        here = "unknown" if math.isnan(group.tokens_per_parameter) else f"{group.tokens_per_parameter:.1f}"
+        scale += f"; {here} tokens per parameter without embeddings; a verdict takes {claims.enough_tokens(claim):.3g}"
     elif Held.NO in held:
         outcome = Outcome.NOT_AT_THIS_SCALE if too_small else Outcome.CONTRADICTED
     elif Held.OPEN in held:
@@ -125,7 +146,7 @@ def judge(claim: Claim, group: Group, claims: Claims) -> Verdict:
         outcome = Outcome.NOT_AT_THIS_SCALE
         scale += f" (claim {claim.control} does not hold in these runs, so they cannot show that this recipe is better)"
     else:
-        outcome = Outcome.REPRODUCED
+        outcome = Outcome.REPRODUCED_AT_THIS_SCALE if too_small else Outcome.REPRODUCED
     return Verdict(claim, group, outcome, findings, scale)
 
 
@@ -152,40 +173,6 @@ def decide(relation: str, threshold: float, interval: Interval, smallest: float 
     return Held.YES if holds else Held.NO if fails else Held.OPEN
 
 
-def published_percent(row: Published) -> float:
-    """Left's perplexity over right's, minus one, in percent."""
-    left, right = row.values
-    return 100 * (math.expm1(left - right) if row.quantity == "validation_loss" else left / right - 1)
-
-
-def published_difference(row: Published) -> str:
-    """Text with both numbers and their difference."""
-    left, right = row.values
-    unit = {"validation_loss": "nats", "perplexity": "perplexity"}.get(row.quantity, QUANTITIES[row.quantity])
-    return (
-        f"{row.left} {left:.2f}, {row.right} {right:.2f}: {signed(left - right, 2)} {unit}, "
-        f"{signed(published_percent(row), 1)}% of "
-        f"perplexity ({row.where}; {amount(row.parameters)} parameters, {amount(row.tokens)} tokens)"
-    )
-
-
-def stated_words(row: Stated) -> str:
-    """Text with a published figure that is not a loss, and its place."""
-    figure = " to ".join(f"{value:g}" for value in row.values)
-    return f"{row.left} against {row.right}: {row.direction}, {figure or 'no number printed'} {row.unit} ({row.where})"
-
-
-def published_gaps(claims: Claims, group: Group) -> dict[str, list[float]]:
-    """Label -> distinct published perplexity gaps to the group's reference, percent."""
-    gaps: dict[str, list[float]] = {}
-    for row in (row for claim in claims.claims for row in claim.published if row.right == group.reference):
-        label = group.find(row.left)
-        gap = published_percent(row)
-        if label is not None and gap not in gaps.setdefault(label, []):
-            gaps[label].append(gap)
-    return gaps
-
-
 def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     labels = group.find(test.left), group.find(test.right)
     for asked, label in zip((test.left, test.right), labels):
@@ -205,9 +192,9 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     name = f"{left} less {right}"
     reason = group.unpaired(left, right)
     if reason is not None:
-        return Finding(test, Held.UNPAIRED, f"{name}: not compared, {reason}", f"{name} not paired")
-    # Only seeds of both sides count: they share weights, data order and dropout. The other runs add to the estimate of
-    # the noise.
+        return Finding(test, Held.UNPAIRED, f"{name}: not compared, {reason}", brief=f"{name} not paired")
+    # A claim needs runs of one seed on both sides, which share weights, data order and dropout. All other runs of the
+    # group add to the estimates of the noise and of the seeds' effects.
     have = {label: sum((label, seed) in results for seed in seeds) for label in (left, right)}
     diverged = {label: _diverged(group, label, test) for label in (left, right)}
     for label in (left, right):
@@ -224,8 +211,10 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
     smallest = claim.smallest_difference.value
     held = decide(test.relation, test.threshold, interval, smallest)
     measured = convert(difference.value)
-    words = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test)}"
-    words += f"{_diverged_words(diverged)}; {_relation(test)}: {held.value}"
+    how = "paired" if {left, right} & {*fit.aside} else fit.method
+    unjudged = f"{name}: {_number(measured, test)}, {_basis(difference, fit, claims.rules, convert, test, how)}"
+    unjudged += _diverged_words(diverged)
+    words = f"{unjudged}; {_relation(test)}: {held.value}"
     needed, alone = None, None
     if held is Held.OPEN and any(diverged.values()):
         words += "; diverged runs leave the difference without a bound, which more seeds do not mend"
@@ -234,8 +223,8 @@ def _finding(test: Test, claim: Claim, group: Group, claims: Claims) -> Finding:
         words += f"; {reason}"
     elif held is Held.NO and test.threshold == 0 and -smallest <= interval[0] and interval[1] <= smallest:
         words += f", within the smallest difference that matters, {_amount(smallest, test)}"
-    brief = f"{name} {_number(measured, test)}"
-    return Finding(test, held, words, brief, measured, interval, needed, alone)
+    brief = f"{name} {_number(measured, test)}, asked: {_relation(test)}"
+    return Finding(test, held, words, unjudged, brief, measured, interval, needed, alone)
 
 
 def _diverged(group: Group, label: str, test: Test) -> int:
@@ -280,8 +269,8 @@ def _all_diverged(
     if diverged[right]:
         return Finding(test, Held.OPEN, f"{words}, and so did {diverged[right]} of {right}")
     held = decide(test.relation, test.threshold, (math.inf, math.inf))
-    brief = f"{label} diverged"
-    return Finding(test, held, f"{words}; {_relation(test)}: {held.value}", brief, math.inf, (math.inf, math.inf))
+    ruling = f"{words}; {_relation(test)}: {held.value}"
+    return Finding(test, held, ruling, words, f"{label} diverged", math.inf, (math.inf, math.inf))
 
 
 def _conversion(quantity: str, right: float) -> Callable[[float], float]:
@@ -300,7 +289,9 @@ def _in_nats(value: float, quantity: str, right: float) -> float:
     return math.log1p(value / math.exp(right)) if quantity == "perplexity" else value
 
 
-def _basis(difference: Difference, fit: Fit, rules: Rules, convert: Callable[[float], float], test: Test) -> str:
+def _basis(
+    difference: Difference, fit: Fit, rules: Rules, convert: Callable[[float], float], test: Test, how: str
+) -> str:
     seeds = "{} and {} seeds".format(*difference.counts)
     if difference.error is None:
         reason = "their losses are equal to the last bit" if fit.dof > 0 else "no recipe has two to pair"
@@ -309,14 +300,14 @@ def _basis(difference: Difference, fit: Fit, rules: Rules, convert: Callable[[fl
         return f"of unknown uncertainty ({seeds}; {reason})"
     low, high = (_number(convert(end), test, unit=False) for end in difference.interval)
     noise = "a prior standard deviation" if fit.method == PRIOR else f"{difference.dof:.0f} degrees of freedom"
-    paired = "" if fit.method == PRIOR else "paired, "
-    return f"{rules.confidence:.0%} interval {low} to {high} ({paired}{seeds}, {noise})"
+    how = "" if fit.method == PRIOR else f"{how}, "
+    return f"{rules.confidence:.0%} interval {low} to {high} ({how}{seeds}, {noise})"
 
 
-def _relation(test: Test) -> str:
+def _relation(test: Test, unit: str = "") -> str:
     decimals = 3 if test.quantity in ("validation_loss", "training_loss") else 2
     over = f" over {test.over[0]:.0%} to {test.over[1]:.0%} of the run" if test.over else ""
-    return f"{RELATIONS[test.relation]} {test.threshold:.{decimals}f}{over}"
+    return f"{RELATIONS[test.relation]} {test.threshold:.{decimals}f}{unit}{over}"
 
 
 def _amount(value: float, test: Test) -> str:

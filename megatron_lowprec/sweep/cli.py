@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,8 +34,11 @@ TO_BE_CONTINUED = 75
 """Exit code of an interrupted sweep: sysexits' EX_TEMPFAIL, "try again"."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command.
+Notes = Callable[[Sequence[Job]], Sequence[str]]
+
+
+def main(argv: Sequence[str], notes: Notes = lambda jobs: ()) -> int:
+    """Run the command; ``notes`` are lines on the chosen jobs, printed to stderr before one starts.
 
     Exit code 0; 1 if a job failed, or is left to another process; 2 for a user's error; 75 if interrupted by a signal.
     """
@@ -44,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if args.sweep is None:
         taken = f" --data-path took {' '.join(args.data_path)}; put the file before it" if args.data_path else ""
         parser.error(f"no sweep file is given;{taken or ' name one, such as configs/sweeps/paper_table2.yaml'}")
-    return run_tool("sweep.py", lambda: _main(args))
+    return run_tool("sweep.py", lambda: _main(args, notes))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _main(args: argparse.Namespace) -> int:
+def _main(args: argparse.Namespace, notes: Notes) -> int:
     sweep = _with_flags(read(args.sweep, args.size), args)
     folder = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name
     out = Path(args.out or Path("runs") / "sweeps" / folder).absolute()
@@ -104,6 +107,8 @@ def _main(args: argparse.Namespace) -> int:
     settings = settings_of(args.set) | ({} if args.data_path is None else {"data_path": args.data_path})
     jobs = expand(sweep, settings, processes)
     chosen = [_numbered(jobs, args.job, out)] if args.job is not None else selected(jobs, args.only)
+    for note in notes(chosen) if args.job is None else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
     if args.dry_run:
         for job in chosen:
             words = local.launch(command(job, out / job.id), processes)

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_lowprec.report import tables
 from megatron_lowprec.report.groups import group_runs
@@ -73,7 +74,9 @@ def test_a_sweep_becomes_a_page_that_needs_nothing_else(
     pictures = [base64.b64decode(each.partition(",")[2]) for each in page.refers if each.startswith("data:")]
     assert len(pictures) == 8  # four figures, light and dark
     assert len(set(pictures)) == 8
-    assert text.index("published runs (arXiv") < text.index("<h2>Runs of")
+    own, ladder, claims = (text.index(f"<h2>{title}") for title in ("Runs of", "Gap over tokens", "What papers claim"))
+    assert own < ladder < claims
+    assert text.index('class="badge') > claims
     for name in ("gap_by_tokens", "gaps", "training_loss", "validation_loss"):
         data = (out / f"{name}.png").read_bytes()
         assert data.startswith(PNG)
@@ -84,8 +87,9 @@ def test_a_sweep_becomes_a_page_that_needs_nothing_else(
     for words in (
         "mxfp8_ocp-s1 (mxfp8_ocp): diverged, training loss not finite from iteration 200",
         "mxfp8-s2 (mxfp8): not started, there is no folder",
-        "reproduced: mxfp4_plain (arXiv 2502.20586)",
-        "open: mxfp8_floor",
+        "no verdict, too few tokens per parameter: mxfp4_plain (arXiv 2502.20586)",
+        "margin: above 0.030 nats a token: the gap that the source still calls near-lossless",
+        "1.0 tokens per parameter without embeddings; a verdict takes 20",
         "with 4 degrees of freedom",
     ):
         assert words in said
@@ -166,11 +170,36 @@ def test_claims_without_a_test_are_folded(tmp_path: Path) -> None:
     folded, after = rest.split("</details>")
     assert [opening.count('<span class="badge'), folded.count('<span class="badge')] == [1, 23]
     assert "23 of 24 claims" in folded
-    assert "1 test was made" in after
+    assert "1 no verdict, too few tokens per parameter" in after
+    assert "No test was made." in after
     assert text.count("no run of mxfp4_sr<") == 2  # once a claim: the one that tests two differences has it once
     assert Page(text).open == []
-    assert report.main([str(sweep / "bf16-s1"), "--out", str(tmp_path / "out")]) == 0
-    assert "No test was made." in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+
+
+def test_tests_are_counted_where_there_is_a_verdict(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4": 3.8})
+    content = yaml.safe_load(report.CLAIMS.read_text(encoding="utf-8"))
+    content["rules"]["tokens_per_parameter"] = 0
+    for claim in content["claims"]:
+        claim.pop("others", None)  # relative to the file
+    claims = tmp_path / "claims.yaml"
+    claims.write_text(yaml.safe_dump(content))
+    assert report.main([str(sweep), "--out", str(tmp_path / "out"), "--claims", str(claims)]) == 0
+    assert "1 test was made" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+
+
+def test_a_report_without_claims_has_the_same_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4": 3.8})
+    said = []
+    for flags in ([], ["--no-claims"]):
+        assert report.main([str(sweep), "--out", str(tmp_path / "out"), *flags]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0].split("\nclaims:")[0] == said[1].split("\nreport:")[0]
+    text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert Page(text).open == []
+    for words in ("badge ", "What papers claim", "Claims compare", "arxiv.org"):
+        assert words not in text.split("</style>")[1]
+    assert "Published gaps" not in text
 
 
 def test_a_job_that_has_not_started_is_told_in_its_row(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Quantiles against printed tables, the estimates against other ways to the same numbers."""
 
+import itertools
 import math
 import statistics
 
@@ -87,25 +88,87 @@ def test_unshared_seeds_need_a_first_one_to_link_them() -> None:
     assert Fit(results(a=[3.7, 3.8]), 0.95).seeds_to_blocks is None
 
 
-def test_a_difference_is_over_the_seeds_that_both_have() -> None:
-    # Seed 3 ends 0.3 lower than the others under every recipe; "c" has lost it, which must not look like a gap.
+def solved(losses: dict[tuple[str, int], float], left: str, right: str) -> tuple[float, float, float]:
+    """Difference of two labels, its variance over a run's, and the residual squares: dummy variables, numpy's lstsq."""
+    columns = [*dict.fromkeys(label for label, _ in losses), *dict.fromkeys(seed for _, seed in losses)]
+    design = np.array([[float(column in key) for column in columns] for key in losses])
+    values = np.array(list(losses.values()))
+    solution = np.linalg.lstsq(design, values, rcond=None)[0]
+    weights = np.array([float(column == left) - float(column == right) for column in columns])
+    # of the estimates that are linear in the runs and have this mean, least squares has the shortest weights
+    of_runs = np.linalg.lstsq(design.T, weights, rcond=None)[0]
+    assert of_runs @ values == pytest.approx(weights @ solution)
+    return float(weights @ solution), float(of_runs @ of_runs), float(((values - design @ solution) ** 2).sum())
+
+
+UNBALANCED = {
+    "two seeds beside eight": {"a": range(8), "b": range(8), "c": range(8), "few": (0, 1), "less": (3, 7)},
+    "a lost seed": {"a": range(4), "b": range(4), "c": (0, 1, 3)},
+    "seeds in common over a third label": {"a": (0, 1, 2), "b": range(6), "c": (3, 4, 5)},
+}
+
+
+@pytest.mark.parametrize("seeds", UNBALANCED.values(), ids=UNBALANCED)
+@pytest.mark.parametrize("paired", [False, True])
+def test_differences_are_least_squares_of_recipes_and_seeds(seeds: dict[str, range], paired: bool) -> None:
+    """Each estimate, its error and the pooled noise are those of an independent solver."""
+    rng = np.random.default_rng(20)
+    effects = 0.05 * rng.standard_normal(8)
+    losses = {(label, s): 3.7 + effects[s] + 0.003 * rng.standard_normal() for label in seeds for s in seeds[label]}
+    fit = Fit(losses, 0.95, paired=paired)
+    assert (fit.method, fit.aside) == (BLOCKS, ())
+    assert fit.dof == len(losses) - len(seeds) - len({seed for _, seed in losses}) + 1
+    for left, right in itertools.permutations(seeds, 2):
+        value, variance, squares = solved(losses, left, right)
+        found = fit.difference(left, right)
+        assert found.value == pytest.approx(value, abs=1e-12)
+        assert fit.sigma == pytest.approx(math.sqrt(squares / fit.dof))
+        assert found.error == pytest.approx(fit.sigma * math.sqrt(variance))
+        assert found.quantile == t_quantile(0.975, fit.dof)
+        assert found.counts == (len(seeds[left]), len(seeds[right]))
+
+
+def test_equal_seeds_are_the_mean_over_pairs() -> None:
+    losses = results(a=[3.7, 3.7, 3.4, 3.71], b=[3.8, 3.8001, 3.5, 3.8], c=[3.9, 3.905, 3.6, 3.9])
+    fit = Fit(losses, 0.95)
+    pairs = [losses["b", seed] - losses["a", seed] for seed in range(4)]
+    found = fit.difference("b", "a")
+    assert (found.value, found.error) == (
+        pytest.approx(statistics.mean(pairs)),
+        pytest.approx(fit.sigma * math.sqrt(2 / 4)),
+    )
+
+
+def test_a_lost_seed_does_not_look_like_a_gap() -> None:
+    # Seed 2 ends 0.3 lower than the others under every recipe.
     losses = results(a=[3.7, 3.7, 3.4, 3.7], b=[3.8, 3.8001, 3.5, 3.8], c=[3.9, 3.9, 0, 3.9002])
     del losses["c", 2]
-    fit = Fit(losses, 0.95)
-    assert fit.method == BLOCKS
-    assert fit.dof == 11 - (3 + 3)
-    assert fit.difference("c", "a").value == pytest.approx(0.2, abs=2e-4)
-    assert fit.difference("c", "a").counts == (3, 3)
-    assert fit.difference("c", "a").error == pytest.approx(fit.sigma * math.sqrt(2 / 3))
-    assert fit.difference("b", "a").error == pytest.approx(fit.sigma * math.sqrt(2 / 4))
+    assert Fit(losses, 0.95).difference("c", "a").value == pytest.approx(0.2, abs=2e-4)
 
 
-def test_recipes_without_a_shared_seed_are_not_compared() -> None:
-    losses = results(a=[3.70, 3.71, 3.72], b=[3.70, 3.712, 3.722, 3.733, 3.741, 3.75])
-    losses |= {("c", seed): loss for seed, loss in zip((3, 4, 5), (3.80, 3.813, 3.824))}
+def test_the_reference_s_further_seeds_narrow_the_interval_of_a_recipe_with_two() -> None:
+    """A recipe with two of eight seeds: a smaller error than over its pairs, and the truth held as often as stated."""
+    rng = np.random.default_rng(21)
+    trials, held = 400, 0
+    for _ in range(trials):
+        losses = drawn(rng, dict.fromkeys(["a", "b", "c", "few"], 0.006), seeds=8)
+        fit = Fit({(label, s): loss for (label, s), loss in losses.items() if label != "few" or s < 2}, 0.95)
+        found = fit.difference("few", "a")
+        held += found.interval[0] <= 0 <= found.interval[1]
+        if not fit.aside:
+            assert found.error is not None
+            assert found.error < fit.sigma  # sigma * sqrt(2 / 2) over the pairs
+    assert held / trials == pytest.approx(0.95, abs=3 * math.sqrt(0.95 * 0.05 / trials))
+
+
+def test_recipes_that_no_seeds_connect_are_not_compared() -> None:
+    losses = results(a=[3.70, 3.71, 3.72], b=[3.70, 3.712, 3.722])
+    losses |= {(label, 10 + seed): 3.8 + 0.01 * seed * seed for label in "cd" for seed in range(3)}
+    losses["d", 10] += 0.001
     fit = Fit(losses, 0.95)
-    assert (fit.method, fit.dof) == (BLOCKS, 12 - 3 - 6 + 1)
+    assert (fit.method, fit.dof) == (BLOCKS, 12 - 4 - 6 + 2)
     assert fit.difference("b", "a").error is not None
+    assert fit.difference("c", "d").error is not None
     assert fit.difference("c", "a").error is None
     assert math.isnan(fit.difference("c", "a").value)
     assert fit.difference("c", "a").interval == (-math.inf, math.inf)

@@ -3,14 +3,16 @@
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megatron_lowprec.report.claims import KINDS, QUANTITIES, Claims, Published, load_claims
+from megatron_lowprec.report.claims import CLAIMS, KINDS, QUANTITIES, Claims, Published, load_claims
 from megatron_lowprec.report.groups import Group, group_runs
+from megatron_lowprec.report.published.figures import published_gaps, published_percent, stated_words
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.statistics import Fit
 from megatron_lowprec.report.verdict import (
@@ -19,14 +21,11 @@ from megatron_lowprec.report.verdict import (
     Verdict,
     decide,
     judge_all,
-    published_gaps,
-    published_percent,
-    stated_words,
 )
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
 
 NEAR = {"parameters": 51_000_000, "tokens": 26_000_000}  # the synthetic runs' own
-SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "claims.yaml"
+
 FAR = {"parameters": 345_000_000, "tokens": 33_000_000_000}
 
 
@@ -46,7 +45,8 @@ def claims(
         "smallest_difference": {"value": smallest, "unit": QUANTITIES[tests[0]["quantity"]], "reason": "a test"},
     }
     path = tmp_path / "claims.yaml"
-    path.write_text(yaml.safe_dump({"rules": {}, "prior_noise": {}, "claims": [claim], **more}))
+    rules = {"tokens_per_parameter": 0}  # the synthetic runs have one
+    path.write_text(yaml.safe_dump({"rules": rules, "prior_noise": {}, "claims": [claim], **more}))
     return load_claims(path)
 
 
@@ -67,18 +67,20 @@ def judged(found: Claims, *paths: Path) -> Verdict:
 @pytest.mark.parametrize(
     ("relation", "gap", "scale", "outcome"),
     [
-        ("above", 0.09, FAR, Outcome.REPRODUCED),
+        ("above", 0.09, FAR, Outcome.REPRODUCED_AT_THIS_SCALE),
+        ("above", 0.09, NEAR, Outcome.REPRODUCED),
         ("above", 0.00, FAR, Outcome.NOT_AT_THIS_SCALE),  # the size fails
         ("above", -0.09, FAR, Outcome.NOT_AT_THIS_SCALE),  # the sign fails
         ("above", 0.00, NEAR, Outcome.CONTRADICTED),
         ("above", 0.03, FAR, Outcome.OPEN),
         ("above", 0.03, NEAR, Outcome.OPEN),
-        ("at_most", 0.01, FAR, Outcome.REPRODUCED),
-        ("at_most", -0.09, FAR, Outcome.REPRODUCED),  # better is no worse
+        ("at_most", 0.01, FAR, Outcome.REPRODUCED_AT_THIS_SCALE),
+        ("at_most", -0.09, NEAR, Outcome.REPRODUCED),  # better is no worse
         ("at_most", 0.09, FAR, Outcome.NOT_AT_THIS_SCALE),
         ("at_most", 0.09, NEAR, Outcome.CONTRADICTED),
         ("at_most", 0.03, NEAR, Outcome.OPEN),
-        ("within", 0.00, FAR, Outcome.REPRODUCED),
+        ("within", 0.00, FAR, Outcome.REPRODUCED_AT_THIS_SCALE),
+        ("within", 0.00, NEAR, Outcome.REPRODUCED),
         ("within", -0.09, NEAR, Outcome.CONTRADICTED),
         ("within", -0.03, NEAR, Outcome.OPEN),
         ("below", -0.09, FAR, Outcome.OPEN),  # of +0.03: see threshold below
@@ -91,7 +93,7 @@ def test_every_outcome(tmp_path: Path, relation: str, gap: float, scale: dict[st
     assert verdict.outcome is outcome
     (finding,) = verdict.findings
     assert finding.measured == pytest.approx(gap, abs=0.006)
-    assert "paired, 3 and 3 seeds, 4 degrees of freedom" in finding.words
+    assert "(seeds as blocks, 3 and 3 seeds, 4 degrees of freedom)" in finding.words
 
 
 def test_comparable_needs_both_parameters_and_tokens(tmp_path: Path) -> None:
@@ -108,10 +110,10 @@ def test_comparable_needs_both_parameters_and_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("essential", "tokens", "outcome"),
     [
-        ([], 33_000_000_000, Outcome.REPRODUCED),
+        ([], 33_000_000_000, Outcome.REPRODUCED_AT_THIS_SCALE),
         (["tokens"], 33_000_000_000, Outcome.NOT_AT_THIS_SCALE),
         (["tokens"], 52_000_000, Outcome.REPRODUCED),  # half of them
-        (["parameters"], 33_000_000_000, Outcome.REPRODUCED),
+        (["parameters"], 33_000_000_000, Outcome.REPRODUCED_AT_THIS_SCALE),
     ],
 )
 def test_short_runs_reproduce_no_claim_about_long_ones(
@@ -127,7 +129,7 @@ def test_short_runs_reproduce_no_claim_about_long_ones(
 @pytest.mark.parametrize(
     ("losses", "outcome"),
     [
-        ({"bf16": 3.7, "mxfp4": 3.79, "mxfp8": 3.7}, Outcome.REPRODUCED),
+        ({"bf16": 3.7, "mxfp4": 3.79, "mxfp8": 3.7}, Outcome.REPRODUCED_AT_THIS_SCALE),
         ({"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7}, Outcome.NOT_AT_THIS_SCALE),  # the control fails
         ({"bf16": 3.7, "mxfp4": 3.73, "mxfp8": 3.7}, Outcome.NOT_AT_THIS_SCALE),  # it is open
         ({"bf16": 3.7, "mxfp8": 3.7}, Outcome.NOT_AT_THIS_SCALE),  # it is not in the runs
@@ -148,6 +150,45 @@ def test_runs_without_a_known_gap_reproduce_no_parity(
     assert (verdict.claim.id, verdict.outcome) == ("parity", outcome)
     blamed = outcome is Outcome.NOT_AT_THIS_SCALE and losses["mxfp8"] == 3.7
     assert ("claim claim does not hold in these runs" in verdict.scale) == blamed
+
+
+@pytest.mark.parametrize(
+    ("needed", "scale", "judges"),
+    [
+        (20, FAR, False),
+        (1.04, FAR, False),  # the runs have 26,214,400 tokens and 25,714,176 parameters without embeddings
+        (1.01, FAR, True),
+        (20, NEAR, True),  # the source has as few
+        (20, {**FAR, "tokens": None}, False),
+    ],
+)
+def test_runs_with_few_tokens_get_no_verdict(
+    tmp_path: Path, needed: float, scale: dict[str, Any], judges: bool
+) -> None:
+    """The gap and its interval stay; neither the outcome nor the words say that a claim holds or fails."""
+    for gap in (0.09, 0.03, -0.09):
+        sweep = write_sweep(tmp_path / str(gap), {"bf16": 3.7, "mxfp4": 3.7 + gap, "mxfp8": 3.7})
+        verdict = judged(claims(tmp_path, gap_is(), scale=scale, rules={"tokens_per_parameter": needed}), sweep)
+        assert (verdict.outcome is Outcome.TOO_FEW_TOKENS) == (not judges)
+        (words,) = verdict.measured
+        assert f"mxfp4 less bf16: {'−' if gap < 0 else '+'}0.0" in words
+        assert "95% interval" in words
+        assert any(said in words for said in ("holds", "fails", "open")) == judges
+        assert ("1.0 tokens per parameter without embeddings; a verdict takes" in verdict.scale) == (not judges)
+
+
+def test_runs_of_an_unknown_model_get_no_verdict(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.9, "mxfp8": 3.7}, options={"num_layers": None})
+    verdict = judged(claims(tmp_path, gap_is()), sweep)
+    assert verdict.outcome is Outcome.TOO_FEW_TOKENS
+    assert "unknown tokens per parameter" in verdict.scale
+
+
+def test_a_verdict_names_its_margin_and_where_it_is_from(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.79, "mxfp8": 3.7})
+    verdict = judged(claims(tmp_path, gap_is()), sweep)
+    assert verdict.margin == "above 0.030 nats a token: a test"
+    assert verdict.findings[0].brief.endswith("nats a token, asked: above 0.030")
 
 
 def test_unrecorded_parameters_contradict_nothing(tmp_path: Path) -> None:
@@ -171,7 +212,7 @@ def test_all_tests_must_hold(tmp_path: Path) -> None:
         for tests in ((holds, holds), (holds, open_), (holds, fails, open_), (holds, gap_is(left="mxfp4_sr")))
     ]
     assert outcomes == [
-        Outcome.REPRODUCED,
+        Outcome.REPRODUCED_AT_THIS_SCALE,
         Outcome.OPEN,
         Outcome.NOT_AT_THIS_SCALE,
         Outcome.NOT_TESTED,
@@ -202,21 +243,37 @@ def test_recipes_of_different_groups_are_not_compared(tmp_path: Path) -> None:
     assert "are not compared: lr 0.0003 and 0.001; train both with equal" in verdict.findings[0].words
 
 
-def test_only_shared_seeds_count(tmp_path: Path) -> None:
+def test_seeds_of_one_recipe_count_for_nothing(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.8, "mxfp8": 3.7})
     for seed in (7, 8):  # far off, and of no partner
         write_run(sweep / f"mxfp4-s{seed}", "mxfp4", seed, 9.0)
         add_cells(sweep, "synthetic", [cell("mxfp4", seed)])
     (finding,) = judged(claims(tmp_path, gap_is()), sweep).findings
     assert finding.measured == pytest.approx(0.1, abs=0.006)
-    assert "paired, 3 and 3 seeds" in finding.words
+    assert "seeds as blocks, 3 and 3 seeds" in finding.words
+
+
+def test_a_recipe_with_few_seeds_is_compared_with_all_of_the_reference(tmp_path: Path) -> None:
+    """Seed 1 is a low draw of bf16's noise: over the pairs alone the gap would be its 0.04."""
+    finals = {
+        "bf16": [3.66, *[3.70 + 0.001 * seed for seed in range(5)]],
+        "mxfp8": [3.70 + 0.001 * s for s in range(6)],
+    }
+    sweep = write_sweep(tmp_path / "sweep", finals | {"mxfp4": [3.70]})
+    (finding,) = judged(claims(tmp_path, gap_is()), sweep).findings
+    # bf16's mean is 3.6953; the seed's effect is -0.00983, the mean of bf16's and mxfp8's less that of all six seeds
+    design = {"bf16": finals["bf16"], "mxfp8": finals["mxfp8"]}
+    of_all = {label: sum(values) / 6 for label, values in design.items()}
+    effect = sum(values[0] - of_all[label] for label, values in design.items()) / 2
+    assert finding.measured == pytest.approx(3.70 - effect - of_all["bf16"])
+    assert "seeds as blocks, 1 and 6 seeds, 5 degrees of freedom" in finding.words
 
 
 def test_a_recipe_of_other_seeds_takes_no_verdict_away(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.8, "mxfp8": 3.7})
     apart = write_run(tmp_path / "apart", "fp8_delayed", 99, 3.7)
     alone, beside = judged(claims(tmp_path, gap_is()), sweep), judged(claims(tmp_path, gap_is()), sweep, apart)
-    assert beside.outcome is alone.outcome is Outcome.REPRODUCED
+    assert beside.outcome is alone.outcome is Outcome.REPRODUCED_AT_THIS_SCALE
     assert beside.findings[0].interval == pytest.approx(alone.findings[0].interval)
 
 
@@ -278,7 +335,7 @@ def test_unpaired_runs_are_refused(tmp_path: Path, seeds: tuple[int, int], optio
 def test_a_claim_needs_full_decay(tmp_path: Path, options: dict[str, Any], words: str | None) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "mxfp4": 3.9, "mxfp8": 3.7}, options=options)
     verdict = judged(claims(tmp_path, gap_is()), sweep)
-    assert verdict.outcome is (Outcome.REPRODUCED if words is None else Outcome.UNPAIRED)
+    assert verdict.outcome is (Outcome.REPRODUCED_AT_THIS_SCALE if words is None else Outcome.UNPAIRED)
     assert words is None or words in verdict.findings[0].words
 
 
@@ -313,7 +370,7 @@ def test_an_open_claim_says_how_many_seeds_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_claim_that_is_not_about_losses_is_open(tmp_path: Path) -> None:
-    shipped = load_claims(SHIPPED)
+    shipped = load_claims(CLAIMS)
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7, "fp8_lm": 3.7}, seeds=1)
     found = {verdict.claim.id: verdict for verdict in judge_all(shipped, groups(sweep))}
     assert {claim.kind for claim in shipped.claims} == set(KINDS)
@@ -328,7 +385,7 @@ def test_each_group_has_its_own_verdict(tmp_path: Path) -> None:
     a = write_sweep(tmp_path / "a", {"bf16": 3.7, "mxfp4": 3.9, "mxfp8": 3.7})
     b = write_sweep(tmp_path / "b", {"bf16": 3.7, "mxfp4": 3.7, "mxfp8": 3.7}, options={"lr": 3e-4})
     outcomes = [verdict.outcome for verdict in judge_all(claims(tmp_path, gap_is()), groups(a, b))]
-    assert outcomes == [Outcome.REPRODUCED, Outcome.NOT_AT_THIS_SCALE]
+    assert outcomes == [Outcome.REPRODUCED_AT_THIS_SCALE, Outcome.NOT_AT_THIS_SCALE]
 
 
 def test_one_seed_resolves_nothing_but_beyond_a_prior(tmp_path: Path) -> None:
@@ -338,7 +395,7 @@ def test_one_seed_resolves_nothing_but_beyond_a_prior(tmp_path: Path) -> None:
     assert "of unknown uncertainty (1 and 1 seeds; no recipe has two to pair)" in verdict.findings[0].words
     small = {"validation_loss": 0.005, "training_loss": None, "source": "a guess"}
     found = judged(claims(tmp_path, gap_is(), prior_noise=small), sweep)
-    assert found.outcome is Outcome.REPRODUCED
+    assert found.outcome is Outcome.REPRODUCED_AT_THIS_SCALE
     assert "a prior standard deviation" in found.findings[0].words
     large = {**small, "validation_loss": 0.1}
     assert judged(claims(tmp_path, gap_is(), prior_noise=large), sweep).outcome is Outcome.OPEN
@@ -364,7 +421,7 @@ def diverging(tmp_path: Path, finished: int, diverged: int, label: str = "mxfp4"
 @pytest.mark.parametrize(
     ("finished", "diverged", "relation", "outcome"),
     [
-        (0, 2, "above", Outcome.REPRODUCED),  # beyond any gap
+        (0, 2, "above", Outcome.REPRODUCED_AT_THIS_SCALE),  # beyond any gap
         (0, 2, "at_most", Outcome.NOT_AT_THIS_SCALE),
         (0, 2, "within", Outcome.NOT_AT_THIS_SCALE),
         (0, 1, "above", Outcome.OPEN),  # may be chance
@@ -381,7 +438,7 @@ def test_runs_that_diverge_count(tmp_path: Path, finished: int, diverged: int, r
 
 def test_a_gap_among_the_survivors_is_only_larger_for_the_diverged(tmp_path: Path) -> None:
     verdict = judged(claims(tmp_path, gap_is()), diverging(tmp_path, 2, 1, gap=0.2))
-    assert verdict.outcome is Outcome.REPRODUCED
+    assert verdict.outcome is Outcome.REPRODUCED_AT_THIS_SCALE
     assert verdict.findings[0].interval is not None
     assert verdict.findings[0].interval[1] == math.inf
     assert "1 of mxfp4 diverged" in verdict.findings[0].words
@@ -495,11 +552,12 @@ def test_published_losses_become_percents_of_perplexity() -> None:
 def test_the_shipped_claims_judge_a_sweep_of_table_2(tmp_path: Path) -> None:
     truth = {"bf16": 3.7, "mxfp4": 3.81, "mxfp4_rht": 3.71, "mxfp4_sr": 3.71, "mxfp4_rht_sr": 3.70}
     sweep = write_sweep(tmp_path / "sweep", truth, scatter=0.0005)
-    shipped = load_claims(SHIPPED)
+    shipped = load_claims(CLAIMS)
     found = groups(sweep)
-    outcomes = {verdict.claim.id: verdict.outcome for verdict in judge_all(shipped, found)}
+    of_any_length = replace(shipped, rules=replace(shipped.rules, tokens_per_parameter=0.0))
+    outcomes = {verdict.claim.id: verdict.outcome for verdict in judge_all(of_any_length, found)}
     for claim in ("mxfp4_plain", "mxfp4_rht_alone", "mxfp4_sr_alone", "mxfp4_rht_sr"):
-        assert outcomes[claim] is Outcome.REPRODUCED
+        assert outcomes[claim] is Outcome.REPRODUCED_AT_THIS_SCALE
     assert outcomes["mxfp4_rht_long"] is Outcome.NOT_AT_THIS_SCALE
     assert outcomes["mxfp8_parity"] is Outcome.NOT_TESTED
     assert published_gaps(shipped, found[0])["mxfp4"] == [pytest.approx(11.63, abs=0.01)]

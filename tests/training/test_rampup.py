@@ -103,8 +103,8 @@ def test_histories_of_gradients_follow_the_ramp(
     whole = list(recorded)
     assert whole[1][1] == at_batch_2[1]
     assert whole[2][1] == [amax * factor for amax in at_batch_2[2]]
-    # a step that has measured gradients of the new batch does not widen the window by much
-    assert whole[3][1] == pytest.approx(whole[2][1], rel=0.6)
+    # Gradients measured at the new batch confirm the factor: 2 is halfway, in logarithms, to the 4 of a wrong one.
+    assert all(1 <= now / before < 2 for now, before in zip(whole[3][1], whole[2][1], strict=True))
     for stop in (1, 2, 3):  # inside of the first batch size, at the change, and after it
         recorded.clear()
         drive(argv(**STEEP | common, save=f"parts {stop}", exit_interval=stop))

@@ -25,10 +25,11 @@ from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.errors import Parser, UserError, current_argv, names, run_tool
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.distributed.startup import versions
+from megatron_lowprec.training.monitoring.run_metadata import commit
 from tools.layout_parity import layouts, plan
 from tools.layout_parity.compare import compare
 from tools.layout_parity.launch import REPOSITORY, Runner
-from tools.layout_parity.page import render
+from tools.layout_parity.page import in_short, render
 
 _REFERENCE_PARTS = 6  # at most, of the one-process runs
 _RENAMED = {"--judge": "--compare"}
@@ -143,13 +144,14 @@ def _write(content: Content, out: Path) -> None:
 
 
 def _publish(content: Content, out: Path) -> int:
-    """Compare the rows, write JSON and page, and return the exit code."""
+    """Compare the rows, write them and the page, and return the exit code."""
     verdicts = compare(content["rows"])
-    _write({**content, "verdicts": [asdict(verdict) for verdict in verdicts]}, out)
+    _write(content, out)
     failed = [f"launch {one['name']} failed: {one['said']}" for one in content["launches"] if one["code"]]
     notes = [*failed, f"Took {content['minutes']} minutes."]
     versions_of = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    conditions = f"`{content['command']}`: {content['device']}; {versions_of}."
+    at = content.get("commit") or "not recorded"
+    conditions = f"`{content['command']}`: {content['device']}; {versions_of}; commit {at}."
     title = f"Recipes on parallel layouts, {content['device']}, {content['date']}"
     missing = content.get("missing", [])
     page = render(title, verdicts, content["facts"], conditions, notes, missing)
@@ -157,8 +159,7 @@ def _publish(content: Content, out: Path) -> int:
     wrong = [verdict for verdict in verdicts if not verdict.ok]
     for verdict in wrong:
         print(f"more than allowed: {verdict}", flush=True)
-    without = f", {len(missing)} checks without a result" if missing else ""
-    print(f"{len(verdicts)} cases, {len(wrong)} more than allowed{without}; {out.with_suffix('.md')}")
+    print(f"{in_short(verdicts, missing)} {out.with_suffix('.md')}")
     return 1 if failed or wrong or missing or not verdicts else 0
 
 
@@ -173,6 +174,7 @@ def _header(selected: plan.Selection, given: str) -> Content:
         "date": datetime.date.today().isoformat(),
         "device": device,
         "versions": dict(versions()),
+        "commit": commit("megatron_lowprec", "tools"),
         "facts": {
             "base": plan.BASE_STEPS,
             "steps": selected.steps,

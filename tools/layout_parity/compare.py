@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,13 @@ class Verdict:
     later: float = 0.0  # the largest difference after the first step
     bound: float | None = None  # what ``later`` may be; None where nothing is claimed, for the reason ``why``
     why: str = ""
+    others: int = 0  # other recipes whose one-process losses were put in the place of the layout's
+    accepted: tuple[str, ...] = ()  # those of them that would hold as well
+
+    @property
+    def decides(self) -> bool:
+        """Whether the comparison fails for every other recipe; losses of some recipes are too alike."""
+        return not self.accepted
 
     def __str__(self) -> str:
         return f"{self.check}, {self.model} {self.layout}, {self.recipe}, {self.precision}: {self.text}"
@@ -57,7 +64,7 @@ def compare(rows: Sequence[Row]) -> list[Verdict]:
     for row in good["losses"]:
         layout, references = layouts.get((row["model"], row["layout"])), one_process[_run(row)]
         if layout is not None and "linears" not in row and any(one["check"] == "losses" for one in references):
-            verdicts.append(_losses(row, layout, references))
+            verdicts.append(_losses(row, layout, references, _others(row, one_process)))
     for row in good["operands"]:
         ok = row["compared"] > 0 and not row["wrong"]
         text = f"{row['compared']:,} operands of {row['layers']} linear layers"
@@ -100,10 +107,19 @@ def spread(rows: Iterable[Row], kind: str) -> tuple[float, float]:
     return max((first for first, _ in pairs), default=0.0), max((later for _, later in pairs), default=0.0)
 
 
-def _losses(row: Row, layout: Layout, references: Sequence[Row]) -> Verdict:
+def _others(row: Row, one_process: Mapping[tuple[str, ...], Sequence[Row]]) -> dict[str, Sequence[str]]:
+    """One-process losses of the other recipes, of a row's model and precision."""
+    return {
+        recipe: one["losses"]
+        for (*case, recipe), rows in one_process.items()
+        for one in rows
+        if one["check"] == "losses" and (*case, recipe) != _run(row) and (*case,) == _run(row)[:2]
+    }
+
+
+def _losses(row: Row, layout: Layout, references: Sequence[Row], others: Mapping[str, Sequence[str]]) -> Verdict:
     recipe, precision = row["recipe"], row["precision"]
-    reference = next(one for one in references if one["check"] == "losses")
-    first, later = _differences(_numbers(row["losses"]), _numbers(reference["losses"]))
+    reference = _numbers(next(one for one in references if one["check"] == "losses")["losses"])
     regrouped = layout.regroups and get_recipe(recipe).fprop.quantized
     why, first_bound, bound = exempt(layout, recipe), FIRST, None
     if precision == "fp64":
@@ -115,10 +131,17 @@ def _losses(row: Row, layout: Layout, references: Sequence[Row]) -> Verdict:
         bound = max(FIRST, SPREADS * later_spread)
         if regrouped or precision == "bf16":
             first_bound = max(FIRST, SPREADS * first_spread)
+
+    def holds(losses: Sequence[str]) -> bool:
+        first, later = _differences(_numbers(losses), reference)
+        return first <= first_bound and (bound is None or later <= bound)
+
+    first, later = _differences(_numbers(row["losses"]), reference)
     allowed = "anything" if bound is None else f"{bound:.1e}"
     text = f"first {first:.1e}, later {later:.1e}, allowed {first_bound:.1e} and {allowed}"
-    ok = first <= first_bound and (bound is None or later <= bound)
-    return _verdict(row, ok, text, first=first, later=later, bound=bound, why=why)
+    accepted = tuple(name for name, losses in others.items() if holds(losses))
+    more = {"first": first, "later": later, "bound": bound, "why": why, "others": len(others), "accepted": accepted}
+    return _verdict(row, holds(row["losses"]), text, **more)
 
 
 def _same_losses(row: Row, one: Sequence[str], other: Sequence[str]) -> Verdict:

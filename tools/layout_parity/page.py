@@ -11,19 +11,23 @@ _INTRODUCTION = """Every layout starts from one checkpoint, written by a single 
 {steps} steps on the same samples ({batch} an iteration in microbatches of {microbatch}, {sequence} tokens each); `gpt`
 has 4 layers, hidden 256. A number is the difference to one process's loss, in nats; **bold** is more than allowed.
 """
+_CLAIM = """Codes and scales carry the claim: {operands} comparisons are of bits, given the same operand. Losses show
+less. The last number of a loss cell, such as 13/16, is its power: how many of the other recipes it refuses, were their
+losses on one process in the place of its own. Only cells that refuse all of them count.
+"""
 _FP64 = """## Exact sums (fp64)
 
 The model computes in fp64, so the order of sums has no effect; quantizers see fp32 as always. First step / largest
-difference after it. Allowed is {first:.0e} both times, except where later steps differ by design: (n) data-parallel
-ranks draw numbers of their own, (c) the calibration of delayed scaling sees gradients of another size at scale 1, (g)
-experts see their tokens in other groups.
+difference after it, power. Allowed is {first:.0e} both times, except where later steps differ by design: (n)
+data-parallel ranks draw numbers of their own, (c) the calibration of delayed scaling sees gradients of another size at
+scale 1, (g) experts see their tokens in other groups.
 """
 _SPREAD = """## {precision} compute
 
 First step / largest difference after it, and in brackets its share of the spread: the largest difference between any
 two of {runs} one-process runs, of which {moved} began with embedding weights moved by one unit in the last place (seeds
 {seeds}). Marked n and g: these also took each iteration's samples in another order. If a layout were one more such run,
-one case in {chance} would be above 1 by chance; of these {cases}, {above} are.
+one case in {chance} would be above 1 by chance; of these {cases}, {above} are. The last number is the power.
 Allowed are {first_rule}two spreads, or {first:.0e}{after}.
 """
 _FLIPPED = f"""Sums in another order differ in their last bits, which can move a number across the middle between two
@@ -54,9 +58,9 @@ def render(
         facts: base, steps, batch, microbatch, sequence and seeds of the introductions.
     """
     wrong = [verdict for verdict in verdicts if not verdict.ok]
-    result = f"{len(verdicts)} cases" + (f", {len(wrong)} of them more than allowed." if wrong else " hold.")
-    result += f" {len(missing)} checks have no result." if missing else ""
-    parts = [f"# {title}", conditions, f"**{result}**", _INTRODUCTION.format(**facts)]
+    operands = sum(verdict.check == "operands" for verdict in verdicts)
+    parts = [f"# {title}", conditions, f"**{in_short(verdicts, missing)}**", _INTRODUCTION.format(**facts)]
+    parts += [_CLAIM.format(operands=operands)] if operands else []
     losses = [verdict for verdict in verdicts if verdict.check == "losses"]
     for precision in dict.fromkeys(v.precision for v in losses):
         parts += _losses([v for v in losses if v.precision == precision], precision, facts)
@@ -73,6 +77,19 @@ def render(
             parts.append("\n".join([f"## {heading}\n", *(f"- {line}" for line in lines)]))
             parts += [comment] if comment else []
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def in_short(verdicts: Sequence[Verdict], missing: Sequence[str] = ()) -> str:
+    """Sentences with the number of comparisons that decide, of those that do not, and of those that have no result."""
+    parts = []
+    for found, what in (
+        ([verdict for verdict in verdicts if verdict.decides], ""),
+        ([verdict for verdict in verdicts if not verdict.decides], " that would accept another recipe's losses"),
+    ):
+        if found:
+            wrong = sum(not verdict.ok for verdict in found)
+            parts.append(f"{len(found)} cases{what}" + (f", {wrong} more than allowed." if wrong else " hold."))
+    return " ".join([*parts, *([f"{len(missing)} checks have no result."] if missing else [])])
 
 
 def _losses(verdicts: Sequence[Verdict], precision: str, facts: dict[str, object]) -> list[str]:
@@ -111,7 +128,8 @@ def _cell(verdict: Verdict | None) -> str:
     mark = next((mark for start, mark in _MARKS.items() if verdict.why.startswith(start)), "")
     part = f" ({_spreads(verdict):.2f})" if verdict.bound and verdict.precision != "fp64" else ""
     first, later = (f"{value:.0e}".replace("e-0", "e-") if value else "0" for value in (verdict.first, verdict.later))
-    text = f"{first} / {later}{part}{mark}"
+    power = f", {verdict.others - len(verdict.accepted)}/{verdict.others}" if verdict.others else ""
+    text = f"{first} / {later}{part}{mark}{power}"
     return text if verdict.ok else f"**{text}**"
 
 

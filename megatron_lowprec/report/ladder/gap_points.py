@@ -11,14 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.amounts import amount
-from megatron_lowprec.report.groups import Group, config_of
+from megatron_lowprec.report.groups import Group, non_embedding_parameters
 from megatron_lowprec.report.published.ladder import PublishedRun, gap_ladder
 from megatron_lowprec.report.runs import Status
 from megatron_lowprec.report.statistics import Fit
-from megatron_lowprec.training.config.resolve import resolve_model
-from megatron_lowprec.training.models.sizes import num_non_embedding_parameters
 
 _MOST_RECIPES = 8
 SOURCE = "Quartet II"
@@ -45,14 +42,6 @@ class Line:
     model: str  # its size, or the group's name if that tells more
     parameters: float  # without embeddings
     points: tuple[Point, ...]
-
-
-def non_embedding_parameters(options: Mapping[str, Any]) -> float:
-    """Parameters without embeddings from a run's resolved options; NaN if these describe no model known here."""
-    try:
-        return float(num_non_embedding_parameters(resolve_model(config_of(options))))
-    except UserError:
-        return math.nan
 
 
 def measured_lines(groups: Sequence[Group], fits: Mapping[str, Fit | None]) -> tuple[list[Line], list[str]]:

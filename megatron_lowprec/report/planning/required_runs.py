@@ -16,8 +16,9 @@ from megatron_lowprec.sweep.slurm import indices
 def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
     """Lines on the seeds, parameters and tokens that decide a claim, each followed by its command if a sweep has them.
 
-    The runs are of the recipes that the claim compares, and of its control's where the sweep has them. Empty if the
-    claim is not open, names no sweep, or if no number of seeds is known to decide it; findings say why.
+    The runs are of the recipes that the claim compares, and of its control's where the sweep has them. Runs with too
+    few tokens for a verdict are not continued at their own scale. Empty if the claim is decided, names no sweep, or if
+    no number of seeds is known to decide it; findings say why.
 
     Raises:
         UserError: the claim's sweep is missing or wrong.
@@ -25,7 +26,9 @@ def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
     claim, group, rules = verdict.claim, verdict.group, claims.rules
     undecided = [each for each in verdict.findings if each.held is Held.OPEN]
     known = [each.seeds for each in undecided if each.seeds is not None]
-    if verdict.outcome is not Outcome.OPEN or group is None or claim.sweep is None or len(known) < len(undecided):
+    if verdict.outcome not in (Outcome.OPEN, Outcome.TOO_FEW_TOKENS) or group is None or claim.sweep is None:
+        return ()
+    if not undecided or len(known) < len(undecided):
         return ()
     path = f"configs/sweeps/{claim.sweep}.yaml"
     shipped = budgets(path)
@@ -35,7 +38,7 @@ def required_runs(verdict: Verdict, claims: Claims) -> tuple[str, ...]:
     shipped = [each for each in shipped if None not in _found(each, claim.tests)]
     tests = claim.tests + (claims.named(claim.control).tests if claim.control is not None else ())
     lines: list[str] = []
-    if len(seeds) > len(at_hand):
+    if len(seeds) > len(at_hand) and verdict.outcome is Outcome.OPEN:
         same = [each for each in shipped if (each.parameters, each.tokens) == (group.parameters, group.tokens)]
         lines += _lines(f"next, at the scale of these runs: {max(known)} shared seeds", same, path, tests, seeds)
     least = {name: rules.comparable_scale * (getattr(claim.scale, name) or 0) for name in SIZES}

@@ -13,7 +13,13 @@ from megatron_lowprec.report.claims import BF16, QUANTITIES, RELATIONS, Claim, C
 from megatron_lowprec.report.published.ladder import BASELINE, PublishedRun, loss_ladder, read_ladder
 from megatron_lowprec.report.verdict import Held, Outcome, decide
 
-LEFT_OPEN = (Outcome.NOT_AT_THIS_SCALE, Outcome.OPEN, Outcome.UNPAIRED, Outcome.NOT_TESTED)
+LEFT_OPEN = (
+    Outcome.NOT_AT_THIS_SCALE,
+    Outcome.OPEN,
+    Outcome.TOO_FEW_TOKENS,
+    Outcome.UNPAIRED,
+    Outcome.NOT_TESTED,
+)
 """Outcomes of own runs that others' evidence stands beside."""
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from megatron_lowprec.report.groups import Group, group_runs
+from megatron_lowprec.report.groups import Group, group_runs, non_embedding_parameters
 from megatron_lowprec.report.ladder.gap_plot import gap_by_tokens
 from megatron_lowprec.report.ladder.gap_points import (
     Line,
@@ -17,7 +17,6 @@ from megatron_lowprec.report.ladder.gap_points import (
     best_measured,
     comparable_roundings,
     measured_lines,
-    non_embedding_parameters,
     published_lines,
 )
 from megatron_lowprec.report.plot_style import DARK, LIGHT, gap_axis, styles
@@ -207,12 +206,12 @@ def test_without_the_published_file_the_report_says_so(
     arguments = [folder, "--out", str(tmp_path / "out")]
     assert report.main(arguments) == 0
     assert GRAY_NOTE not in capsys.readouterr().out
-    assert "arXiv 2601.22813" in page.read_text(encoding="utf-8").partition("<h2>Runs of")[0]
+    assert "arXiv 2601.22813" in page.read_text(encoding="utf-8").partition("<h2>What papers claim")[0]
     with monkeypatch.context() as patch:
         patch.setattr(report, "PUBLISHED", tmp_path / "none.csv")
         assert report.main(arguments) == 0
         assert GRAY_NOTE in capsys.readouterr().out
-        assert "arXiv 2601.22813" not in page.read_text(encoding="utf-8").partition("<h2>Runs of")[0]
+        assert "arXiv 2601.22813" not in page.read_text(encoding="utf-8").partition("<h2>What papers claim")[0]
         assert (tmp_path / "out/gap_by_tokens.png").exists()
         fp8 = sweep(tmp_path / "fp8", 0.05, recipe="fp8_delayed")
         assert report.main([str(fp8), "--out", str(tmp_path / "fp8_out")]) == 0

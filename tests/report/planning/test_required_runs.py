@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.report.claims import Claims, load_claims
+from megatron_lowprec.report.claims import CLAIMS, Claims, load_claims
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.planning.required_runs import extended, required_runs
 from megatron_lowprec.report.runs import find_runs
@@ -17,19 +18,19 @@ from megatron_lowprec.report.verdict import Outcome, judge_all
 from megatron_lowprec.sweep import cli
 from megatron_lowprec.sweep.budgets import budgets
 from tests.report.synthetic import add_cells, cell, write_run, write_sweep
-from tests.report.test_claims import CLAIM, SHIPPED
+from tests.report.test_claims import CLAIM
 
 SMALL = next(each for each in budgets("configs/sweeps/paper_table2.yaml") if each.size == "small")
 # In steps of 64 sequences of 1024 tokens, as the synthetic runs have.
 OPTIONS = {"train_iters": SMALL.tokens // (64 * 1024)}
 
 
-def claims(tmp_path: Path, **changes: Any) -> Claims:
+def claims(tmp_path: Path, least: float = 0, **changes: Any) -> Claims:
     scale = {"parameters": 345_000_000, "tokens": 20_000_000_000}
     smallest = {"value": 0.03, "unit": "nats a token", "reason": "a reason"}
     claim = {**CLAIM, "scale": scale, "smallest_difference": smallest, **changes}
     path = tmp_path / "claims.yaml"
-    path.write_text(yaml.safe_dump({"rules": {}, "prior_noise": {}, "claims": [claim]}))
+    path.write_text(yaml.safe_dump({"rules": {"tokens_per_parameter": least}, "prior_noise": {}, "claims": [claim]}))
     return load_claims(path)
 
 
@@ -75,13 +76,19 @@ def test_both_scales_have_a_command_with_enough_seeds(
 
 def test_the_control_is_trained_as_well(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A claim of no gap counts if the same runs show a known gap."""
-    found = load_claims(SHIPPED)
+    found = load_claims(CLAIMS)
+    found = replace(found, rules=replace(found.rules, tokens_per_parameter=0.0))
     (claim,) = (each for each in found.claims if each.id == "mxfp4_rht_alone")
     assert claim.control == "mxfp4_plain"
     verdicts = judge_all(found, group_runs(find_runs([str(sweep)], 0.5)[0], "bf16")[0])
     (verdict,) = (each for each in verdicts if each.claim == claim)
     jobs = dry_run(required_runs(verdict, found)[1], capsys)
     assert {job[1] for job in jobs} == {"bf16", "mxfp4", "mxfp4_rht"}
+
+
+def test_runs_with_few_tokens_are_not_continued(sweep: Path, tmp_path: Path) -> None:
+    lines = required(claims(tmp_path, least=20), sweep, Outcome.TOO_FEW_TOKENS)
+    assert [line.partition(":")[0] for line in lines[::2]] == ["next, at the claim's scale"]
 
 
 def test_a_sweep_without_the_recipes_has_no_command(sweep: Path, tmp_path: Path) -> None:
@@ -161,7 +168,7 @@ def test_what_no_number_of_seeds_decides_has_no_command(sweep: Path, tmp_path: P
 
 def test_decided_claims_require_nothing(tmp_path: Path) -> None:
     far = write_sweep(tmp_path / "far", {"bf16": 3.7, "mxfp4": 3.9}, options=OPTIONS)
-    assert required(claims(tmp_path), far, Outcome.REPRODUCED) == []
+    assert required(claims(tmp_path), far, Outcome.REPRODUCED_AT_THIS_SCALE) == []
 
 
 def test_a_claim_of_a_missing_sweep_is_an_error(sweep: Path, tmp_path: Path) -> None:
@@ -175,4 +182,4 @@ def test_seeds_are_extended_by_new_ones() -> None:
 
 
 def test_the_sweeps_of_the_shipped_claims_exist() -> None:
-    assert all(budgets(f"configs/sweeps/{claim.sweep}.yaml") for claim in load_claims(SHIPPED).claims if claim.sweep)
+    assert all(budgets(f"configs/sweeps/{claim.sweep}.yaml") for claim in load_claims(CLAIMS).claims if claim.sweep)

@@ -59,7 +59,7 @@ def write_claims(
         "others": [{**named, **others}],
     }
     path = folder / "claims.yaml"
-    path.write_text(yaml.safe_dump({"rules": {}, "prior_noise": {}, "claims": [claim]}))
+    path.write_text(yaml.safe_dump({"rules": {"tokens_per_parameter": 0}, "prior_noise": {}, "claims": [claim]}))
     return path
 
 

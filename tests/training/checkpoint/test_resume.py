@@ -445,11 +445,11 @@ def test_histories_of_gradients_follow_the_batch_of_a_rank(
     assert larger["input"] == same["input"]
     assert larger["weight"] == same["weight"]
     assert larger["grad_output"] == [amax / 4 for amax in same["grad_output"]]
-    # And so they are: the step after it has seen gradients of about this size.
+    # And so they are, by the gradients of the next step: 2 is halfway, in logarithms, to the 4 of a wrong factor.
     for (history, slot), expected in zip(
         [layer.histories["grad_output"] for layer in runtimes[1].layers], larger["grad_output"], strict=True
     ):
-        assert history.window[0, slot].item() == pytest.approx(expected, rel=0.6)
+        assert 1 / 2 < history.window[0, slot].item() / expected < 2
 
 
 @pytest.mark.parametrize("fill", [True, None])

@@ -1,0 +1,39 @@
+"""Versions that several files name agree with pyproject.toml."""
+
+import re
+import tomllib
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.docs.markdown import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NEEDS = {need.name.lower(): need.specifier for need in map(Requirement, PROJECT["dependencies"])}
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_image_has_a_torch_that_the_package_takes() -> None:
+    """The tag of PyTorch's images begins with the version of their torch; other images name none."""
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", text("Dockerfile"), re.M)
+    image, _, tag = base.partition(":")
+    assert image == "pytorch/pytorch"
+    assert tag.partition("-")[0] in NEEDS["torch"]
+
+
+def test_the_lock_has_what_the_package_needs() -> None:
+    locked = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text("requirements/cpu.txt"), re.M))
+    locked = {name.lower(): version for name, version in locked.items()}
+    assert {name for name, specifier in NEEDS.items() if locked[name] not in specifier} == set()
+
+
+def test_the_supported_pythons_are_the_same_everywhere() -> None:
+    taken = SpecifierSet(PROJECT["requires-python"])
+    supported = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in taken]
+    assert re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])) == supported
+    assert f"Python {' or '.join(supported)} and make are enough" in text("README.md")
+    first, last = (version.replace(".", ", ") for version in (supported[0], supported[-1]))
+    assert f"({first}) <= sys.version_info[:2] <= ({last})" in text("Makefile")

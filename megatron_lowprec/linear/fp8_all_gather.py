@@ -110,8 +110,9 @@ class _Gather:
 
     def _compute_scales(self, model: nn.Module, _: Any) -> None:
         training = is_training_pass(model.training)
-        for group in {weight.layer.group for weight in self._weights} - {None}:
-            group.begin_pass(training)
+        for layer in (weight.layer for weight in self._weights):
+            if layer.group is not None:
+                layer.group.begin_pass(training)
         for weight in self._weights:
             weight.delayed = weight.spec.scaling == "delayed" and "weight" not in weight.layer.current_tensors(training)
         with torch.no_grad():

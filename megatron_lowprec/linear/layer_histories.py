@@ -46,13 +46,16 @@ class LayerHistories:
         device: of the weight; histories of a meta tensor begin on the CPU.
 
     Attributes:
-        stale: whether the weight has changed without an end of a step, so that no recorded amax is of it.
+        stale: whether no recorded amax is of the weight as it is: it changed without the end of a step, or its steps
+            end without a record.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cpu") if device.type == "meta" else device
         self._by_spec: dict[HistorySpec, AmaxHistory] = {}
         self._source: weakref.ref[LayerHistories] | None = None  # of a copy
+        self._weight: weakref.ref[torch.Tensor] | None
+        self._stepped = False  # a step with a pass in training has ended
         self._forget_weight()
 
     def of(self, spec: HistorySpec) -> AmaxHistory:
@@ -105,20 +108,22 @@ class LayerHistories:
         return same and not weight.is_inference() and weight._version != self._version
 
     def _forget_weight(self) -> None:
-        self._weight: weakref.ref[torch.Tensor] | None = None
+        self._weight = None
         self._version, self._norm, self.stale = -1, math.nan, False
 
-    def _has_other_values(self, weight: torch.Tensor) -> bool:
-        """Whether the weight has changed since the step's first pass, unseen by its version, while nothing is known.
+    def _stays_empty(self, weight: torch.Tensor) -> bool:
+        """Whether no amax is in effect although a step has ended, or should have: the weight has other values.
 
-        A write to ``weight.data`` does not count, nor one to a copy from which the loop fills the weight. The device is
-        waited for, in the first step only.
+        The version does not count a write to ``weight.data``, or of a copy that the loop keeps. A step ends without a
+        record if a reentrant checkpoint is not recomputed. The device is waited for, in the first step only.
         """
         if capturing() or weight.is_meta or isinstance(weight, Fp8Weight):
             return False
         if any(not history.is_empty(slot) for history in self for slot in range(history.newest.numel())):
             return False
-        norm, before = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)), self._norm
+        if self._stepped:
+            return True
+        norm, before = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)), self._norm
         self._norm = norm if math.isnan(before) else before
         return norm != self._norm
 
@@ -130,8 +135,10 @@ class LayerHistories:
             weight: the layer's parameter.
             training: ``is_training_pass``.
         """
+        if not self._by_spec:
+            return
         self.follow(weight)
-        self.stale = self.stale or self._changed(weight) or (training and self._has_other_values(weight))
+        self.stale = self.stale or self._changed(weight) or (training and self._stays_empty(weight))
         if not training or self.stale:
             return
         self._source = None
@@ -148,6 +155,7 @@ class LayerHistories:
         Amaxes that are not finite are left out: the loop has skipped their update, and an Inf would pin the scale for a
         whole window.
         """
+        self._stepped = self._stepped or self._weight is not None
         self._forget_weight()
         for history in self:
             with torch.cuda.device_of(history.newest):
@@ -156,7 +164,7 @@ class LayerHistories:
 
     def loaded(self) -> None:
         """After ``load_state_dict``, whose histories belong to no pass of this process."""
-        self._source = None
+        self._source, self._stepped = None, False
         self._forget_weight()
 
 
@@ -172,7 +180,8 @@ class LayerGroup:
         distributed: False for layers of this process only.
 
     Attributes:
-        loaded: whether ranks may hold different state, at first and after ``load_state_dict``.
+        pending: whether a pass in training has run since the last step.
+        loaded: whether ``load_state_dict`` has run since the last pass in training; None at first.
     """
 
     def __init__(self, ranks: dist.ProcessGroup | None = None, *, distributed: bool = True) -> None:
@@ -180,9 +189,9 @@ class LayerGroup:
         self._begin()
 
     def _begin(self) -> None:
-        self.loaded = True
+        self.loaded: bool | None = None
         self._layers: list[weakref.ref[Any]] = []
-        self._pending = self._deferred = False  # a pass in training has run; its step has ended in a backward pass
+        self.pending = self._deferred = False
         self._said: set[str] = set()
         _groups.append(weakref.ref(self))
         _follow_optimizers()
@@ -213,7 +222,7 @@ class LayerGroup:
         self.catch_up()
         if training:
             self._synchronize()
-            self._pending = True
+            self.pending = True
 
     def follows(self, parameters: set[int]) -> bool:
         """Whether an optimizer with parameters of these ``id`` ends the step."""
@@ -224,8 +233,8 @@ class LayerGroup:
         return any(id(p) in parameters for p in own()) or not any(p.requires_grad for p in own())
 
     def optimizer_stepped(self, parameters: set[int]) -> None:
-        """End the step if passes in training ran in it; in a backward pass, before the next forward pass."""
-        if not self._pending or self._deferred or not self.follows(parameters):
+        """End the step if it is pending; in a backward pass, before the next forward pass."""
+        if self._deferred or not self.follows(parameters):
             return
         if in_backward_pass():  # not all gradients exist
             self._deferred = True
@@ -243,7 +252,7 @@ class LayerGroup:
 
     def end_step(self) -> None:
         """Update all histories, with the maximum over the ranks; collective if these are several."""
-        self._pending = self._deferred = False
+        self.pending = self._deferred = False
         histories = [layer.histories for layer in self.layers]
         specs = [spec for one in histories for spec in one.specs]
         if specs and self._spans_ranks:
@@ -266,17 +275,20 @@ class LayerGroup:
         return self._distributed and spans_ranks(self.ranks)
 
     def _synchronize(self) -> None:
-        """Give loaded histories and counts of passes their maximum over the ranks; then collective.
+        """Give loaded state its maximum over the ranks, at first only histories; then collective.
 
         All ranks must call ``load_state_dict``; a broadcast from rank 0 may have left out the state of others.
         """
-        if self.loaded and self._spans_ranks:
-            self.loaded, layers = False, self.layers
+        loaded, self.loaded = self.loaded, False
+        if loaded is False or not self._spans_ranks:
+            return
+        layers = self.layers
+        histories = [history for layer in layers for history in layer.histories]
+        if histories:
+            self._reduce([state for history in histories for state in (history.in_effect, history.window)])
+        if loaded:
             device = layers[0].weight.device
             counts = [torch.tensor(layer.passes.count, dtype=torch.float64, device=device) for layer in layers]
-            histories = [history for layer in layers for history in layer.histories]
-            if histories:
-                self._reduce([state for history in histories for state in (history.in_effect, history.window)])
             self._reduce(counts)
             for layer, count in zip(layers, counts, strict=True):
                 layer.passes.count = int(count)
@@ -294,13 +306,14 @@ _groups: list[weakref.ref[LayerGroup]] = []  # in order of creation, equal on al
 
 
 def _after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
-    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    _groups[:] = [reference for reference in _groups if reference() is not None]
-    for reference in _groups:
-        group = reference()
-        if group is not None:
-            # here, not in the next forward pass: a checkpoint may be written by one rank only
-            group.optimizer_stepped(parameters)
+    groups = [group for reference in _groups if (group := reference()) is not None]
+    if len(groups) < len(_groups):
+        _groups[:] = map(weakref.ref, groups)
+    pending = [group for group in groups if group.pending]
+    parameters = {id(p) for each in optimizer.param_groups for p in each["params"]} if pending else set()
+    for group in pending:
+        # here, not in the next forward pass: a checkpoint may be written by one rank only
+        group.optimizer_stepped(parameters)
 
 
 @cache

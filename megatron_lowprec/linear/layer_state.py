@@ -15,12 +15,12 @@ from torch import nn
 from megatron_lowprec.linear.forward_pass import PassCounter, is_training_pass
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.quantization.amax_history import AMAX
+from megatron_lowprec.linear.linear_id import SIDES
+from megatron_lowprec.quantization.amax_history import AMAX, empty_histories
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 
 _DRAWS = "draws"
-_KEY = re.compile(rf"(?:(?P<layer>.*)\.)?(?P<kind>{AMAX}|{_DRAWS})(?:\.[a-z_]+)?")
-_KINDS = {AMAX: "amax histories", _DRAWS: "counts of random draws"}
+_KEY = re.compile(rf"(?:(?P<layer>.*)\.)?(?:(?P<amax>{AMAX})\.(?:{'|'.join(SIDES)})|{_DRAWS})")
 
 
 class StatefulLayer(nn.Module):
@@ -68,11 +68,11 @@ class StatefulLayer(nn.Module):
         current = self.current_tensors(training)
         if current:
             self.group.say_once(
-                f"a weight changed without a step of an optimizer that holds it: {linear_gemms.recipe.name} scales by "
-                "current amaxes until a step ends; call megatron_lowprec.linear.lowprec_linear.end_step(model) after "
-                "each update"
+                f"{linear_gemms.recipe.name} scales by current amaxes: a weight changed without a step of an optimizer "
+                "that holds it, or runs in a checkpoint that is never recomputed. After other updates call "
+                "megatron_lowprec.linear.lowprec_linear.end_step(model)"
                 if self.histories.stale
-                else f"no step in training has recorded amaxes yet: {linear_gemms.recipe.name} scales by current ones"
+                else f"{linear_gemms.recipe.name} scales by current amaxes: no step in training has recorded any yet"
             )
         return linear_gemms.unrecorded(current) if current or not training else linear_gemms
 
@@ -81,11 +81,10 @@ class StatefulLayer(nn.Module):
 
         These are all if the weight has changed without a step, and in evaluation those without a recorded amax.
         """
-        histories = self.linear_gemms.histories
-        if training or self.histories.stale:
-            return frozenset(histories if self.histories.stale else ())
-        used = {name: of for name, of in histories.items() if name != "grad_output" or torch.is_grad_enabled()}
-        return frozenset(name for name, (history, slot) in used.items() if history.is_empty(slot))
+        recipe, histories = self.linear_gemms.recipe, self.linear_gemms.histories
+        if self.histories.stale:
+            return frozenset(histories)
+        return frozenset() if training else empty_histories(recipe, histories, gradients=torch.is_grad_enabled())
 
     def end_step(self) -> None:
         """Update delayed scales after an optimizer step; of this layer and this rank only."""
@@ -166,7 +165,7 @@ def drop_unused_state(model: nn.Module, state_dict: dict[str, Any], prefix: str,
     for key in [key for key in state_dict if key.startswith(prefix)]:
         found = _KEY.fullmatch(key, len(prefix))
         if found is not None and found[0] not in used and _is_linear(model, found["layer"] or ""):
-            unused[key] = _KINDS[found["kind"]]
+            unused[key] = "amax histories" if found["amax"] else "counts of random draws"
             del state_dict[key]
     if unused:
         kinds = " and ".join(sorted(set(unused.values())))

@@ -52,6 +52,7 @@ class LinearGemms:
         reads: histories of another instance, to which nothing is recorded.
 
     Attributes:
+        records: whether passes may record amaxes.
         main_grad_is_zero: lets the next ``wgrad`` overwrite ``accumulate_into``; ``wgrad`` resets it.
         weight_cache: weights of this step; empty without ``cache_weights``.
         emulated, native: the backends.
@@ -73,9 +74,9 @@ class LinearGemms:
     ) -> None:
         self.recipe, self.linear_id, self.gathers = recipe, linear_id, gathers
         self.main_grad_is_zero = False
-        self._records, self._emulate, self._unrecorded = reads is None, emulate, dict[frozenset[str], LinearGemms]()
+        self.records, self._emulate, self._unrecorded = reads is None, emulate, dict[frozenset[str], LinearGemms]()
         fixed: dict[str, Any] = {"linear_id": linear_id, "seed": seed, "reduce_amax": reduce_amax, "emulate": emulate}
-        self._with = partial(LinearGemms, history_of=AmaxHistory, **fixed)
+        self._with: Callable[..., LinearGemms] = partial(LinearGemms, history_of=AmaxHistory, **fixed)
         cached = [name for name, gemm in recipe.gemms.items() if weight_serves_microbatches(gemm)]
         self.weight_cache = QuantizedWeightCache(cached if cache_weights else ())
         self._chosen_for: tuple[torch.device, torch.dtype] | None = None
@@ -101,11 +102,10 @@ class LinearGemms:
         return self._with(recipe)
 
     def unrecorded(self, current: frozenset[str] = frozenset()) -> "LinearGemms":
-        """The layer for passes that record no amax; the delayed tensors in ``current`` get current scales."""
+        """The layer for passes that record no amax and gather no codes; tensors in ``current`` get current scales."""
         if current not in self._unrecorded:
             recipe, fp8_sums = with_current_scales(self.recipe, current), bool(self.emulated.products)
-            options: dict[str, Any] = {"emulate_accumulator": fp8_sums, "gathers": self.gathers}
-            self._unrecorded[current] = self._with(recipe, reads=self.histories, **options)
+            self._unrecorded[current] = self._with(recipe, emulate_accumulator=fp8_sums, reads=self.histories)
         return self._unrecorded[current]
 
     def supported_fusion(self, tensor: str, matrix: torch.Tensor) -> CastFusion:
@@ -389,7 +389,7 @@ class LinearGemms:
         cached = self.weight_cache.get(gemm, is_native) if holds else None
         if not isinstance(w_OI, Fp8Weight):
             return cached
-        if update_amax and self._records and w_OI.spec.scaling == "delayed":
+        if update_amax and self.records and w_OI.spec.scaling == "delayed":
             history, slot = self.histories["weight"]
             history.update_amax(slot, w_OI.main_amax)
         if cached is not None and update_amax:

@@ -236,6 +236,8 @@ class RecipeRuntime:
     def _update_histories(self, *kinds: HistoryUpdate) -> None:
         for (remembered, expert), history in self._histories.items():
             if remembered.update in kinds:
+                if remembered.update == "microbatch":  # the step may be skipped for an Inf in it
+                    history.drop_not_finite()
                 history.update(partial(_reduce_over_holders, expert=expert))
 
     def check_forward(self, chunk: nn.Module, *_: Any) -> None:

@@ -6,13 +6,13 @@ Inf or NaN, the previous value stays in effect. The scale is a pure function of 
 serves every format that a tensor is cast to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from megatron_lowprec.kernels.dispatch import update_history_
-from megatron_lowprec.recipe.schema import HistorySpec
+from megatron_lowprec.recipe.schema import HistorySpec, Recipe
 
 AMAX = "amax"
 """A layer's state dict holds the history of each tensor as ``amax.<tensor>``, ``AmaxHistory.state``."""
@@ -130,3 +130,17 @@ class AmaxHistory:
         """Multiply all recorded values of one tensor by ``factor``."""
         self.in_effect[slot] *= factor
         self.window[:, slot] *= factor
+
+
+def empty_histories(
+    recipe: Recipe, histories: Mapping[str, tuple[AmaxHistory, int]], *, gradients: bool
+) -> frozenset[str]:
+    """The tensors with delayed scales of a layer that have no amax in effect.
+
+    Args:
+        recipe: of the layer.
+        histories: tensor -> its history and slot; also of tensors that the layer does not quantize.
+        gradients: include ``grad_output``.
+    """
+    used = [tensor for tensor in recipe.delayed_operands() if gradients or tensor != "grad_output"]
+    return frozenset(tensor for tensor in used if histories[tensor][0].is_empty(histories[tensor][1]))

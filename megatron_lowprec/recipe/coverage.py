@@ -218,7 +218,8 @@ def with_current_scales(recipe: Recipe, tensors: Collection[str]) -> Recipe:
         }
         return replace(gemm, **current)
 
-    return replace(recipe, **{name: changed(gemm) for name, gemm in recipe.gemms.items()}) if tensors else recipe
+    gemms: dict[str, Any] = {name: changed(gemm) for name, gemm in recipe.gemms.items()}
+    return replace(recipe, **gemms) if tensors else recipe
 
 
 def check_gemm_globs(recipe: Recipe, globs: Sequence[str], sites: Sequence[LinearSite], num_layers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lowprec import get_recipe
+from megatron_lowprec import KeepBf16, get_recipe
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.coverage import with_current_scales
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, HistorySpec, Recipe
 from tests.mcore.one_process import one_process
@@ -79,6 +81,74 @@ def test_a_skipped_step_leaves_no_trace_of_its_last_microbatch() -> None:
     block(hidden_states=torch.full((32, 2, 64), torch.inf), attention_mask=None)
     runtime.end_step(updated=False)
     assert all(float(history.newest.sum()) == 0.0 for history in runtime._histories.values())
+
+
+def test_an_inf_of_an_earlier_microbatch_enters_no_window() -> None:
+    """It would pin the scale for the whole window, although the loop skips the step."""
+    from megatron_lowprec.mcore.runtime import bind_recipe
+
+    block, _ = build()
+    runtime = bind_recipe([block], moving("microbatch"), num_layers=4, seed=1, accumulate_wgrad=False)
+    runtime.begin_step(0)
+    block(hidden_states=torch.full((32, 2, 64), torch.inf), attention_mask=None)
+    runtime.begin_microbatch(1)
+    assert all(history.window.isfinite().all() for history in runtime._histories.values())
+
+
+def test_layers_that_no_pass_has_run_keep_their_windows() -> None:
+    """Of all layers of the model, which share one update."""
+    from megatron_lowprec.mcore.runtime import bind_recipe
+
+    block, _ = build()
+    runtime = bind_recipe([block], get_recipe("fp8_delayed"), num_layers=4, seed=1, accumulate_wgrad=False)
+    first, last = (
+        block.layers[i].self_attention.linear_qkv.linear_gemms.histories["input"][1] for i in (0, len(block.layers) - 1)
+    )
+    for step, layers in enumerate((block, block.layers[0], block.layers[0])):
+        runtime.begin_step(step)
+        layers(hidden_states=torch.randn(32, 2, 64), attention_mask=None)
+        runtime.end_step()
+    (history,) = runtime._histories.values()
+    assert history.window[:4, first].count_nonzero() == 3
+    assert history.window[:4, last].count_nonzero() == 1
+    assert history.window[0, last] == history.in_effect[last] > 0
+
+
+def test_a_state_that_is_loaded_replaces_what_was_recorded() -> None:
+    """As in a rollback within a process; a state dict of another recipe lets the histories begin anew."""
+    block, runtime = build("fp8_delayed")
+    (history,) = runtime._histories.values()
+    linear = block.layers[0].self_attention.linear_qkv
+    x = torch.randn(32, 2, 64)
+    linear(x)
+    runtime.end_step()
+    saved, window = linear.state_dict(), history.window.clone()
+    linear(1000 * x)  # of a step that is then abandoned
+    linear.load_state_dict(saved)
+    runtime.end_step()
+    assert torch.equal(history.window, window)
+    linear.load_state_dict({**saved, "_extra_state": None})
+    assert window.any()
+    assert not history.window.any()
+
+
+def test_a_model_in_evaluation_only_scales_by_current_amaxes() -> None:
+    """As where a checkpoint of another recipe is evaluated; layers that the recipe keeps in bf16 have no say."""
+    from megatron_lowprec.mcore.runtime import bind_recipe
+
+    recipe, options = get_recipe("fp8_delayed"), {"num_layers": 4, "seed": 1, "accumulate_wgrad": False}
+    recipe = replace(recipe, keep_bf16=KeepBf16(first_layers=1))
+    found, x = [], torch.randn(32, 2, 64) * 2000
+    for each in (recipe, with_current_scales(recipe, recipe.delayed_operands())):
+        block, _ = build()
+        bind_recipe([block], each, **options)
+        with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found.append(block.eval()(hidden_states=x, attention_mask=None))
+        messages = {str(one.message) for one in said}
+        name = "fp8_delayed scales by current amaxes: no step in training has recorded any yet"
+        assert messages == ({name} if each is recipe else set())
+    assert torch.equal(*found)
 
 
 def test_a_pipeline_that_recomputes_is_refused() -> None:

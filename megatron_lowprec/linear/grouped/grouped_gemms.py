@@ -211,7 +211,8 @@ class GroupedLinearGemms:
         weights: Sequence[torch.Tensor],
     ) -> bool:
         """Whether a backend's kernels run a GEMM on the input or output gradient of all experts, and their weights."""
-        if not all(isinstance(gemms, LinearGemms) for gemms in self.experts):  # instrumented
+        # instrumented, or in evaluation before any amax: not all experts may have the same scales
+        if not all(isinstance(gemms, LinearGemms) and gemms.records for gemms in self.experts):
             return False
         alike = all(w.is_contiguous() and w.dtype == rows.dtype for w in weights)
         return alike and rows.shape[0] > 0 and name in backend.gemms(weights[0])

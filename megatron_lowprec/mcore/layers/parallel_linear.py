@@ -5,6 +5,7 @@ their GEMMs is replaced. Communication follows the stock layers: gather of the s
 all-reduce or reduce-scatter of the input gradient overlapped with the weight gradient.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, sc
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input, cached_amax
 from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
 from megatron_lowprec.mcore.rng_step import current_rng_step
+from megatron_lowprec.quantization.amax_history import empty_histories
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
@@ -200,6 +202,7 @@ class LowPrecLinearMixin:
     """Common part of both parallel layers; ``bind_recipe`` binds the GEMMs of each."""
 
     weight: torch.nn.Parameter
+    training: bool
     tp_group: dist.ProcessGroup
     config: TransformerConfig
     sequence_parallel: bool
@@ -210,12 +213,20 @@ class LowPrecLinearMixin:
 
     @property
     def bound_gemms(self) -> LinearGemms:
-        """The layer's GEMMs; RuntimeError before ``mcore.runtime.bind_recipe``."""
+        """The layer's GEMMs; RuntimeError before ``mcore.runtime.bind_recipe``.
+
+        In evaluation without recorded amaxes, such as of another recipe's checkpoint, they scale by current ones.
+        """
         if self.linear_gemms is None:
             raise RuntimeError(
                 "this linear layer has no recipe: call megatron_lowprec.mcore.runtime.bind_recipe(model, recipe, …)"
             )
-        return self.linear_gemms
+        recipe, histories = self.linear_gemms.recipe, self.linear_gemms.histories
+        current = empty_histories(recipe, histories, gradients=False) if histories and not self.training else None
+        if not current:
+            return self.linear_gemms
+        warnings.warn(f"{recipe.name} scales by current amaxes: no step in training has recorded any yet", stacklevel=2)
+        return self.linear_gemms.unrecorded(current)
 
     def records_amax(self) -> bool:
         """Whether a call records amaxes of delayed scaling: once a microbatch in training, trained weight or not.

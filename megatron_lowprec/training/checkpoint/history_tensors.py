@@ -7,6 +7,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.quantization.amax_history import AMAX
 
 
 def store_histories_as_tensors(model: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -27,8 +28,8 @@ def store_histories_as_tensors(model: torch.nn.Module, state: dict[str, Any]) ->
         axes = range(weight.prepend_axis_num)
         offsets = [(axis, weight.global_offset[axis], weight.global_shape[axis]) for axis in axes]
         for operand, (history, slot) in layer.linear_gemms.histories.items():
-            state[f"{name}.amax.{operand}"] = ShardedTensor.from_rank_offsets(
-                f"{extra.key.removesuffix('_extra_state')}amax.{operand}",
+            state[f"{name}.{AMAX}.{operand}"] = ShardedTensor.from_rank_offsets(
+                f"{extra.key.removesuffix('_extra_state')}{AMAX}.{operand}",
                 history.state(slot),
                 *offsets,
                 replica_id=extra.replica_id,

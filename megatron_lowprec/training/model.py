@@ -20,6 +20,7 @@ from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
 from megatron_lowprec.kernels.dispatch import have_triton
 from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
+from megatron_lowprec.mcore.layers.router import LossTokens, weigh_aux_losses
 from megatron_lowprec.mcore.optim.fp8_param_gather import use_primary_weights
 from megatron_lowprec.mcore.optim.recipe_optimizer import build_optimizer, torch_optimizers
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_recipe
@@ -54,6 +55,7 @@ class Trainer(Model):
     scheduler: OptimizerParamScheduler
     graphs: LayerGraphs | None = None
     gradient_factor: GradientFactor | None = None
+    loss_tokens: LossTokens | None = None
 
 
 def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size: int) -> Trainer:
@@ -66,6 +68,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     if isinstance(model.runtime, RecipeRuntime):
         model.runtime.notes += describe_training_state(recipe)
         model.runtime.notes += rounded_sum_warnings(recipe.gradients, mpu.get_data_parallel_world_size())
+    loss_tokens = weigh_aux_losses(model.chunks) if config.calculate_per_token_loss else None
     chunks = _data_parallel(config, transformer, list(model.chunks))
     optimizer, factor = build_optimizer(chunks, recipe, _optimizer_config(config, transformer), seed=config.seed)
     transformer.grad_scale_func = optimizer.scale_loss
@@ -74,7 +77,8 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     if config.cuda_graph_impl == "local" and isinstance(model.runtime, RecipeRuntime):
         graphs = LayerGraphs(chunks[0], several=_several_microbatches(config))
         model.runtime.notes.append("--cuda-graph-impl local: behind the first step layers are captured in CUDA graphs")
-    return Trainer(transformer, chunks, model.runtime, optimizer, _scheduler(schedule, optimizer), graphs, factor)
+    scheduler = _scheduler(schedule, optimizer)
+    return Trainer(transformer, chunks, model.runtime, optimizer, scheduler, graphs, factor, loss_tokens)
 
 
 def build_model(config: Config, recipe: Recipe, padded_vocab_size: int) -> Model:

@@ -18,6 +18,7 @@ from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.mcore.debug.operand_capture import OperandCapture
 from megatron_lowprec.mcore.debug.operand_probe import OperandId, OperandProbe
 from megatron_lowprec.mcore.expert_bias import keep_expert_biases
+from megatron_lowprec.mcore.layers.router import LossTokens
 from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 from megatron_lowprec.mcore.optim.state_stats import state_stats
 from megatron_lowprec.mcore.pending_numbers import PendingNumbers
@@ -116,7 +117,7 @@ def run_microbatches(
     """Launch ``count`` microbatches, with backward if ``runtime`` is set; returns the loss over data-parallel ranks."""
     several = len(trainer.chunks) > 1
     outputs = get_forward_backward_func()(
-        forward_step_func=ForwardStep(runtime),
+        forward_step_func=ForwardStep(runtime, trainer.loss_tokens),
         data_iterator=batches if several else batches[0],
         model=trainer.chunks if several else trainer.chunks[0],
         num_microbatches=count,
@@ -159,10 +160,15 @@ class PendingLoss:
 
 
 class ForwardStep:
-    """Megatron-core's forward_step_func; numbers the microbatches of each chunk for the recipe's random streams."""
+    """Megatron-core's forward_step_func; numbers the microbatches of each chunk for the recipe's random streams.
 
-    def __init__(self, runtime: Runtime | None) -> None:
-        self._runtime = runtime
+    Args:
+        runtime: None in evaluation.
+        loss_tokens: of the routers that weigh their losses by it.
+    """
+
+    def __init__(self, runtime: Runtime | None, loss_tokens: LossTokens | None = None) -> None:
+        self._runtime, self._loss_tokens = runtime, loss_tokens
         self._next: dict[int, int] = {}
 
     def __call__(self, batches: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
@@ -171,8 +177,11 @@ class ForwardStep:
             self._next[id(model)] = index + 1
             self._runtime.begin_microbatch(index)
         batch = next(batches)
-        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         mask = batch["loss_mask"]
+        if self._runtime is not None and self._loss_tokens is not None:
+            assert mask is not None
+            self._loss_tokens.begin_microbatch(mask)
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         # Middle stages of a pipeline have no data; their loss is never read.
         return output, partial(_masked_loss, mask if mask is not None else torch.empty(0))
 

@@ -54,6 +54,20 @@ CHAT: dict[str, Any] = TEXT | {
     "finetune": True,
     "no_save": True,
 }
+# Auxiliary losses as large as the loss; microbatches have other tokens with a loss, and sequences other answers.
+EXPERT_TEXT: dict[str, Any] = {
+    "num_experts": 4,
+    "disable_bias_linear": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1.0,
+    "moe_z_loss_coeff": 0.1,
+}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+    "expert": {"expert_model_parallel_size": 2},
+}
 # Dropout is on in these.
 RESUMED: dict[str, dict[str, Any]] = {
     "delayed scaling": {"use_distributed_optimizer": True, "recipe": "fp8_delayed"},
@@ -163,6 +177,9 @@ def cases() -> dict[str, dict[str, Any]]:
     found["chat start"] = TEXT | {"exit_interval": 1}
     for layout, sizes in {**LAYOUTS, "distributed": OVERLAP}.items():
         found[f"chat {layout}"] = CHAT | sizes | {"load": "chat start"}
+    found["expert chat start"] = TEXT | EXPERT_TEXT | {"exit_interval": 1}
+    for layout, sizes in EXPERT_LAYOUTS.items():
+        found[f"expert chat {layout}"] = CHAT | EXPERT_TEXT | sizes | {"load": "expert chat start"}
     for layout in ("data", "pipeline"):
         found[f"bad numbers {layout}"] = COMPARABLE | LAYOUTS[layout] | {"lr": 1e38, "max_skipped_steps": 2}
     return found
@@ -201,6 +218,23 @@ def test_answers_are_weighed_by_tokens_on_any_layout(
     # torch's fp32 norm of an embedding is 1e-5 off on a CPU, by how it is cut into tensors.
     compare(launch.rows(f"chat {layout}"), chat_on_one_process, norm=3e-5)
     assert len(launch.losses(f"chat {layout}")) == 4
+
+
+@pytest.fixture(scope="module")
+def expert_chat_on_one_process(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("expert_chat")
+    with driving(folder) as call:
+        call(argv(save="out", load=str(launch.folder / "expert chat start"), **CHAT, **EXPERT_TEXT))
+    return rows(folder / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_auxiliary_losses_weigh_the_same_on_any_layout(
+    expert_chat_on_one_process: list[dict[str, Any]], launch: Launch, layout: str
+) -> None:
+    compare(launch.rows(f"expert chat {layout}"), expert_chat_on_one_process)
+    assert len(launch.losses(f"expert chat {layout}")) == 4
 
 
 @pytest.mark.slow

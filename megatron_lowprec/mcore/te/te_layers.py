@@ -15,6 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.rng_step import set_rng_step
+from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.schema import Recipe
 
 EXTRA_STATE = "_extra_state"
@@ -73,7 +75,7 @@ def loading_extra_states() -> Iterator[None]:
 
 
 class TERuntime:
-    """Counterpart of ``mcore.runtime.RecipeRuntime``: TransformerEngine tracks steps and microbatches internally.
+    """Counterpart of ``mcore.runtime.RecipeRuntime``; TransformerEngine's own layers need no steps and microbatches.
 
     Args:
         recipe: the requested recipe.
@@ -81,13 +83,15 @@ class TERuntime:
     """
 
     def __init__(self, recipe: Recipe, runs: str) -> None:
-        self.recipe, self._runs = recipe, runs
+        self.recipe, self._runs, self._step = recipe, runs, 0
 
     def begin_step(self, step: int) -> None:
-        """No-op."""
+        """Set the RNG step, by which routers know their microbatch."""
+        self._step = step
 
     def begin_microbatch(self, index: int) -> None:
-        """No-op: Megatron-core's schedules mark the first microbatch."""
+        """Likewise; TransformerEngine knows the first microbatch from Megatron-core's schedules."""
+        set_rng_step(RngStep(self._step, index))
 
     def end_step(self, updated: bool = True) -> None:
         """No-op: amax histories are updated when the FP8 context ends, even in a step that is then skipped."""

@@ -189,13 +189,14 @@ class Batches:
     """Microbatches of this rank from position ``start`` on, as a dict of (micro-batch, sequence) tensors on ``device``.
 
     A context-parallel rank gets its share of each sequence. Tensor-parallel rank 0 loads and broadcasts. Middle
-    pipeline stages get no data.
+    pipeline stages get no data, unless their routers weigh auxiliary losses by tokens with a loss.
     """
 
     def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
         self._device = device
         self._shape = (len(_FIELDS), require(config.micro_batch_size), require(config.seq_length))
-        self._needed = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        weighs = config.calculate_per_token_loss and config.num_experts is not None
+        self._needed = weighs or mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
         self._loader: Iterator[torch.Tensor] | None = None
         self._ahead: dict[str, torch.Tensor | None] | None = None
         if self._needed and mpu.get_tensor_model_parallel_rank() == 0:

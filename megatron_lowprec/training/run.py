@@ -23,7 +23,7 @@ from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import find, parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.paths import keep_older_run, run_paths
+from megatron_lowprec.training.config.paths import keep_older_run, run_paths, same_folder
 from megatron_lowprec.training.config.resolve import (
     describe_layout,
     resolve_model,
@@ -147,6 +147,9 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
     config, more = source(config)
     notes = notes + more
     config, paths = run_paths(config, recipe.name)
+    if same_folder(config.load, config.save):  # by default, where --load names that folder
+        config, more = source(config)
+        notes = notes + more
     signals = Signals()
     first = ranks.rank == 0
     with signals.listening(config.exit_signal_handler), SaveLock(paths.checkpoints if first else None) as lock:

@@ -36,6 +36,7 @@ class RunRecord:
             return
         before = _read(path) if continues else {}
         self.run_id = str(before.get("run_id") or secrets.token_hex(4))
+        peak = before.get("peak_memory_bytes")
         self._facts = {
             **facts,
             "commit": commit("megatron_lowprec", "pretrain_gpt.py"),
@@ -43,7 +44,7 @@ class RunRecord:
             "ended": None,
             "iteration": None,
             "run_id": self.run_id,
-            "peak_memory_bytes": before.get("peak_memory_bytes"),
+            "peak_memory_bytes": peak if isinstance(peak, int) else None,
         }
         self._write()
 

@@ -32,6 +32,7 @@ from megatron_lowprec.training.models.sizes import flops_per_sample
 from megatron_lowprec.training.monitoring.bad_numbers import BadSteps, Diagnosis, diagnose, weights_are_finite
 from megatron_lowprec.training.monitoring.log import RunLog, StepRow
 from megatron_lowprec.training.monitoring.operand_files import write_captures
+from megatron_lowprec.training.monitoring.profiler import Profiler
 from megatron_lowprec.training.step import train_step
 
 
@@ -55,17 +56,42 @@ class Run:
 
 
 def train(run: Run) -> Stop | None:
-    """Iterate to --train-iters or to a reason to stop, which is returned; evaluate, log and save in between."""
+    """Iterate to --train-iters or to a reason to stop, which is returned; evaluate, log and save in between.
+
+    The reason is an error as well if the run ends with weights that are not finite, or with skipped iterations.
+    """
     config, progress = run.config, run.progress
     train_iters = require(config.train_iters)
     if progress.iteration >= train_iters:
         run.log.say(
             f"nothing to train: the checkpoint is at iteration {progress.iteration} of --train-iters {train_iters}"
         )
-    profiler = Profiler(config, run.paths)
-    bad_steps = BadSteps(config, run.paths.run)
+    bad_steps = BadSteps(config, run.paths.run, progress.skipped_in_a_row)
+    with Profiler(config, run.paths.run, progress.iteration, run.log.say) as profiler:
+        stop, finite = _iterate(run, profiler, bad_steps)
+        run.checkpoints.finish()
+        if stop is None or stop.error is None:
+            stop = bad_steps.failure(progress.iteration, finite) or stop
+        if stop is None and config.eval_iters:
+            stop = _evaluate(run, "valid") or _evaluate(run, "test")
+    if stop is not None and stop.error is not None and dist.get_rank() == 0:
+        bad_steps.report(run.saved, progress.iteration, stop.reason, finite)
+    if stop is not None:
+        run.log.say(f"stopping at iteration {progress.iteration}: {stop.reason}")
+        if dist.get_rank() == 0 and stop.requeue:
+            # The checkpoint to resume from is on disk by now.
+            ask_requeue(config.save, progress.iteration, stop.reason)
+    return stop
+
+
+def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | None, bool]:
+    """All iterations of this start, with a checkpoint of the last one; returns why they ended early, and whether the
+    weights are finite.
+    """
+    config, progress = run.config, run.progress
+    train_iters = require(config.train_iters)
     batches = _train_batches(run) if progress.iteration < train_iters else []
-    saved_at = progress.iteration
+    saved_at, finite = progress.iteration, True
     update_num_microbatches(progress.consumed_samples)
     if run.uncalibrated and batches:
         calibrate(run.trainer, lambda: _train_batches(run), config, progress.iteration, run.device)
@@ -82,22 +108,10 @@ def train(run: Run) -> Stop | None:
         if stop is None or not stop.at_once:
             stop = _evaluate_if_due(run) or stop
         if config.save_interval is not None and progress.iteration % config.save_interval == 0:
-            saved_at = _save(run)
+            saved_at, finite = progress.iteration, _save(run)
     if saved_at != progress.iteration:
-        _save(run)
-    run.checkpoints.finish()
-    if stop is None and config.eval_iters:
-        stop = _evaluate(run, "valid") or _evaluate(run, "test")
-    if stop is not None and stop.error is not None:
-        finite = weights_are_finite(run.trainer)
-        if dist.get_rank() == 0:
-            bad_steps.report(run.saved, progress.iteration, finite)
-    if stop is not None:
-        run.log.say(f"stopping at iteration {progress.iteration}: {stop.reason}")
-        if dist.get_rank() == 0 and stop.requeue:
-            # The checkpoint to resume from is on disk by now.
-            ask_requeue(config.save, progress.iteration, stop.reason)
-    return stop
+        finite = _save(run)
+    return stop, finite
 
 
 def _train_batches(run: Run) -> list[Batches]:
@@ -126,6 +140,7 @@ def _train_iteration(run: Run, batches: list[Batches], bad_steps: BadSteps) -> S
         run.log.say(*bad_steps.skipped(progress.iteration + 1, result.loss, result.grad_norm, look))
     progress.iteration += 1
     progress.consumed_samples += batch_size
+    progress.skipped_in_a_row = bad_steps.in_a_row
     _enter_batch_size(run)
     if result.operands is not None:
         run.log.quantization(progress.iteration, result.operands)
@@ -197,33 +212,12 @@ def _evaluate(run: Run, split: str) -> Stop | None:
     return stop
 
 
-def _save(run: Run) -> int:
-    """Write a checkpoint if --save is given; returns the iteration that needs no further checkpoint."""
-    if run.config.save is not None:
-        with gathered(run.trainer, run.config):
-            if weights_are_finite(run.trainer):
-                run.checkpoints.save(run.trainer, run.progress)
-            else:
-                run.log.say(f"no checkpoint of iteration {run.progress.iteration}: weights are not finite")
-    return run.progress.iteration
-
-
-class Profiler:
-    """torch's profiler from --profile-step-start to --profile-step-end; a Chrome trace per rank in the run folder."""
-
-    def __init__(self, config: Config, paths: RunPaths) -> None:
-        self._config, self._folder = config, paths.run / "profile"
-        self._profile: torch.profiler.profile | None = None
-
-    def before(self, iteration: int) -> None:
-        if self._config.profile and iteration == self._config.profile_step_start:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
-
-    def after(self, iteration: int) -> None:
-        if self._profile is None or iteration < min(self._config.profile_step_end, require(self._config.train_iters)):
-            return
-        self._profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self._folder / f"rank{dist.get_rank()}.json"))
-        self._profile = None
+def _save(run: Run) -> bool:
+    """Write a checkpoint if --save is given; returns whether the weights are finite, without which none is written."""
+    with gathered(run.trainer, run.config):
+        finite = weights_are_finite(run.trainer)
+        if finite and run.config.save is not None:
+            run.checkpoints.save(run.trainer, run.progress)
+    if not finite and run.config.save is not None:
+        run.log.say(f"no checkpoint of iteration {run.progress.iteration}: weights are not finite")
+    return finite

@@ -23,7 +23,7 @@ from megatron_lowprec.training.config import te_checks
 from megatron_lowprec.training.config.arguments import find, parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.paths import keep_older_run, run_paths
+from megatron_lowprec.training.config.paths import keep_older_run, run_paths, same_folder
 from megatron_lowprec.training.config.resolve import (
     describe_layout,
     resolve_model,
@@ -147,6 +147,9 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
     config, more = source(config)
     notes = notes + more
     config, paths = run_paths(config, recipe.name)
+    if same_folder(config.load, config.save):  # by default, where --load names that folder
+        config, more = source(config)
+        notes = notes + more
     signals = Signals()
     first = ranks.rank == 0
     with signals.listening(config.exit_signal_handler), SaveLock(paths.checkpoints if first else None) as lock:
@@ -214,15 +217,7 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
     if ranks.rank == 0:
         notes += keep_older_run(paths, config)
     run_on_all_ranks(lock.acquire)  # moving an older run's folder has moved the file with it
-    # Without an evaluation nothing replaces the last one's rows.
-    evaluated = progress.evaluated if config.eval_iters else progress.iteration
-    log = RunLog(config, paths, ranks.rank == 0, progress.iteration, content, evaluated)
-    if ranks.rank == 0:
-        paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     layers = model.implementation(config, trainer)
-    log.say(*plan.notes, *_header(plan, layers, str(device), splits, ranks.world_size))
-    about_data = [note for split in splits.values() if split is not None for note in split.notes]
-    log.say(*trainer.runtime.header(), *about_data, *notes)
     facts = {
         "recipe": plan.recipe.name,
         "gemms": trainer.runtime.gemms(),
@@ -233,26 +228,34 @@ def _train_on_ranks(plan: RunPlan, device: torch.device, ranks: Ranks, signals: 
         "parameters": num_parameters(config, vocabulary),
         "tokens": plan.samples * require(config.seq_length),
     }
-    record = RunRecord(paths.record, ranks.rank == 0, facts, continues=progress.iteration > 0)
-    # From here on there is training state to save.
-    signals.defer()
-    stops = StopReasons(config, signals, ranks.started)
-    writer = CheckpointWriter(config, content, log.say)
-    if trainer.graphs is not None:
-        trainer.graphs.say = log.say
-    run = loop.Run(config, paths, device, trainer, splits, progress, log, stops, writer, content, uncalibrated)
-    try:
-        stop = loop.train(run)
-    finally:
+    record = RunRecord(paths.record, ranks.rank == 0, facts, continues=plan.continues)
+    # Without an evaluation nothing replaces the last one's rows.
+    evaluated = progress.evaluated if config.eval_iters else progress.iteration
+    with RunLog(config, paths, ranks.rank == 0, progress.iteration, content, evaluated, record.run_id) as log:
+        if ranks.rank == 0:
+            paths.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        log.say(*plan.notes, *_header(plan, layers, str(device), splits, ranks.world_size))
+        about_data = [note for split in splits.values() if split is not None for note in split.notes]
+        log.say(*trainer.runtime.header(), *about_data, *notes)
+        # From here on there is training state to save.
+        signals.defer()
+        stops = StopReasons(config, signals, ranks.started)
+        writer = CheckpointWriter(config, content, log.say)
         if trainer.graphs is not None:
-            trainer.graphs.drop()
-    stops.finish()
-    peak = None
-    if device.type == "cuda":
-        peak, reserved = _peak_memory(device, trainer.graphs)
-        log.say(f"memory: {peak / GIB:.1f} GiB allocated at most on a GPU, {reserved / GIB:.1f} reserved by torch")
-    record.end(progress.iteration, peak)
-    log.close()
+            trainer.graphs.say = log.say
+        run = loop.Run(config, paths, device, trainer, splits, progress, log, stops, writer, content, uncalibrated)
+        try:
+            stop = loop.train(run)
+        finally:
+            if trainer.graphs is not None:
+                trainer.graphs.drop()
+        stops.finish()
+        peak = None
+        if device.type == "cuda":
+            peak, reserved = _peak_memory(device, trainer.graphs)
+            log.say(f"memory: {peak / GIB:.1f} GiB allocated at most on a GPU, {reserved / GIB:.1f} reserved by torch")
+        record.end(progress.iteration, peak)
+        log.close(failed=stop is not None and stop.error is not None)
     return stop
 
 

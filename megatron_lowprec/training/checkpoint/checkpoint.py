@@ -61,6 +61,8 @@ class Progress:
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
+    # Those of them at the end, which a later start goes on counting.
+    skipped_in_a_row: int = 0
     nan_iterations: int = 0
     # The last iteration with a completed validation.
     evaluated: int = -1

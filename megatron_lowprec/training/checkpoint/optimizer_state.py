@@ -43,14 +43,16 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
     """``optimizer.load_state_dict`` with workarounds for bugs of Megatron-core 0.16.1.
 
     With torch's AdamW the distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per
-    weight (KeyError). It also gives all weights one "step" tensor, which Adam then advances once per weight. With any
-    optimizer, the checkpoint's learning rates, betas and eps would silently override this run's options.
+    weight (KeyError). It also gives all weights one "step" tensor, which Adam then advances once per weight. Other
+    optimizers save no "step" of 0, without which AdamW loads nothing (KeyError). With any optimizer, the checkpoint's
+    learning rates, betas and eps would silently override this run's options.
     """
     inners = torch_optimizers(trainer.optimizer)
     asked = [[_options_of(group) for group in inner.param_groups] for inner in inners]
     parts = _distributed_parts(trainer.optimizer)
     for part in parts:
         _keep_steps(part)
+    _add_steps_of_zero(state)
     trainer.optimizer.load_state_dict(state)
     for part in parts:
         del part._set_main_param_and_optimizer_states
@@ -82,6 +84,18 @@ def _keep_steps(part: DistributedOptimizer) -> None:
         set_states(model_param, {**steps, **tensors})
 
     part._set_main_param_and_optimizer_states = set_states_but_step
+
+
+def _add_steps_of_zero(state: dict[Any, Any]) -> None:
+    """Complete the moments of a run without an update, whose optimizer may be one of a chain."""
+    moments = state.get("state")
+    if "param_groups" in state and isinstance(moments, dict):
+        if any("exp_avg" in each and "step" not in each for each in moments.values() if isinstance(each, dict)):
+            moments.setdefault("common_step", torch.zeros((), dtype=torch.float32))
+        return
+    for part in state.values():
+        if isinstance(part, dict):
+            _add_steps_of_zero(part)
 
 
 def _index_as_buckets_lie(part: DistributedOptimizer) -> None:

@@ -13,6 +13,7 @@ from megatron_lowprec.recipe.parsing import overridden, recipe_from_dict, recipe
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.checkpoint import checksums, safe_load, storage
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.paths import same_folder
 from megatron_lowprec.training.config.run_config import read_run_config
 from megatron_lowprec.training.data.tokenizer import Tokenizer
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
@@ -121,18 +122,14 @@ def start_of(options: Mapping[str, Any]) -> dict[str, Any]:
     load, save = options.get("load"), options.get("save")
     flags = {name: options.get(name) for name in ("ckpt_step", "finetune", "no_load_optim", "no_load_rng")}
     flags = {name: value for name, value in flags.items() if value is not None and value is not False}
-    if load is None or (not flags and save is not None and _same_folder(load, save)):
+    if load is None or (not flags and same_folder(load, save)):
         return {}
     return {"load": load, **flags}
 
 
 def _began_by(start: Mapping[str, Any], saved: Saved | None) -> bool:
     before = {} if saved is None else saved.started_from
-    return bool(before) and before | {"load": start["load"]} == start and _same_folder(before["load"], start["load"])
-
-
-def _same_folder(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()
+    return bool(before) and before | {"load": start["load"]} == start and same_folder(before["load"], start["load"])
 
 
 def _newest(folder: str) -> Saved | None:
@@ -168,7 +165,7 @@ def find_checkpoint(config: Config) -> tuple[Saved | None, list[str]]:
     if config.ckpt_step is not None:
         chosen = _at_step(config.load, config.ckpt_step)
         return chosen, chosen.notes
-    own = config.save is not None and _same_folder(config.load, config.save)
+    own = same_folder(config.load, config.save)
     candidates, notes = _candidates(config.load), list[str]()
     if storage.tracked(config.load) is None:
         if not own:

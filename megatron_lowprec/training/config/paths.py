@@ -75,7 +75,7 @@ def run_paths(config: Config, recipe_name: str) -> tuple[Config, RunPaths]:
     check_folder(run, "--save")
     checkpoints = config.save or str(run / "checkpoints")
     default = config.save is None and config.tensorboard_dir is None
-    will_be_moved = default and (config.load is None or not _same(config.load, Path(checkpoints)))
+    will_be_moved = default and not same_folder(config.load, checkpoints)
     if config.no_save and storage.whole(checkpoints) and not will_be_moved:
         raise UserError(
             f"--no-save in {run}, whose metrics belong to the checkpoints in {checkpoints}: this run's would replace "
@@ -99,7 +99,7 @@ def keep_older_run(paths: RunPaths, config: Config) -> list[str]:
     A resumed run (--load from its own checkpoints) appends to the same files. Checkpoints in a --save folder are never
     moved: a new run replaces those of the same iteration, as Megatron does.
     """
-    continues = config.load is not None and not config.finetune and _same(config.load, paths.checkpoints)
+    continues = not config.finetune and same_folder(config.load, paths.checkpoints)
     old = [path for path in (paths.metrics, paths.quantization) if path.exists()]
     if paths.default and (old or storage.whole(str(paths.run / "checkpoints"))):
         old = [paths.run]
@@ -157,5 +157,6 @@ def _short(name: str, longest: int = 120) -> str:
     )
 
 
-def _same(load: str, checkpoints: Path | None) -> bool:
-    return checkpoints is not None and Path(load).resolve() == checkpoints.resolve()
+def same_folder(one: str | Path | None, other: str | Path | None) -> bool:
+    """Whether two paths name one folder; False if one is None."""
+    return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()

@@ -320,6 +320,7 @@ def _check_features(config: Config, gpus: bool) -> None:
             f"{config.transformer_impl}'s; leave one of the two out"
         )
     _check_capture_step(config)
+    _check_profile(config)
     if config.overlap_param_gather and not (config.use_distributed_optimizer and config.overlap_grad_reduce):
         raise UserError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     if config.recompute_granularity == "full" and (
@@ -356,6 +357,15 @@ def _check_capture_step(config: Config) -> None:
         raise UserError(
             "--capture-step writes unquantized weights, and with --fp8-param-gather (or a recipe's fp8_weights) no "
             "rank has any; leave one of the two out"
+        )
+
+
+def _check_profile(config: Config) -> None:
+    start, end = config.profile_step_start, config.profile_step_end
+    if config.profile and not 0 <= start < min(end, require(config.train_iters)):
+        raise UserError(
+            f"--profile-step-start {start} --profile-step-end {end} profile no iteration of this run, which has "
+            f"{config.train_iters}; let the start be below the end and below --train-iters, or leave --profile out"
         )
 
 

@@ -103,7 +103,8 @@ class StopReasons:
     def after(self, iteration: int) -> Stop | None:
         """A reason to stop after this iteration."""
         interval = self._config.exit_interval
-        if interval is not None and iteration % interval == 0:
+        # The last iteration ends the run, with the evaluations that follow.
+        if interval is not None and iteration % interval == 0 and iteration != self._config.train_iters:
             return Stop(f"--exit-interval {interval}", requeue=False, at_once=False)
         return self.interrupted()
 

@@ -15,6 +15,7 @@ from megatron_lowprec.mcore.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training.checkpoint import random_state
+from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import describe_layout
 from megatron_lowprec.training.data.batches import Batches
@@ -97,7 +98,7 @@ def weights_are_finite(trainer: Trainer) -> bool:
 
 @dataclass
 class BadSteps:
-    """Counts consecutive skipped steps. ``look`` diagnoses the first of a sequence."""
+    """Counts consecutive skipped steps, those before this start included. ``look`` diagnoses the first it sees."""
 
     config: Config
     run_folder: Path
@@ -115,7 +116,7 @@ class BadSteps:
         self.in_a_row += 1
         what = f"loss {loss:.6g}" + ("" if grad_norm is None else f", gradient norm {grad_norm:.6g}")
         lines = [f"iteration {iteration} skipped ({what}): weights and moments stay as they were"]
-        if self.in_a_row == 1:
+        if not self._told:
             diagnosis = look()
             lines.append(f"first of it that is not finite: {diagnosis.text}")
             self._gemm = diagnosis.gemm
@@ -126,13 +127,24 @@ class BadSteps:
         """A reason to give up, after --max-skipped-steps in a row; else None."""
         if self.in_a_row < self.config.max_skipped_steps:
             return None
-        reason = f"{self.in_a_row} iterations in a row were skipped, for loss or gradient were not finite"
+        return self._failed(f"{self.in_a_row} iterations in a row were skipped, for loss or gradient were not finite")
+
+    def failure(self, iteration: int, finite_weights: bool) -> Stop | None:
+        """Why a run that ended after ``iteration``, and was not given up, has failed all the same; else None."""
+        if not finite_weights:
+            return self._failed(f"after iteration {iteration} the weights are not finite")
+        if self.in_a_row and iteration >= require(self.config.train_iters):
+            last = "iteration was" if self.in_a_row == 1 else f"{self.in_a_row} iterations were"
+            return self._failed(f"the last {last} skipped, for loss or gradient were not finite")
+        return None
+
+    def _failed(self, reason: str) -> Stop:
         error = f"{reason}; {self.run_folder / REPORT} says what was found"
         return Stop(reason, requeue=False, at_once=True, error=error)
 
-    def report(self, content: dict[str, Any], iteration: int, finite_weights: bool) -> None:
+    def report(self, content: dict[str, Any], iteration: int, reason: str, finite_weights: bool) -> None:
         """Write the diagnosis into the run's folder; called by one rank."""
-        found = "\n".join(f"- {line}" for line in self._told)
+        found = "\n".join(f"- {line}" for line in self._told or ["No iteration of this start was skipped."])
         state = (
             "The checkpoint of this iteration holds weights and moments as they were before the first of these."
             if finite_weights
@@ -140,7 +152,7 @@ class BadSteps:
             "Continue from an older one."
         )
         layout = describe_layout(content["layout"])
-        text = f"""# Stopped at iteration {iteration}: {self.in_a_row} skipped iterations in a row
+        text = f"""# Stopped at iteration {iteration}: {reason}
 
 Recipe {content["recipe"]["name"]}; {layout}; seed {content["options"]["seed"]}.
 

@@ -6,9 +6,10 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from megatron_lowprec.errors import UserError
@@ -101,7 +102,16 @@ class _Interval:
 
 
 class RunLog:
-    """Log and metrics of a run; every call is a no-op on ranks that do not write."""
+    """Log and metrics of a run; every call is a no-op on ranks that do not write.
+
+    A context, which closes all files, and the progress bar, if an error ends it before ``close``.
+
+    Args:
+        resumed_at: the iteration after which rows of metrics are written anew.
+        resolved: content of config.yaml, for W&B.
+        evaluated_at: the same as ``resumed_at`` for rows of evaluations; by default that iteration.
+        run_id: of W&B's run, which is continued if it exists.
+    """
 
     def __init__(
         self,
@@ -111,9 +121,10 @@ class RunLog:
         resumed_at: int,
         resolved: Mapping[str, Any],
         evaluated_at: int | None = None,
+        run_id: str | None = None,
     ) -> None:
         self._config, self._paths, self._writes = config, paths, writes
-        self._bar: Any = None
+        self._open = writes
         self._interval = _Interval()
         self._alarmed: set[str] = set()  # linear layers
         if not writes:
@@ -125,8 +136,17 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(paths.tensorboard), purge_step=resumed_at + 1 if resumed_at else None)
-        self._wandb = _start_wandb(config, paths, resolved)
+        self._wandb = _start_wandb(config, paths, resolved, run_id)
         self._start_bar(resumed_at)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(UserError):  # on a full disk the log fails as well, and the first error says more
+            self._shut(failed=True)
 
     def say(self, *lines: str) -> None:
         """Print lines for the user, once."""
@@ -188,19 +208,22 @@ class RunLog:
         key = f"lm loss {name}"
         self._record(iteration, consumed, {key: loss, f"{key} ppl": perplexity}, (key,))
 
-    def close(self) -> None:
-        """Flush, and print the location of all files."""
-        if not self._writes:
+    def close(self, *, failed: bool = False) -> None:
+        """Flush, and print the location of all files; W&B shows a run that has ``failed`` as such."""
+        self._shut(failed)
+        self.say(*self._paths.lines())
+
+    def _shut(self, failed: bool) -> None:
+        if not self._open:
             return
+        self._open = False
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        with self._failing_in_a_line():
-            self._metrics.close()
-            self._board.close()
         if self._wandb is not None:
-            self._wandb.finish()
-        self.say(*self._paths.lines())
+            self._wandb.finish(exit_code=int(failed))
+        with self._failing_in_a_line(), closing(self._metrics):
+            self._board.close()
 
     def _record(self, iteration: int, consumed: int, metrics: dict[str, float], losses: tuple[str, ...]) -> None:
         exact = {f"{key} hex": metrics[key].hex() for key in losses}
@@ -256,7 +279,8 @@ def _drop_rows_after(metrics: Path, iteration: int, evaluated: int, say: Callabl
     atomic_write(metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
 
-def _start_wandb(config: Config, paths: RunPaths, resolved: Mapping[str, Any]) -> Any:
+def _start_wandb(config: Config, paths: RunPaths, resolved: Mapping[str, Any], run_id: str | None) -> Any:
+    """W&B's run of that id, continued if it exists; rows of iterations that it has are dropped there."""
     if not config.wandb_project:
         return None
     import wandb
@@ -266,4 +290,6 @@ def _start_wandb(config: Config, paths: RunPaths, resolved: Mapping[str, Any]) -
         name=config.wandb_exp_name or paths.run.name,
         dir=config.wandb_save_dir or str(paths.run),
         config=dict(resolved),
+        id=run_id,
+        resume="allow",
     )

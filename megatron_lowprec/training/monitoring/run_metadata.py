@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,27 +16,35 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 class RunRecord:
     """The metadata file of one launch; a no-op on ranks that do not write.
 
-    A run that never ends keeps ``"ended": null``. A launch that resumes a run keeps the larger memory peak.
+    A run that never ends keeps ``"ended": null``. A launch that resumes a run keeps the larger memory peak, and the id
+    under which Weights & Biases knows the run.
 
     Args:
         path: the file.
         writes: whether this rank writes it.
         facts: values known at the start, as JSON.
         continues: whether the launch resumes the run whose record exists.
+
+    Attributes:
+        run_id: 8 hex digits, of W&B's run; None on ranks that do not write.
     """
 
     def __init__(self, path: Path, writes: bool, facts: Mapping[str, Any], *, continues: bool) -> None:
         self._path, self._writes = path, writes
+        self.run_id: str | None = None
         if not writes:
             return
         before = _read(path) if continues else {}
+        self.run_id = str(before.get("run_id") or secrets.token_hex(4))
+        peak = before.get("peak_memory_bytes")
         self._facts = {
             **facts,
             "commit": commit("megatron_lowprec", "pretrain_gpt.py"),
             "started": _now(),
             "ended": None,
             "iteration": None,
-            "peak_memory_bytes": before.get("peak_memory_bytes"),
+            "run_id": self.run_id,
+            "peak_memory_bytes": peak if isinstance(peak, int) else None,
         }
         self._write()
 
@@ -48,6 +57,7 @@ class RunRecord:
         self._write()
 
     def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self._facts, indent=1) + "\n", encoding="utf-8")
 
 

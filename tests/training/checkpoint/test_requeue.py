@@ -51,6 +51,15 @@ def test_every_start_goes_on_from_save(drive: Drive, checkpoints: Path, name: st
     assert len(three) == len(one)
 
 
+def test_the_default_folder_is_save_as_well(drive: Drive) -> None:
+    drive(argv(train_iters=4, save_interval=2))
+    save = "runs/gpt-bf16/checkpoints"
+    for iteration in (3, 4, 5):
+        drive(argv(load=save, ckpt_step=2, train_iters=8, exit_interval=1))
+        assert storage.tracked(save) == iteration
+    assert [row["iteration"] for row in rows(Path("runs/gpt-bf16"))] == [1, 2, 3, 4, 5]
+
+
 def test_another_run_s_checkpoints_in_save_are_no_reason(drive: Drive, checkpoints: Path) -> None:
     """They began elsewhere, by other flags, or with other options of an earlier version."""
     for folder in ("base", "other"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +223,7 @@ def test_too_many_in_a_row_stop_with_a_checkpoint_and_a_report(drive: Drive, mon
             drive(argv(**COMMON | {"train_iters": 9}, max_skipped_steps=2))
     assert "\n" not in str(error.value)
     report = Path("out/bad_numbers.md").read_text()
-    assert "Stopped at iteration 5: 2 skipped iterations in a row" in report
+    assert "Stopped at iteration 5: 2 iterations in a row were skipped" in report
     assert "iteration 4 skipped" in report
     assert "iteration 2 skipped" not in report
     # Backward comes from behind: layer 3 is the first of the three.
@@ -234,13 +237,76 @@ def test_too_many_in_a_row_stop_with_a_checkpoint_and_a_report(drive: Drive, mon
     assert math.isfinite(rows(Path("out"))[-1]["grad-norm"])
 
 
+def test_a_run_that_ends_with_skipped_iterations_has_failed(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So has a start that finds it like that: a sweep that tries again must not call it done."""
+    with monkeypatch.context() as patch:
+        spoiling(patch, "wgrad", lambda place, rng_step: place.name == "mlp.linear_fc2" and rng_step.step >= 3)
+        with pytest.raises(UserError, match=r"the last 2 iterations were skipped.*out/bad_numbers\.md says") as error:
+            drive(argv(**COMMON, eval_iters=1))
+    assert "\n" not in str(error.value)
+    assert "layers.3.mlp.linear_fc2, wgrad" in Path("out/bad_numbers.md").read_text()
+    assert not Path("out/requeue").exists()
+    with pytest.raises(UserError, match="the last 2 iterations were skipped"):
+        drive(argv(**COMMON, eval_iters=1))
+    assert not [row for row in rows(Path("out")) if "lm loss validation" in row]
+    drive(argv(**COMMON | {"train_iters": 6}))
+    assert losses(Path("out"))[-1] != losses(Path("out"))[-2]
+
+
+@pytest.mark.parametrize("bf16", [None, True], ids=["fp32", "bf16"])
+def test_skipped_iterations_are_counted_over_starts(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, bf16: bool | None
+) -> None:
+    """A job of short parts that is requeued for ever would never come to --max-skipped-steps.
+
+    Its checkpoints hold the moments of an optimizer that has made no update.
+    """
+    spoiling(monkeypatch, "wgrad", lambda place, rng_step: place.name == "mlp.linear_fc2")
+    options = COMMON | {"bf16": bf16, "max_skipped_steps": 3, "exit_interval": 1}
+    for _ in range(2):
+        drive(argv(**options))
+    with pytest.raises(UserError, match="3 iterations in a row were skipped"):
+        drive(argv(**options))
+    assert "layers.3.mlp.linear_fc2, wgrad" in Path("out/bad_numbers.md").read_text(), "of this start"
+
+
+@pytest.mark.parametrize("ending", ["last iteration", "exit interval", "SIGTERM", "no save"])
+def test_a_run_that_ends_with_weights_that_are_not_finite_has_failed(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However it ends. A requeued one would come to the same weights again and again."""
+    step = loop.train_step
+
+    def spoiling_weights(trainer: Any, *rest: Any) -> Any:
+        result = step(trainer, *rest)
+        if rest[2] == 2:
+            if ending == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            with torch.no_grad():
+                next(trainer.chunks[0].parameters()).view(-1)[3] = math.inf
+        return result
+
+    monkeypatch.setattr(loop, "train_step", spoiling_weights)
+    options = {"exit interval": {"exit_interval": 3}, "SIGTERM": {}}.get(ending, {"train_iters": 3})
+    with pytest.raises(UserError, match="after iteration 3 the weights are not finite"):
+        drive(argv(**COMMON | options, eval_iters=1, no_save=ending == "no save" or None))
+    report = Path("out/bad_numbers.md").read_text()
+    assert "Stopped at iteration 3: after iteration 3 the weights are not finite" in report
+    assert "No iteration of this start was skipped" in report
+    assert not Path("out/requeue").exists()
+    assert not Path("out/iter_0000003").exists()
+    assert not [row for row in rows(Path("out")) if "lm loss test" in row]
+    assert ("no checkpoint of iteration 3" in capsys.readouterr().out) == (ending != "no save")
+
+
 def test_a_gemm_rerun_in_bf16_isolates_the_cause(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The fault is in the quantized product of one GEMM of one layer.
     spoiling(monkeypatch, "dgrad", lambda place, rng_step: (place.layer, place.name) == (2, "mlp.linear_fc1"))
     for rerun, skipped in (("layers.2.mlp.linear_fc1.dgrad", 0), ("layers.3.*.dgrad", 2), ("*.linear_fc1.?grad", 0)):
-        drive(argv(**COMMON | {"train_iters": 2, "rerun_in_bf16": rerun, "no_save": True}))
+        with pytest.raises(UserError, match="the last 2 iterations") if skipped else nullcontext():
+            drive(argv(**COMMON | {"train_iters": 2, "rerun_in_bf16": rerun, "no_save": True}))
         assert rows(Path("out"))[-1]["skipped iterations"] == skipped
     assert "--rerun-in-bf16, on this stage: layers.1.mlp.linear_fc1.dgrad, layers.1" in capsys.readouterr().out
     drive(argv(**COMMON | {"rerun_in_bf16": "layers.2.mlp.linear_fc1.dgrad", "explain_recipe": True}))

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from megatron_lowprec.report import tables
+from megatron_lowprec.report.build import build
+from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.statistics import Fit
@@ -343,3 +345,20 @@ def test_a_run_whose_gradient_norm_grows_late_is_named(tmp_path: Path, capsys: p
     assert "mxfp4: the gradient norm grew late, from a median of 0.80 in the middle fifth" in printed
     assert printed.count("grew late") == 1
     assert "Gradient norms" in (tmp_path / "out/report.html").read_text()
+
+
+def test_the_table_of_claims_has_a_row_for_each_test(tmp_path: Path) -> None:
+    """Tables of docs/results: a claim of two tests has its verdict once, and one that lacks a recipe no row."""
+    sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4_rht": 3.72, "mxfp4_rht_sr": 3.71, "mxfp4": 3.8})
+    runs, notes = find_runs([str(sweep)], 0.5)
+    found = build(runs, notes, load_claims(report.CLAIMS), "bf16", "a test")
+    table = tables.claims(found.verdicts, 0.95)
+    assert table is not None
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["claim"] for row in rows] == ["mxfp4_plain", "mxfp4_rht_alone", "mxfp4_rht_sr", *["mxfp4_rht_long"] * 2]
+    assert [bool(row["verdict"]) for row in rows] == [True, True, True, True, False]
+    assert rows[0]["difference"] == "mxfp4 less bf16"
+    assert rows[0]["asked"] == "above 0.030 nats a token"
+    assert (rows[0]["share of its parameters"], rows[0]["share of its tokens"]) == ("1/7", "1/1,259")
+    assert float(rows[0]["measured"]) == pytest.approx(0.1, abs=0.01)
+    assert tables.claims([], 0.95) is None

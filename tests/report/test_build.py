@@ -4,11 +4,11 @@ import base64
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_lowprec.report import tables
 from megatron_lowprec.report.build import build
@@ -180,28 +180,24 @@ def test_claims_without_a_test_are_folded(tmp_path: Path) -> None:
 
 def test_tests_are_counted_where_there_is_a_verdict(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4": 3.8})
-    content = yaml.safe_load(report.CLAIMS.read_text(encoding="utf-8"))
-    content["rules"]["tokens_per_parameter"] = 0
-    for claim in content["claims"]:
-        claim.pop("others", None)  # relative to the file
-    claims = tmp_path / "claims.yaml"
-    claims.write_text(yaml.safe_dump(content))
-    assert report.main([str(sweep), "--out", str(tmp_path / "out"), "--claims", str(claims)]) == 0
-    assert "1 test was made" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    runs, notes = find_runs([str(sweep)], 0.5)
+    claims = load_claims(report.CLAIMS)
+    for least, words in ((20.0, "No test was made."), (0.0, "1 test was made")):
+        of_length = replace(claims, rules=replace(claims.rules, tokens_per_parameter=least))
+        assert words in build(runs, notes, of_length, "bf16", "a test")._judged()
 
 
 def test_a_report_without_claims_has_the_same_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4": 3.8})
-    said = []
-    for flags in ([], ["--no-claims"]):
-        assert report.main([str(sweep), "--out", str(tmp_path / "out"), *flags]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0].split("\nclaims:")[0] == said[1].split("\nreport:")[0]
+    assert report.main([str(sweep), "--out", str(tmp_path / "out"), "--no-claims"]) == 0
+    without = capsys.readouterr().out.split("\nreport:")[0].splitlines()
+    runs, notes = find_runs([str(sweep)], 0.5)
+    lines = build(runs, notes, load_claims(report.CLAIMS), "bf16", "a test").lines()
+    assert "\n".join(lines).split("\nclaims:")[0].splitlines() == without
     text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert Page(text).open == []
-    for words in ("badge ", "What papers claim", "Claims compare", "arxiv.org"):
+    for words in ("badge ", "What papers claim", "Claims compare", "arxiv.org", "Published gaps"):
         assert words not in text.split("</style>")[1]
-    assert "Published gaps" not in text
 
 
 def test_a_job_that_has_not_started_is_told_in_its_row(tmp_path: Path) -> None:

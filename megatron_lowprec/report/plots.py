@@ -79,8 +79,8 @@ def _gap_legend(figure: Figure, theme: Theme, published: bool) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=theme.text, marker="o", linewidth=2.4, label="mean and interval"),
-        Line2D([], [], color=theme.text, marker="|", markersize=7, linestyle="", label="single seeds"),
+        Line2D([], [], color=theme.text, marker="o", linewidth=2.4, label="gap and interval"),
+        Line2D([], [], color=theme.text, marker="|", markersize=7, linestyle="", label="pairs of a seed"),
     ]
     if published:
         style: dict[str, Any] = {"marker": "D", "markersize": 5.5, "markerfacecolor": "none", "linestyle": ""}

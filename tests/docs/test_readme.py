@@ -20,15 +20,6 @@ def test_the_table_of_recipes_names_all() -> None:
     assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(recipes())
 
 
-def test_each_reason_has_a_number_of_the_page_that_it_links() -> None:
-    rows = [line for line in section("Why").splitlines() if line.startswith("|")][2:]
-    assert len(rows) == 8
-    for row in rows:
-        (number,) = re.findall(r"\*\*([\d.,]+)\*\*", row)
-        (link,) = re.findall(r"\]\((docs/results/[^)#]+\.md)\)", row)
-        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", (ROOT / link).read_text(encoding="utf-8")), row
-
-
 def test_it_is_short() -> None:
     words = [line for line in lines_of(prose(README)) if not line.startswith("|")]
     assert len(" ".join(words).split()) <= 800

@@ -4,13 +4,15 @@ import base64
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_lowprec.report import tables
+from megatron_lowprec.report.build import build
+from megatron_lowprec.report.claims import load_claims
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.statistics import Fit
@@ -178,28 +180,24 @@ def test_claims_without_a_test_are_folded(tmp_path: Path) -> None:
 
 def test_tests_are_counted_where_there_is_a_verdict(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4": 3.8})
-    content = yaml.safe_load(report.CLAIMS.read_text(encoding="utf-8"))
-    content["rules"]["tokens_per_parameter"] = 0
-    for claim in content["claims"]:
-        claim.pop("others", None)  # relative to the file
-    claims = tmp_path / "claims.yaml"
-    claims.write_text(yaml.safe_dump(content))
-    assert report.main([str(sweep), "--out", str(tmp_path / "out"), "--claims", str(claims)]) == 0
-    assert "1 test was made" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    runs, notes = find_runs([str(sweep)], 0.5)
+    claims = load_claims(report.CLAIMS)
+    for least, words in ((20.0, "No test was made."), (0.0, "1 test was made")):
+        of_length = replace(claims, rules=replace(claims.rules, tokens_per_parameter=least))
+        assert words in build(runs, notes, of_length, "bf16", "a test")._judged()
 
 
 def test_a_report_without_claims_has_the_same_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4": 3.8})
-    said = []
-    for flags in ([], ["--no-claims"]):
-        assert report.main([str(sweep), "--out", str(tmp_path / "out"), *flags]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0].split("\nclaims:")[0] == said[1].split("\nreport:")[0]
+    assert report.main([str(sweep), "--out", str(tmp_path / "out"), "--no-claims"]) == 0
+    without = capsys.readouterr().out.split("\nreport:")[0].splitlines()
+    runs, notes = find_runs([str(sweep)], 0.5)
+    lines = build(runs, notes, load_claims(report.CLAIMS), "bf16", "a test").lines()
+    assert "\n".join(lines).split("\nclaims:")[0].splitlines() == without
     text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert Page(text).open == []
-    for words in ("badge ", "What papers claim", "Claims compare", "arxiv.org"):
+    for words in ("badge ", "What papers claim", "Claims compare", "arxiv.org", "Published gaps"):
         assert words not in text.split("</style>")[1]
-    assert "Published gaps" not in text
 
 
 def test_a_job_that_has_not_started_is_told_in_its_row(tmp_path: Path) -> None:
@@ -343,3 +341,20 @@ def test_a_run_whose_gradient_norm_grows_late_is_named(tmp_path: Path, capsys: p
     assert "mxfp4: the gradient norm grew late, from a median of 0.80 in the middle fifth" in printed
     assert printed.count("grew late") == 1
     assert "Gradient norms" in (tmp_path / "out/report.html").read_text()
+
+
+def test_the_table_of_claims_has_a_row_for_each_test(tmp_path: Path) -> None:
+    """Tables of docs/results: a claim of two tests has its verdict once, and one that lacks a recipe no row."""
+    sweep = write_sweep(tmp_path / "s", {"bf16": 3.7, "mxfp4_rht": 3.72, "mxfp4_rht_sr": 3.71, "mxfp4": 3.8})
+    runs, notes = find_runs([str(sweep)], 0.5)
+    found = build(runs, notes, load_claims(report.CLAIMS), "bf16", "a test")
+    table = tables.claims(found.verdicts, 0.95)
+    assert table is not None
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["claim"] for row in rows] == ["mxfp4_plain", "mxfp4_rht_alone", "mxfp4_rht_sr", *["mxfp4_rht_long"] * 2]
+    assert [bool(row["verdict"]) for row in rows] == [True, True, True, True, False]
+    assert rows[0]["difference"] == "mxfp4 less bf16"
+    assert rows[0]["asked"] == "above 0.030 nats a token"
+    assert (rows[0]["share of its parameters"], rows[0]["share of its tokens"]) == ("1/7", "1/1,259")
+    assert float(rows[0]["measured"]) == pytest.approx(0.1, abs=0.01)
+    assert tables.claims([], 0.95) is None

@@ -29,7 +29,7 @@ class Point:
     tokens_per_parameter: float
     gap: float
     half_width: float = math.nan
-    seeds: int = 1  # shared with the reference
+    seeds: int = 1  # of the side that has fewer
     error: float = math.nan
     dof: float = 0.0  # of the error
 

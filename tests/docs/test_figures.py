@@ -1,0 +1,233 @@
+"""Each figure of README, of the comparison and of the overview of recipes is that of one cell of a results page."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.docs.figures import RESULTS, Figure, quoted, same, source
+from tests.docs.markdown import ROOT, name_of, prose
+
+README, COMPARISON, RECIPES = ROOT / "README.md", RESULTS / "comparison.md", ROOT / "docs/recipes/README.md"
+
+
+def half_width(values: Sequence[float]) -> float:
+    low, high = values
+    return (high - low) / 2
+
+
+def percent_longer(values: Sequence[float]) -> float:
+    (ratio,) = values
+    return 100 * (ratio - 1)
+
+
+def largest(values: Sequence[float]) -> float:
+    return max(map(abs, values))
+
+
+def graphs(text: str, model: str, recipe: str) -> Figure:
+    return Figure(text, "native-fp8.md", "Layers as CUDA graphs", "over bf16", ((model, recipe),))
+
+
+def emulated(text: str, model: str, recipe: str, **more: object) -> Figure:
+    return Figure(text, "emulated-mx.md", "Whole step", "time over bf16's", ((model, recipe),), **more)  # type: ignore[arg-type]
+
+
+def small(text: str, column: str, *recipes: str, **more: object) -> Figure:
+    rows = tuple((recipe,) for recipe in recipes)
+    return Figure(text, "recipes-25m.md", "Recipes at 25M parameters", column, rows, **more)  # type: ignore[arg-type]
+
+
+def operands(text: str, column: str, recipe: str, **more: object) -> Figure:
+    return Figure(text, "mxfp8-operands.md", "3M parameters, four epochs", column, ((recipe,),), **more)  # type: ignore[arg-type]
+
+
+def experts(text: str, recipe: str, column: str) -> Figure:
+    return Figure(text, "experts.md", "Experts on H200", column, ((recipe, "32768 tokens"),))
+
+
+def megatron(text: str, row: str, column: str) -> Figure:
+    return Figure(text, "megatron-lm.md", "Megatron-LM on H200", column, ((row,),))
+
+
+def lone(text: str, page: str, row: str, column: str) -> Figure:
+    return Figure(text, page, "Linear layers", column, ((row,),))
+
+
+M345, B13 = "345M, 16x2048", "1.3B, 8x2048"
+NATS, PERCENT, OF_NATS, OF_PERCENT = (
+    "gap to bf16, nats",
+    "gap, % of perplexity",
+    "95% interval, nats",
+    "95% interval, % of perplexity",
+)
+GROUPED, PEER = "grouped", "TransformerEngine"
+LAYOUTS = ("layout-parity.md", "Layout parity", "two and four H200s, NCCL")
+FP8 = ("fp8_delayed", "fp8_blockwise", "mxfp8")
+KILLS = tuple(
+    (f"kill -9 of {what}{how}",)
+    for what in ("one rank", "torchrun and all ranks")
+    for how in ("", ", asynchronous saves")
+)
+IN_FP32 = tuple(
+    (model,)
+    for model in (
+        "gpt_tiny, export and harness in fp32",
+        "gpt_tiny_llama, fp32",
+        "GPT-2's vocabulary, fp32",
+        "the same, 16 articles",
+    )
+)
+
+FIGURES = {
+    README: [
+        graphs("under `fp8_delayed` runs at **{}** times", B13, "fp8_delayed"),
+        emulated("under `mxfp4_rht_sr` takes **{}** times", B13, "mxfp4_rht_sr"),
+        Figure("**{}** GiB under `fp8_lm_o2`", "fp8-lm.md", "Memory", "measured", (("fp8_lm_o2",),)),
+        Figure("`fp8_lm_o2`, {} under bf16", "fp8-lm.md", "Memory", "measured", (("bf16",),)),
+        small("`mxfp4_rht_sr` ends **{}** nats above", NATS, "mxfp4_rht_sr"),
+        small("plain `mxfp4` {};", NATS, "mxfp4"),
+        small("and `mxfp8` {} to", NATS, *FP8, combine=min),
+        small("and `mxfp8` 0.006 to {} (", NATS, *FP8, combine=max),
+        small("0.006 to 0.007 (±{})", OF_NATS, "mxfp8", combine=half_width),
+        operands("all of `mxfp8` ends {} nats", NATS, "mxfp8"),
+        operands("in MXFP8 **{}**", NATS, "forward_input"),
+        operands("only the backward pass {} (", NATS, "backward"),
+        operands("−0.001 (±{})", OF_NATS, "backward", combine=half_width),
+        Figure("| **{}** comparisons of operands", *LAYOUTS, (("operands: codes and scales, bit for bit",),)),
+        Figure(
+            "tell recipes apart in {} of 340",
+            *LAYOUTS,
+            (("losses beside one process, in cells that refuse the losses of every other recipe",),),
+        ),
+        Figure(
+            "tell recipes apart in 83 of {} cells",
+            *LAYOUTS,
+            (
+                ("losses beside one process, in cells that refuse the losses of every other recipe",),
+                ("losses in cells that would accept another recipe's; not counted",),
+            ),
+            combine=sum,
+        ),
+        Figure("kill -9 at **{}** moments", "fault-injection.md", "Fault injection, 2026-11-22", "moments", KILLS, sum),
+        Figure(
+            "differs by **{}** % or less",
+            "lm-eval.md",
+            "WikiText by tools/evaluate.py and by lm-evaluation-harness",
+            "difference",
+            IN_FP32,
+            largest,
+        ),
+    ],
+    COMPARISON: [
+        megatron("TransformerEngine 2.20.2 in Megatron-LM | {} |", "fp8_delayed", "TransformerEngine, CUDA graphs"),
+        megatron("| 212.0 | {} |", "fp8_delayed", "driver"),
+        megatron("| the same | {} | 30.6 |", "peak, fp8_delayed", "TransformerEngine, CUDA graphs"),
+        megatron("| 34.9 | {} |", "peak, fp8_delayed", "driver"),
+        *(
+            Figure(text, "native-fp8.md", "TransformerEngine in the same run", "delayed", ((row,),))
+            for text, row in (
+                ("TransformerEngine's layers | {} |", "1.3B, TransformerEngine"),
+                ("| 239.2 | {} |", "1.3B, this project"),
+            )
+        ),
+        *(
+            experts(text, recipe, column)
+            for recipe, theirs, ours in (
+                ("fp8_delayed", "| {} | 18.2 |", "| 20.0 | {} |"),
+                ("fp8_current", "| {} | 19.4 |", "| 30.2 | {} |"),
+                ("fp8_blockwise", "| {} | 24.4 |", "| 21.6 | {} |"),
+                ("bf16", "| {} | 20.7 |", "| 19.1 | {} |"),
+            )
+            for text, column in ((theirs, PEER), (ours, GROUPED))
+        ),
+        experts("bf16 products take {} and", "bf16", PEER),
+        experts("take 19.1 and {} ms", "torch's grouped product, bf16", GROUPED),
+        experts("this project's take {} (", "bf16", GROUPED),
+        *(
+            lone(text, "emulated-mx.md", linear, column)
+            for linear, theirs, ours in (
+                ("345M fc1", "| {} | 1.59 |", "| 5.5 | {} |"),
+                ("1.3B fc1", "| {} | 1.08 |", "| 3.0 | {} |"),
+                ("6.7B fc1", "| {} | 1.00 |", "| 1.95 | {} |"),
+            )
+            for text, column in ((theirs, "published emulation"), (ours, "mxfp4_rht_sr"))
+        ),
+        lone("torchao, compiled | {} |", "native-fp8.md", "torchao row-wise", "1.3B fc1"),
+        lone("| 1.03 | {} |", "native-fp8.md", "fp8_rowwise", "1.3B fc1"),
+        emulated("`mxfp4_rht_sr` takes {} (345M)", M345, "mxfp4_rht_sr"),
+        emulated("(345M) and {} (1.3B) times", B13, "mxfp4_rht_sr"),
+        lone("takes down to {} of this project's time", "native-fp8.md", "fp8_delayed, cached", "1.3B fc1"),
+        *(
+            Figure(
+                text,
+                "memory.md",
+                "True configs",
+                "measured",
+                (("gpt_6.7b, TP2 with sequence parallelism, global batch 16", recipe),),
+            )
+            for text, recipe in (("[{} against", "fp8_delayed"), ("against {} GiB]", "bf16"))
+        ),
+    ],
+    RECIPES: [
+        *(
+            graphs(text, model, recipe)
+            for recipe, first, second in (
+                ("fp8_current", "no state; [{} (345M)", "1.16 (345M) to {} (1.3B)"),
+                ("fp8_delayed", "before the cast; {} (345M)", "1.22 (345M) to {} (1.3B)"),
+                ("fp8_blockwise", "its own block; {} (345M)", "1.06 (345M) to {} (1.3B)"),
+            )
+            for text, model in ((first, M345), (second, B13))
+        ),
+        emulated("[a step takes {}% longer", B13, "mxfp8", combine=percent_longer),
+        emulated("backward, [{}% (345M)", M345, "mxfp4_rht_sr", combine=percent_longer),
+        emulated("(345M) and {}% (1.3B) longer", B13, "mxfp4_rht_sr", combine=percent_longer),
+        small("it ends {}% of perplexity behind bf16", PERCENT, "mxfp8"),
+        small("behind bf16, ±{}]", OF_PERCENT, "mxfp8", combine=half_width),
+        operands("four epochs of them {}%]", PERCENT, "mxfp8"),
+        small("`mxfp4_rht_sr` ends {}% of perplexity", PERCENT, "mxfp4_rht_sr"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "figure"),
+    [(page, figure) for page, figures in FIGURES.items() for figure in figures],
+    ids=lambda each: name_of(each) if isinstance(each, Path) else each.text,
+)
+def test_a_figure_is_that_of_its_cell(page: Path, figure: Figure) -> None:
+    assert same(quoted(page, figure), source(figure)), f"{figure.text}: {figure.page} has {source(figure)}"
+
+
+@pytest.mark.parametrize("page", FIGURES, ids=name_of)
+def test_every_figure_has_its_cell(page: Path) -> None:
+    """Fractions, percents and what is bold; in README those of tables and lists, the rest are versions."""
+    lines = [line for line in prose(page).splitlines() if page != README or line.startswith(("| ", "- "))]
+    text = re.sub(r"\]\([^)]*\)|arXiv [\d.]+|TransformerEngine [\d.]+", "]", "\n".join(lines))
+    kinds = r"\*\*([−+]?\d[\d.,]*)\*\*", r"(?<![\w.])([−+]?\d+\.\d+)(?![\w.]|\*)", r"(?<![\w.])([−+]?\d+)(?= ?%)"
+    found = {number for kind in kinds for number in re.findall(kind, text)}
+    assert found >= {quoted(page, FIGURES[page][0])}
+    assert found - {quoted(page, figure) for figure in FIGURES[page]} == set()
+
+
+def test_each_reason_has_one_bold_figure_and_links_its_page() -> None:
+    rows = [
+        line for line in README.read_text(encoding="utf-8").splitlines() if "](docs/results/" in line and "**" in line
+    ]
+    rows = [row for row in rows if row.startswith("| ")]
+    assert len(rows) == 8
+    linked = {row: re.findall(r"\]\(docs/results/([^)#]+)", row) for row in rows}
+    for figure in FIGURES[README]:
+        (row,) = (row for row in rows if figure.text.replace("{}", quoted(README, figure)) in row)
+        assert linked[row] == [figure.page]
+    assert all(len(re.findall(r"\*\*[^*]+\*\*", row)) == 1 for row in rows)
+
+
+def test_a_figure_that_only_stands_elsewhere_on_the_page_is_refused() -> None:
+    """1.322 is a cell of another table of the page, of steps without CUDA graphs."""
+    figure = FIGURES[README][0]
+    text = (RESULTS / figure.page).read_text(encoding="utf-8")
+    assert "(1.322)" in text
+    assert not same("1.322", source(figure))
+    assert [same(each, 0.0238) for each in ("0.024", "0.0238", "0.023", "0.02")] == [True, True, False, True]

@@ -18,13 +18,14 @@ from megatron_lowprec.sweep.jobs import (
     Job,
     check_data,
     command,
+    evaluation,
     expand,
     read_manifest,
     selected,
     settings_of,
     write_manifest,
 )
-from megatron_lowprec.sweep.spec import RENAMED, Sweep, read, sbatch_options, seeds_of
+from megatron_lowprec.sweep.spec import RENAMED, Sweep, evaluation_flags, read, sbatch_options, seeds_of
 from megatron_lowprec.sweep.view import View
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import check_folder
@@ -67,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="PATTERN", help="jobs by a glob, or a part, of their names"
     )
     jobs.add_argument("--job", "--cell", type=int, metavar="N", help="the one job of this number, from 0")
+    jobs.add_argument(
+        "--evaluate", metavar="FLAGS", help="instead of the file's: flags of tools/evaluate.py, to score each job"
+    )
     jobs.add_argument("--rerun", action="store_true", help="start jobs anew, whose options have changed since")
     jobs.add_argument("--max-failures", type=int, metavar="N", help="start no more jobs after so many have failed")
     where = parser.add_argument_group("where they run")
@@ -112,6 +116,7 @@ def _main(args: argparse.Namespace) -> int:
     local.check(out, chosen, args.rerun)
     records = {job.id: job_record.read(out / job.id) for job in chosen}
     done = {name for name, record in records.items() if record is not None and record.state == "done"}
+    done = {job.id for job in chosen if job.id in done and evaluation(job, out / job.id) is None}
     todo = [job for job in chosen if args.rerun or job.id not in done]
     if args.slurm_dry_run:
         print(slurm.script(sweep, jobs, todo or chosen, out, Path.cwd(), _passed_on(args, out)), end="")
@@ -137,6 +142,7 @@ def _with_flags(sweep: Sweep, args: argparse.Namespace) -> Sweep:
     return replace(
         sweep,
         seeds=sweep.seeds if args.seeds is None else seeds_of(args.seeds),
+        evaluate=sweep.evaluate if args.evaluate is None else evaluation_flags("--evaluate", args.evaluate),
         resources=replace(sweep.resources, **given),
         slurm={**sweep.slurm, **sbatch_options("--sbatch", pairs)},
     )
@@ -218,6 +224,7 @@ def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
     words = [*_names(args, out), *(["--seeds", args.seeds] if args.seeds else [])]
     words += ["--data-path", *args.data_path] if args.data_path else []
     words += [word for text in args.set for word in ("--set", text)]
+    words += [] if args.evaluate is None else [f"--evaluate={args.evaluate}"]
     for name in ("gpus_per_job", "processes_per_job"):
         value = getattr(args, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []

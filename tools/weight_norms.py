@@ -2,8 +2,8 @@
 
     python tools/weight_norms.py runs/my_run --out norms.json
 
-``rms`` and ``max`` are of the fp32 weights (bf16 ones if the checkpoint has no optimizer state), ``update`` is the rms of
-Adam's direction exp_avg / (sqrt(exp_avg_sq) + 1e-8), without bias correction. The gain of a norm is the tensor
+``rms`` and ``max`` are of the fp32 weights (bf16 ones if the checkpoint has no optimizer state). ``update`` is the rms
+of Adam's direction exp_avg / (sqrt(exp_avg_sq) + 1e-8), without bias correction. The gain of a norm is the tensor
 ``...layer_norm_weight`` or ``...layernorm.weight``. Tensors with a layer axis give a value per layer. No code of a
 checkpoint is run.
 """

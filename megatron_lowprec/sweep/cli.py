@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -38,7 +39,8 @@ TO_BE_CONTINUED = 75
 def main(argv: Sequence[str]) -> int:
     """Run the command.
 
-    Exit code 0; 1 if a job failed, or is left to another process; 2 for a user's error; 75 if interrupted by a signal.
+    Exit code 0; 1 if a job failed, or is left to another process; 2 for a user's error; 75 if interrupted by a signal,
+    or if --start-within left jobs out.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -73,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     jobs.add_argument("--rerun", action="store_true", help="start jobs anew, whose options have changed since")
     jobs.add_argument("--max-failures", type=int, metavar="N", help="start no more jobs after so many have failed")
+    jobs.add_argument(
+        "--start-within", type=float, default=math.inf, metavar="SECONDS", help="start no job later than this"
+    )
     where = parser.add_argument_group("where they run")
     where.add_argument("--gpus", help="such as 0,1: these alone of the machine's GPUs")
     for new, old in RENAMED.items():
@@ -186,13 +191,16 @@ def _run(
     done = f", {len(chosen) - len(todo)} of them done before" if len(todo) < len(chosen) else ""
     at_a_time = f", {min(len(where), len(todo))} at a time" if todo else ""
     view.say(f"{sweep.name}{at_size}: {len(chosen)} jobs{done}{at_a_time}, in {out}")
-    result = local.Runner(out, todo, view, args.rerun, args.max_failures).run(where)
+    result = local.Runner(out, todo, view, args.rerun, args.max_failures, args.start_within).run(where)
     found = [status.row(out, job.id) for job in chosen]
     if args.job is None and not view.on_terminal:
         print(*status.lines(found), sep="\n")
     print(f"{sweep.name}: {status.summary(found)}; in {out}", flush=True)
     if result.signal is not None and (result.left or result.ended["interrupted"]):
         print(f"stopped by {result.signal}; the same command goes on where it stopped")
+        return TO_BE_CONTINUED
+    if result.left and math.isfinite(args.start_within):
+        print(f"{len(result.left)} jobs were not started within {args.start_within:g} s; the same command starts them")
         return TO_BE_CONTINUED
     if result.ended["failed"]:
         print("the same command tries the failed jobs again, each from its last checkpoint")

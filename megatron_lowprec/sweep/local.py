@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -128,8 +129,17 @@ class Result:
 class Runner:
     """Runs jobs in slots; one instance per call of ``run``."""
 
-    def __init__(self, out: Path, jobs: Sequence[Job], view: View, rerun: bool, max_failures: int | None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        jobs: Sequence[Job],
+        view: View,
+        rerun: bool,
+        max_failures: int | None = None,
+        start_within: float = math.inf,
+    ) -> None:
         self._out, self._view, self._rerun, self._max_failures = out, view, rerun, max_failures
+        self._last_start = time.monotonic() + start_within
         self._waiting = list(jobs)
         self._running: list[_Running] = []
         self._ended: dict[State, list[str]] = {"done": [], "failed": [], "interrupted": []}
@@ -155,7 +165,7 @@ class Runner:
         ended = [running for running in self._running if running.process.poll() is not None]
         free += [place for running in ended if (place := self._finish(running)) is not None]
         if self._signal is None:
-            while free and self._waiting and not self._too_many_failures():
+            while free and self._waiting and not self._too_many_failures() and time.monotonic() < self._last_start:
                 self._start(self._waiting.pop(0), free)
         else:
             self._stop()

@@ -17,12 +17,16 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     outputs FILE                   its table of the errors of GEMM outputs
     norms FILE ... N               the table of the gradient norms of the N-th group of archives' runs
     last_fifth FILE                training loss and gradient norm beside bf16's, in the last fifth of each run
+    growth FILE ITERATION ...      gradient norm and training loss of an archive's runs, over 200 iterations to each
+    weights FILE TENSOR ITERATION ...  rms of a tensor in each layer, of runs whose sizes tools/weight_norms.py has read
+    scores FILE                    losses of checkpoints under several recipes, by text
     rounding FILE GROUP            gaps to bf16 of a published ladder's group with nearest and with stochastic rounding
 
 A RECIPE is a registered name or a YAML file. The page of a recipe is the one whose tables name it.
 """
 
 import json
+import math
 import re
 import sys
 import tempfile
@@ -49,6 +53,7 @@ from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
 from megatron_lowprec.text_tables import markdown_table
+from tools.plot_growth import windows
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
@@ -334,6 +339,48 @@ def _last_fifth(page: Path, name: str) -> Iterator[Row]:
         )
 
 
+def _growth(page: Path, name: str, *iterations: str) -> Iterator[Row]:
+    yield (
+        "run",
+        *(f"gradient norm, {int(at):,}" for at in iterations),
+        f"training loss, nats, {int(iterations[-1]):,}",
+    )
+    for run, found in windows(page.parent / name).items():
+        last = found.losses[int(iterations[-1])]
+        yield run, *(f"{found.norms[int(at)]:.2f}" for at in iterations), f"{last:.3f}"
+
+
+def _weights(page: Path, name: str, tensor: str, *iterations: str) -> Iterator[Row]:
+    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    layers = range(1, len(next(iter(next(iter(content.values())).values()))[tensor]["rms"]) + 1)
+    yield "run", *(f"layer {layer}, {int(at):,}" for layer in layers for at in iterations)
+    for run, found in content.items():
+        rows = [found[at][tensor]["rms"] if at in found else None for at in iterations]
+        yield run, *("–" if row is None else f"{row[layer - 1]:.3f}" for layer in layers for row in rows)
+
+
+def _scores(page: Path, name: str) -> Iterator[Row]:
+    content = json.loads((page.parent / name).read_text(encoding="utf-8"))
+    scores = content["scores"]
+    bf16 = {(s["trained"], s["seed"], s["text"]): s["loss"] for s in scores if s["evaluated"] == "bf16"}
+    yield (
+        *("trained under", "scored under", "text", "checkpoints", "loss, nats", "bits a byte"),
+        *("less bf16's score, nats", "smallest", "largest"),
+    )
+    named = sorted({(s["trained"], s["text"], s["evaluated"]) for s in scores}, key=lambda each: each[:2])
+    order = list(dict.fromkeys(s["evaluated"] for s in scores))
+    for trained, text, evaluated in sorted(named, key=lambda each: (each[0], each[1], order.index(each[2]))):
+        chosen = [s for s in scores if (s["trained"], s["evaluated"], s["text"]) == (trained, evaluated, text)]
+        losses = [s["loss"] for s in chosen]
+        differences = [s["loss"] - bf16[key] for s in chosen if (key := (trained, s["seed"], text)) in bf16]
+        bits = sum(losses) / len(losses) * chosen[0]["tokens"] / content["bytes"][text] / math.log(2)
+        beside = [sum(differences) / len(differences), min(differences), max(differences)] if differences else []
+        yield (
+            *(trained, evaluated, text, str(len(chosen)), f"{sum(losses) / len(losses):.4f}", f"{bits:.4f}"),
+            *([signed(value, 4) for value in beside] or ["–"] * 3),
+        )
+
+
 @cache
 def _report(*archives: Path) -> Report:
     claims = load_claims(CLAIMS)
@@ -361,6 +408,9 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "outputs": _outputs,
     "norms": _norms,
     "last_fifth": _last_fifth,
+    "growth": _growth,
+    "weights": _weights,
+    "scores": _scores,
     "experiment": _experiment,
 }
 

@@ -3,6 +3,7 @@
     python tools/evaluate.py --load runs/gpt_tiny-mxfp4_rht_sr --wikitext
     python tools/evaluate.py --load runs/my_run --data-path my_corpus_text_document --split 949,50,1 --part valid
     torchrun --nproc-per-node 8 tools/evaluate.py --load runs/my_run/iter_0020000 --wikitext --stride 512
+    python tools/evaluate.py --load runs/my_run --wikitext --recipe checkpoint bf16
 
 Every token is scored once. Windows have the model's sequence length. They are contiguous, or slide by --stride tokens.
 The last window of a text starts earlier, so that it is as long as the others, and scores the remaining tokens. A corpus
@@ -39,9 +40,13 @@ from megatron_lowprec.training.distributed import startup
 from megatron_lowprec.training.evaluation.windows import Text, check_stride
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_lowprec.training.evaluation.text_loss import Score
 
 PARTS = ("train", "valid", "test")
+CHECKPOINTS = "checkpoint"
+"""Name of the checkpoint's own recipe in --recipe."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,7 +66,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--stride", type=int, help="new tokens of a window (default: --seq-length)")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="windows per pass and rank (default: 4)")
     parser.add_argument("--max-tokens", type=int, help="score only the first N tokens of each --data-path", metavar="N")
-    parser.add_argument("--recipe", help="recipe to evaluate under, such as bf16 (default: the checkpoint's)")
+    parser.add_argument(
+        "--recipe",
+        nargs="+",
+        default=[CHECKPOINTS],
+        help=f"recipes to evaluate under, such as bf16; {CHECKPOINTS} is the checkpoint's (default)",
+    )
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--data-cache-path", help="folder for tokenized text (default: data/cache)")
@@ -84,7 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
-    """Score all texts; returns the results, which rank 0 prints and writes."""
+    """Score all texts under each recipe; returns the results, which rank 0 prints and writes.
+
+    Those of several recipes are a list in ``evaluations``, in the order of --recipe.
+    """
     if not args.data_path and args.wikitext is None:
         raise UserError("nothing to score: give --data-path or --wikitext")
     if args.micro_batch_size < 1 or (args.max_tokens is not None and args.max_tokens < 2):
@@ -94,11 +107,16 @@ def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
     if args.split is not None:
         check_split(args.split)
     pages = read(str(find(args.wikitext))) if args.wikitext is not None else []
-    scorer = Scorer(args, ranks)
-    results = scorer.header()
-    results["data"] = {path: scorer.corpus(path, prefix) for path, prefix in scorer.prepared().items()}
-    if pages:
-        results["wikitext"] = scorer.wikitext(args.wikitext, pages)
+    device, evaluations = None, []
+    for recipe in args.recipe:
+        scorer = Scorer(args, ranks, None if recipe == CHECKPOINTS else recipe, device)
+        device = scorer.device
+        found = scorer.header()
+        found["data"] = {path: scorer.corpus(path, prefix) for path, prefix in scorer.prepared().items()}
+        if pages:
+            found["wikitext"] = scorer.wikitext(args.wikitext, pages)
+        evaluations.append(found)
+    results = evaluations[0] if len(evaluations) == 1 else {"evaluations": evaluations}
     if args.out and ranks.rank == 0:
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     startup.finalize()
@@ -106,9 +124,18 @@ def evaluate(args: argparse.Namespace, ranks: startup.Ranks) -> dict[str, Any]:
 
 
 class Scorer:
-    """A checkpoint's model, ready to score texts."""
+    """A checkpoint's model under a recipe (None: its own), ready to score texts.
 
-    def __init__(self, args: argparse.Namespace, ranks: startup.Ranks) -> None:
+    Args:
+        args: of the command line.
+        ranks: of this process.
+        recipe: name or file.
+        device: of an earlier scorer of this process; None: the first, which sets up the process groups.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, ranks: startup.Ranks, recipe: str | None, device: torch.device | None
+    ) -> None:
         import torch
 
         self._args, self._ranks = args, ranks
@@ -119,7 +146,7 @@ class Scorer:
             self._found,
             ranks.world_size,
             torch.cuda.is_available(),
-            recipe=args.recipe,
+            recipe=recipe,
             tensor_model_parallel_size=tensor,
             expert_model_parallel_size=args.expert_model_parallel_size,
             # Required with experts.
@@ -136,7 +163,7 @@ class Scorer:
             raise UserError(f"--seq-length {self._length}: this model has {positions} positions; lower it")
         self._tokenizer = tokenizer_of(opened.config)
         check_tokenizer(self._found, self._tokenizer)
-        self._device = startup.initialize(opened.config, ranks)
+        self.device = startup.initialize(opened.config, ranks) if device is None else device
 
         from megatron_lowprec.training.checkpoint import checkpoint
         from megatron_lowprec.training.model import build_model
@@ -222,7 +249,7 @@ class Scorer:
             stride=self._stride,
             batch_size=self._args.micro_batch_size,
             filler=self._tokenizer.eod,
-            device=self._device,
+            device=self.device,
             vocab_size=vocab_size,
             progress=_progress(name) if self._ranks.rank == 0 and sys.stderr.isatty() else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -18,13 +19,14 @@ from megatron_lowprec.sweep.jobs import (
     Job,
     check_data,
     command,
+    evaluation,
     expand,
     read_manifest,
     selected,
     settings_of,
     write_manifest,
 )
-from megatron_lowprec.sweep.spec import RENAMED, Sweep, read, sbatch_options, seeds_of
+from megatron_lowprec.sweep.spec import RENAMED, Sweep, evaluation_flags, read, sbatch_options, seeds_of
 from megatron_lowprec.sweep.view import View
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import check_folder
@@ -40,7 +42,8 @@ Notes = Callable[[Sequence[Job]], Sequence[str]]
 def main(argv: Sequence[str], notes: Notes = lambda jobs: ()) -> int:
     """Run the command; ``notes`` are lines on the chosen jobs, printed to stderr before one starts.
 
-    Exit code 0; 1 if a job failed, or is left to another process; 2 for a user's error; 75 if interrupted by a signal.
+    Exit code 0; 1 if a job failed, or is left to another process; 2 for a user's error; 75 if interrupted by a signal,
+    or if --start-within left jobs out.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -70,8 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="PATTERN", help="jobs by a glob, or a part, of their names"
     )
     jobs.add_argument("--job", "--cell", type=int, metavar="N", help="the one job of this number, from 0")
+    jobs.add_argument(
+        "--evaluate", metavar="FLAGS", help="instead of the file's: flags of tools/evaluate.py, to score each job"
+    )
     jobs.add_argument("--rerun", action="store_true", help="start jobs anew, whose options have changed since")
     jobs.add_argument("--max-failures", type=int, metavar="N", help="start no more jobs after so many have failed")
+    jobs.add_argument(
+        "--start-within", type=float, default=math.inf, metavar="SECONDS", help="start no job later than this"
+    )
     where = parser.add_argument_group("where they run")
     where.add_argument("--gpus", help="such as 0,1: these alone of the machine's GPUs")
     for new, old in RENAMED.items():
@@ -117,6 +126,7 @@ def _main(args: argparse.Namespace, notes: Notes) -> int:
     local.check(out, chosen, args.rerun)
     records = {job.id: job_record.read(out / job.id) for job in chosen}
     done = {name for name, record in records.items() if record is not None and record.state == "done"}
+    done = {job.id for job in chosen if job.id in done and evaluation(job, out / job.id) is None}
     todo = [job for job in chosen if args.rerun or job.id not in done]
     if args.slurm_dry_run:
         print(slurm.script(sweep, jobs, todo or chosen, out, Path.cwd(), _passed_on(args, out)), end="")
@@ -142,6 +152,7 @@ def _with_flags(sweep: Sweep, args: argparse.Namespace) -> Sweep:
     return replace(
         sweep,
         seeds=sweep.seeds if args.seeds is None else seeds_of(args.seeds),
+        evaluate=sweep.evaluate if args.evaluate is None else evaluation_flags("--evaluate", args.evaluate),
         resources=replace(sweep.resources, **given),
         slurm={**sweep.slurm, **sbatch_options("--sbatch", pairs)},
     )
@@ -185,13 +196,16 @@ def _run(
     done = f", {len(chosen) - len(todo)} of them done before" if len(todo) < len(chosen) else ""
     at_a_time = f", {min(len(where), len(todo))} at a time" if todo else ""
     view.say(f"{sweep.name}{at_size}: {len(chosen)} jobs{done}{at_a_time}, in {out}")
-    result = local.Runner(out, todo, view, args.rerun, args.max_failures).run(where)
+    result = local.Runner(out, todo, view, args.rerun, args.max_failures, args.start_within).run(where)
     found = [status.row(out, job.id) for job in chosen]
     if args.job is None and not view.on_terminal:
         print(*status.lines(found), sep="\n")
     print(*status.notes(found), f"{sweep.name}: {status.summary(found)}; in {out}", sep="\n", flush=True)
     if result.signal is not None and (result.left or result.ended["interrupted"]):
         print(f"stopped by {result.signal}; the same command goes on where it stopped")
+        return TO_BE_CONTINUED
+    if result.left and math.isfinite(args.start_within):
+        print(f"{len(result.left)} jobs were not started within {args.start_within:g} s; the same command starts them")
         return TO_BE_CONTINUED
     if result.ended["failed"]:
         print("the same command tries the failed jobs again, each from its last checkpoint")
@@ -223,6 +237,7 @@ def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:
     words = [*_names(args, out), *(["--seeds", args.seeds] if args.seeds else [])]
     words += ["--data-path", *args.data_path] if args.data_path else []
     words += [word for text in args.set for word in ("--set", text)]
+    words += [] if args.evaluate is None else [f"--evaluate={args.evaluate}"]
     for name in ("gpus_per_job", "processes_per_job"):
         value = getattr(args, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -27,6 +27,9 @@ from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
 
 MANIFEST = "sweep.json"
 DRIVER = str(REPOSITORY / "pretrain_gpt.py")
+EVALUATE = str(REPOSITORY / "tools" / "evaluate.py")
+EVALUATION = "evaluation.json"
+"""File in a job's folder: the scores of its last checkpoint, as tools/evaluate.py writes them."""
 
 # Options for a run's file locations, logging and pauses: changing them does not make it another run.
 _NOT_THE_RUN = {
@@ -62,6 +65,7 @@ class Job:
     resolved: Mapping[str, Any]  # non-default options (including the model file's), recipe, processes
     train_iters: int  # of the whole run
     seq_length: int  # tokens of a sample
+    evaluate: tuple[str, ...] = ()  # flags of tools/evaluate.py; empty: the job is not scored
 
 
 def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
@@ -84,7 +88,11 @@ def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:
     every = product(sweep.seeds, sweep.models, sweep.variants, sweep.recipes)
     for index, (seed, model, variant, recipe) in enumerate(every):
         options = merge(merge(merge(sweep.options, model.options), variant.options), settings)
-        jobs.append(_job(index, recipe, model, variant, seed, options, processes))
+        if sweep.evaluate and options.get("no_save"):
+            raise UserError(
+                f"{sweep.name}: evaluate scores a checkpoint, and no-save writes none; leave one of them out"
+            )
+        jobs.append(replace(_job(index, recipe, model, variant, seed, options, processes), evaluate=sweep.evaluate))
     ids = [job.id for job in jobs]
     twice = sorted({name for name in ids if ids.count(name) > 1})
     if twice:
@@ -156,6 +164,13 @@ def command(job: Job, run: Path) -> list[str]:
     if (run / TRACKER).exists():
         place += ["--load", str(run)]
     return [DRIVER, *job.arguments, *place]
+
+
+def evaluation(job: Job, run: Path) -> list[str] | None:
+    """Arguments that score the job's last checkpoint; None if it is scored, or need not be."""
+    if not job.evaluate or (run / EVALUATION).exists():
+        return None
+    return [EVALUATE, "--load", str(run), "--out", str(run / EVALUATION), *job.evaluate]
 
 
 def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -20,7 +21,7 @@ import psutil
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep import job_record as record
 from megatron_lowprec.sweep.job_record import Lock, Record, State
-from megatron_lowprec.sweep.jobs import Job, command
+from megatron_lowprec.sweep.jobs import Job, command, evaluation
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.status import read_progress
 from megatron_lowprec.sweep.view import View
@@ -103,9 +104,10 @@ def outcome(exit_code: int, asked_to_stop: bool, asks_requeue: bool, iteration: 
 
 @dataclass
 class _Running:
-    """A job that occupies a slot."""
+    """A job that occupies a slot: its training, then its evaluation."""
 
     job: Job
+    training: bool
     place: Place
     record: Record
     process: subprocess.Popen[bytes]
@@ -127,8 +129,17 @@ class Result:
 class Runner:
     """Runs jobs in slots; one instance per call of ``run``."""
 
-    def __init__(self, out: Path, jobs: Sequence[Job], view: View, rerun: bool, max_failures: int | None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        jobs: Sequence[Job],
+        view: View,
+        rerun: bool,
+        max_failures: int | None = None,
+        start_within: float = math.inf,
+    ) -> None:
         self._out, self._view, self._rerun, self._max_failures = out, view, rerun, max_failures
+        self._last_start = time.monotonic() + start_within
         self._waiting = list(jobs)
         self._running: list[_Running] = []
         self._ended: dict[State, list[str]] = {"done": [], "failed": [], "interrupted": []}
@@ -151,9 +162,10 @@ class Runner:
 
     def _step(self, free: list[Place]) -> bool:
         """Collect ended jobs and start waiting ones; returns whether any is running."""
-        free += [self._finish(running) for running in list(self._running) if running.process.poll() is not None]
+        ended = [running for running in self._running if running.process.poll() is not None]
+        free += [place for running in ended if (place := self._finish(running)) is not None]
         if self._signal is None:
-            while free and self._waiting and not self._too_many_failures():
+            while free and self._waiting and not self._too_many_failures() and time.monotonic() < self._last_start:
                 self._start(self._waiting.pop(0), free)
         else:
             self._stop()
@@ -184,47 +196,61 @@ class Runner:
                 assert self._rerun, "check() refuses it"
                 self._view.say(f"{job.id}: changed since it was begun; its folder is now {move_aside(run).name}")
                 before = None
-            if before is not None and before.state == "done":
+            trained = before is not None and before.state == "done"
+            if trained and evaluation(job, run) is None:
                 lock.release()
                 return
             run.mkdir(parents=True, exist_ok=True)
             (run / REQUEUE).unlink(missing_ok=True)  # this start answers the request
-            place = free.pop(0)
-            words = launch(command(job, run), place.processes)
-            begun = record.begin(job, run, words)
-            log = (run / LOG).open("ab", buffering=0)
-            log.write(f"# {begun.started}, attempt {begun.attempts}: {shlex.join(words)}\n".encode())
-            # A separate session: a terminal's Ctrl-C reaches only this process, which forwards it.
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment(place),
-                start_new_session=True,
-            )
+            self._launch(job, not trained, free.pop(0), lock)
         except BaseException:
             lock.release()
             raise
+
+    def _launch(self, job: Job, training: bool, place: Place, lock: Lock) -> None:
+        """Start a job's training or its evaluation. The record is the training's; ``jobs.EVALUATION`` says the rest."""
+        run = self._out / job.id
+        arguments = command(job, run) if training else evaluation(job, run)
+        assert arguments is not None, "a scored job is not started"
+        words = launch(arguments, place.processes)
+        before = record.read(run)
+        begun = record.begin(job, run, words) if training or before is None else before
+        log = (run / LOG).open("ab", buffering=0)
+        log.write(f"# {record.now()}, attempt {begun.attempts}: {shlex.join(words)}\n".encode())
+        # A separate session: a terminal's Ctrl-C reaches only this process, which forwards it.
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(place),
+            start_new_session=True,
+        )
         lock.add(process.pid)
-        self._running.append(_Running(job, place, begun, process, log, lock, time.monotonic()))
+        self._running.append(_Running(job, training, place, begun, process, log, lock, time.monotonic()))
         on = f" on GPU {','.join(place.gpus)}" if place.gpus else ""
         again = f", attempt {begun.attempts}" if begun.attempts > 1 else ""
-        self._view.say(f"{job.id}: started{on}{again}")
+        self._view.say(f"{job.id}: {'started' if training else 'scoring'}{on}{again if training else ''}")
 
-    def _finish(self, running: _Running) -> Place:
-        """Record a job's result; returns its slot."""
+    def _finish(self, running: _Running) -> Place | None:
+        """Record a job's result; returns its slot, or None if the job's evaluation now occupies it."""
         job, run, code = running.job, self._out / running.job.id, running.process.returncode
         progress, seconds = read_progress(run), time.monotonic() - running.started
         state = outcome(code, self._told, (run / REQUEUE).exists(), progress.iteration, job.train_iters)
         if state == "interrupted" and self._told and not (run / REQUEUE).exists():
             (run / REQUEUE).write_text(f"{self._signal} at iteration {progress.iteration}\n", encoding="utf-8")
         running.log.close()
-        record.end(run, running.record, state, code, seconds, progress.iteration)
-        running.lock.release()
+        if running.training:
+            record.end(run, running.record, state, code, seconds, progress.iteration)
         self._running.remove(running)
-        self._ended[state].append(job.id)
         self._view.ended(job.id, state, seconds, progress, code, run / LOG)
+        if state == "done" and running.training and evaluation(job, run) is not None:
+            if not self._told:
+                self._launch(job, False, running.place, running.lock)
+                return None
+            state = "interrupted"  # the sweep's next call scores it
+        running.lock.release()
+        self._ended[state].append(job.id)
         return running.place
 
     def _stop(self) -> None:

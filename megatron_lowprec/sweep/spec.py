@@ -8,6 +8,7 @@
     recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_override}
     overrides: {base: {}, low: {lr: 1.0e-4}} # named variants; optional
     seeds: [1234, 1235]
+    evaluate: --recipe bf16 --wikitext       # flags of tools/evaluate.py, which scores each job's last checkpoint
     resources: {gpus_per_job: 1}
     slurm: {time: "04:00:00"}                # sbatch's long options
     sizes: {tiny: {...}, small: {...}}       # the same keys: lists replace those above, mappings are merged
@@ -18,6 +19,7 @@ This module reads and checks the file; ``jobs`` expands it.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -126,6 +128,7 @@ class Sweep:
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     needs: tuple[str, ...]
+    evaluate: tuple[str, ...]  # flags of tools/evaluate.py; empty: jobs are not scored
     resources: Resources
     slurm: Mapping[str, str]
 
@@ -172,6 +175,7 @@ def read(path: str, size: str | None = None) -> Sweep:
             f"{path}: seeds", [_seed(path, seed) for seed in _list(path, "seeds", latest("seeds", [1234]))]
         ),
         needs=tuple(checked_options(f"{path}: needs", dict.fromkeys(_list(path, "needs", needs)))) if needs else (),
+        evaluate=evaluation_flags(f"{path}: evaluate", latest("evaluate", "")),
         resources=_resources(path, merged("resources")),
         slurm=sbatch_options(f"{path}: slurm", merged("slurm")),
     )
@@ -222,6 +226,16 @@ def options_of(where: str, content: Mapping[Any, Any]) -> Options:
     return options
 
 
+def evaluation_flags(where: str, text: Any) -> tuple[str, ...]:
+    """Words of flags of tools/evaluate.py; rejects those that a sweep sets itself."""
+    if not isinstance(text, str):
+        raise UserError(f"{where} is {text!r}; write flags of tools/evaluate.py, such as --recipe bf16 --wikitext")
+    words = tuple(shlex.split(text))
+    for own in {"--load", "--out", "--iteration"} & {word.partition("=")[0] for word in words}:
+        raise UserError(f"{where}: {own} is set by the sweep; leave it out")
+    return words
+
+
 def sbatch_options(where: str, content: Mapping[Any, Any]) -> dict[str, str]:
     """sbatch's long options as text; rejects those that the array sets itself."""
     options = {}
@@ -258,7 +272,7 @@ def _yaml_file(path: str) -> dict[Any, Any]:
     return content
 
 
-_KEYS = ("summary", "options", "models", "recipes", "overrides", "seeds", "needs", "resources", "slurm")
+_KEYS = ("summary", "options", "models", "recipes", "overrides", "seeds", "needs", "evaluate", "resources", "slurm")
 
 
 def _known(where: str, content: Mapping[Any, Any], known: Sequence[str] = _KEYS) -> None:

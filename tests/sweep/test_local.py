@@ -123,6 +123,16 @@ def test_max_failures_starts_no_more(fake: Fake, write_sweep: WriteSweep, capsys
     assert "2 failed, 2 waiting" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_no_job_starts_late(fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_sweep()
+    assert fake.run(path, "--start-within", "0") == 75
+    assert "2 jobs were not started within 0 s" in capsys.readouterr().out
+    assert not fake.calls(BF16)
+    assert fake.run(path, "--start-within", "1e6") == 0
+    assert len(fake.calls(MXFP4)) == 1
+
+
 # ---- changed jobs
 
 

@@ -84,6 +84,14 @@ def test_windows_and_recipes_are_the_user_s(trained: str, capsys: pytest.Capture
     assert "contiguous" in printed
 
 
+def test_several_recipes_are_scored_as_each_alone(trained: str) -> None:
+    flags = ["--load", trained, "--wikitext", "wiki.raw", "--recipe"]
+    together = run(*flags, "checkpoint", "mxfp4", "mxfp8", "checkpoint")["evaluations"]
+    assert [found["recipe"] for found in together] == ["bf16", "mxfp4", "mxfp8", "bf16"]
+    assert together == [run(*flags, name) for name in ("checkpoint", "mxfp4", "mxfp8", "bf16")]
+    assert len({found["wikitext"]["loss"] for found in together}) == 2, "mxfp4 quantizes no forward pass"
+
+
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 64, "disable_bias_linear": True}
 
 

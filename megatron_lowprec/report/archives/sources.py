@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep.job_record import RECORD
-from megatron_lowprec.sweep.jobs import MANIFEST
+from megatron_lowprec.sweep.jobs import EVALUATION, MANIFEST
 
 ARCHIVE = ".tar.xz"
-FILES = (RECORD, "config.yaml", "log.txt", "metrics.jsonl", "quantization.jsonl", "run.json")
+FILES = (RECORD, "config.yaml", EVALUATION, "log.txt", "metrics.jsonl", "quantization.jsonl", "run.json")
 """The files of a run that reports or their readers use."""
 
 

@@ -1,0 +1,84 @@
+#!/bin/bash
+# Runs sweeps side by side on the GPUs of a machine that is held for a limited time:
+#
+#   scripts/study.sh start OUT SECONDS LANE...   starts the lanes in the background, under CUDA MPS; returns at once
+#   scripts/study.sh wait OUT [SECONDS]          waits for their end, 590 seconds at most by default, and says how they stand
+#   scripts/study.sh pack OUT FILE.tar.xz        writes all files of the runs but checkpoints, caches and TensorBoard's
+#
+# A LANE is a file. Each line of it is a folder below OUT and arguments of scripts/sweep.py: the lane runs these sweeps
+# one after the other. Lanes share the GPUs, so their --jobs-per-gpu add up. A sweep with an evaluate entry scores each
+# job as it ends.
+#
+# After SECONDS all runs are told to save and stop. The same start continues them from their checkpoints and repeats
+# nothing that is done. `tools/report.py OUT/FOLDER... --archive FILE.tar.xz` makes an archive for docs/results.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+script=$here/scripts/study.sh
+
+alive() { kill -0 "$(cat "$1" 2>/dev/null)" 2>/dev/null; }
+
+start() {
+    local end=$(($(date +%s) + $1)) lane pid
+    shift
+    if command -v nvidia-cuda-mps-control >/dev/null; then
+        export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps-$UID CUDA_MPS_LOG_DIRECTORY=$out/mps
+        mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+        echo get_server_list | nvidia-cuda-mps-control >/dev/null 2>&1 || nvidia-cuda-mps-control -d
+    fi
+    for lane in "$@"; do
+        pid=$out/$(basename "$lane").pid
+        if alive "$pid"; then
+            echo "$lane runs already"
+            continue
+        fi
+        setsid bash "$script" lane "$out" "$end" "$lane" >>"${pid%.pid}.log" 2>&1 </dev/null &
+        echo $! >"$pid"
+    done
+}
+
+lane() {
+    local end=$1 words line left
+    while IFS= read -r line <&3; do
+        [[ -z $line || $line == \#* ]] && continue
+        eval "words=($line)"
+        left=$((end - $(date +%s)))
+        ((left > 0)) || return 75
+        echo "+ scripts/sweep.py ${words[*]:1}, $left s left"
+        timeout --signal TERM "$left" python "$here/scripts/sweep.py" "${words[@]:1}" --out "$out/${words[0]}"
+    done 3<"$2"
+}
+
+wait_for() {
+    local end=$(($(date +%s) + ${1:-590})) running pid run
+    while :; do
+        running=0
+        for pid in "$out"/*.pid; do alive "$pid" && running=$((running + 1)); done
+        ((running == 0 || $(date +%s) >= end)) && break
+        sleep 1
+    done
+    for run in "$out"/*/*/metrics.jsonl; do
+        [ -e "$run" ] || continue
+        printf '%s %s' "$(basename "$(dirname "$run")")" "$(tail -n 1 "$run" | grep -o '"iteration": [0-9]*')"
+        [ -e "${run%/*}/evaluation.json" ] && printf ', scored'
+        echo
+    done
+    grep -hE 'failed|stopped by|^ {4}' "$out"/*.log
+    echo "$running lanes run"
+}
+
+pack() {
+    mkdir -p "$(dirname "$1")"
+    XZ_OPT='-3 -T0' tar cJf "$1" -C "$out" --exclude='iter_*' --exclude=tensorboard --exclude=cache --exclude=mps \
+        --exclude=locks --exclude='*.pid' .
+    ls -l "$1"
+}
+
+action=${1:-}
+[[ $action =~ ^(start|lane|wait|pack)$ && $# -ge 2 ]] || { sed -n 's/^#   //p' "$script" >&2 && exit 2; }
+mkdir -p "$2"
+out=$(cd "$2" && pwd)
+shift 2
+case $action in
+wait) wait_for "$@" ;;
+*) "$action" "$@" ;;
+esac

@@ -1,0 +1,89 @@
+"""A sweep scores each job's last checkpoint, with the stand-ins for the driver and for tools/evaluate.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.sweep import jobs
+from megatron_lowprec.sweep.spec import evaluation_flags, read
+from tests.sweep.conftest import Fake, WriteSweep
+
+BF16, MXFP4 = "gpt_tiny-bf16-s1", "gpt_tiny-mxfp4-s1"
+FLAGS = "--recipe checkpoint 'a b' --wikitext"
+
+
+@pytest.fixture
+def scored(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """A sweep whose evaluation is the stand-in."""
+    monkeypatch.setattr(jobs, "EVALUATE", str(Path(__file__).with_name("fake_evaluate.py")))
+    return fake
+
+
+def evaluation(fake: Fake, job_id: str) -> dict[str, Any] | None:
+    path = fake.out / job_id / "evaluation.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+@pytest.mark.slow
+def test_each_finished_job_is_scored_once(
+    scored: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scored.behave(mxfp4="fail")
+    path = write_sweep(evaluate=FLAGS)
+    assert scored.run(path) == 1
+    found = evaluation(scored, BF16)
+    assert found is not None
+    run = scored.out / BF16
+    assert found["argv"] == [
+        *("--load", str(run), "--out", str(run / "evaluation.json")),
+        *("--recipe", "checkpoint", "a b", "--wikitext"),
+    ]
+    assert evaluation(scored, MXFP4) is None, "a failed job has no last checkpoint"
+    assert f"{BF16}: scoring" in capsys.readouterr().out
+    scored.behave()
+    (run / "evaluation.json").write_text("{}")
+    assert scored.run(path) == 0
+    assert evaluation(scored, BF16) == {}, "not scored again"
+    assert evaluation(scored, MXFP4) is not None
+    assert not list((scored.out / "locks").glob("[!.]*"))
+
+
+@pytest.mark.slow
+def test_a_failed_evaluation_is_repeated_without_its_training(
+    scored: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sweep(recipes=["bf16"])
+    assert scored.run(path, "--evaluate=--recipe fail") == 1
+    printed = capsys.readouterr().out
+    assert f"{BF16}: failed with exit code 2" in printed
+    assert "    no such recipe" in printed
+    assert scored.run(path) == 0, "without flags nothing is scored"
+    assert evaluation(scored, BF16) is None
+    assert scored.run(path, f"--evaluate={FLAGS}") == 0
+    assert evaluation(scored, BF16) is not None
+    assert len(scored.calls(BF16)) == 1
+    assert scored.record(BF16)["state"] == "done"
+
+
+def test_flags_that_a_sweep_sets_are_refused(write_sweep: WriteSweep) -> None:
+    assert read(write_sweep()).evaluate == ()
+    assert read(write_sweep(evaluate="--wikitext", sizes={"a": {"evaluate": "--recipe bf16"}})).evaluate == (
+        "--recipe",
+        "bf16",
+    )
+    with pytest.raises(UserError, match="evaluate: --out is set by the sweep"):
+        evaluation_flags("evaluate", "--wikitext --out=here.json")
+    with pytest.raises(UserError, match=r"evaluate is \['--wikitext'\]; write flags of tools/evaluate.py"):
+        read(write_sweep(evaluate=["--wikitext"]))
+
+
+def test_a_run_without_checkpoint_cannot_be_scored(
+    scored: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scored.run(write_sweep(evaluate=FLAGS), "--set", "no-save=true") == 2
+    assert "evaluate scores a checkpoint, and no-save writes none" in capsys.readouterr().err

@@ -17,7 +17,10 @@ from megatron_lowprec.training.distributed.interrupt import Interrupted, PeerLos
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0; 2 for what a user can mend, said in one line by one process; 1 for the rest."""
-    ranks = startup.prepare_environment()
+    try:
+        ranks = startup.prepare_environment()
+    except UserError as error:
+        return startup.fail("pretrain_gpt.py", error)
     try:
         from megatron_lowprec.training.run import run
 

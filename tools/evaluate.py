@@ -85,7 +85,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a UserError."""
     args = parse_arguments(arguments)
-    ranks = startup.prepare_environment()
+    try:
+        ranks = startup.prepare_environment()
+    except UserError as error:
+        return startup.fail("evaluate.py", error)
     try:
         evaluate(args, ranks)
     except UserError as error:

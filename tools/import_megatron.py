@@ -45,8 +45,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a UserError."""
     args = parse_arguments(arguments)
-    startup.prepare_environment()  # before megatron is imported
-    return run_tool("import_megatron.py", lambda: print(*convert(args), sep="\n"))
+
+    def work() -> None:
+        startup.prepare_environment()  # before megatron is imported
+        print(*convert(args), sep="\n")
+
+    return run_tool("import_megatron.py", work)
 
 
 def convert(args: argparse.Namespace) -> list[str]:

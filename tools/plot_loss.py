@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.report.curve import LAST, Curve, Series, read_curve, smooth
+from megatron_lowprec.report.plot_style import literal
 from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.config.run_config import read_run_config
@@ -69,7 +70,7 @@ def draw(path: Path, title: str, curve: Curve, references: Sequence[Curve], entr
     elif references:
         _draw_range(axes, references)
     _draw_curve(axes, curve, _RUN, "this run", raw=True)
-    axes.set_title(title, loc="left", fontsize=12, color=_TEXT, pad=10)
+    axes.set_title(literal(title), loc="left", fontsize=12, color=_TEXT, pad=10)
     axes.set_xlabel("iteration", color=_TEXT)
     axes.set_ylabel("loss, nats a token", color=_TEXT)
     axes.margins(x=0.015)

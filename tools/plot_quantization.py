@@ -27,6 +27,7 @@ from megatron_lowprec.report.operands import (
     read_own_rows,
     read_rows,
 )
+from megatron_lowprec.report.plot_style import literal
 from megatron_lowprec.training.config.paths import output_file
 
 
@@ -111,10 +112,12 @@ def draw(title: str, rows: Sequence[Row], what: str) -> bytes:
         every = -(-len(iterations) // 6)
         axes.set_xticks(range(0, len(iterations), every), [str(iteration) for iteration in iterations[::every]])
         every = -(-len(linears) // 48)
-        axes.set_yticks(range(0, len(linears), every), [name.removeprefix("layers.") for name in linears[::every]])
+        axes.set_yticks(
+            range(0, len(linears), every), [literal(name.removeprefix("layers.")) for name in linears[::every]]
+        )
     for axes in panels.flat[len(kinds) :]:
         axes.set_visible(False)
-    figure.suptitle(title, fontsize=11, color=_TEXT)
+    figure.suptitle(literal(title), fontsize=11, color=_TEXT)
     figure.supxlabel("iteration", fontsize=9, color=_TEXT)
     assert image is not None
     bar = figure.colorbar(image, ax=panels, shrink=0.8)

@@ -158,6 +158,11 @@ def band(
         axes.fill_between(x, *ends, color=paint, alpha=0.18, linewidth=0)
 
 
+def literal(text: str) -> str:
+    """Text that matplotlib shows as it is: between two dollar signs it would read, and may refuse, mathematics."""
+    return text.replace("$", r"\$")
+
+
 def wrapped(label: str) -> str:
-    """A recipe's label with a line break before each override."""
-    return label.replace("+", "\n+") if len(label) > 24 else label
+    """A recipe's label, literal, with a line break before each override."""
+    return literal(label.replace("+", "\n+") if len(label) > 24 else label)

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_lowprec.report.amounts import amount, percent
 from megatron_lowprec.report.curve import Floats, Series, smooth
 from megatron_lowprec.report.groups import Group
-from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, gap_axis, limits, wrapped
+from megatron_lowprec.report.plot_style import NOT_FINISHED, Style, Theme, band, gap_axis, limits, literal, wrapped
 from megatron_lowprec.report.runs import Run, Status
 from megatron_lowprec.report.statistics import Fit
 
@@ -68,7 +68,7 @@ def gaps(
     axes.set_yticks(range(len(labels)), [wrapped(label) for label in labels])
     axes.set_ylim(len(labels) - 0.45, -0.55)
     limits(axes.set_xlim, [0.0, *ends])
-    axes.set_xlabel(f"perplexity gap to {group.reference} at the end, %")
+    axes.set_xlabel(f"perplexity gap to {literal(group.reference)} at the end, %")
     axes.grid(axis="x", color=theme.grid, linewidth=0.8)
     axes.grid(axis="y", visible=False)
     _gap_legend(figure, theme, bool(published))
@@ -142,7 +142,7 @@ def losses(
             drawn = differences if ranges else differences.mean(axis=0, keepdims=True)
             ends += list(drawn[:, x >= _EARLY * x[-1]].ravel())
         scale = gap_axis(bottom, [0.0, *(end for end in ends if math.isfinite(end))])
-        bottom.set_ylabel(f"less {group.reference}'s, nats a token\n{scale}".rstrip())
+        bottom.set_ylabel(f"less {literal(group.reference)}'s, nats a token\n{scale}".rstrip())
     panels[-1].set_xlabel("tokens")
     panels[-1].xaxis.set_major_formatter(lambda value, _: amount(value))
     theme.legend(figure, [top])

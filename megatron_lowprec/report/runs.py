@@ -70,8 +70,8 @@ class Run:
         return self.named(str(self.folder))
 
     def named(self, text: str) -> str:
-        """``text`` with the temporary folder of an unpacked archive replaced by the archive's path."""
-        return text if self.source is None else self.source.named(text)
+        """Printable ``text``, with the temporary folder of an unpacked archive replaced by the archive's path."""
+        return printable(text if self.source is None else self.source.named(text))
 
     @property
     def block(self) -> Hashable:
@@ -149,7 +149,7 @@ def find_runs(paths: Sequence[str], diverged_rise: float, scratch: Path | None =
     runs: dict[Path, Run] = {}
     notes: list[str] = []
     for cell in cells:
-        place = Path(cell.place).resolve()
+        place = Path(str(cell.folder) if cell.source is None else cell.source.named(str(cell.folder))).resolve()
         if place not in runs:
             runs[place] = read_run(cell, diverged_rise, notes.append)
         elif cell.sweep and not runs[place].sweep:

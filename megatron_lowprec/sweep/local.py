@@ -50,12 +50,11 @@ def visible_gpus() -> list[str]:
     """Names of the GPUs visible to torch, for CUDA_VISIBLE_DEVICES; queried in a separate process."""
     code = "import torch; print(torch.cuda.device_count())"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if asked.returncode:
-        raise UserError(
-            f"torch cannot be asked for GPUs: {asked.stderr.strip().splitlines()[-1]}; mend the environment"
-        )
+    if asked.returncode or not asked.stdout.strip().isdecimal():
+        why = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise UserError(f"torch cannot be asked for GPUs: {why}; mend the environment")
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
-    count = int(asked.stdout.split()[-1])
+    count = int(asked.stdout)
     return names[:count] if names != [""] else [str(number) for number in range(count)]
 
 

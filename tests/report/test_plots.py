@@ -1,13 +1,16 @@
 """Figures of losses draw what the tables count."""
 
+import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_lowprec.report import plot_style, plots
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import find_runs
 from tests.report.synthetic import write_run
+from tools import report
 
 
 def test_a_repeated_seed_is_drawn_as_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +27,25 @@ def test_a_repeated_seed_is_drawn_as_the_mean(tmp_path: Path, monkeypatch: pytes
     plots.losses("validation loss", group, plot_style.styles(group.labels, "bf16"), plot_style.LIGHT)
     bf16 = (3.75 + 3.6) / 2
     assert ends == pytest.approx([bf16, 3.9, 3.9 - bf16])
+
+
+def test_labels_are_drawn_as_they_are(tmp_path: Path) -> None:
+    """Dollar signs are no mathematics, and a folder's name need not be UTF-8."""
+    runs = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", "mxfp8", final=3.9),
+        tmp_path / os.fsdecode(b"\xff\x1b"),
+    ]
+    write_run(runs[2], "mxfp4", final=4.0)
+    for run, label in zip(runs, (r"ref$\frac$", r"a$\nothing{$b", None), strict=True):
+        content = yaml.safe_load((run / "config.yaml").read_text())
+        content["recipe"]["name"], content["options"]["config"] = label, r"m$\x$.yaml"
+        if label is None:
+            del content["recipe"]
+        (run / "config.yaml").write_text(yaml.safe_dump(content))
+    out = tmp_path / "out"
+    assert report.main([*map(str, runs), "--reference", r"ref$\frac$", "--out", str(out)]) == 0
+    text = (out / "report.html").read_text(encoding="utf-8")
+    assert r"a$\nothing{$b" in text
+    assert r"\udcff\x1b" in text
+    assert len(list(out.glob("*.png"))) > 2

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import glob
+import io
 import lzma
-import os
 import tarfile
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import IO
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import check_text
 from megatron_lowprec.sweep.job_record import RECORD
 from megatron_lowprec.sweep.jobs import EVALUATION, MANIFEST
 
 ARCHIVE = ".tar.xz"
 FILES = (RECORD, "config.yaml", EVALUATION, "log.txt", "metrics.jsonl", "quantization.jsonl", "run.json")
 """The files of a run that reports or their readers use."""
+LARGEST, MOST_MEMBERS = 2**31, 10**5
+"""Bytes of an archive's content, and its files and folders: a few kilobytes can hold more than any disk."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +70,25 @@ def unpack(archive: Path, root: Path) -> list[Source]:
     """Unpack an xz-compressed tar of runs into the new folder ``root``; its sweeps and runs, by path.
 
     Raises:
-        UserError: a damaged archive, or a member that is no file or folder or lies outside.
+        UserError: a damaged archive, one that is too large, or a member that is no file or folder or lies outside.
     """
+    members = count()
+
+    def plain(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+        if next(members) >= MOST_MEMBERS:
+            raise _TooLargeError(f"more than {MOST_MEMBERS:,} files and folders")
+        return _plain(member, folder)
+
     try:
-        with lzma.open(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
-            tar.extractall(root, filter=_plain)
-            content.seek(0, os.SEEK_END)  # read on behind tar's end, which finds truncation and wrong checksums
+        with lzma.open(archive) as packed, _Limited(packed) as content, tarfile.open(fileobj=content, mode="r|") as tar:
+            tar.extractall(root, filter=plain)
+            while content.read(2**20):  # behind tar's end, which finds truncation and wrong checksums
+                pass
     except tarfile.FilterError as error:
         raise UserError(f"{archive}: unsafe, nothing of it is read ({error}); ask its author for another") from None
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+    except _TooLargeError as error:
+        raise UserError(f"{archive}: {error}; unpack it, and name its folders") from None
+    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, ValueError) as error:
         raise UserError(f"{archive}: damaged, or no xz-compressed tar ({error}); copy it again") from None
     folders = sorted(folder for folder in [root, *root.rglob("*")] if folder.is_dir() and _holds_runs(folder))
     if not folders:
@@ -81,10 +96,36 @@ def unpack(archive: Path, root: Path) -> list[Source]:
     return [Source(folder, archive, root) for folder in folders]
 
 
+class _TooLargeError(Exception):
+    """An archive holds more than is read."""
+
+
+class _Limited(io.RawIOBase):
+    """A stream of at most ``LARGEST`` bytes."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._left = stream, LARGEST
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        content = self._stream.read(len(buffer))
+        self._left -= len(content)
+        if self._left < 0:
+            raise _TooLargeError(f"more than {LARGEST:,} bytes")
+        buffer[: len(content)] = content
+        return len(content)
+
+
 def _plain(member: tarfile.TarInfo, root: str) -> tarfile.TarInfo:
-    """tarfile's data filter, without links."""
-    if not member.isreg() and not member.isdir():
+    """tarfile's data filter, without links, unprintable names, and files with holes, which take no bytes here."""
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
         raise tarfile.SpecialFileError(member)
+    try:
+        check_text(member.name)
+    except ValueError:
+        raise tarfile.OutsideDestinationError(member, ascii(member.name)) from None
     return tarfile.data_filter(member, root)
 
 

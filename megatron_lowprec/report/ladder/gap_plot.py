@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.report.ladder.gap_points import Line
-from megatron_lowprec.report.plot_style import Style, Theme, gap_axis, wrapped
+from megatron_lowprec.report.plot_style import Style, Theme, gap_axis, literal, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def gap_by_tokens(
         look = {"color": theme.muted, "linewidth": 0.8, "markersize": 4.5, "markerfacecolor": "none", "zorder": 1.5}
         _draw(axes, line, models, 1.0, marker=_PUBLISHED[at % len(_PUBLISHED)], **look)
     axes.set_xlabel("training tokens per parameter, without embeddings (log)")
-    axes.set_ylabel(f"gap to {reference}, nats a token {scale}".rstrip())
+    axes.set_ylabel(f"gap to {literal(reference)}, nats a token {scale}".rstrip())
     theme.legend(figure, [axes])
     return theme.png(figure)
 
@@ -75,7 +75,7 @@ def _model(line: Line) -> tuple[float, str]:
 def _name(line: Line) -> str:
     label = wrapped(line.label)
     long = "\n" in label or len(label) + len(line.model) > _LONGEST
-    return label + (",\n" if long else ", ") + line.model
+    return label + (",\n" if long else ", ") + literal(line.model)
 
 
 def _draw(axes: Axes, line: Line, models: Sequence[tuple[float, str]], shift: float, **look: Any) -> None:

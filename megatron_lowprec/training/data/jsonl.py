@@ -1,8 +1,8 @@
 """Text documents from JSON-lines files, plain or compressed, in batches that record line numbers."""
 
+import codecs
 import gzip
 import io
-import json
 import lzma
 import os
 import zlib
@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import IO
 
 from megatron_lowprec.errors import UserError, type_of
+from megatron_lowprec.files import parse_json
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 
+LONGEST_LINE = 2**28
+"""Bytes of a document with its markup; without a limit one line of a compressed file could fill the memory."""
+
 _BATCH_BYTES = 512 * 1024
 _READ_BYTES = 128 * 1024
+_ZSTD_BYTES = 8 * 1024  # decompressed at once: zstd makes up to 2**15 times as many of them
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,9 @@ def parse(line: bytes, where: str) -> dict[str, object]:
         UserError: not a JSON object; ``where`` is the prefix of the message.
     """
     try:
-        document = json.loads(line)
+        return parse_json(line.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except ValueError as error:
         raise UserError(f"{where}: not a JSON object ({error}); each line must be one") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{where}: not a JSON object but {type_of(document)}; each line must be one")
-    return document
 
 
 def checked_text(value: object, what: str) -> str:
@@ -102,7 +104,11 @@ def _file_batches(path: str, bytes_before: int) -> Iterator[Batch]:
     try:
         with ExitStack() as stack:
             raw = stack.enter_context(open(path, "rb"))
-            for line in stack.enter_context(_decompressed(raw, path)):
+            stream = stack.enter_context(_decompressed(raw, path))
+            while line := stream.readline(LONGEST_LINE + 1):
+                if len(line) > LONGEST_LINE:
+                    where = f"{path}, line {first_line + len(lines)}"
+                    raise UserError(f"{where}: longer than {LONGEST_LINE:,} bytes; split the document")
                 lines.append(line)
                 size += len(line)
                 if size >= _BATCH_BYTES:
@@ -145,7 +151,7 @@ def _zstandard(raw: IO[bytes], path: str) -> IO[bytes]:
     # Not the library's own stream reader, which treats a truncated file as complete.
     def chunks() -> Iterator[bytes]:
         frame = None
-        while data := raw.read(_READ_BYTES):
+        while data := raw.read(_ZSTD_BYTES):
             while data:
                 frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
                 try:

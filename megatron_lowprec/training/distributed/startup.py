@@ -59,15 +59,23 @@ class Ranks:
 
 
 def prepare_environment() -> Ranks:
-    """Set environment variables and warning filters; plain ``python`` becomes a world of one process."""
+    """Set environment variables and warning filters; plain ``python`` becomes a world of one process.
+
+    Raises:
+        UserError: a variable of the launcher or OMP_NUM_THREADS that is no such number.
+    """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     # Megatron-core's communication overlap relies on in-order execution of kernels in one queue.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
+    world_size = _number("WORLD_SIZE", None, 1)
+    local_world_size = max(1, _number("LOCAL_WORLD_SIZE", 0, 0))
+    ranks = Ranks(_number("RANK", 0, 0), world_size, _number("LOCAL_RANK", 0, 0), local_world_size)
+    if ranks.rank >= world_size:
+        raise UserError(f"RANK={ranks.rank} and WORLD_SIZE={world_size}: ranks count from 0; start with torchrun")
+    _number("MASTER_PORT", 0, 0)
     if ranks.world_size == 1:
         # NCCL allocates buffers for every channel of a communicator, also of one rank, which has no peer to use them
         # (NVIDIA/nccl issue 2363): one channel saves 1.1 GiB (docs/results/memory.md).
@@ -76,7 +84,19 @@ def prepare_environment() -> Ranks:
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ and ranks.local_world_size > 1):
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+    _number("OMP_NUM_THREADS", None, 1)
     return ranks
+
+
+def _number(name: str, default: int | None, least: int) -> int:
+    """An environment variable as a whole number; UserError for another value, or if it is not set without a default."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
+        found = "is not set" if text is None else f"is {text!r}"
+        raise UserError(f"the environment variable {name} {found}; set a whole number of at least {least}")
+    return int(text)
 
 
 def initialize(config: Config, ranks: Ranks) -> torch.device:
@@ -231,14 +251,19 @@ def _forget_layout() -> None:
     mpu.destroy_model_parallel()
 
 
-def fail(program: str, error: UserError, ranks: Ranks) -> int:
-    """Print an error that a user can fix, on one process; returns the exit code."""
-    if ranks.rank == 0:
+def fail(program: str, error: UserError, ranks: Ranks | None = None) -> int:
+    """Print an error that a user can fix, on one process; returns the exit code.
+
+    Without ``ranks``, as where they cannot be read, RANK decides if it is a number.
+    """
+    told = os.environ.get("RANK", "")
+    rank = ranks.rank if ranks is not None else int(told) if told.isdecimal() else 0
+    if rank == 0:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
     else:
         # torchrun ends the others at the first failure: give rank 0 time to print first.
         time.sleep(HEAD_START)
-        print(f"{program}: error: rank {ranks.rank} alone: {error}", file=sys.stderr, flush=True)
+        print(f"{program}: error: rank {rank} alone: {error}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -1,6 +1,7 @@
 """Archives are read safely, beside folders; the shipped one gives the table of its page."""
 
 import io
+import lzma
 import re
 import tarfile
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.amounts import number, percent, signed
+from megatron_lowprec.report.archives import sources
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import Run, Status, find_runs
 from megatron_lowprec.report.statistics import Fit
@@ -94,6 +96,39 @@ def test_members_outside_and_links_are_refused(tmp_path: Path, scratch: Path, ba
     assert not list(tmp_path.rglob("evil"))
 
 
+def test_names_that_steer_a_terminal_and_files_with_holes_are_refused(tmp_path: Path, scratch: Path) -> None:
+    sparse = member("run/metrics.jsonl")
+    sparse.type = tarfile.GNUTYPE_SPARSE
+    for bad in (member("run/\x1b[2J"), sparse):
+        archive = tmp_path / "bad.tar.xz"
+        with tarfile.open(archive, "w:xz") as tar:
+            tar.addfile(bad, io.BytesIO())
+        with pytest.raises(UserError, match=r"unsafe|damaged") as error:
+            found(scratch, archive)
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("where", ["in a member", "behind the end", "members"])
+def test_an_archive_has_a_size_limit(
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A few kilobytes can hold more than any disk."""
+    monkeypatch.setattr(sources, "LARGEST", 2 * 10**6)
+    monkeypatch.setattr(sources, "MOST_MEMBERS", 20)
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        large = member("run/metrics.jsonl")
+        large.size = 3 * 10**6 if where == "in a member" else 10
+        tar.addfile(large, io.BytesIO(bytes(large.size)))
+        for number in range(30 if where == "members" else 0):
+            tar.addfile(member(f"run/{number}"), io.BytesIO())
+    archive = tmp_path / "bomb.tar.xz"
+    archive.write_bytes(lzma.compress(content.getvalue() + bytes(3 * 10**6 if where == "behind the end" else 0)))
+    assert archive.stat().st_size < 10**4
+    with pytest.raises(UserError, match=r"bomb\.tar\.xz: more than .*; unpack it, and name its folders"):
+        found(scratch, archive)
+
+
 def test_a_job_outside_of_its_archive_is_refused(tmp_path: Path, scratch: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep", {"bf16": 3.7}, seeds=1)
     add_cells(sweep, "synthetic", [cell("mxfp4", 1, run=str(write_run(tmp_path / "mine")))])
@@ -105,7 +140,12 @@ def test_a_job_outside_of_its_archive_is_refused(tmp_path: Path, scratch: Path) 
 def test_a_damaged_archive_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = packed(tmp_path / "whole.tar.xz", write_run(tmp_path / "run")).read_bytes()
     archive = tmp_path / "runs.tar.xz"
-    for damaged in (b"", b"no archive", whole[:-40], whole[:2000], whole[:3000] + b"??" + whole[3002:]):
+    twice = io.BytesIO()
+    with tarfile.open(fileobj=twice, mode="w") as tar:
+        for name in ("run", "run/log.txt"):
+            tar.addfile(member(name), io.BytesIO())
+    cut = (whole[:-40], whole[:2000], whole[:3000] + b"??" + whole[3002:])
+    for damaged in (b"", b"no archive", *cut, lzma.compress(twice.getvalue()), lzma.compress(b"\xff" * 512)):
         archive.write_bytes(damaged)
         assert report.main([str(archive), "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err

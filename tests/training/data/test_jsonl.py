@@ -68,6 +68,8 @@ def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
         (b'{"text": null}', "'text' holds a NoneType, not text"),
         (b'{"text": "\xff"}', "not a JSON object"),
         (rb'{"text": "ab\ud800"}', "not Unicode (surrogates not allowed at 2)"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "a number of 5,000 digits"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, message: str) -> None:
@@ -78,6 +80,16 @@ def test_a_bad_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, li
     assert str(caught.value).startswith(f"{path}, line 101: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
+def test_a_line_without_an_end_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 10_000)
+    path = write(tmp_path, suffix, LINES[0] + b"0" * 10**6)
+    with pytest.raises(UserError, match="line 2: longer than 10,000 bytes; split the document"):
+        read(path)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])

@@ -7,8 +7,11 @@ import os
 import pytest
 import torch
 
+import pretrain_gpt
+from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed import startup
+from tools import evaluate, import_megatron
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -30,6 +33,30 @@ def test_threads_of_a_process(
 ) -> None:
     prepare(monkeypatch, processes, TORCHELASTIC_RUN_ID="run" if torchrun else None, OMP_NUM_THREADS=chosen)
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") for value in ("x", "-1")),
+        *(("OMP_NUM_THREADS", value) for value in ("abc", "0", "-2", "4,2", "1" * 5000, "\x1b[2J")),
+        ("WORLD_SIZE", None),
+        ("RANK", "2"),
+        ("MASTER_PORT", "http"),
+    ],
+)
+def test_a_variable_that_is_no_number_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str | None
+) -> None:
+    """Every program says so in a line: those that start ranks, and the tools."""
+    with pytest.raises(UserError, match=f"{name}[ =]") as error:
+        prepare(monkeypatch, 2, **{"OMP_NUM_THREADS": "1", name: value})
+    assert str(error.value).isprintable()
+    if name != "RANK":
+        assert pretrain_gpt.main(["--list-recipes"]) == 2
+        assert capsys.readouterr().err.startswith("pretrain_gpt.py: error: ")
+        assert evaluate.main(["--load", "out"]) == 2
+        assert import_megatron.main(["--load", "out", "--save", "new", "--vocab-size", "9"]) == 2
 
 
 @pytest.mark.parametrize(("chosen", "processes", "channels"), [(None, 1, "1"), ("8", 1, "8"), (None, 2, None)])
@@ -68,4 +95,6 @@ def prepare(monkeypatch: pytest.MonkeyPatch, processes: int, **chosen: str | Non
     for name, value in (sizes | chosen).items():
         if value is not None:
             monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
     startup.prepare_environment()

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megatron_lowprec.files import atomic_write
+from megatron_lowprec.files import atomic_write, read_json
 
 SWITCH = "MEGATRON_LOWPREC_TUNE"
 FOLDER = "MEGATRON_LOWPREC_CACHE"
@@ -120,10 +120,10 @@ def _cache(device: torch.device) -> Path:
 
 def _read(path: Path) -> dict[str, int]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, "")
     except (OSError, ValueError):  # absent or damaged: the next measurement rewrites it
         return {}
-    return found if isinstance(found, dict) else {}
+    return {name: best for name, best in found.items() if type(best) is int}
 
 
 def _remember(path: Path, name: str, best: int) -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import atomic_replace, default_mode
+from megatron_lowprec.files import atomic_replace, check_text, default_mode, parse_json
 from megatron_lowprec.kernels.philox.reference import ShardSlice
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
@@ -146,22 +145,26 @@ def read_capture(path: Path, device: torch.device | str = "cpu") -> Capture:
             f"{path}: expected operands captured by --capture-step, format version {FORMAT_VERSION}; found version "
             f"{version} and tensors {', '.join(sorted(tensors)) or 'none'}"
         )
-    shard: dict[str, Any] = json.loads(metadata["shard"])
-    linear_id = LinearId(
-        shard["layer"],
-        shard["name"],
-        shard["expert"],
-        shard["rng_data_parallel_rank"],
-        {dimension: ShardSlice(*span) for dimension, span in shard["spans"].items()},
-        shard["split"],
-    )
-    return Capture(
-        **{name: tensors[name] for name in _TENSORS},
-        recipe=recipe_from_dict(read_yaml_text(metadata["recipe"], f"the recipe in {path}")),
-        linear_id=linear_id,
-        iteration=int(metadata["iteration"]),
-        seed=int(metadata["seed"]),
-        amax_in_effect=json.loads(metadata["amax_in_effect"]),
-        tensor_parallel=RankOf(**shard["tensor_parallel"]),
-        data_parallel=RankOf(**shard["data_parallel"]),
-    )
+    try:
+        check_text(metadata)
+        shard, amaxes = parse_json(metadata["shard"]), parse_json(metadata["amax_in_effect"])
+        linear_id = LinearId(
+            shard["layer"],
+            shard["name"],
+            shard["expert"],
+            shard["rng_data_parallel_rank"],
+            {dimension: ShardSlice(*span) for dimension, span in shard["spans"].items()},
+            shard["split"],
+        )
+        return Capture(
+            **{name: tensors[name] for name in _TENSORS},
+            recipe=recipe_from_dict(read_yaml_text(metadata["recipe"], "its recipe")),
+            linear_id=linear_id,
+            iteration=int(metadata["iteration"]),
+            seed=int(metadata["seed"]),
+            amax_in_effect={tensor: float(amax) for tensor, amax in amaxes.items()},
+            tensor_parallel=RankOf(**shard["tensor_parallel"]),
+            data_parallel=RankOf(**shard["data_parallel"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged: {error}; capture it again") from None

@@ -163,7 +163,7 @@ def _caught(pid: int) -> int:
 
 def rows(save: Path) -> list[dict[str, Any]]:
     """A run's metrics, without a line that is being written."""
-    return json_lines(save / "metrics.jsonl")
+    return list(json_lines(save / "metrics.jsonl", print))
 
 
 def exact(save: Path) -> list[tuple[int, str, str]]:

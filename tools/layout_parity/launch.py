@@ -62,7 +62,7 @@ class Runner:
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows so far."""
-        return [row for path in sorted(self.folder.glob("*.rows.jsonl")) for row in json_lines(path)]
+        return [row for path in sorted(self.folder.glob("*.rows.jsonl")) for row in json_lines(path, print)]
 
 
 class _Running:

@@ -34,7 +34,7 @@ def main(job: Mapping[str, Any]) -> None:
     from tools.layout_parity.setup import Setup, configured
 
     # Before the process group is initialized: no rank writes yet.
-    present = {row_key(row) for row in json_lines(Path(job["out"]))}
+    present = {row_key(row) for row in json_lines(Path(job["out"]), print)}
     device = None
     with Path(job["out"]).open("a", encoding="utf-8") as file:
         for group in job["groups"]:

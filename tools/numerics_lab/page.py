@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import read_json
 from megatron_lowprec.report import html
 from megatron_lowprec.report.operands import KINDS, OUTPUTS, Kind, Row, median, read_all_rows
 from megatron_lowprec.text_tables import plain_table
@@ -76,7 +76,7 @@ def experiments(folder: Path) -> Iterator[Section]:
     """A section for each experiment whose files are in the folder, by name."""
     for path in sorted(folder.glob("*.json")):
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path, "")
             tables = [_cells(table) for table in content["tables"].values()]
             notes = [*content["notes"], ", ".join(f"{name} {value}" for name, value in content["header"].items())]
             title = str(content["title"])

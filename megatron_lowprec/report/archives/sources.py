@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import io
 import lzma
@@ -89,6 +90,8 @@ def unpack(archive: Path, root: Path) -> list[Source]:
     except _TooLargeError as error:
         raise UserError(f"{archive}: {error}; unpack it, and name its folders") from None
     except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise UserError(f"{archive}: damaged, or no xz-compressed tar ({error}); copy it again") from None
     folders = sorted(folder for folder in [root, *root.rglob("*")] if folder.is_dir() and _holds_runs(folder))
     if not folders:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.files import check_text, read_json
-from megatron_lowprec.training.checkpoint import checksums, chunks
+from megatron_lowprec.training.checkpoint import checksums, tensor_chunks
 
 _METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
 # Every class that torch 2.11 to 2.13 and Megatron-core 0.15 to 0.17 put into .metadata; none has side effects.
@@ -335,7 +335,7 @@ def _check_places(folder: Path, metadata: Metadata, which: Callable[[str], bool]
         if size < end:
             raise Damaged(f"{name} is cut short: {size} bytes of {end}")
     try:
-        found = chunks.fault(metadata, which)
+        found = tensor_chunks.fault(metadata, which)
     except (AttributeError, TypeError, ValueError) as error:
         found = f"an entry is of another kind: {_in_a_line(error)}"
     if found is not None:

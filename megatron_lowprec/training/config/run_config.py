@@ -11,7 +11,9 @@ from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.training.config.arguments import KINDS, RENAMED, checked_value
 
 _PARTS: Mapping[str, type] = {
-    **dict.fromkeys(("options", "recipe", "schedule", "progress", "layout", "tokenizer", "versions"), dict),
+    **dict.fromkeys(
+        ("options", "recipe", "schedule", "progress", "layout", "tokenizer", "versions", "started_from"), dict
+    ),
     **dict.fromkeys(("earlier_recipes", "earlier_options"), list),
     "padded_vocab_size": int,
     "initial_weights": str,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import atomic_write
+from megatron_lowprec.files import Row, atomic_write, read_json
 from megatron_lowprec.training.data import jsonl
 from megatron_lowprec.training.data.wikipedia import Article, Source
 from megatron_lowprec.training.data.corpus_writer import Progress, write_batches
@@ -30,6 +30,8 @@ from megatron_lowprec.training.data.tokenizer import Tokenizer
 
 _KEY = "text"
 _BATCH_BYTES = 512 * 1024
+_REMEDY = "remove it to begin again"
+_COUNTS = ("documents", "tokens", "empty", "duplicates")
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,8 @@ class _Work:
         if self._partial.exists():
             content = _read(self._partial, settings)
             self.shards = [Shard(**shard) for shard in content["shards"]]
+            if not {"state", "titles"} <= content.keys():
+                raise UserError(f"{self._partial}: damaged (no state or titles); {_REMEDY}")
             self.state, kept = content["state"], content["titles"]
         self.titles = _Titles(self._titles_file, kept)
 
@@ -244,7 +248,7 @@ class _Work:
 
     def finish(self, last_duplicates: int) -> dict[str, Any]:
         """Write the manifest and remove the files of an unfinished preparation."""
-        totals = {name: self.count(name) for name in ("documents", "tokens", "empty", "duplicates")}
+        totals = {name: self.count(name) for name in _COUNTS}
         totals["duplicates"] += last_duplicates
         if not self.shards:
             raise UserError(f"{self._settings.source}: no article in it; nothing was written")
@@ -259,18 +263,26 @@ class _Work:
         return {"settings": asdict(self._settings), "shards": [asdict(shard) for shard in self.shards]}
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> Row:
+    """Settings and shards of a manifest or of a preparation that is under way, of their types."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _ = content["settings"], content["shards"]
+        content = read_json(path, _REMEDY)
+        settings, shards = content["settings"], [Shard(**shard) for shard in content["shards"]]
+        texts = [text for shard in shards for text in (shard.prefix, *shard.sha256, *shard.sha256.values())]
+        counts = [getattr(shard, name) for shard in shards for name in _COUNTS] + [content.get("titles", 0)]
+        rows = (content.get("state") or {"rows": 0})["rows"]
+        counts.append(rows)
+        valid = type(settings) is dict and all(type(text) is str for text in texts)
+        if not valid or any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError("a value of another type")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}); remove it to begin again") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged ({error}); {_REMEDY}") from None
     return content
 
 
-def _read(path: Path, settings: Settings) -> dict[str, Any]:
+def _read(path: Path, settings: Settings) -> Row:
     content = _load(path)
     differing = [
         f"{name.replace('_', ' ')} {value!r} (there: {content['settings'].get(name)!r})"

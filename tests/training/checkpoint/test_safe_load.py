@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.checkpoint import checksums, chunks, safe_load
+from megatron_lowprec.training.checkpoint import checksums, safe_load, tensor_chunks
 from tests.training.checkpoint import foreign
 from tests.training.checkpoint.foreign import MARKER, Foreign
 from tests.training.conftest import Drive
@@ -272,7 +272,7 @@ def test_chunks_cover_a_tensor_or_do_not(dimensions: int) -> None:
         )
         place = _StorageInfo("__0_0.distcp", 0, 10**6)
         places = {MetadataIndex("w", torch.Size(begin)): place for begin, _ in boxes}
-        found = chunks.fault(Metadata({"w": described}, storage_data=places))
+        found = tensor_chunks.fault(Metadata({"w": described}, storage_data=places))
         assert (found is None) == (inside and bool((counts == 1).all())), (size, boxes, found)
 
 

@@ -69,7 +69,7 @@ def train(tree: Path, recipe: str, layout: str, iterations: int, cache: Path) ->
         )
         if done.returncode:
             raise UserError(f"{recipe} under {layout} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-        rows = list(json_lines(Path(folder) / "metrics.jsonl"))
+        rows = list(json_lines(Path(folder) / "metrics.jsonl", print))
     return {key: [row[key] for row in rows if key in row] for key in ("lm loss", "grad-norm")}
 
 

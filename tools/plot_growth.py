@@ -45,7 +45,8 @@ def windows(archive: Path) -> dict[str, Windows]:
             for metrics in sorted(source.folder.rglob("metrics.jsonl"))
         ]
         columns = {
-            str(run.relative_to(root)): read_columns(run / "metrics.jsonl", (_NORM, TRAIN)) for root, run in folders
+            str(run.relative_to(root)): read_columns(run / "metrics.jsonl", (_NORM, TRAIN), print)
+            for root, run in folders
         }
     return {
         name: Windows(_reduced(found[_NORM], np.median), _reduced(found[TRAIN], np.mean))

@@ -206,7 +206,6 @@ class LowPrecLinearMixin:
     tp_group: dist.ProcessGroup
     config: TransformerConfig
     sequence_parallel: bool
-    training: bool
     linear_gemms: LinearGemms | None = None
     accumulates_in_fp32 = True
     channel: GradOutputChannel | None = None  # of the call in progress

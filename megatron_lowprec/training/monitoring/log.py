@@ -125,6 +125,7 @@ class RunLog:
     ) -> None:
         self._config, self._paths, self._writes = config, paths, writes
         self._open = writes
+        self._bar: Any = None
         self._interval = _Interval()
         self._alarmed: set[str] = set()  # linear layers
         if not writes:

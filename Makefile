@@ -33,7 +33,7 @@ TE_WHEEL := $(VENV)/transformer_engine-$(TE_VERSION)-py3-none-any.whl
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-.PHONY: help setup train test test-fast test-clients test-megatron-core test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
+.PHONY: help setup train test test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -86,6 +86,14 @@ test-megatron-core:  ## layers, runs, checkpoints and clients with MEGATRON_CORE
 	@$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(call threads,$(TEST_WORKERS)); export MEGATRON_LM=$${MEGATRON_LM:-clone}; \
 	$(RELEASE_VENV)/bin/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu" $(RELEASE_TESTS)
+
+# wandb and datasets bring some thirty packages and 300 MB: too much for the lock.
+test-optional:  ## W&B and Hugging Face's datasets by the packages themselves, in a venv of its own
+	@test -x $(VENV)-optional/bin/python || "$(PYTHON)" -m venv $(VENV)-optional
+	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check -r $(LOCK) wandb datasets
+	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(VENV)-optional/bin/python -c 'import datasets, wandb'  # what is missing would be skipped
+	@$(VENV)-optional/bin/python -m pytest -q -rs tests/training/monitoring/test_wandb.py tests/tools/test_prepare_wikipedia.py
 
 test-fault-injection: setup  ## kill, interrupt and damage small runs, half an hour; FAULT_INJECTION are flags of tools/fault_injection
 	@$(BIN)/python -m tools.fault_injection $(FAULT_INJECTION)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ LONGEST_LINE = 2**20
 """Bytes of a JSON line. A row of metrics has about 500."""
 LONGEST_NUMBER = 100
 """Characters of a number: more than any float has, and far below those that take Python minutes."""
+_BLOCK = 2**22  # bytes read at once
 # All control characters but tab and newline, which steer a terminal, and surrogates, which UTF-8 cannot encode.
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -159,6 +161,15 @@ def _lines(path: Path, tail: int | None) -> Iterator[tuple[int, bytes]]:
 
 def _in_a_line(error: Exception) -> str:
     return f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+
+
+def crc32_of(path: Path) -> str:
+    """CRC-32 of a file's bytes, 8 hex digits."""
+    crc = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
 
 
 def default_mode(path: Path) -> None:

@@ -5,6 +5,10 @@
 
 writes data/mine_text_document.bin and .idx (--data-path data/mine_text_document), and a .json file that records the
 vocabulary. Inputs are read in the given order, plain or as .gz, .xz or .zst; documents without tokens are dropped.
+
+    python tools/preprocess_data.py --verify data/mine_text_document
+
+reads all of a corpus and checks its index, its ids, and the checksums in its .json file.
 """
 
 import argparse
@@ -13,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.training.data import corpus_writer
+from megatron_lowprec.training.data import corpus_writer, indexed_dataset
 from megatron_lowprec.training.data.progress import progress_bar
 from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, tokenizer_of
 
@@ -21,11 +25,11 @@ from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, tokenizer_
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Megatron's flags."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, one document per line")
+    parser.add_argument("--input", nargs="+", metavar="FILE", help="JSON lines, one document per line")
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="one corpus per key (default: text)"
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="files are PREFIX_KEY_document.*")
+    parser.add_argument("--output-prefix", metavar="PREFIX", help="files are PREFIX_KEY_document.*")
     parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", choices=TOKENIZER_TYPES)
     parser.add_argument("--vocab-file", metavar="FILE", help="vocab.json of a GPT2BPETokenizer")
     parser.add_argument("--merge-file", metavar="FILE", help="merges.txt of a GPT2BPETokenizer")
@@ -34,13 +38,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--append-eod", action="store_true", help="append the end-of-document id to each document")
     parser.add_argument("--workers", type=int, default=1, help="processes; do not change the result (default: 1)")
     parser.add_argument("--log-interval", type=int, default=1000, help="documents per progress line (default: 1000)")
-    return parser.parse_args(arguments)
+    parser.add_argument("--verify", nargs="+", metavar="PREFIX", help="only read corpora and check all of them")
+    args = parser.parse_args(arguments)
+    if args.verify is None and (args.input is None or args.output_prefix is None):
+        parser.error("give --input and --output-prefix, or --verify")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for a UserError."""
+    """Exit code: 0, 1 if --verify finds damage, 2 for another UserError."""
     args = parse_arguments(arguments)
-    return run_tool("preprocess_data.py", lambda: _preprocess(args))
+    return run_tool("preprocess_data.py", lambda: _preprocess(args) if args.verify is None else _verify(args))
+
+
+def _verify(args: argparse.Namespace) -> int:
+    damaged = 0
+    for prefix in args.verify:
+        try:
+            print(indexed_dataset.verify(prefix, args.vocab_size))
+        except UserError as error:
+            print(error)
+            damaged = 1
+    return damaged
 
 
 def _preprocess(args: argparse.Namespace) -> None:

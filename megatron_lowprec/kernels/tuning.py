@@ -42,7 +42,7 @@ def fastest(name: str, candidates: Sequence[T], run: Callable[[T], None], device
         return candidates[0]
     cache, name = _cache(device), f"{name} of {list(candidates)}"
     found = _read(cache).get(name)
-    if isinstance(found, int) and found < len(candidates):
+    if found is not None and 0 <= found < len(candidates):
         return candidates[found]
     times = [_milliseconds(run, candidate) for candidate in candidates]
     best = times.index(min(times))

@@ -20,11 +20,10 @@ from types import ModuleType
 from typing import IO, Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import read_json
+from megatron_lowprec.files import crc32_of, read_json
 
 NAME = "checksums.json"
 _BESIDE = ".crc32"  # suffix of a file with the sum of a file, until all are in NAME
-_BLOCK = 2**22
 
 
 class _SummedFile(io.BufferedWriter):
@@ -75,7 +74,7 @@ def write(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.suffix != _BESIDE and path.name != NAME:
             beside = path.with_name(path.name + _BESIDE)
-            found[path.name] = [path.stat().st_size, beside.read_text("ascii") if beside.exists() else _sum(path)]
+            found[path.name] = [path.stat().st_size, beside.read_text("ascii") if beside.exists() else crc32_of(path)]
             beside.unlink(missing_ok=True)
     (folder / NAME).write_text(json.dumps({"crc32": found}, indent=1) + "\n", encoding="utf-8")
 
@@ -114,16 +113,8 @@ def _compared(folder: Path, expected: tuple[tuple[str, tuple[int, str]], ...], s
     threads = os.environ.get("OMP_NUM_THREADS", "")  # this process's share of the cores
     with ThreadPoolExecutor(max(1, int(threads) if threads.isdecimal() else 1)) as pool:
         try:
-            found = list(pool.map(_sum, [folder / name for name, _ in expected]))
+            found = list(pool.map(crc32_of, [folder / name for name, _ in expected]))
         except OSError as error:
             return f"{error.filename or folder} cannot be read: {error.strerror or error}"
     wrong = [name for (name, (_, crc)), now in zip(expected, found, strict=True) if now != crc]
     return f"{', '.join(wrong)}: other bytes than were saved, by {NAME}" if wrong else None
-
-
-def _sum(path: Path) -> str:
-    crc = 0
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-    return f"{crc:08x}"

@@ -249,6 +249,9 @@ class DataOptions:
     data_cache_path: str | None = arg(
         None, "where tokenized text and indices are kept; default data/cache in the repository"
     )
+    verify_data: bool = arg(
+        False, "before training, read the data of each path and compare it with its checksums; once for the same files"
+    )
     num_workers: int = arg(0, "processes that load data; 0 loads in this one (Megatron's default is 2)")
     tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = arg(
         "GPT2BPETokenizer", "kind of tokenizer"

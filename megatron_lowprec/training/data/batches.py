@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.distributed.rank_sync import rank0_first, long_timeout_group
+from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.data.blend import all_paths, data_paths, parse_blend
 from megatron_lowprec.training.data.chat_dataset import ChatSamples, prepare_chats
 from megatron_lowprec.training.config.options import Config
@@ -81,7 +83,10 @@ def _prepared_texts(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
     cache = config.data_cache_path
     tokenized = prepare_chats if config.sft else prepare
     workers = max(1, torch.get_num_threads())
-    return {path: tokenized(path, tokenizer, cache, workers=workers) for path in all_paths(config)}
+    prefixes = {path: tokenized(path, tokenizer, cache, workers=workers) for path in all_paths(config)}
+    for prefix in prefixes.values() if config.verify_data else ():
+        indexed_dataset.verify_once(prefix, tokenizer.vocab_size, Path(cache))
+    return prefixes
 
 
 def _build_split(

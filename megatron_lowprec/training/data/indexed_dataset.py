@@ -9,8 +9,9 @@ import json
 import math
 import os
 import struct
+import zlib
 from contextlib import suppress
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,8 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.files import Row, read_json
+from megatron_lowprec.files import Row, atomic_write, crc32_of, read_json
 from megatron_lowprec.training.data.tokenizer import Tokenizer
+from megatron_lowprec.training.distributed.file_lock import lock
+
+SUFFIXES = (".bin", ".idx")
 
 _WINDOW = 2**22  # ids read at once
 _MAX_WINDOWS = 64  # of a corpus without a note: all ids of a common one, evenly spaced windows of a huge one
@@ -52,8 +56,9 @@ class Note:
 
 
 def write_note(prefix: str, note: Note) -> None:
-    """Write ``PREFIX.json``, the last file of a corpus."""
-    Path(f"{prefix}.json").write_text(json.dumps(asdict(note), indent=2) + "\n", encoding="utf-8")
+    """Write ``PREFIX.json``, the last file of a corpus, with checksums of the others."""
+    content = asdict(note) | {"crc32": {suffix: crc32_of(Path(prefix + suffix)) for suffix in SUFFIXES}}
+    Path(f"{prefix}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def check_prefix(prefix: str, tokenizer: Tokenizer) -> None:
@@ -101,10 +106,10 @@ def read_index(prefix: str) -> Index:
     Raises:
         UserError: a missing file, an invalid index, or inconsistent sizes.
     """
-    for suffix in (".bin", ".idx"):
+    for suffix in SUFFIXES:
         if not os.path.isfile(prefix + suffix):
             stem, extension = os.path.splitext(prefix)
-            hint = f"name the prefix alone: {stem}" if extension in (".bin", ".idx") else "prepare the text first"
+            hint = f"name the prefix alone: {stem}" if extension in SUFFIXES else "prepare the text first"
             raise UserError(f"data {prefix}: no file {prefix}{suffix}; {hint} (tools/preprocess_data.py)")
     with open(f"{prefix}.idx", "rb") as file:
         head = file.read(_INDEX_HEADER.size)
@@ -237,6 +242,46 @@ def unigram_entropy(prefix: str) -> float:
         counts = added
     counts = counts[counts > 0]
     return float(math.log(index.tokens) - (counts * np.log(counts)).sum() / index.tokens)
+
+
+def verify(prefix: str, vocab_size: int | None = None) -> str:
+    """Read all of a corpus and check its index, its ids and the checksums of its note; what was found, in a line.
+
+    Ids must lie below ``vocab_size``, by default that of the note.
+
+    Raises:
+        UserError: as ``read_index`` and ``TokenReader``, or other bytes than the note's.
+    """
+    index, note = read_index(prefix), read_note(prefix) or {}
+    known = note.get("vocab_size")
+    vocab_size = vocab_size if vocab_size is not None or type(known) is not int else known
+    crc = 0
+    for window in _windows(TokenReader(prefix, vocab_size), index, 0, index.tokens):
+        crc = zlib.crc32(window, crc)
+    expected = note.get("crc32")
+    compared = "no checksums in its note" if expected is None else "the bytes that were written"
+    if expected not in (None, found := {".bin": f"{crc:08x}", ".idx": crc32_of(Path(f"{prefix}.idx"))}):
+        raise UserError(f"{prefix}: checksums are {found}, and were {expected}; copy or prepare the corpus again")
+    ids = "ids not compared, for lack of a vocabulary's size" if vocab_size is None else f"ids below {vocab_size:,}"
+    return f"{prefix}: {index.documents:,} documents, {index.tokens:,} tokens, {ids}, {compared}"
+
+
+def verify_once(prefix: str, vocab_size: int, cache: Path, report: Callable[[str], None] = print) -> None:
+    """``verify`` unless ``cache``, a folder, records that it passed for files of these sizes and times."""
+    record, place = cache / "verified.json", os.path.realpath(prefix)
+    stats = [os.stat(prefix + suffix) for suffix in SUFFIXES]
+    state = [vocab_size, *(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))]
+    try:
+        os.makedirs(cache, exist_ok=True)
+        with lock(f"{record}.lock"):
+            known: Row = {}
+            with suppress(FileNotFoundError, UserError):  # a damaged record: verified anew
+                known = read_json(record, "")
+            if known.get(place) != state:
+                report(verify(prefix, vocab_size))
+                atomic_write(record, json.dumps(known | {place: state}, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--verify-data: {error}; name another --data-cache-path") from None
 
 
 def _windows(

@@ -20,6 +20,7 @@ from megatron_lowprec.training.data import corpus_writer, encoding, indexed_data
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer
 from tests.waiting import PATIENCE
 from tests.launch import forks
+from tools import preprocess_data
 
 DATA = Path(__file__).resolve().parents[3] / "data"
 DOCUMENTS = [
@@ -341,6 +342,46 @@ def test_a_negative_id_is_refused(tmp_path: Path) -> None:
     os.remove(f"{prefix}.json")
     with pytest.raises(UserError, match="holds id -1"):
         indexed_dataset.check_prefix(prefix, tokenizer)
+
+
+def test_verify_reads_all_of_a_corpus(made: str, tiny: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = indexed_dataset.read_index(made).tokens
+    said = f"{made}: 6 documents, {tokens:,} tokens, ids below 512, the bytes that were written"
+    assert indexed_dataset.verify(made) == said
+    assert preprocess_data.main(["--verify", made]) == 0
+    assert capsys.readouterr().out == f"{said}\n"
+    content = bytearray(Path(f"{made}.bin").read_bytes())
+    content[-4] ^= 0b10  # another id of the vocabulary
+    Path(f"{made}.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"made: checksums are .*, and were .*; copy or prepare"):
+        indexed_dataset.verify(made)
+    assert preprocess_data.main(["--verify", made]) == 1
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_verify_of_a_corpus_of_another_tool_compares_ids(made: str) -> None:
+    os.remove(f"{made}.json")
+    assert "ids not compared, for lack of a vocabulary's size, no checksums" in indexed_dataset.verify(made)
+    assert "ids below 512, no checksums" in indexed_dataset.verify(made, 512)
+    with pytest.raises(UserError, match="holds id 511"):
+        indexed_dataset.verify(made, 511)
+
+
+def test_files_are_verified_once(made: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        indexed_dataset.verify_once(made, 512, tmp_path / "cache", said.append)
+    assert len(said) == 1
+    (tmp_path / "cache" / "verified.json").write_text("{")
+    indexed_dataset.verify_once(made, 512, tmp_path / "cache", said.append)
+    indexed_dataset.verify_once(made, 600, tmp_path / "cache", said.append)
+    assert len(said) == 3
+    content = Path(f"{made}.bin").read_bytes()
+    Path(f"{made}.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(UserError, match="checksums are"):
+        indexed_dataset.verify_once(made, 600, tmp_path / "cache", said.append)
+    with pytest.raises(UserError, match="name another --data-cache-path"):
+        indexed_dataset.verify_once(made, 512, Path(f"{made}.bin"), said.append)
 
 
 def test_a_file_truncated_after_the_check_is_one_line(made: str, tiny: Tokenizer) -> None:

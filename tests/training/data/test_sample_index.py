@@ -31,9 +31,9 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def documents(split: str) -> set[int]:
+def documents(split: str, **more: Any) -> set[int]:
     """Those that one epoch of the training data holds tokens of."""
-    options = {"mock_data": None, "data_cache_path": "cache", "data_path": ["text.jsonl"], "split": split}
+    options = {"mock_data": None, "data_cache_path": "cache", "data_path": ["text.jsonl"], "split": split, **more}
     config = resolve_run(resolve_model(parse(argv(**options))[0]), 1, gpus=False)
     found = batches.build(config, tokenizer_of(config), 0, 0)["train"]
     assert found is not None
@@ -108,6 +108,19 @@ def test_a_file_that_is_no_array_is_one_line(content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"shuffle_index\.npy is no index: "):
         documents("80,20,0")
+
+
+def test_data_are_verified_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert documents("80,20,0", verify_data=True) == set(range(16))
+    assert "20 documents, 680 tokens, ids below 256, the bytes that were written" in capsys.readouterr().out
+    documents("80,20,0", verify_data=True)
+    assert "the bytes that were written" not in capsys.readouterr().out, "once for the same files"
+    (path,) = Path("cache").glob("*.bin")
+    content = path.read_bytes()
+    path.write_bytes(content[:-2] + b"\x01\x00")
+    documents("80,20,0")
+    with pytest.raises(UserError, match="checksums are"):
+        documents("80,20,0", verify_data=True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -1,6 +1,6 @@
 """Sizes of a run's weights at each of its checkpoints, by tensor and layer, as JSON.
 
-    python tools/weight_norms.py runs/my_run --out norms.json
+    python tools/weight_norms.py --load runs/my_run --out norms.json
 
 ``rms`` and ``max`` are of the fp32 weights (bf16 ones if the checkpoint has no optimizer state). ``update`` is the rms
 of Adam's direction exp_avg / (sqrt(exp_avg_sq) + 1e-8), without bias correction. The gain of a norm is the tensor
@@ -64,18 +64,18 @@ def _rms(rows: torch.Tensor) -> list[float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a UserError."""
     parser = Parser(description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder or a --save folder")
+    parser.add_argument("--load", type=Path, required=True, metavar="FOLDER", help="a run's folder or a --save folder")
     parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help="where the JSON goes")
     arguments = parser.parse_args(argv)
 
     def measure() -> int:
-        present = storage.whole(str(storage.checkpoints_of(arguments.run)))
+        present = storage.whole(str(storage.checkpoints_of(arguments.load)))
         if not present:
-            raise UserError(f"{arguments.run}: no checkpoint there; name a run's folder or a --save folder")
+            raise UserError(f"{arguments.load}: no checkpoint there; name a run's folder or a --save folder")
         try:
             found: dict[int, Any] = {iteration: norms(present[iteration]) for iteration in sorted(present)}
         except safe_load.Damaged as error:
-            raise UserError(f"{arguments.run}: {error}; remove that checkpoint") from None
+            raise UserError(f"{arguments.load}: {error}; remove that checkpoint") from None
         arguments.out.write_text(json.dumps(found) + "\n", encoding="utf-8")
         return 0
 

@@ -31,7 +31,7 @@ _OUTPUTS = {
         "special_tokens_map.json",
         "generation_config.json",
     ),
-    *("quantization.jsonl", "quantization.png", "gap_by_tokens.png"),
+    *("quantization.jsonl", "quantization.png", "gap_by_tokens.png", "evaluation.json", "norms.json"),
     *("merges.txt", "wikitext.json", "recipes.json", "encoder.json", "mine.yaml", "my_recipe.yaml"),
 }
 

@@ -16,7 +16,8 @@ from tests.sweep.conftest import REPOSITORY, Fake, WriteSweep
 SHIPPED = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
 NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling", "fp8_lm"}
 CHECKS = {"fp8_native"}  # of this project's own kernels, on a GPU alone
-STUDIES = {"gpt_25m_schedule", "all_recipes", "token_ladder", "learning_rate", "mxfp8_operands"}  # of one question
+STUDIES = {"gpt_25m_schedule", "all_recipes", "token_ladder", "learning_rate", "mxfp8_operands", "late_growth"}
+"""Of one question each."""
 
 
 def test_the_shipped_sweeps_are_there() -> None:

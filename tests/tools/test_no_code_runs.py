@@ -25,7 +25,7 @@ from megatron_lowprec.training.config.options import GROUPS
 from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, common, objects, saved
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
 from tests.training.helpers import REPOSITORY, argv
-from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint
+from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint, weight_norms
 
 LATEST, OLDER = "iter_0000004", "iter_0000002"
 
@@ -90,6 +90,9 @@ READERS: dict[tuple[str, str], list[tuple[str, Callable[..., None], bool]]] = {
     ],
     ("tools/inspect_checkpoint.py", "--iteration"): [
         (OLDER, tool(inspect_checkpoint.main, "out", "--iteration", "2"), False)
+    ],
+    ("tools/weight_norms.py", "--load"): [
+        (LATEST, tool(weight_norms.main, "--load", "out", "--out", "norms.json"), False)
     ],
 }
 # Of another format, and tested below.

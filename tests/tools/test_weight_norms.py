@@ -18,7 +18,7 @@ def test_sizes_are_those_of_the_exported_weights(drive: Drive) -> None:
     drive(
         argv(**{**MODEL, "train_iters": 4, "save_interval": 2}, save="run", use_distributed_optimizer=True, bf16=True)
     )
-    assert weight_norms.main(["run", "--out", "norms.json"]) == 0
+    assert weight_norms.main(["--load", "run", "--out", "norms.json"]) == 0
     found = json.loads(Path("norms.json").read_text())
     assert list(found) == ["2", "4"]
     assert export_hf.main(["--load", "run", "--out", "hf", "--dtype", "float32"]) == 0
@@ -36,5 +36,5 @@ def test_sizes_are_those_of_the_exported_weights(drive: Drive) -> None:
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert weight_norms.main([str(tmp_path), "--out", str(tmp_path / "norms.json")]) == 2
+    assert weight_norms.main(["--load", str(tmp_path), "--out", str(tmp_path / "norms.json")]) == 2
     assert "no checkpoint there" in capsys.readouterr().err

@@ -128,7 +128,7 @@ QUESTION, ANSWER = message("user", "Hi"), message("assistant", "Hello")
         ('{"messages": "Hi"}', "found str"),
         ([QUESTION, "Hello"], "message 2: not an object with 'role' and 'content' but a str"),
         ([QUESTION, message("tool", "1")], "message 2: role 'tool' is not one of system, user, assistant"),
-        ([QUESTION, {"role": "assistant"}], "message 2: 'content' holds a NoneType, not text"),
+        ([QUESTION, {"role": "assistant"}], "message 2: 'content' holds nothing, not text"),
         ([QUESTION, message("assistant", [])], "message 2: 'content' holds a list, not text"),
         ([QUESTION, message("assistant", " \n")], "message 2: the assistant's content is empty"),
         ([message("user", ""), ANSWER], "message 1: the user's content is empty"),

@@ -40,7 +40,6 @@ class StatefulLayer(nn.Module):
 
     def make_state(self) -> None:
         """Begin without amaxes and draws, before ``linear_gemms`` are made."""
-        # the first attributes: a copy of the model then ends a deferred step before it copies what the GEMMs read
         self.histories, self.passes = LayerHistories(self.weight.device), PassCounter()
         self.group: LayerGroup | None = None
         self.rng_step = RngStep(0, 0)

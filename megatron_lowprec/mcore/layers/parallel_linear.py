@@ -88,14 +88,14 @@ def gradients(
         reducing = dist.all_reduce(dx, group=tp.tp_group, async_op=True)
     elif dx is not None and tp.sequence_parallel:
         dx, reducing = scatter_sequence(dx, tp.tp_group)
-    if "wgrad" not in gemms:
-        pass
-    elif saved.x is None:
-        assert recompute is not None
-        x, amax = recompute()
+    if "wgrad" in gemms:
+        x: torch.Tensor | QuantizedTensor | CastPrologue
+        if saved.x is None:
+            assert recompute is not None
+            x, amax = recompute()
+        else:
+            x, amax = saved.input(), None
         dw = layer.accumulate_wgrad(linear_gemms, grad, x, saved.weight, rng_step, amax, restored)
-    else:
-        dw = layer.accumulate_wgrad(linear_gemms, grad, saved.input(), saved.weight, rng_step)
     if reducing is not None:
         reducing.wait()
     return dx, dw, grad.bias

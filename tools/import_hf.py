@@ -11,7 +11,6 @@ size unless --make-vocab-size-divisible-by pads it with copies of its last row, 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.files import read_json
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import check_folder
 from megatron_lowprec.training.config.resolve import resolve_model
@@ -82,21 +82,21 @@ def convert(args: argparse.Namespace) -> list[str]:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return read_json(folder / "config.json", "save the model again")
     except FileNotFoundError:
         raise UserError(f"--load {folder}: no config.json there; give a folder with a Hugging Face model") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}/config.json cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{folder}/config.json is not an object")
-    return content
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        places = read_json(index, "save the model again").get("weight_map")
+        if type(places) is not dict or any(
+            type(name) is not str or Path(name).name != name for name in places.values()
+        ):
+            raise UserError(f"{index} has no weight_map from tensors to files of its folder")
+        names = sorted(set(places.values()))
     found: dict[str, torch.Tensor] = {}
     for name in names:
         try:

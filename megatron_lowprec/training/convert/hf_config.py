@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config.arguments import checked_options
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
 from megatron_lowprec.training.models.common.interface import HuggingFace
@@ -62,7 +63,11 @@ def from_hf_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json is of a {kind!r} model; {' and '.join(_FORMS)} can be read")
     form = _FORMS[kind].config
     _refuse_variants(hf, form.VARIANTS)
-    return {name: value for name, value in form.OPTIONS.items() if value is not None} | form.from_config(hf)
+    try:
+        options = {name: value for name, value in form.OPTIONS.items() if value is not None} | form.from_config(hf)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"config.json lacks a key, or one has another type ({error})") from None
+    return checked_options("config.json", options)
 
 
 def _refuse_variants(hf: Mapping[str, Any], variants: Mapping[str, tuple[Any, ...]]) -> None:

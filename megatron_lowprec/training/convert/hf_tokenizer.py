@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron_lowprec.files import read_json
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.tokenizer import END_OF_TEXT
 
@@ -58,7 +59,8 @@ def _write_gpt2(vocab: Path, merges: Path, context: int, folder: Path) -> list[s
 def tokenizer_options(folder: Path) -> dict[str, Any]:
     """Options for the tokenizer in a Hugging Face model's folder; empty if there is none."""
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if vocab.is_file() and merges.is_file() and END_OF_TEXT in json.loads(vocab.read_text(encoding="utf-8")):
+    known = read_json(vocab, "save the tokenizer again", len) if vocab.is_file() and merges.is_file() else {}
+    if END_OF_TEXT in known:
         return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}

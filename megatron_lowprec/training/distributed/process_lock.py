@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_lowprec.files import atomic_write
+from megatron_lowprec.files import atomic_write, parse_json
 from megatron_lowprec.training.distributed.file_lock import lock
 
 BEAT = 20.0
@@ -141,8 +141,10 @@ class ProcessLock:
 def holder(path: Path) -> Holder | None:
     """The holder of a lock; None if it is free, its holder has died, or was this Slurm job before a requeue."""
     try:
-        found = Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+        found = Holder(**parse_json(path.read_text(encoding="utf-8")))
+        if not all(pid.isdecimal() and float(start) >= 0 for pid, start in found.processes.items()):
+            return None
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
         return None
     if found.is_here:
         lives = bool(found.running())

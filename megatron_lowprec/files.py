@@ -86,8 +86,12 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def read_json(path: Path, remedy: str) -> Row:
-    """The JSON object in a file, with printable text only; ``remedy`` is the suffix of errors.
+def read_json(path: Path, remedy: str, check: Callable[[Row], object] = check_text) -> Row:
+    """The JSON object in a file, by default with printable text only.
+
+    Args:
+        remedy: suffix of errors.
+        check: raises ValueError for an object that is refused.
 
     Raises:
         FileNotFoundError: no such file.
@@ -95,7 +99,7 @@ def read_json(path: Path, remedy: str) -> Row:
     """
     try:
         found = parse_json(read_text(path))
-        check_text(found)
+        check(found)
     except ValueError as error:
         raise UserError(f"{path}: cannot be read: {error}; {remedy}") from None
     return found

@@ -17,8 +17,8 @@ from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.dispatch import multi_tensor_cast_
-from megatron_lowprec.linear.forward_pass import is_training_pass
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer
+from megatron_lowprec.quantization.forward_pass import is_training_pass
 from megatron_lowprec.quantization.primary_weight import Fp8Weight, weight_encode_scale
 from megatron_lowprec.recipe.coverage import primary_weight_spec
 from megatron_lowprec.recipe.schema import QuantSpec

@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from megatron_lowprec.linear.forward_pass import PassCounter, is_training_pass
 from megatron_lowprec.linear.layer_histories import LayerGroup, LayerHistories
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import SIDES
-from megatron_lowprec.quantization.amax_history import AMAX, empty_histories
+from megatron_lowprec.quantization.amax_history import AMAX, empty_histories, load_histories
+from megatron_lowprec.quantization.forward_pass import PassCounter, is_training_pass
 from megatron_lowprec.quantization.random_stream import RngStep, in_backward_pass
 
 _DRAWS = "draws"
@@ -115,7 +115,7 @@ class StatefulLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         drop_unused_state(self, state_dict, prefix)
-        self.linear_gemms.load_histories(state_dict, prefix)
+        load_histories(self.linear_gemms.histories, state_dict, prefix)
         self.histories.loaded()
         self.passes.count = int(state_dict.pop(prefix + _DRAWS, self.passes.count))
         if self.group is not None:

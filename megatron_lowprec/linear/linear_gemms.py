@@ -14,7 +14,7 @@ from megatron_lowprec.linear.layer_tensors import CastFusion, GradOutput, SavedF
 from megatron_lowprec.linear.linear_id import SIDES, LayerAmax, LinearId
 from megatron_lowprec.linear.native_gemms import NativeGemms
 from megatron_lowprec.linear.weight_cache import QuantizedWeightCache
-from megatron_lowprec.quantization.amax_history import AMAX, AmaxHistory
+from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.quantizer import Reduce
 from megatron_lowprec.quantization.random_stream import RngStep
@@ -339,13 +339,6 @@ class LinearGemms:
         return backend.gemm(
             "wgrad", quantized, x, dy.matrix.dtype, accumulate_into=accumulate_into, overwrite=overwrite
         )
-
-    def load_histories(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Pop ``{prefix}amax.<tensor>`` from a state dict and load it. Those missing beside a weight start empty."""
-        for tensor, (history, slot) in self.histories.items():
-            state = state_dict.pop(f"{prefix}{AMAX}.{tensor}", None)
-            if state is not None or f"{prefix}weight" in state_dict:
-                history.load_state(slot, state)
 
     def choose_products(self, w_OI: torch.Tensor) -> None:
         """Select the GEMMs that run on FP8 tensor cores, once for a device and dtype; UserError for fp16 and fp64."""

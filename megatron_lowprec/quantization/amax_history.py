@@ -144,3 +144,17 @@ def empty_histories(
     """
     used = [tensor for tensor in recipe.delayed_operands() if gradients or tensor != "grad_output"]
     return frozenset(tensor for tensor in used if histories[tensor][0].is_empty(histories[tensor][1]))
+
+
+def load_histories(
+    histories: Mapping[str, tuple[AmaxHistory, int]], state_dict: dict[str, torch.Tensor], prefix: str
+) -> None:
+    """Pop ``{prefix}amax.<tensor>`` from a state dict and load it. Those missing beside a weight start empty.
+
+    Args:
+        histories: tensor -> its history and slot.
+    """
+    for tensor, (history, slot) in histories.items():
+        state = state_dict.pop(f"{prefix}{AMAX}.{tensor}", None)
+        if state is not None or f"{prefix}weight" in state_dict:
+            history.load_state(slot, state)

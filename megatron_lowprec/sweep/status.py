@@ -58,11 +58,12 @@ def read_progress(run: Path) -> Progress:
     tests = [row["lm loss validation"] for row in rows if "lm loss validation" in row]
     if not steps:
         return Progress(dropped=about)
+    seconds = [row["iteration-time"] for row in steps if "iteration-time" in row]
     return Progress(
         iteration=steps[-1]["iteration"],
         loss=mean(row["lm loss"] for row in steps),
         validation=tests[-1] if tests else None,
-        step_seconds=median(row["iteration-time"] for row in steps) if "iteration-time" in steps[-1] else None,
+        step_seconds=median(seconds) if seconds else None,
         step_samples=steps[-1].get("batch-size"),
         dropped=about,
     )

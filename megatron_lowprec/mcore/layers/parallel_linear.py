@@ -28,7 +28,7 @@ from megatron_lowprec.mcore.collectives import gather_codes, gather_sequence, sc
 from megatron_lowprec.mcore.fusion import GradOutputChannel, attached_cache, attached_input, cached_amax
 from megatron_lowprec.mcore.optim.stored_gradient import writable_main_grad
 from megatron_lowprec.mcore.rng_step import current_rng_step
-from megatron_lowprec.quantization.amax_history import empty_histories
+from megatron_lowprec.quantization.amax_history import empty_histories, load_histories
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
@@ -298,7 +298,7 @@ class LowPrecLinearMixin:
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the driver's checkpoints hold histories as tensors
         if self.linear_gemms is not None:
-            self.linear_gemms.load_histories(state_dict, prefix)
+            load_histories(self.linear_gemms.histories, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 

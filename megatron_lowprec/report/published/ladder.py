@@ -57,8 +57,8 @@ def read_ladder(path: Path) -> list[PublishedRun]:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             rows, columns = list(reader), reader.fieldnames or ()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); name a file such as quartet2-runs.csv") from None
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read ({error}); name a file such as quartet2-runs.csv") from None
     missing = [name for name in _COLUMNS if name not in columns]
     if missing:
         raise UserError(f"{path}: no column {', '.join(missing)}; a ladder needs {', '.join(_COLUMNS)}")

@@ -90,8 +90,10 @@ def fault(folder: Path) -> str | None:
         return None
     try:
         content = read_json(folder / NAME, "")["crc32"]
-        expected = {name: (int(size), str(crc)) for name, (size, crc) in content.items()}
-        if any(name != os.path.basename(name) for name in expected):
+        expected = {name: (size, crc) for name, (size, crc) in content.items()}
+        if any(name != os.path.basename(name) for name in expected) or any(
+            (type(size), type(crc)) != (int, str) for size, crc in expected.values()
+        ):
             raise ValueError
     except (UserError, KeyError, TypeError, ValueError, AttributeError):
         return f"{NAME} cannot be read"

@@ -20,7 +20,7 @@ from megatron_lowprec.files import atomic_write
 from megatron_lowprec.training.checkpoint import checksums
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_WHOLE = re.compile(r"iter_(\d{7,})")
+_WHOLE = re.compile(r"iter_([0-9]{7,18})")
 _REPLACED = ".old"
 
 
@@ -35,7 +35,7 @@ def tracked(folder: str) -> int | None:
         text = (Path(folder) / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return int(text) if re.fullmatch(r"[0-9]+", text) else None
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def checkpoints_of(folder: Path) -> Path:

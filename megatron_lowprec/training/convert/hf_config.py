@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.training.config.arguments import checked_options
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.architectures import ARCHITECTURES, architecture_of
 from megatron_lowprec.training.models.common.hf_options import absent, completed
@@ -73,7 +74,8 @@ def from_hf_config(hf: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(
                 f"config.json has {name} {given[name]!r}, which these layers do not have: it must be {allowed[0]!r}"
             )
-    return {name: value for name, value in form.OPTIONS.items() if value is not None} | form.from_config(hf)
+    options = {name: value for name, value in form.OPTIONS.items() if value is not None} | form.from_config(hf)
+    return checked_options("config.json", options)
 
 
 def vocabulary_of(hf: Mapping[str, Any]) -> int:

@@ -111,10 +111,10 @@ def _folder(path: Path) -> Path:
     tracker = path / TRACKER
     if not tracker.exists():
         return path
-    text = tracker.read_text().strip()
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == "release":
         return path / "release"
-    if not text.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise UserError(f"{path}: {TRACKER} holds {text!r}, not an iteration")
     return iteration_folder(str(path), int(text))
 

@@ -25,6 +25,7 @@ from megatron_lowprec.training.data.indexed_dataset import TokenReader, read_ind
 from megatron_lowprec.training.distributed.file_lock import lock
 
 _FILES = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
+_DTYPES = (np.int32, np.int64, np.uint32)
 _REMEDY = "remove it, and it is written again"
 
 Index = np.ndarray[Any, np.dtype[np.integer]]
@@ -85,19 +86,23 @@ class DocumentSamples(GPTDataset):
             ) from None
 
     def _checked(self, files: list[Path]) -> tuple[Index, ...]:
-        """Documents in their order, where each sample begins in it, and the samples' order; all within bounds."""
+        """Each document once, where each sample begins in their order, and each sample once; all are checked.
+
+        Samples begin at multiples of the sequence length in the concatenated documents, each in a document or at the
+        end of one.
+        """
         document, sample, shuffle = found = tuple(map(_read, files))
         first, last = self.config.documents
-        count = (self.config.tokens - 1) // self.config.sequence_length
-        right = [
-            document.shape == (last - first,) and _within(document, first, last),
-            sample.shape == (count + 1, 2) and _within(sample[:, 0], 0, len(document)),
-            shuffle.shape == (count,) and _within(shuffle, 0, count),
-        ]
+        length = self.config.sequence_length
+        count = (self.config.tokens - 1) // length
+        right = [_is_order(document, first, last), sample.shape == (count + 1, 2), _is_order(shuffle, 0, count)]
         if all(right):
-            at, offset = sample[:, 0], sample[:, 1]
-            ends = self.dataset.sequence_lengths[document[at]]
-            right[1] = bool(((offset >= 0) & (offset <= ends)).all() and (np.diff(at) >= 0).all())
+            ends = np.cumsum(self.dataset.sequence_lengths[document], dtype=np.int64)
+            lengths, at, offset = np.diff(ends, prepend=0), sample[:, 0], sample[:, 1]
+            right[1] = not len(at) or bool(0 <= at.min() and at.max() < len(document) and offset.min() >= 0)
+            right[1] = right[1] and bool(
+                (offset <= lengths[at]).all() and (ends[at] - lengths[at] + offset == length * np.arange(len(at))).all()
+            )
         if not all(right):
             raise UserError(f"{files[right.index(False)]} is no index of these documents; {_REMEDY}")
         return found
@@ -127,10 +132,13 @@ def _read(path: Path) -> Index:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged header can raise anything
         raise UserError(f"{path} is no index: {error}; {_REMEDY}") from None
-    if not np.issubdtype(found.dtype, np.integer):
+    if found.dtype not in _DTYPES:
         raise UserError(f"{path} is no index: it holds {found.dtype}; {_REMEDY}")
     return found
 
 
-def _within(values: Index, first: int, end: int) -> bool:
-    return not values.size or bool(first <= values.min() and values.max() < end)
+def _is_order(values: Index, first: int, end: int) -> bool:
+    """Whether the values are those from ``first`` to ``end``, each once."""
+    if values.shape != (end - first,) or not values.size:
+        return values.shape == (end - first,)
+    return bool(first <= values.min() and values.max() < end and (np.bincount(values - first) == 1).all())

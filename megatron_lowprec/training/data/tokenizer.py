@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lowprec.errors import UserError, type_of
+from megatron_lowprec.errors import UserError
+from megatron_lowprec.files import read_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -250,14 +251,9 @@ def json_object(file: Path) -> dict[str, Any]:
         UserError: no object, or not readable.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file, "save the model again", len)  # a vocabulary has tokens of any characters
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read as JSON: {_one_line(error)}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} holds {type_of(content)}, not an object")
-    return content
 
 
 def _one_line(error: Exception) -> str:

@@ -10,10 +10,10 @@ import lzma
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_lowprec.errors import UserError
 
+_LARGEST = 2**28  # bytes of text
 SHIPPED = "data/wikitext-test.raw.txt.xz"  # in the repository
 
 # Applied in this order: a pattern and its replacement.
@@ -84,9 +84,12 @@ def read(path: str) -> list[Page]:
         UserError: a missing file, or one that is not text.
     """
     try:
-        content = Path(path).read_bytes()
-        return list(pages((lzma.decompress(content) if path.endswith(".xz") else content).decode()))
+        with (lzma.open if path.endswith(".xz") else open)(path, "rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise UserError(f"--wikitext {path}: more than {_LARGEST:,} bytes of text; WikiText has 11,000,000 at most")
+        return list(pages(content.decode()))
     except FileNotFoundError:
         raise UserError(f"--wikitext {path}: no such file; the shipped one is {SHIPPED}") from None
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise UserError(f"--wikitext {path}: not a WikiText file in UTF-8, plain or .xz: {error}") from None

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from megatron_lowprec.files import atomic_write
+from megatron_lowprec.files import atomic_write, parse_json
 from megatron_lowprec.training.distributed.file_lock import lock
 from megatron_lowprec.training.distributed.process_start import boot_id, start_ticks
 
@@ -179,7 +179,7 @@ def holder(path: Path) -> Holder | None:
 def _read(path: Path) -> Holder | None:
     """The content of a lock file; None if it is missing, or not what this module writes."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         found = Holder(**{field.name: content[field.name] for field in fields(Holder) if field.name in content})
         texts = [found.slurm_job, found.namespace, found.boot, found.slurm_restart]
         valid = (
@@ -187,7 +187,7 @@ def _read(path: Path) -> Holder | None:
             and all(pid.isdecimal() and isinstance(start, (int, float)) for pid, start in found.processes.items())
             and all(text is None or isinstance(text, str) for text in texts)
         )
-    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
         return None
     return found if valid else None
 

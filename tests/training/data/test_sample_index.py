@@ -84,6 +84,8 @@ DAMAGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "beyond": first(10**6),
     "shorter": lambda index: index[:-1],
     "longer": lambda index: np.concatenate([index, index[-1:]]),
+    "one twice": lambda index: index[[1, 1, *range(2, len(index))]],
+    "of bytes": lambda index: index.astype(np.uint8),
     "of floats": lambda index: index.astype(np.float32),
     "flat": lambda index: index.reshape(1, -1),
 }

@@ -117,7 +117,7 @@ def test_hugging_face_end_token_is_the_tokenizer_s_own(
         ({"config.json": {"eos_token_id": 512}}, "config.json names the end of a text 512, which tokenizer.json does"),
         ({"config.json": {"eos_token_id": -1}}, "which tokenizer.json does not"),
         ({"config.json": {"eos_token_id": 2**70}}, "which tokenizer.json does not"),
-        ({"special_tokens_map.json": []}, "special_tokens_map.json holds a list, not an object"),
+        ({"special_tokens_map.json": []}, "not a JSON object but a list"),
     ],
 )
 def test_hugging_face_without_an_end_token_of_its_own_is_refused(

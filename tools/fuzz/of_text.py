@@ -1,0 +1,111 @@
+"""Readers of files that people write."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from megatron_lowprec.training.config.arguments import REPOSITORY
+from tools.fuzz.run import Reader, copy, write
+
+_SWEEP = """\
+summary: one line
+options: {eval-iters: 0, train-iters: 4}
+models: [gpt_tiny]
+recipes: [bf16, {label: mine, recipe: mxfp4, recipe_override: [dgrad.hadamard.block=64]}]
+overrides: {low: {lr: 1.0e-3}}
+seeds: [1234]
+resources: {gpus_per_job: 1, jobs_at_once: 2}
+slurm: {time: "04:00:00", comment: two words}
+sizes: {small: {seeds: [1]}}
+"""
+
+
+def of_text() -> list[Reader]:
+    def config() -> None:
+        from megatron_lowprec.recipe.parsing import load_recipe
+        from megatron_lowprec.training.config.arguments import parse
+        from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
+
+        parsed, _, _ = parse(["--config", "f.yaml"])
+        resolved = resolve_model(parsed)
+        resolved, _ = resolve_recipe(resolved, load_recipe(resolved.recipe, resolved.recipe_override))
+        resolve_run(resolved, 1, gpus=False)
+
+    def recipe() -> None:
+        from megatron_lowprec.kernels.dispatch import arch_here
+        from megatron_lowprec.recipe.explain import explain
+        from megatron_lowprec.recipe.parsing import load_recipe
+        from megatron_lowprec.training.config.arguments import parse
+        from megatron_lowprec.training.config.resolve import resolve_model
+        from megatron_lowprec.training.models.sizes import linear_sites
+
+        model = resolve_model(parse(["--config", str(REPOSITORY / "configs/models/gpt_tiny.yaml")])[0])
+        print(explain(load_recipe("f.yaml", []), linear_sites(model), model.num_layers or 1, arch_here(), []))
+
+    def sweep() -> None:
+        from megatron_lowprec.sweep import slurm, spec
+        from megatron_lowprec.sweep.jobs import expand
+
+        for size in spec.size_names("f.yaml"):
+            found = spec.read("f.yaml", size)
+            jobs = expand(found, {}, 1)
+            text = slurm.script(found, jobs, jobs, Path("out"), Path.cwd(), ["sweep.py"])
+            if any("touch it_ran" in line.partition("#")[0] and "'" not in line for line in text.splitlines()):
+                os.mkdir("it_ran")
+            if subprocess.run(["bash", "-n"], input=text.encode("utf-8", "surrogateescape")).returncode:
+                raise AssertionError("no bash script")
+
+    def make_claims() -> None:
+        content = yaml.safe_load((REPOSITORY / "configs/claims.yaml").read_text(encoding="utf-8"))
+        write({"f.yaml": yaml.safe_dump({**content, "claims": content["claims"][:2]})})
+
+    def claims() -> None:
+        from megatron_lowprec.report.claims import load_claims
+
+        load_claims(Path("f.yaml"))
+
+    def overrides() -> None:
+        from megatron_lowprec.recipe.parsing import load_recipe
+
+        load_recipe("mxfp4_rht_sr", Path("f.txt").read_text(encoding="utf-8", errors="surrogateescape").splitlines())
+
+    def published() -> None:
+        from megatron_lowprec.report.published.ladder import read_ladder
+
+        read_ladder(Path("f.csv"))
+
+    def wikitext() -> None:
+        from megatron_lowprec.training.data.wikitext import read
+
+        read("f.txt.xz")
+
+    shipped = {
+        "model config": ("configs/models/gpt_345m.yaml", config),
+        "recipe": ("configs/recipes", recipe),
+    }
+    found = []
+    for name, (source, read) in shipped.items():
+        path = REPOSITORY / source
+        path = min(path.glob("*.yaml")) if path.is_dir() else path
+        found.append(Reader(name, ("f.yaml",), partial(copy, path, "f.yaml"), read))
+    table = (REPOSITORY / "docs/results/quartet2-runs.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+    text = "\n = Title = \n\n Some words , and ( more ) @-@ words . \n = = Part = = \n\n Others . \n" * 5
+    return [
+        *found,
+        Reader("claims", ("f.yaml",), make_claims, claims),
+        Reader("sweep", ("f.yaml",), partial(write, {"f.yaml": _SWEEP}), sweep),
+        Reader(
+            "recipe overrides",
+            ("f.txt",),
+            partial(write, {"f.txt": "dgrad.hadamard.block=128\nfprop=null\n"}),
+            overrides,
+        ),
+        Reader("published results", ("f.csv",), partial(write, {"f.csv": "".join(table[:30])}), published),
+        Reader("wikitext", ("f.txt.xz",), partial(write, {"f.txt.xz": lzma.compress(text.encode())}), wikitext),
+    ]

@@ -117,7 +117,7 @@ def continued(
         return planned, []
     if config.use_checkpoint_opt_param_scheduler:
         return saved, ["schedule: the checkpoint's, as --use-checkpoint-opt-param-scheduler asks"]
-    lengths: dict[str, int] = {}
+    lengths: dict[str, Any] = {}
     for length, names in _LENGTHS.items():
         changed = any(name in given and getattr(config, name) != options.get(name, _DEFAULT[name]) for name in names)
         before, now = getattr(saved, length), getattr(planned, length)

@@ -1,8 +1,10 @@
-"""Tensor-parallel collectives of the linear layers, under torch's old and new names."""
+"""Collectives of the linear layers: of sequences under torch's old and new names, and of amaxes."""
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 # torch 2.13 renamed both and deprecates the old names; torch 2.11 has only the old ones
@@ -32,3 +34,11 @@ def scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.T
     """[s, ...] summed over the ranks -> this rank's [s / ranks, ...], and the handle to wait for."""
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     return out, _reduce_scatter(out, x.contiguous(), group=group, async_op=True)
+
+
+def reduce_over_holders(amax: torch.Tensor, expert: bool) -> torch.Tensor:
+    """Maximum over the ranks with shards (tensor-parallel) or replicas (data-parallel) of the tensors."""
+    if not expert:
+        return max_over(amax, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    groups = parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_group()
+    return max_over(amax, *groups)

@@ -11,11 +11,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_lowprec.comm.maximum import max_over, maximum_over
+from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.dispatch import arch_of, has_mx_kernel, have_triton
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.mcore.activation_cache import bind_activations
+from megatron_lowprec.mcore.collectives import reduce_over_holders
 from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
 from megatron_lowprec.mcore.layers.mlp import LowPrecMLP
 from megatron_lowprec.mcore.layers.norm import Consumer, LayerNorm, RMSNorm
@@ -238,7 +239,7 @@ class RecipeRuntime:
             if remembered.update in kinds:
                 if remembered.update == "microbatch":  # the step may be skipped for an Inf in it
                     history.drop_not_finite()
-                history.update(partial(_reduce_over_holders, expert=expert))
+                history.update(partial(reduce_over_holders, expert=expert))
 
     def check_forward(self, chunk: nn.Module, *_: Any) -> None:
         """Check a chunk's forward pass: a training step or microbatch that was not begun would repeat random draws.
@@ -391,11 +392,3 @@ def link_norms(layer: TransformerLayer) -> None:
             whole = not linear.config.sequence_parallel or linear.bound_gemms.gathers == "input"
             alone = not run_again and whole
             norm.consumer = Consumer(linear) if alone else None
-
-
-def _reduce_over_holders(amax: torch.Tensor, expert: bool) -> torch.Tensor:
-    """Maximum over the ranks with shards (tensor-parallel) or replicas (data-parallel) of the tensors."""
-    if not expert:
-        return max_over(amax, parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-    groups = parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_group()
-    return max_over(amax, *groups)

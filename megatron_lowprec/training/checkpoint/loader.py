@@ -70,7 +70,7 @@ def at_iteration(found: Saved, iteration: int | None) -> Saved:
 
 def plain(config: Config) -> Config:
     """The model's options for one process, without data."""
-    return Config(**{name: getattr(config, name) for name in _KEPT} | dict(_PLAIN))
+    return Config(**{**{name: getattr(config, name) for name in _KEPT}, **_PLAIN})
 
 
 def model_options(found: Saved) -> Config:

@@ -69,7 +69,7 @@ test: setup lint types $(TE_WHEEL)  ## lint, types and all tests; those marked g
 	$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "$$gpu" $(TESTS)
 
-test-fast: setup $(TE_WHEEL)  ## unit tests alone: no process is started, no model is trained; under two minutes on two cores
+test-fast: setup $(TE_WHEEL)  ## only unit tests: no process is started, no model is trained; under two minutes on two cores
 	@$(call threads,$(TEST_WORKERS)); export TRANSFORMER_ENGINE=$(CURDIR)/$(TE_WHEEL); \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu and not slow" $(TESTS)
 

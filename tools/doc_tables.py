@@ -196,7 +196,7 @@ def _changes(base: Recipe, other: Recipe) -> dict[str, tuple[str, str]]:
         there, here = base.gemms[gemm], other.gemms[gemm]
         for operand in operands:
             before, after = _numerics(getattr(there, operand)), _numerics(getattr(here, operand))
-            # an operand that is there on one side alone is one difference, not four
+            # an operand that is there on only one side is one difference, not four
             if _ABSENT in (before, after):
                 pairs[f"{gemm}.{operand}"] = _in_a_line(before), _in_a_line(after)
                 continue

@@ -55,7 +55,7 @@ QUANTITIES = {
     "amax": Quantity("log2 of the largest magnitude", "cividis", lambda value: -value, "log2 of amax {:.1f}"),
 }
 OF_OUTPUTS = "gradient_to_noise"
-"""The quantity of GEMM outputs alone."""
+"""The quantity of GEMM outputs only."""
 _SHOWN = 5
 _ALWAYS_PRINTED = ("snr", "bias", "underflow", "saturation")
 _TEXT = "#333333"

@@ -32,7 +32,7 @@ _NO_DRAWS = RngStep(0, 0)
 
 
 def is_pure(linear_gemms: LinearGemms) -> bool:
-    """Whether the layer's output is a function of x, weight and bias alone."""
+    """Whether the layer's output is a function of only x, weight and bias."""
     return not linear_gemms.recipe.random and not linear_gemms.histories
 
 

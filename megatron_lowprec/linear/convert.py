@@ -230,7 +230,7 @@ def _checked_recipe(model: object, recipe: object) -> Recipe:
         parts.append("fp8_weights")
     if parts:
         raise UserError(
-            f"recipe {recipe.name} also sets {' and '.join(parts)}, but convert changes linear layers alone: "
+            f"recipe {recipe.name} also sets {' and '.join(parts)}, but convert changes only linear layers: "
             f"train it with pretrain_gpt.py, or pass dataclasses.replace(recipe, optimizer=OptimizerSpec(), "
             f"gradients=GradientSpec(), activations=ActivationSpec(), fp8_weights=False)"
         )

@@ -88,7 +88,7 @@ class _Weight:
 
     @property
     def version(self) -> int:
-        """Changes with the values: an optimizer's write is counted by the DTensor alone."""
+        """Changes with the values: an optimizer's write is counted only by the DTensor."""
         return int(self._sharded._version) + self.shard._version
 
 

@@ -196,7 +196,7 @@ class LinearGemms:
     ) -> QuantizedTensor:
         """Rowwise codes and scales of "input" or "grad_output", for any layer with this recipe and a weight like this.
 
-        Only if ``why_not_dispatched`` has no reason: a token's codes then depend on the token alone. ``forward`` takes
+        Only if ``why_not_dispatched`` has no reason: a token's codes then depend only on the token. ``forward`` takes
         those of x, ``dispatched_grad_output`` those of dy.
         """
         self.choose_products(w_OI)

@@ -49,7 +49,7 @@ class StepTracker:
         if recipe.changes_training:
             raise UserError(
                 f"recipe {recipe.name} also quantizes optimizer state, gradients or weights, which belong to the "
-                "training loop; use this project's pretrain_gpt.py, or a recipe of GEMMs alone such as fp8_delayed"
+                "training loop; use this project's pretrain_gpt.py, or a recipe of only GEMMs such as fp8_delayed"
             )
         self._recipe, self._seed, self._options = recipe, seed, options
         self._runtime: RecipeRuntime | None = None
@@ -106,7 +106,7 @@ class StepTracker:
         """Begin the microbatch, and the step, of the layer's forward pass that follows."""
         if self._runtime is None or not layer.training or in_backward_pass():
             return
-        # set by Megatron-LM's train() alone
+        # set only by Megatron-LM's train()
         iteration = getattr(megatron_lm_args(), "curr_iteration", None)
         index = getattr(layer, "current_microbatch", -1)
         passes = self._passes.get(layer, 0)

@@ -171,7 +171,7 @@ class Fp8Weight(torch.Tensor):
             if func in _NEW:
                 return func(first.codes, *args[1:], **{**kwargs, "dtype": kwargs.get("dtype") or first.dtype})
             if func._schema.is_mutable and func._schema.arguments[0].alias_info is not None:
-                raise NotImplementedError(f"an FP8 primary weight takes values by copy_ alone, not by {func}")
+                raise NotImplementedError(f"an FP8 primary weight takes values only by copy_, not by {func}")
         args, kwargs = tree_map_only(Fp8Weight, Fp8Weight.value, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -13,7 +13,7 @@ def why_not_dispatched(recipe: Recipe, tensor: str = "input") -> str | None:
     """Reason why "input" or "grad_output" cannot travel as the codes of its first GEMM; None if it can.
 
     The first GEMM is fprop or dgrad, whose scales run along features. A rank must be able to quantize each of its
-    tokens alone, before it is known how many others an expert gets. The other GEMM, wgrad, takes dequantized codes.
+    tokens only, before it is known how many others an expert gets. The other GEMM, wgrad, takes dequantized codes.
     """
     name = "fprop" if tensor == "input" else "dgrad"
     spec: QuantSpec | None = getattr(recipe.gemms[name], tensor)

@@ -9,7 +9,7 @@ _MULTIPLE = 16
 _BLOCK = 128
 _CONTRACTED = {"fprop": "input", "dgrad": "output", "wgrad": "tokens"}
 
-# first compute capability with torch's GEMMs of these granularities; 1x128 exists on Hopper alone
+# first compute capability with torch's GEMMs of these granularities; 1x128 exists on Hopper only
 _SINCE: dict[frozenset[str], int] = {
     frozenset({"tensor"}): 89,
     frozenset({"row"}): 90,
@@ -140,7 +140,7 @@ def why_emulated(
     if number < since or ("1x128" in granularities and number != since):
         return f"no FP8 GEMM of granularity {' and '.join(sorted(granularities))} on {arch}"
     if "1x128" in granularities and formats != {"e4m3"}:
-        return "FP8 GEMMs of granularity 1x128 take E4M3 alone"
+        return "FP8 GEMMs of granularity 1x128 take only E4M3"
     if dtype != "bfloat16":
         return f"FP8 GEMMs are for bf16 models, this one is {dtype}"
     for label, size in (("in_features", in_features), ("out_features", out_features)):

@@ -256,7 +256,7 @@ def _merge(cls: type, data: dict[str, Any], changes: Mapping[str, Any], where: s
             if not isinstance(data[key], dict):
                 path = f"{where}.{key}".lstrip(".")
                 raise UserError(
-                    f"{path} is set to {data[key]!r}, which has no fields: set {path}.{next(iter(value))} alone"
+                    f"{path} is set to {data[key]!r}, which has no fields: set {path}.{next(iter(value))} only"
                 )
             _merge(inner, data[key], value, f"{where}.{key}".lstrip("."))
         else:

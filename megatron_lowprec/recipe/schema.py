@@ -139,7 +139,7 @@ class QuantSpec:
         if self.scale_format == "e8m0" and self.amax_floor:
             raise UserError(f"amax_floor {self.amax_floor} has no effect on e8m0 scales; leave it at 0")
         if self.margin < 0 or (self.margin and self.scaling != "delayed"):
-            raise UserError(f"margin {self.margin} was asked; it is a number from 0 up, for scaling delayed alone")
+            raise UserError(f"margin {self.margin} was asked; it is a number from 0 up, for scaling delayed only")
         if self.scaling == "delayed" and (self.granularity, self.scale_format) != ("tensor", "fp32"):
             raise UserError(
                 f"scaling delayed was asked with granularity {self.granularity} and {self.scale_format} "

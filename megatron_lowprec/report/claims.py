@@ -305,7 +305,7 @@ def _check_test(test: Test, smallest: SmallestDifference, where: str) -> None:
     if 0 < abs(test.threshold) < smallest.value:
         raise UserError(
             f"{where}: threshold {test.threshold:g} is below the smallest difference that matters, "
-            f"{smallest.value:g} {unit}; raise the one, lower the other, or test the direction alone (threshold 0)"
+            f"{smallest.value:g} {unit}; raise the one, lower the other, or test only the direction (threshold 0)"
         )
 
 

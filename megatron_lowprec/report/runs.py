@@ -244,7 +244,7 @@ def _finite(series: Series) -> Series | None:
 
 
 def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[Status, str]:
-    """Status of a run from its losses alone, and a short explanation.
+    """Status of a run from its losses only, and a short explanation.
 
     Diverged: the last training or validation loss is not finite, or the mean of the last training losses is more than
     ``diverged_rise`` nats above the lowest earlier mean over as many iterations. Unfinished: it has no training loss,
@@ -261,7 +261,7 @@ def how_it_ended(curve: Curve, train_iters: int, diverged_rise: float) -> tuple[
         if rise > diverged_rise:
             return Status.DIVERGED, f"training loss ended {rise:.2f} nats above its lowest, {at}"
     if not len(curve.train[0]):
-        return Status.UNFINISHED, "no training loss logged: it validated a checkpoint alone, or ended too early"
+        return Status.UNFINISHED, "no training loss logged: it only validated a checkpoint, or ended too early"
     if curve.last_iteration < train_iters:
         return Status.UNFINISHED, f"ended {at}"
     if not len(curve.validation[0]) or curve.validation[0][-1] < train_iters:

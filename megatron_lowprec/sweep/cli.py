@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run recipes x models x overrides x seeds; docs/guide/sweeps.md has the whole of it.",
         allow_abbrev=False,
     )
-    # optional for argparse alone: main has the better error
+    # optional only for argparse: main has the better error
     parser.add_argument("sweep", nargs="?", help="a file such as configs/sweeps/paper_table2.yaml")
     parser.add_argument("--size", help="one of the file's sizes; default the first")
     parser.add_argument("--out", help="folder of the sweep; default runs/sweeps/NAME-SIZE, or NAME")
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--start-within", type=float, default=math.inf, metavar="SECONDS", help="start no job later than this"
     )
     where = parser.add_argument_group("where they run")
-    where.add_argument("--gpus", help="such as 0,1: these alone of the machine's GPUs")
+    where.add_argument("--gpus", help="such as 0,1: only these of the machine's GPUs")
     for new, old in RENAMED.items():
         flags = [f"--{name.replace('_', '-')}" for name in (new, old)]
         where.add_argument(*flags, type=int, metavar="N", help="instead of the file's resources")
@@ -106,7 +106,7 @@ def _main(args: argparse.Namespace, notes: Notes) -> int:
     check_folder(out, "--out")
     on_slurm = args.slurm or args.slurm_dry_run
     if args.sbatch and not on_slurm:
-        raise UserError(f"--sbatch {' '.join(args.sbatch)} is for --slurm alone; add --slurm, or leave --sbatch out")
+        raise UserError(f"--sbatch {' '.join(args.sbatch)} is for --slurm only; add --slurm, or leave --sbatch out")
     if on_slurm and args.dry_run:
         args.slurm_dry_run, args.dry_run = True, False
     gpus = [] if on_slurm or (args.dry_run and sweep.resources.gpus_per_job) else _gpus(args.gpus)

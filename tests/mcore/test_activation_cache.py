@@ -277,7 +277,7 @@ def test_other_frameworks_layers_are_refused() -> None:
     from megatron_lowprec.te.translation import why_not
 
     recipe = caching("fp8_current", attention_output="e5m6")
-    with pytest.raises(UserError, match="also sets activations, but convert changes linear layers alone"):
+    with pytest.raises(UserError, match="also sets activations, but convert changes only linear layers"):
         convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), recipe)
     assert why_not(recipe) == "it also quantizes saved activations, which only this project's layers do"
 

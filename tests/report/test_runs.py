@@ -73,7 +73,7 @@ def test_a_run_that_only_validated_is_unfinished() -> None:
     curve = Curve(nothing, (np.array([100]), np.array([4.0])))
     assert how_it_ended(curve, 100, 0.5) == (
         Status.UNFINISHED,
-        "no training loss logged: it validated a checkpoint alone, or ended too early",
+        "no training loss logged: it only validated a checkpoint, or ended too early",
     )
 
 

@@ -159,7 +159,7 @@ def test_options_of_sbatch_are_for_slurm(
     fake: Fake, write_sweep: WriteSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fake.run(write_sweep(), "--sbatch", "time=1:00") == 2
-    assert "--sbatch time=1:00 is for --slurm alone; add --slurm, or leave --sbatch out" in capsys.readouterr().err
+    assert "--sbatch time=1:00 is for --slurm only; add --slurm, or leave --sbatch out" in capsys.readouterr().err
     assert not fake.out.exists()
 
 

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
         "ms: wall clock from one step's loss to the next one's: data, forward, backward, optimizer, scheduler",
         "isolated: one step with the device idle before and after it; peak: memory allocated or held by graphs",
         "kernels: sum of the kernels' times in a step; idle: GPU time between them under the profiler",
-        "update: the optimizer step alone, device idle before and after it; its own: Megatron-core's optimizer step",
+        "update: only the optimizer step, device idle before and after it; its own: Megatron-core's optimizer step",
     ]
     if args.cuda_graphs:
         notes.append("graphs: --cuda-graph-impl local, others none")
@@ -128,7 +128,7 @@ def measured(
 def in_fresh_process(
     model: ModelShape, flags: list[str], args: argparse.Namespace, processes: int | None
 ) -> dict[str, Any]:
-    """Result of ``step_worker``, or the end of its stderr; ``processes``: under torchrun, the step alone."""
+    """Result of ``step_worker``, or the end of its stderr; ``processes``: under torchrun, only the step."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         job = {

@@ -1,6 +1,6 @@
 """Crafted sums that show how an FP8 product accumulates: bits kept, alignment, truncation, terms at once, promotion.
 
-A probe sees the product alone, so the same functions examine a GPU and the reference.
+A probe sees only the product, so the same functions examine a GPU and the reference.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def running_sum(terms: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 
 # ---- SNR
 def expected_snr(pair: tuple[ScaledVectors, ScaledVectors], a: torch.Tensor, b: torch.Tensor) -> float:
-    """Energy SNR in dB of products of independent entries with mean 0, from second moments of the entries alone.
+    """Energy SNR in dB of products of independent entries with mean 0, from only second moments of the entries.
 
     With q and r the quantized a and b, E (q r - a b)^2 = E q^2 E r^2 - 2 E qa E rb + E a^2 E b^2 for each term, and the
     terms' errors are uncorrelated.

@@ -76,7 +76,7 @@ class Result:
     Attributes:
         notes: settings and sources, one a line.
         figures: suffix of the file's name -> PNG bytes; "" for the only or the first one.
-        rows: everything measured, for the JSON alone.
+        rows: everything measured, for the JSON only.
     """
 
     title: str

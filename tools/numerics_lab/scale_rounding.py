@@ -39,7 +39,7 @@ class Operand(NamedTuple):
 
     @property
     def position(self) -> torch.Tensor:
-        """log2 of each block's largest magnitude, fraction alone."""
+        """log2 of each block's largest magnitude, fraction only."""
         log2 = self.x.abs().amax(1).double().log2()
         return log2 - log2.floor()
 

@@ -60,7 +60,7 @@ def cast_fp8_groups(
 
     Args:
         sources: [M, N] each, bf16, contiguous; N a multiple of 16; any M, also 0.
-        rule: granularity "tensor"; or "row", for columnwise data alone.
+        rule: granularity "tensor"; or "row", for columnwise data only.
         amax: of each, from which its scales follow: fp32 [1], or [N] of its columns for "row".
         observed: fp32 [1] of each, raised to the amax of its matrix if that is not empty, NaN as Inf.
     """

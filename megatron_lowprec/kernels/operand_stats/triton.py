@@ -1,7 +1,7 @@
 """Statistics of the rounding of an operand in one pass over source, codes and scales.
 
 A program visits tiles and writes one row of partial results. The last program to finish combines all rows in their
-order, in the same launch. The number of programs depends on the size alone, so the result is deterministic.
+order, in the same launch. The number of programs depends only on the size, so the result is deterministic.
 
 A tile is split into cells of eight entries, which one thread holds. A cell is added in fp32 and cells in fp64, so that
 threads exchange nothing before the end. A cell's squares are taken after a division by the power of two of the larger

@@ -14,7 +14,7 @@ entries, high half for odd ones. The draws of a tensor therefore do not depend o
 A positive second moment is raised at least to its format's smallest number. After underflow to zero, eps alone would
 divide a nonzero first moment. bf16 state has fp32's range, and so neither a scale nor this bound.
 
-State without scales needs the second pass alone. It is then AdamW with clipping before it and the rounding of the
+State without scales needs only the second pass. It is then AdamW with clipping before it and the rounding of the
 model's weights behind it, in one pass over memory.
 """
 

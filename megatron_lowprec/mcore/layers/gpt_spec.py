@@ -114,7 +114,7 @@ def _replaced(spec: Any, by: Mapping[Any, Any]) -> Any:
 
 
 class _ColumnParallelSpec(ModuleSpec):
-    """A spec that equals ``ColumnParallelLinear``: MLASelfAttention takes a projection down by equality alone."""
+    """A spec that equals ``ColumnParallelLinear``: MLASelfAttention takes a projection down only by equality."""
 
     def __eq__(self, other: object) -> bool:
         return other is ColumnParallelLinear or self is other

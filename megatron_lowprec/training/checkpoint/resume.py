@@ -244,7 +244,7 @@ def check_model(saved: Saved, config: Config, padded_vocab_size: int) -> None:
     """Reject another model's checkpoint, naming the differing options; reject a weights-only one without --finetune."""
     if saved.content.get("weights_only") and not config.finetune:
         raise UserError(
-            f"checkpoint {saved.folder} holds weights alone, from {saved.content['weights_only']}: add --finetune"
+            f"checkpoint {saved.folder} holds only weights, from {saved.content['weights_only']}: add --finetune"
         )
     options = saved.content["options"]
     names = [*_FUNCTION]
@@ -304,7 +304,7 @@ def check_optimizer(saved: Saved, config: Config) -> None:
     if others:
         raise UserError(
             f"checkpoint {saved.folder} holds another optimizer's state: {', '.join(others)}; "
-            "give the checkpoint's options, or --no-load-optim to go on with the weights alone"
+            "give the checkpoint's options, or --no-load-optim to go on with the weights only"
         )
     before, now = saved.layout.get("expert", 1), config.expert_model_parallel_size
     if has_experts(config) and (before > 1) != (now > 1):
@@ -313,7 +313,7 @@ def check_optimizer(saved: Saved, config: Config) -> None:
             f"checkpoint {saved.folder} was written with --expert-model-parallel-size {before}, and this run has {now}"
             ": from 2 on Megatron-core gives experts an optimizer of their own, and loads no state of one optimizer "
             f"into two, or of two into one; give --expert-model-parallel-size {sizes}, or --no-load-optim to go on "
-            "with the weights alone"
+            "with the weights only"
         )
 
 

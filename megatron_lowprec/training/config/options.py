@@ -135,7 +135,7 @@ class TrainingOptions:
     )
     recompute_granularity: Literal["full", "selective"] | None = arg(None, "recompute activations in the backward pass")
     recompute_gelu: bool = arg(
-        False, "on a GPU, keep the output of linear_fc1 alone and compute its GELU again in the backward pass"
+        False, "on a GPU, keep only the output of linear_fc1 and compute its GELU again in the backward pass"
     )
     recompute_method: Literal["uniform", "block"] | None = arg(None, "which layers full recompute takes")
     recompute_num_layers: int | None = arg(
@@ -205,7 +205,7 @@ class ParallelOptions:
     pipeline_model_parallel_size: int = arg(1, "stages that the layers are cut into")
     num_layers_per_virtual_pipeline_stage: int | None = arg(None, "interleave: layers of one chunk of a stage")
     num_virtual_stages_per_pipeline_rank: int | None = arg(None, "interleave: chunks of a stage")
-    context_parallel_size: int = arg(1, "ranks that share a sequence (--transformer-impl transformer_engine alone)")
+    context_parallel_size: int = arg(1, "ranks that share a sequence (only --transformer-impl transformer_engine)")
     expert_model_parallel_size: int = arg(1, "ranks that share the experts")
     sequence_parallel: bool = arg(False, "cut norms and dropout along the sequence, too")
     use_distributed_optimizer: bool = arg(False, "cut optimizer state over the data-parallel ranks")
@@ -234,15 +234,15 @@ class DataOptions:
     data_path: list[str] | None = arg(
         None, "prefixes of .bin/.idx or .jsonl files, each with a weight before it if you wish"
     )
-    train_data_path: list[str] | None = arg(None, "the same for training alone")
-    valid_data_path: list[str] | None = arg(None, "the same for validation alone")
-    test_data_path: list[str] | None = arg(None, "the same for the test alone")
+    train_data_path: list[str] | None = arg(None, "the same for training only")
+    valid_data_path: list[str] | None = arg(None, "the same for validation only")
+    test_data_path: list[str] | None = arg(None, "the same for the test only")
     data_phase_switch: float | None = arg(
         None, "share of the run after which training goes on with --data-phase-path (ours)"
     )
     data_phase_switch_samples: int | None = arg(None, "the same in samples (ours)")
     data_phase_path: list[str] | None = arg(None, "the second blend, written as --data-path (ours)")
-    sft: bool = arg(False, "the data are conversations (JSON lines with messages), learned on their answers alone")
+    sft: bool = arg(False, "the data are conversations (JSON lines with messages), learned on their answers only")
     sft_tokenizer_prompt_format: Literal["tulu"] = arg("tulu", "template that --sft writes conversations out by")
     mock_data: bool = arg(False, "random tokens of a fixed seed instead of data")
     split: str = arg("969,30,1", "how --data-path's documents are cut into train, validation and test")
@@ -279,7 +279,7 @@ class CheckpointOptions:
     pretrained_checkpoint: str | None = arg(
         None, "folder whose weights a new run begins with; of no effect where --save or --load holds a checkpoint"
     )
-    finetune: bool = arg(False, "take the weights alone and start at iteration 0")
+    finetune: bool = arg(False, "take only the weights and start at iteration 0")
     no_load_optim: bool = arg(False, "do not load the optimizer and the schedule's position")
     no_load_rng: bool = arg(False, "do not load the random state")
 

@@ -109,7 +109,7 @@ def read_index(prefix: str) -> Index:
     for suffix in SUFFIXES:
         if not os.path.isfile(prefix + suffix):
             stem, extension = os.path.splitext(prefix)
-            hint = f"name the prefix alone: {stem}" if extension in SUFFIXES else "prepare the text first"
+            hint = f"name only the prefix: {stem}" if extension in SUFFIXES else "prepare the text first"
             raise UserError(f"data {prefix}: no file {prefix}{suffix}; {hint} (tools/preprocess_data.py)")
     with open(f"{prefix}.idx", "rb") as file:
         head = file.read(_INDEX_HEADER.size)

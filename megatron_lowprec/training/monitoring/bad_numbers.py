@@ -161,7 +161,7 @@ Recipe {content["recipe"]["name"]}; {layout}; seed {content["options"]["seed"]}.
 {state}
 
 A GEMM is named by layer (counted from 1 over all pipeline stages), linear layer and pass. To see whether its
-quantization is at fault, continue from the checkpoint with that GEMM alone unquantized:
+quantization is at fault, continue from the checkpoint with only that GEMM unquantized:
 
     --rerun-in-bf16 {self._gemm or "layers.N.mlp.linear_fc1.dgrad"}
 

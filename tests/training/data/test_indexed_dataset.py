@@ -394,7 +394,7 @@ def test_a_file_truncated_after_the_check_is_one_line(made: str, tiny: Tokenizer
 
 
 def test_a_suffix_is_not_part_of_a_prefix(made: str, tiny: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"name the prefix alone: .*made "):
+    with pytest.raises(UserError, match=r"name only the prefix: .*made "):
         indexed_dataset.check_prefix(f"{made}.bin", tiny)
 
 

@@ -159,7 +159,7 @@ def _both_passes(gemms: Gemms, t: Tensors) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def without_autograd(gemms: Gemms) -> Callable[[Tensors], object]:
-    """The GEMMs alone, for a CUDA graph of the kernels."""
+    """Only the GEMMs, for a CUDA graph of the kernels."""
     return partial(_both_passes, gemms)
 
 

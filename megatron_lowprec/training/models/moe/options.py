@@ -23,7 +23,7 @@ class MoeOptions:
     )
     moe_router_topk: int = arg(2, "experts that a token goes to")
     moe_router_score_function: Literal["softmax", "sigmoid"] = arg("softmax", "how logits become scores")
-    moe_router_pre_softmax: bool = arg(False, "softmax over all experts, not over the chosen ones alone")
+    moe_router_pre_softmax: bool = arg(False, "softmax over all experts, not only over the chosen ones")
     moe_router_topk_scaling_factor: float | None = arg(
         None, "factor of the scores; needs --moe-router-score-function sigmoid or --moe-router-pre-softmax"
     )

@@ -464,7 +464,7 @@ def test_what_was_opened_is_closed_on_every_way_out(drive: Drive, monkeypatch: p
 
     monkeypatch.setattr(loop, "_train_iteration", ending)
     with pytest.raises(BrokenError) if way == "error" else nullcontext():
-        drive(argv(save="out", train_iters=5, **PROFILED))
+        drive(argv(save="out", train_iters=5, **PROFILED | {"profile_step_end": 4}))
     assert traces() == ([] if way == "error" else ["rank0.json"])
     assert logs[0]._metrics.closed
     assert logs[0]._bar is None

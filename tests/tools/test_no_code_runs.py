@@ -320,7 +320,7 @@ def test_every_tool_that_imports_a_reader_is_walked() -> None:
                 names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
                 if names & {f"megatron_lowprec.training.{name}" for name in READING}:
                     found.add(str(path.relative_to(REPOSITORY)))
-    # tools/layout_parity reads its own checkpoints by the driver's functions, and tools/fuzz calls these as programs do.
+    # tools/layout_parity reads its own checkpoints by the driver's functions; tools/fuzz calls these as programs do.
     found = {file for file in found if not file.startswith("tools/fuzz/")}
     assert found == {file for file, _ in {*READERS, *OTHERS}} - {"pretrain_gpt.py"} | {"tools/layout_parity/setup.py"}
 

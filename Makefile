@@ -15,6 +15,7 @@ MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==//p' $(LOCK))
 RELEASE_VENV = $(VENV)-megatron-core-$(MEGATRON_CORE)
 RELEASE_TESTS ?= tests/mcore tests/training/test_run.py tests/training/checkpoint tests/clients
 LAYOUT_PARITY ?= $(MATRIX)
+FUZZ ?= --mutations 500 --out docs/results/fuzz.md
 FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/fault-injection.md)
 
 # Tests start hundreds of processes that import this package: its bytecode is written, whatever the environment says.
@@ -33,7 +34,11 @@ TE_WHEEL := $(VENV)/transformer_engine-$(TE_VERSION)-py3-none-any.whl
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
+<<<<<<< HEAD
 .PHONY: help setup train test test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
+=======
+.PHONY: help setup train test test-fast test-clients test-megatron-core test-fault-injection test-layout-parity test-fuzz test-faults test-matrix lint types format clean
+>>>>>>> wt-files
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -100,6 +105,9 @@ test-fault-injection: setup  ## kill, interrupt and damage small runs, half an h
 
 test-layout-parity: setup  ## every recipe on every layout against one process, half an hour on two cores; LAYOUT_PARITY are flags of tools/layout_parity
 	@$(BIN)/python -m tools.layout_parity $(LAYOUT_PARITY)
+
+test-fuzz: setup  ## damaged and hostile files for every reader, 500 each, ten minutes on an idle core; FUZZ are flags of tools/fuzz
+	@$(BIN)/python -W ignore -m tools.fuzz $(FUZZ)
 
 test-faults:  ## former name of test-fault-injection, for one release
 	@echo "make: warning: test-faults is now test-fault-injection; the next release drops the old name" >&2

@@ -1,19 +1,22 @@
-"""No flag that names a checkpoint lets code of the checkpoint run: every program, every flag, every kind of pickle."""
+"""No file runs code: every flag that names a checkpoint under every kind of pickle, and every reader of files."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import pickle
 import re
 import shutil
+import tarfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,10 +25,16 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.config.arguments import KINDS, flag
 from megatron_lowprec.training.config.options import GROUPS
+from tests.tools.test_fuzz import MODULES, known, made  # noqa: F401 - fixtures
 from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, common, objects, saved
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
 from tests.training.helpers import REPOSITORY, argv
+<<<<<<< HEAD
 from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint, weight_norms
+=======
+from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint
+from tools.fuzz.run import Reader
+>>>>>>> wt-files
 
 LATEST, OLDER = "iter_0000004", "iter_0000002"
 
@@ -204,6 +213,77 @@ def test_a_hugging_face_folder_is_not_unpickled(
     assert not MARKER.exists()
 
 
+# ---- files of every kind
+
+
+def npy() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.full((20, 2), Foreign(), dtype=object), allow_pickle=True)
+    return stream.getvalue()
+
+
+def tar_xz() -> bytes:
+    """A link out of the archive, and a file through it."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:xz") as tar:
+        link = tarfile.TarInfo("sweep")
+        link.type, link.linkname = tarfile.SYMTYPE, str(Path.cwd())
+        tar.addfile(link)
+        member = tarfile.TarInfo(f"sweep/{MARKER}")
+        member.type = tarfile.DIRTYPE
+        tar.addfile(member)
+    return stream.getvalue()
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "pickle": lambda: pickle.dumps(Foreign()),
+    "torch": lambda: saved({"args": Namespace(), "model": {"x": Foreign()}}),
+    "npy": npy,
+    "yaml": lambda: f"!!python/object/apply:os.mkdir [{MARKER}]\n".encode(),
+    "yaml in a key": lambda: f"options: {{a: !!python/object/new:os.mkdir [{MARKER}]}}\n".encode(),
+    "shell": lambda: f'slurm: {{comment: "a\\nmkdir {MARKER} #"}}\nsizes: {{"$(mkdir {MARKER})": {{}}}}\n'.encode(),
+    "tar.xz": tar_xz,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_reader_runs_code_of_a_file(known: dict[str, Reader], tmp_path: Path, name: str) -> None:  # noqa: F811
+    """Each reader of the repository, Megatron-core's and torch's behind them included, on code of every kind."""
+    reader = known[name]
+
+    def read(content: Callable[[], bytes], path: str) -> None:
+        whole = Path(path).read_bytes()
+        Path(path).write_bytes(content())
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                reader.read()
+        except (UserError, safe_load.Damaged):
+            pass
+        finally:
+            Path(path).write_bytes(whole)
+
+    with contextlib.chdir(tmp_path):
+        reader.make()
+        for kind, content in HOSTILE.items():
+            for path in reader.files:
+                read(content, path)
+                assert not MARKER.exists(), f"{path} as {kind}"
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "npy", "yaml"])
+def test_the_files_would_run_code(tmp_path: Path, kind: str) -> None:
+    """The danger is real: readers without restrictions run each of them."""
+    unrestricted: dict[str, Callable[[io.BytesIO], Any]] = {
+        "pickle": pickle.load,
+        "torch": lambda stream: torch.load(stream, weights_only=False),
+        "npy": lambda stream: np.load(stream, allow_pickle=True),
+        "yaml": lambda stream: yaml.load(stream, yaml.UnsafeLoader),
+    }
+    with contextlib.chdir(tmp_path):
+        unrestricted[kind](io.BytesIO(HOSTILE[kind]()))
+        assert MARKER.exists()
+
+
 # ---- that none is missing
 
 
@@ -247,8 +327,24 @@ def test_every_tool_that_imports_a_reader_is_walked() -> None:
                 names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
                 if names & {f"megatron_lowprec.training.{name}" for name in READING}:
                     found.add(str(path.relative_to(REPOSITORY)))
-    # tools/layout_parity reads its own checkpoints by the driver's functions.
+    # tools/layout_parity reads its own checkpoints by the driver's functions; tools/fuzz calls these as programs do.
+    found = {file for file in found if not file.startswith("tools/fuzz/")}
     assert found == {file for file, _ in {*READERS, *OTHERS}} - {"pretrain_gpt.py"} | {"tools/layout_parity/setup.py"}
+
+
+RUNNING = ("eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "shell")
+LOADS_YAML = ("megatron_lowprec/recipe/yaml_text.py", "yaml.load")
+
+
+def test_no_text_is_run() -> None:
+    """No eval, no shell, and one module that loads YAML, whose tags can name code."""
+    found = set()
+    for path in [REPOSITORY / "pretrain_gpt.py", *tools(), *(REPOSITORY / "megatron_lowprec").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
+            names += [node.arg] if isinstance(node, ast.keyword) and node.arg is not None else []
+            found |= {(str(path.relative_to(REPOSITORY)), name) for name in names if name in RUNNING}
+    assert found - {LOADS_YAML} == set()
 
 
 UNPICKLING = ("torch.load", "pickle.load", "pickle.loads", "dist_checkpointing.load", "np.load", "joblib.load")

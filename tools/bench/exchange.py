@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench
 from tools.bench.report import Column, Report, Row, named, spread_columns
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace, bench: Bench, report: Report) -> None:
 
 def tensors_of(model: ModelShape) -> list[int]:
     """Entries of each matrix of the decoder layers."""
-    layers = yaml.safe_load(Path(REPOSITORY, str(model.config)).read_text(encoding="utf-8"))["num-layers"]
+    layers = read_yaml_file(Path(REPOSITORY, str(model.config)), str(model.config), "")["num-layers"]
     return [linear.in_features * linear.out_features for _ in range(layers) for linear in model.linears]
 
 

@@ -117,8 +117,6 @@ def mutated(content: bytes, random: Random) -> bytes:
     while True:
         changed = bytearray(content)
         for way in random.choices(ways, weights, k=random.choice((1, 1, 1, 2, 3))):
-            if not changed:
-                break
-            way(changed, random)
+            (way if changed else _other)(changed, random)
         if changed != content:
             return bytes(changed)

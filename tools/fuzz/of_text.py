@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.training.config.arguments import REPOSITORY
 from tools.fuzz.run import Reader, copy, write
 
@@ -62,7 +63,7 @@ def of_text() -> list[Reader]:
                 raise AssertionError("no bash script")
 
     def make_claims() -> None:
-        content = yaml.safe_load((REPOSITORY / "configs/claims.yaml").read_text(encoding="utf-8"))
+        content = read_yaml_file(REPOSITORY / "configs/claims.yaml", "claims", "")
         write({"f.yaml": yaml.safe_dump({**content, "claims": content["claims"][:2]})})
 
     def claims() -> None:

@@ -2,7 +2,7 @@
 
 Processes that write a checkpoint's tensors sum the bytes on their way to the file, so that a save reads nothing back.
 torch computes a CRC-32 of each tensor too, with a slower algorithm, and compares it with nothing: it is switched off
-meanwhile, which saves more time than the sums take (docs/results/checkpoints.md).
+meanwhile, which saves more time than the sums take (docs/results/checkpoint-checksums.md).
 """
 
 from __future__ import annotations

@@ -34,11 +34,7 @@ TE_WHEEL := $(VENV)/transformer_engine-$(TE_VERSION)-py3-none-any.whl
 threads = cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > $(1) ? cores / $(1) : 1))}
 
-<<<<<<< HEAD
-.PHONY: help setup train test test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-faults test-matrix lint types format clean
-=======
-.PHONY: help setup train test test-fast test-clients test-megatron-core test-fault-injection test-layout-parity test-fuzz test-faults test-matrix lint types format clean
->>>>>>> wt-files
+.PHONY: help setup train test test-fast test-clients test-megatron-core test-optional test-fault-injection test-layout-parity test-fuzz test-faults test-matrix lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \

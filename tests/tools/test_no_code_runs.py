@@ -29,12 +29,8 @@ from tests.tools.test_fuzz import MODULES, known, made  # noqa: F401 - fixtures
 from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, common, objects, saved
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
 from tests.training.helpers import REPOSITORY, argv
-<<<<<<< HEAD
 from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint, weight_norms
-=======
-from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint
 from tools.fuzz.run import Reader
->>>>>>> wt-files
 
 LATEST, OLDER = "iter_0000004", "iter_0000002"
 

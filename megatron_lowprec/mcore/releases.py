@@ -1,11 +1,18 @@
-"""Differences between the supported releases of Megatron-core, 0.15 to 0.17; pyproject.toml has the range."""
+"""Differences between the supported releases of Megatron-core, 0.16 to 0.19; pyproject.toml has the range.
 
+The rest of the package calls these functions. ``mcore/patches.py`` has what is replaced in Megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-from megatron.core import dist_checkpointing
+import torch
+from megatron.core import dist_checkpointing, num_microbatches_calculator, utils
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe import experts
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 GROUPED_EXPERTS: type | None = getattr(experts, "GroupedMLP", None)
 """Experts of local specs in one GEMM, until 0.16."""
@@ -16,7 +23,39 @@ ASYNC_SAVE: dict[str, Any] = {"async_sharded_save": True} | (
 )
 """Options of ``dist_checkpointing.save`` for an asynchronous save by Megatron-core's own writer."""
 
+# From 0.18 on it also serves hybrid context parallelism, which it does not assume.
+_CP_OPTIONS = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(utils.get_batch_on_this_cp_rank).parameters else {}
 
-def qk_l2_norm(config: TransformerConfig) -> bool:
-    """Whether queries and keys have L2 norms; a field of the config from 0.16 on."""
-    return bool(getattr(config, "qk_l2_norm", False))
+
+def batch_on_this_cp_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """The chunks of each sequence that this context-parallel rank processes."""
+    found: dict[str, torch.Tensor | None] = utils.get_batch_on_this_cp_rank(batch, **_CP_OPTIONS)
+    return found
+
+
+def grads_for_norm(part: MegatronOptimizer) -> list[torch.Tensor]:
+    """Gradients of a part that count in the model's norm: each on one of the ranks that hold it."""
+    if hasattr(part, "get_grads_for_grad_norm"):  # from 0.19 on
+        found: list[torch.Tensor] = part.get_grads_for_grad_norm()
+    else:
+        found = part.get_main_grads_for_grad_norm()
+    return found
+
+
+def init_microbatches(
+    batch: int, micro_batch_size: int, data_parallel_size: int, ramp: list[int] | None, ramp_sizes: Mapping[int, int]
+) -> None:
+    """Set up Megatron-core's count of microbatches.
+
+    Args:
+        batch: --global-batch-size.
+        ramp: START, INCREMENT, SAMPLES of --rampup-batch-size. From 0.18 on Megatron-core ignores it.
+        ramp_sizes: what the ramp means: global batch sizes by the samples after which they are in effect.
+    """
+    init = num_microbatches_calculator.init_num_microbatches_calculator
+    rank = 1  # any but 0 suppresses its message
+    if ramp is None or "step_batch_size_schedule" not in signature(init).parameters:
+        init(rank, ramp, batch, micro_batch_size, data_parallel_size)
+    else:
+        schedule = " ".join(f"{samples}:{size}" for samples, size in ramp_sizes.items())
+        init(rank, None, batch, micro_batch_size, data_parallel_size, step_batch_size_schedule=schedule)

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore import patches
 from megatron_lowprec.mcore.layers.attention import SdpaAttention
 from megatron_lowprec.mcore.layers.bias_dropout_add import get_bias_dropout_add
 from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluSharedExperts
@@ -33,7 +34,7 @@ from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 from megatron_lowprec.mcore.layers.self_attention import LowPrecSelfAttention
 from megatron_lowprec.mcore.layers.sequential_mlp import LowPrecSequentialMLP
-from megatron_lowprec.mcore.releases import GROUPED_EXPERTS, qk_l2_norm
+from megatron_lowprec.mcore.releases import GROUPED_EXPERTS
 
 _LOWPREC = {
     ColumnParallelLinear: LowPrecColumnParallelLinear,
@@ -123,8 +124,9 @@ class _ColumnParallelSpec(ModuleSpec):
 
 
 def _with_known_projections(submodules: MLASelfAttentionSubmodules) -> MLASelfAttentionSubmodules:
-    # Without TransformerEngine its TELinear is no class, which isinstance refuses.
-    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+    # In 0.16 TELinear is no class without TransformerEngine, which isinstance refuses.
+    if multi_latent_attention.HAVE_TE and not isinstance(multi_latent_attention.TELinear, type):
+        patches.bind("latent_projection", HAVE_TE=False)
     down = _ColumnParallelSpec(module=DownProjection)
     return replace(submodules, linear_q_down_proj=down, linear_kv_down_proj=down)
 
@@ -176,7 +178,7 @@ def gpt_block_spec(
         sequential,
         use_transformer_engine=False,
         normalization=config.normalization,
-        qk_l2_norm=qk_l2_norm(config),
+        qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )

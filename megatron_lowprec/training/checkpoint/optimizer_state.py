@@ -10,6 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_lowprec.mcore.optim.recipe_optimizer import torch_optimizers
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.training.model import Trainer
 
 
@@ -81,7 +82,7 @@ def _keep_steps(part: DistributedOptimizer) -> None:
         steps = {"step": current["step"].clone()} if "step" in current else {}
         set_states(model_param, {**steps, **tensors})
 
-    part._set_main_param_and_optimizer_states = set_states_but_step
+    bind("adam_steps", part, _set_main_param_and_optimizer_states=set_states_but_step)
 
 
 def _index_as_buckets_lie(part: DistributedOptimizer) -> None:
@@ -106,4 +107,4 @@ def _index_as_buckets_lie(part: DistributedOptimizer) -> None:
                     tensors[key] = placed
         return state
 
-    part.get_parameter_state_dp_zero = gather_with_padding
+    bind("padded_buckets", part, get_parameter_state_dp_zero=gather_with_padding)

@@ -120,9 +120,11 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
 def lay_out(config: Config) -> None:
     """Megatron-core's process groups, random seeds and microbatches, inside the process group of all ranks."""
     from megatron.core import parallel_state as mpu
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
+    from megatron_lowprec.mcore.releases import init_microbatches
+    from megatron_lowprec.training.config.fields import require
     from megatron_lowprec.training.config.resolve import virtual_stages
+    from megatron_lowprec.training.rampup import ramp_sizes
 
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -135,14 +137,8 @@ def lay_out(config: Config) -> None:
         create_gloo_process_groups=False,
     )
     seed(config)
-    init_num_microbatches_calculator(
-        # Any rank but 0 suppresses its message; the header has the same information.
-        1,
-        config.rampup_batch_size,
-        config.global_batch_size,
-        config.micro_batch_size,
-        mpu.get_data_parallel_world_size(),
-    )
+    ramp, batch = config.rampup_batch_size, require(config.global_batch_size)
+    init_microbatches(batch, config.micro_batch_size, mpu.get_data_parallel_world_size(), ramp, ramp_sizes(ramp, batch))
 
 
 # Megatron-LM's list: with these NCCL reduces in a fixed order; "^NVLS" excludes the one that does not.

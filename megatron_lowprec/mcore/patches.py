@@ -162,8 +162,8 @@ PATCHES: dict[str, Patch] = {
         _CPU,
     ),
     "cpu_torch": Patch(
-        (),
-        "the name `torch` in all modules under `megatron.core` is a facade that has a CPU in the place of CUDA devices",
+        ("megatron.core.parallel_state:torch",),
+        "is, as in all modules under `megatron.core`, a facade that has a CPU in the place of CUDA devices",
         _CPU,
     ),
 }

@@ -5,14 +5,20 @@ The rest of the package calls these functions. ``mcore/patches.py`` has what is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, num_microbatches_calculator, utils
+from megatron.core import __version__, dist_checkpointing, num_microbatches_calculator, utils
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe import experts
+
+_SERIES = tuple(int(number) for number in re.findall(r"\d+", __version__)[:2])
 
 GROUPED_EXPERTS: type | None = getattr(experts, "GroupedMLP", None)
 """Experts of local specs in one GEMM, until 0.16."""
@@ -59,3 +65,24 @@ def init_microbatches(
     else:
         schedule = " ".join(f"{samples}:{size}" for samples, size in ramp_sizes.items())
         init(rank, None, batch, micro_batch_size, data_parallel_size, step_batch_size_schedule=schedule)
+
+
+@contextmanager
+def loadable(folder: Path, common: Callable[[], Any]) -> Iterator[Path]:
+    """The folder from which this release loads a checkpoint that any supported release has written.
+
+    From 0.19 on a checkpoint holds the state that ranks share among its tensors. Earlier releases read it from
+    common.pt: they get a folder of links to the checkpoint's files, with that file.
+
+    Args:
+        common: returns that state, read safely.
+    """
+    if _SERIES >= (0, 19) or (folder / "common.pt").exists():
+        yield folder
+        return
+    with TemporaryDirectory() as name:
+        links = Path(name)
+        for path in folder.iterdir():
+            (links / path.name).symlink_to(path.resolve())
+        torch.save(common(), links / "common.pt")
+        yield links

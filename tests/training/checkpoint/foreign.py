@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_lowprec.training.checkpoint import safe_load
+from tests.training.checkpoint.forms import KEY, common_as_file, common_as_object
 
 MARKER = Path("it_ran")
 
@@ -43,7 +44,12 @@ def inside_metadata(folder: Path) -> None:
 
 
 def common(folder: Path) -> None:
-    (folder / "common.pt").write_bytes(saved({"args": Foreign()}))
+    common_as_file(folder).write_bytes(saved({"args": Foreign()}))
+
+
+def common_object(folder: Path) -> None:
+    common_as_object(folder)
+    replace_objects(folder, saved([{"args": Foreign()}]), lambda key: key == KEY)
 
 
 def objects(folder: Path) -> None:

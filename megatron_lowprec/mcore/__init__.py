@@ -6,8 +6,8 @@ from megatron.core.package_info import __version__
 
 from megatron_lowprec.errors import UserError
 
-# Whose differences mcore/releases.py and mcore/patches.py have; docs/results/megatron-core.md.
-_RELEASES = ("0.16", "0.17", "0.18", "0.19")
+SERIES = ("0.16", "0.17", "0.18", "0.19")
+"""Supported releases: ``releases`` and ``patches`` have their differences, docs/results/megatron-core.md the tests."""
 
 
 def check_release(release: str) -> None:
@@ -16,10 +16,10 @@ def check_release(release: str) -> None:
     Raises:
         UserError: it is not supported.
     """
-    if ".".join(re.findall(r"\d+", release)[:2]) not in _RELEASES:
+    if ".".join(re.findall(r"\d+", release)[:2]) not in SERIES:
         raise UserError(
-            f"megatron-core {release} is not supported, {_RELEASES[0]} to {_RELEASES[-1]} are: "
-            f'pip install "megatron-core<0.{int(_RELEASES[-1][2:]) + 1}"'
+            f"megatron-core {release} is not supported, {SERIES[0]} to {SERIES[-1]} are: "
+            f'pip install "megatron-core<0.{int(SERIES[-1][2:]) + 1}"'
         )
 
 

@@ -15,13 +15,18 @@ from typing import Any
 
 import torch
 from megatron.core import __version__, dist_checkpointing, num_microbatches_calculator, utils
+from megatron.core.models.gpt import moe_module_specs
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe import experts
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 _SERIES = tuple(int(number) for number in re.findall(r"\d+", __version__)[:2])
 
 GROUPED_EXPERTS: type | None = getattr(experts, "GroupedMLP", None)
 """Experts of local specs in one GEMM, until 0.16."""
+
+SHARED_EXPERTS: Any = getattr(moe_module_specs, "_build_shared_experts", SharedExpertMLP)
+"""Builder of shared experts in local specs; from 0.19 on a function that chooses a class."""
 
 # From 0.17 on the default writer needs nvidia-resiliency-ext.
 ASYNC_SAVE: dict[str, Any] = {"async_sharded_save": True} | (

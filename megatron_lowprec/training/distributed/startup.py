@@ -6,6 +6,7 @@ Call ``prepare_environment`` before importing torch and megatron, which read som
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -69,6 +70,9 @@ def prepare_environment() -> Ranks:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    # Megatron-core 0.19 announces that its hybrid model will replace the one that this driver builds.
+    models = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    models.addFilter(lambda record: not record.getMessage().startswith("GPTModel IS DEPRECATED"))
     number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
     if ranks.world_size == 1:

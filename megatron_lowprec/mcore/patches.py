@@ -202,7 +202,7 @@ def difference(row: str, target: str, of: Any = None) -> str | None:
     name, full = name_of(target), target.partition("(")[0].replace(":", ".")
     owner = _owner(target) if of is None else of
     # the class has the original of what is bound on an object
-    found = getattr(owner, name, _MISSING) if of is None else getattr(type(of), name, getattr(of, name, _MISSING))
+    found: Any = getattr(owner, name, _MISSING) if of is None else getattr(type(of), name, getattr(of, name, _MISSING))
     if PATCHES[row].unbound:
         return None if owner is not _MISSING and name in inspect.getsource(owner) else f"does not use {full}"
     if found is _MISSING and not _sets(owner, name):

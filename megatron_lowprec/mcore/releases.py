@@ -34,6 +34,9 @@ ASYNC_SAVE: dict[str, Any] = {"async_sharded_save": True} | (
 )
 """Options of ``dist_checkpointing.save`` for an asynchronous save by Megatron-core's own writer."""
 
+IGNORES_RAMPS = _SERIES >= (0, 18)
+"""Whether a ramp of the batch size is ignored: from 0.18 on there is a schedule of sizes instead."""
+
 # From 0.18 on it also serves hybrid context parallelism, which it does not assume.
 _CP_OPTIONS = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(utils.get_batch_on_this_cp_rank).parameters else {}
 
@@ -60,12 +63,12 @@ def init_microbatches(
 
     Args:
         batch: --global-batch-size.
-        ramp: START, INCREMENT, SAMPLES of --rampup-batch-size. From 0.18 on Megatron-core ignores it.
+        ramp: START, INCREMENT, SAMPLES of --rampup-batch-size.
         ramp_sizes: what the ramp means: global batch sizes by the samples after which they are in effect.
     """
     init = num_microbatches_calculator.init_num_microbatches_calculator
     rank = 1  # any but 0 suppresses its message
-    if ramp is None or "step_batch_size_schedule" not in signature(init).parameters:
+    if ramp is None or not IGNORES_RAMPS:
         init(rank, ramp, batch, micro_batch_size, data_parallel_size)
     else:
         schedule = " ".join(f"{samples}:{size}" for samples, size in ramp_sizes.items())

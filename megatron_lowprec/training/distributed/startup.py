@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_lowprec.errors import UserError
@@ -47,6 +48,14 @@ _KNOWN_WARNINGS = (
 )
 
 
+# Likewise, of what newer releases of Megatron-core log; by the module.
+_KNOWN_RECORDS = {
+    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",  # a hybrid model is to replace it
+    "distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+}
+
+
 HEAD_START = 20.0
 """Seconds by which rank 0 may show an error before another rank does."""
 
@@ -70,9 +79,8 @@ def prepare_environment() -> Ranks:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # Megatron-core 0.19 announces that its hybrid model will replace the one that this driver builds.
-    models = logging.getLogger("megatron.core.models.gpt.gpt_model")
-    models.addFilter(lambda record: not record.getMessage().startswith("GPTModel IS DEPRECATED"))
+    for module, message in _KNOWN_RECORDS.items():
+        logging.getLogger(f"megatron.core.{module}").addFilter(partial(_is_other, message))
     number = {name: int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     ranks = Ranks(number["RANK"], number["WORLD_SIZE"], number["LOCAL_RANK"], max(1, number["LOCAL_WORLD_SIZE"]))
     if ranks.world_size == 1:
@@ -84,6 +92,10 @@ def prepare_environment() -> Ranks:
     if chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ and ranks.local_world_size > 1):
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
     return ranks
+
+
+def _is_other(message: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(message)
 
 
 def initialize(config: Config, ranks: Ranks) -> torch.device:

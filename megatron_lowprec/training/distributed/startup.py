@@ -38,6 +38,9 @@ _KNOWN_WARNINGS = (
     # Megatron-core's own use of torch's distributed checkpoint.
     r"`load_state_dict` is deprecated and will be removed",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
+    # From 0.19 on, of the state that ranks share.
+    r"The argument order of load has been changed",
+    r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
     # Deprecated names of torch 2.13 that Megatron-core 0.16.1 calls.
     r".*reduce_scatter_tensor",
     r".*all_gather_into_tensor",
@@ -154,7 +157,9 @@ def lay_out(config: Config) -> None:
     )
     seed(config)
     ramp, batch = config.rampup_batch_size, require(config.global_batch_size)
-    init_microbatches(batch, config.micro_batch_size, mpu.get_data_parallel_world_size(), ramp, ramp_sizes(ramp, batch))
+    init_microbatches(
+        batch, require(config.micro_batch_size), mpu.get_data_parallel_world_size(), ramp, ramp_sizes(ramp, batch)
+    )
 
 
 # Megatron-LM's list: with these NCCL reduces in a fixed order; "^NVLS" excludes the one that does not.

@@ -1,8 +1,8 @@
-"""The optimizer's state in a checkpoint, with workarounds for bugs of Megatron-core 0.16.1."""
+"""The optimizer's state in a checkpoint, with workarounds for bugs of Megatron-core."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,9 +45,14 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
 
     With torch's AdamW the distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per
     weight (KeyError). It also gives all weights one "step" tensor, which Adam then advances once per weight. With any
-    optimizer, the checkpoint's learning rates, betas and eps would silently override this run's options.
+    optimizer, the checkpoint's learning rates, betas and eps would silently override this run's options. From 0.19 on
+    Megatron-core finds a group of weights by its learning rates, among others, and would miss it where they differ.
     """
     inners = torch_optimizers(trainer.optimizer)
+    for group in (group for inner in inners[:1] for group in inner.param_groups[:1]):
+        rates: dict[str, Any] = {name: group[name] for name in ("max_lr", "min_lr") if name in group}  # of all groups
+        for saved in _saved_groups(state):
+            saved.update(rates)
     asked = [[_options_of(group) for group in inner.param_groups] for inner in inners]
     parts = _distributed_parts(trainer.optimizer)
     for part in parts:
@@ -62,6 +67,15 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
         for weight, weight_state in inner.state.items():
             if "step" in weight_state:
                 weight_state["step"] = weight_state["step"].clone().to(weight.device)
+
+
+def _saved_groups(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The groups of weights in the state of one or several optimizers."""
+    for name, value in state.items():
+        if name == "param_groups":
+            yield from value
+        elif isinstance(value, dict):
+            yield from _saved_groups(value)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ TEST_WORKERS ?= 3
 TESTS ?= tests
 MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==\([0-9.]*\); python_version >= .*/\1/p' $(LOCK))
 RELEASE = $(VENV)/megatron-core-$(MEGATRON_CORE)
-RELEASE_TESTS ?= tests/mcore tests/training/test_run.py tests/training/checkpoint tests/clients
+RELEASE_TESTS ?= tests/mcore tests/distributed/test_driver.py tests/training/test_run.py tests/training/checkpoint tests/clients
 LAYOUT_PARITY ?= $(MATRIX)
 FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/fault-injection.md)
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from megatron.core import __version__, dist_checkpointing, num_microbatches_calculator, utils
+from megatron.core import __version__, dist_checkpointing, num_microbatches_calculator, parallel_state, utils
 from megatron.core.models.gpt import moe_module_specs
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe import experts
@@ -43,7 +43,9 @@ _CP_OPTIONS = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(utils.get_b
 
 def batch_on_this_cp_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     """The chunks of each sequence that this context-parallel rank processes."""
-    found: dict[str, torch.Tensor | None] = utils.get_batch_on_this_cp_rank(batch, **_CP_OPTIONS)
+    # From 0.18 on no group means all ranks: each data-parallel rank would lose a part of its sequences.
+    group = parallel_state.get_context_parallel_group()
+    found: dict[str, torch.Tensor | None] = utils.get_batch_on_this_cp_rank(batch, cp_group=group, **_CP_OPTIONS)
     return found
 
 

@@ -33,6 +33,7 @@ _KNOWN_WARNINGS = (
     r"The fused .* kernel is not available",
     r"Unable to import torch_memory_saver",
     r"full scope is deprecated",
+    r"MimoModelConfig is experimental",
     # Megatron-core's distributed optimizer in fp32 reads the gradients of views.
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
     # Megatron-core's own use of torch's distributed checkpoint.
@@ -55,6 +56,7 @@ _KNOWN_WARNINGS = (
 _KNOWN_RECORDS = {
     "models.gpt.gpt_model": "GPTModel IS DEPRECATED",  # a hybrid model is to replace it
     "distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "dist_checkpointing.strategies.common": "load_common is deprecated",  # of checkpoints of earlier releases
     "dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
 }
 

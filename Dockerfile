@@ -18,7 +18,7 @@ COPY requirements requirements
 # What the image has is held where it is: its torch and Triton are built for each other. Only the rest of our lock is
 # installed, without dependencies, so that nothing pulls in another torch.
 RUN python -c "import importlib.metadata as m; print(*sorted({d.name.lower().replace('_', '-') for d in m.distributions()}), sep='\n')" > /tmp/have \
-    && sed -e 's/#.*//' -e 's/;.*//' -e '/^ *$/d' requirements/cpu.txt \
+    && sed -e 's/#.*//' -e '/^ *$/d' requirements/cpu.txt \
        | awk -F '==' 'NR == FNR { have[$1] = 1; next } { name = tolower($1); gsub("_", "-", name) } !(name in have)' /tmp/have - > /tmp/need \
     && pip install --no-cache-dir --no-deps -r /tmp/need
 

@@ -11,9 +11,9 @@ ARGS ?=
 # more than cores: some tests wait for others' processes
 TEST_WORKERS ?= 3
 TESTS ?= tests
-MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==//p' $(LOCK))
-RELEASE_VENV = $(VENV)-megatron-core-$(MEGATRON_CORE)
-RELEASE_TESTS ?= tests/mcore tests/training/test_run.py tests/training/checkpoint tests/clients
+MEGATRON_CORE ?= $(shell sed -n 's/^megatron-core==\([0-9.]*\); python_version >= .*/\1/p' $(LOCK))
+RELEASE = $(VENV)/megatron-core-$(MEGATRON_CORE)
+RELEASE_TESTS ?= tests/mcore tests/distributed/test_driver.py tests/training/test_run.py tests/training/checkpoint tests/clients
 LAYOUT_PARITY ?= $(MATRIX)
 FUZZ ?= --mutations 500 --out docs/results/fuzz.md
 FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/results/fault-injection.md)
@@ -78,15 +78,17 @@ test-clients: setup  ## Megatron-LM under recipes; MEGATRON_LM is a folder or ta
 	@$(call threads,$(TEST_WORKERS)); export MEGATRON_LM=$${MEGATRON_LM:-clone}; \
 	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal tests/clients
 
-# Installs the lock without numpy: releases before 0.16 need numpy below 2.
-test-megatron-core:  ## layers, runs, checkpoints and clients with MEGATRON_CORE=RELEASE, in a venv of its own
-	@test -x $(RELEASE_VENV)/bin/python || "$(PYTHON)" -m venv $(RELEASE_VENV)
-	@grep -v '^megatron-core==\|^numpy==' $(LOCK) > $(RELEASE_VENV)/lock.txt
-	@$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r $(RELEASE_VENV)/lock.txt megatron-core==$(MEGATRON_CORE)
-	@$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(call threads,$(TEST_WORKERS)); export MEGATRON_LM=$${MEGATRON_LM:-clone}; \
-	$(RELEASE_VENV)/bin/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu" $(RELEASE_TESTS)
+# The wheel is unpacked and comes before the installed release. From 0.17 on wheels are for Python 3.12 and later, but
+# their Python code runs under 3.11; the one compiled helper is then the installed release's.
+test-megatron-core: setup  ## layers, runs, checkpoints and clients with MEGATRON_CORE=RELEASE; the lock's newest without it
+	@test -d $(RELEASE)/megatron || { rm -rf $(RELEASE) && \
+		$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+			--python-version 3.12 --dest $(RELEASE) megatron-core==$(MEGATRON_CORE) && \
+		$(BIN)/python -m zipfile -e $(RELEASE)/*.whl $(RELEASE); }
+	@cp -n "$$($(BIN)/python -W ignore -c 'import megatron.core.datasets.helpers_cpp as compiled; print(compiled.__file__)')" \
+		$(RELEASE)/megatron/core/datasets/
+	@$(call threads,$(TEST_WORKERS)); export MEGATRON_LM=$${MEGATRON_LM:-clone} PYTHONPATH=$(CURDIR)/$(RELEASE):$(CURDIR); \
+	$(BIN)/python -m pytest -q -rs -n $(TEST_WORKERS) --dist worksteal -m "not gpu" $(RELEASE_TESTS)
 
 # wandb and datasets bring some thirty packages and 300 MB: too much for the lock.
 test-optional:  ## W&B and Hugging Face's datasets by the packages themselves, in a venv of its own

@@ -9,6 +9,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     operands RECIPE                number format, scale and rounding of each operand of each GEMM
     differences BASE RECIPE ...    the fields in which recipes differ from BASE
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
+    patches                        what mcore/patches.py binds again in Megatron-core
     transformer_engine             how each recipe runs in TransformerEngine, or why not
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     quality FILE                   the main table of tools/report.py on an archive of runs, of all groups
@@ -260,6 +261,15 @@ def _in_transformer_engine(recipe: Recipe) -> tuple[str, str, str, str]:
     )
 
 
+def _patches(page: Path) -> Iterator[Row]:
+    from megatron_lowprec.mcore.patches import PATCHES
+
+    yield "bound again", "change", "by", "needed in Megatron-core"
+    for patch in PATCHES.values():
+        names = (target.partition("(")[0].replace(":", ".").split(".")[-2:] for target in patch.targets)
+        yield ", ".join(dict.fromkeys(f"`{'.'.join(name)}`" for name in names)), patch.change, patch.by, patch.seen
+
+
 def _rounding(page: Path, name: str, group: str) -> Iterator[Row]:
     yield "parameters", "tokens a parameter", "nearest, nats", "stochastic, nats", "nearest less stochastic, nats"
     runs = read_ladder(page.parent / name)
@@ -400,6 +410,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "state": _state,
     "differences": _differences,
     "execution": _execution,
+    "patches": _patches,
     "transformer_engine": _transformer_engine,
     "rounding": _rounding,
     "quality": _quality,

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.mcore import patches
+
 _CPU = torch.device("cpu")
 _package = "megatron.core"
 # Factories that megatron.core calls with device="cuda" or torch.cuda.current_device() (optimizer.py, schedules.py,
@@ -66,9 +68,9 @@ def _hand_over(module: types.ModuleType, replacement: types.ModuleType) -> None:
 
 
 def bind_te_general_gemm() -> None:
-    """moe_utils uses te_general_gemm in the router's GEMM but binds it only with TE: NameError, even with CUDA."""
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    moe_utils.__dict__.setdefault("te_general_gemm", None)
+    """In 0.16 the router's GEMM uses te_general_gemm, which is bound only with TE: NameError, even with CUDA."""
+    if not hasattr(importlib.import_module("megatron.core.transformer.moe.moe_utils"), "te_general_gemm"):
+        patches.bind("router_gemm", te_general_gemm=None)
 
 
 class _Facade(types.ModuleType):
@@ -162,19 +164,23 @@ class _LateImports(importlib.abc.MetaPathFinder):
 
 def _replace_rng_state() -> None:
     """Replace the two functions by which the RNG tracker accesses CUDA's generators without torch.cuda."""
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    patches.bind(
+        "cpu_random",
+        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
 
 
 def _replace_tensor_methods() -> None:
-    tensor: Any = torch.Tensor
-    # language_module.py and tensor_parallel/data.py move tensors by .cuda().
-    tensor.cuda = lambda self, *_, **__: self
-    # The MoE token dispatcher records a stream on tensors.
-    tensor.record_stream = _nothing
-    # The optimizers group parameters by "torch.cuda.FloatTensor" and the like, and reject any other type.
-    tensor.type = _tensor_type
+    patches.bind(
+        "cpu_tensors",
+        # language_module.py and tensor_parallel/data.py move tensors by .cuda().
+        cuda=lambda self, *_, **__: self,
+        # The MoE token dispatcher records a stream on tensors.
+        record_stream=_nothing,
+        # The optimizers group parameters by "torch.cuda.FloatTensor" and the like, and reject any other type.
+        type=_tensor_type,
+    )
 
 
 def _tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -186,12 +192,11 @@ def _tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: An
 
 def _replace_moe_splits() -> None:
     """all_to_all needs its split sizes as numbers, and Megatron-core converts only CUDA tensors."""
-    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    patches.bind("cpu_splits", maybe_move_tensor_to_cpu=maybe_move_tensor_to_cpu)
 
 
 def _share_gloo_device() -> None:
@@ -213,4 +218,4 @@ def _share_gloo_device() -> None:
         construct(self, store, rank, size, *args, **kwargs)
         shared[:] = shared or self.options._devices
 
-    gloo.__init__ = with_shared_device
+    patches.bind("cpu_groups", __init__=with_shared_device)

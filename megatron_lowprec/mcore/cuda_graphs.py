@@ -36,6 +36,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.graph_recorder import CudaRecorder, Recorder, Recording
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin, await_weights
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.tensor import QuantizedTensor
 
@@ -238,9 +239,9 @@ class LayerGraphs:
         self._model: Any = model
         self._zeroed = {} if self._stored else _other_gradients(model, weights)
         for buffer in self._zeroed:
-            buffer.reset = partial(self._reset, buffer)
+            bind("layer_graphs", buffer, reset=partial(self._reset, buffer))
         for layer in self._layers:
-            layer.module.forward = partial(self._forward, layer)
+            bind("layer_graphs", layer.module, forward=partial(self._forward, layer))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+from megatron_lowprec.mcore import patches
 from megatron_lowprec.mcore.cpu_compat import bind_te_general_gemm
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.transformer_layer import LowPrecTransformerLayer
@@ -35,5 +36,5 @@ def layer_spec(recipe: Recipe | str, seed: int | None = None, *, fp8_dispatch: b
     Layer.__name__ = Layer.__qualname__ = LowPrecTransformerLayer.__name__
     bind_te_general_gemm()
     if transformer_block.LayerNormImpl in (WrappedTorchNorm, FusedLayerNorm):
-        transformer_block.LayerNormImpl = Norm
+        patches.bind("final_norm", LayerNormImpl=Norm)
     return ModuleSpec(module=Layer)

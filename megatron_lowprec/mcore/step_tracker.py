@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from megatron.core import __version__
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
+from megatron_lowprec.mcore.releases import IGNORES_RAMPS
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer, device_of_models
 from megatron_lowprec.quantization.random_stream import in_backward_pass
 from megatron_lowprec.recipe.schema import Recipe
@@ -67,12 +69,17 @@ class StepTracker:
 
         Raises:
             UserError: the layers need apex, and it is missing; Megatron-core's CUDA graphs, which replay a step's draws
-                and do not pass here.
+                and do not pass here; a ramp of the batch size that this release ignores.
         """
         if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False):
             raise UserError(
                 "Megatron-core's CUDA graphs would repeat random draws and freeze amax histories under a recipe: leave "
                 "--cuda-graph-impl out, or use this project's pretrain_gpt.py, which has graphs of its own"
+            )
+        if IGNORES_RAMPS and getattr(megatron_lm_args(), "rampup_batch_size", None) is not None:
+            raise UserError(
+                f"--rampup-batch-size is ignored by megatron-core {__version__}: give Megatron-LM "
+                "--step-batch-size-schedule instead, or use this project's pretrain_gpt.py"
             )
         if config.gradient_accumulation_fusion and not _has_apex():
             raise UserError(
@@ -183,7 +190,9 @@ def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None, option
     if seed is None:
         seed = DEFAULT_SEED if args is None else args.seed
     several = args is not None and (
-        args.rampup_batch_size is not None or args.global_batch_size > args.micro_batch_size * args.data_parallel_size
+        getattr(args, "step_batch_size_schedule", None) is not None  # from 0.18 on
+        or args.rampup_batch_size is not None
+        or args.global_batch_size > args.micro_batch_size * args.data_parallel_size
     )
     return RecipeRuntime(
         recipe,

@@ -23,6 +23,7 @@ from megatron_lowprec.linear.once_differentiable import once_differentiable
 from megatron_lowprec.mcore.fusion import ExpertChannels, attach_metadata, get_metadata
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 from megatron_lowprec.mcore.layers.sequential_mlp import LowPrecSequentialMLP
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.token_rows import pack_rows, unpack_rows
 from megatron_lowprec.recipe.fp8_dispatch import check_fp8_dispatch, dispatched_bytes, why_not_dispatched
@@ -229,7 +230,7 @@ class Fp8Dispatch:
                 fc1 = module.experts.local_experts[0].linear_fc1
                 hidden = module.config.hidden_size
                 if why_not_dispatched(fc1.bound_gemms.recipe) is None:
-                    module.token_dispatcher = Fp8TokenDispatcher(module)
+                    bind("token_dispatcher", module, token_dispatcher=Fp8TokenDispatcher(module))
                     self._dispatched += 1
                     sent = dispatched_bytes(fc1.bound_gemms.recipe.fprop.input, hidden)
                     self._bytes = f"; {sent} bytes a token and expert instead of {hidden * fc1.weight.element_size()}"

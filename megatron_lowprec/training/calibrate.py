@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_lowprec.mcore.expert_bias import keep_expert_biases
+from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
 from megatron_lowprec.training.checkpoint import random_state
 from megatron_lowprec.training.config.options import Config

@@ -56,6 +56,24 @@ def batch_size_at(ramp: Sequence[int] | None, batch: int, consumed: int) -> int:
     return start + int(consumed / per_increment) * increment
 
 
+def ramp_sizes(ramp: Sequence[int] | None, batch: int) -> dict[int, int]:
+    """Sizes of iterations by the least number of consumed samples from which on each is in effect, in their order.
+
+    ``batch_size_at`` as a table: an iteration that begins after ``n`` samples has the size of the greatest key up to n.
+    """
+    if ramp is None:
+        return {0: batch}
+    start, increment, samples = ramp
+    steps, sizes = (batch - start) // increment, {0: start}
+    for step in range(1, steps + 1):
+        # The rule divides in floats: the change is within a sample of the exact quotient.
+        begin = max(0, step * samples // steps - 1)
+        while batch_size_at(ramp, batch, begin) < start + step * increment:
+            begin += 1
+        sizes[begin] = batch_size_at(ramp, batch, begin)
+    return sizes
+
+
 def samples_of(config: Config, iterations: int) -> int:
     """Samples of the first ``iterations`` iterations."""
     ends = _ramp_ends(config)[:iterations]

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.mcore.debug.operand_capture import OperandCapture
 from megatron_lowprec.mcore.debug.operand_probe import OperandId, OperandProbe
-from megatron_lowprec.mcore.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.layers.router import LossTokens
+from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.optimizer_step import optimizer_step
 from megatron_lowprec.mcore.optim.state_stats import state_stats
 from megatron_lowprec.mcore.pending_numbers import PendingNumbers

@@ -16,8 +16,8 @@ from pathlib import Path
 from tests.environment import ROOT
 from tests.waiting import PATIENCE
 
-RELEASE = "0.16.1"  # whose arguments and extras the tests and stubs have
-TAG = f"core_v{RELEASE}"
+# Of these series the arguments are known: of the first patch release of 0.19 there is a tag, of later ones a wheel.
+TAGS = {"0.16": "core_v0.16.1", "0.19": "core_v0.19.0"}
 ADDRESS = "https://github.com/NVIDIA/Megatron-LM"
 SERVER = Path(__file__).with_name("megatron_lm_server.py")
 
@@ -27,24 +27,32 @@ class NotAvailableError(Exception):
 
 
 def obtain(folder: Path) -> Path:
-    """A checkout of ``TAG`` in ``folder``, from the folder or tarball that ``MEGATRON_LM`` names; "clone" clones it.
+    """The installed release's checkout in ``folder``, from the folder or tarball that ``MEGATRON_LM`` names.
+
+    Of several with colons between it is the one with the release's tag in its name. "clone" clones it.
 
     Raises:
         NotAvailableError: it is not set, a clone fails, or another release of megatron-core is installed.
     """
-    if version("megatron-core") != RELEASE:
-        raise NotAvailableError(f"megatron-core {version('megatron-core')} is installed; this is for {RELEASE}")
+    series = ".".join(version("megatron-core").split(".")[:2])
+    if series not in TAGS:
+        raise NotAvailableError(
+            f"megatron-core {version('megatron-core')} is installed; this is for {' and '.join(TAGS)}"
+        )
+    tag = TAGS[series]
     given = os.environ.get("MEGATRON_LM")
     target = folder / "Megatron-LM"
+    if given is not None and ":" in given:
+        given = next((path for path in given.split(":") if tag in path), None)
     if given is None:
-        raise NotAvailableError(f"MEGATRON_LM names no Megatron-LM {TAG}; make test-clients clones it")
+        raise NotAvailableError(f"MEGATRON_LM names no Megatron-LM {tag}; make test-clients clones it")
     if given == "clone":
-        command = ["git", "clone", "--quiet", "--depth", "1", "--branch", TAG, ADDRESS, str(target)]
+        command = ["git", "clone", "--quiet", "--depth", "1", "--branch", tag, ADDRESS, str(target)]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | {"GIT_TERMINAL_PROMPT": "0"}
         )
         if done.returncode:
-            raise NotAvailableError(f"{TAG} cannot be cloned from {ADDRESS}: {done.stderr.strip()[-200:]}")
+            raise NotAvailableError(f"{tag} cannot be cloned from {ADDRESS}: {done.stderr.strip()[-200:]}")
     elif Path(given).is_dir():
         shutil.copytree(given, target)
     else:

@@ -13,10 +13,12 @@ import os
 import runpy
 import sys
 import types
+import typing
 from functools import partial
 from typing import Any
 
 import torch
+import typing_extensions
 
 
 def main() -> None:
@@ -26,6 +28,8 @@ def main() -> None:
         from megatron_lowprec.mcore import cpu_compat
 
         cpu_compat.install(package="megatron")
+    if sys.version_info < (3, 12):  # for which Megatron-LM is written from 0.17 on; the rest of it parses
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
     training: Any = importlib.import_module("megatron.training.training")
     _skip_compilers()
     _print_exact_losses(training)
@@ -78,7 +82,8 @@ def _skip_compilers() -> None:
     datasets: Any = importlib.import_module("megatron.core.datasets.utils")
     datasets.compile_helpers = lambda: None
     initialize: Any = importlib.import_module("megatron.training.initialize")
-    initialize.fused_kernels.load = lambda args: None
+    if hasattr(initialize, "fused_kernels"):  # until 0.18
+        initialize.fused_kernels.load = lambda args: None
 
 
 def _print_exact_losses(training: Any) -> None:

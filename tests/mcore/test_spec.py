@@ -128,7 +128,9 @@ LATENT = {
 @pytest.mark.parametrize("options", [*CONFIGS.values(), LATENT], ids=[*CONFIGS, "latent attention"])
 def test_every_linear_layer_has_a_recipe(options: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP
 
+    from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluMLP
     from megatron_lowprec.mcore.layers.gpt_spec import gpt_block_spec
     from megatron_lowprec.mcore.runtime import bind_recipe
 
@@ -137,6 +139,7 @@ def test_every_linear_layer_has_a_recipe(options: dict[str, Any]) -> None:
     runtime = bind_recipe([block], get_recipe("mxfp4_rht_sr"), num_layers=LAYERS, seed=1)
     linears = [module for module in block.modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)]
     assert len({id(module.linear_gemms) for module in linears}) == len(linears) == len(runtime.layers)
+    assert all(isinstance(module, CachedSwigluMLP) for module in block.modules() if isinstance(module, MLP))
     if options is LATENT:
         names = {layer.linear_id.name.removeprefix("self_attention.") for layer in runtime.layers}
         projections = {f"linear_{side}_{way}_proj" for side in ("q", "kv") for way in ("down", "up")}
@@ -175,6 +178,8 @@ def test_a_pipeline_stage_has_its_own_part_of_the_pattern(monkeypatch: pytest.Mo
         ("quant_recipe", object(), "by Megatron-core"),
         ("fp8", "hybrid", "TransformerEngine"),
         ("fp4", "e2m1", "TransformerEngine"),
+        ("use_mup", True, "maximal update parametrization"),
+        ("use_grouped_gemm_for_shared_expert", True, "fused shared experts"),
     ],
 )
 def test_what_would_be_another_model_is_refused(field: str, value: Any, what: str) -> None:
@@ -194,7 +199,8 @@ def test_grouped_experts_of_a_spec_become_this_project_s() -> None:
     from megatron_lowprec.mcore.releases import GROUPED_EXPERTS
 
     def experts_of(spec: Any) -> Any:
-        experts = spec.submodules.experts
+        submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules  # from 0.19 on
+        experts = submodules.experts
         return experts.func if isinstance(experts, partial) else experts.module  # partial from 0.17 on
 
     sequential = get_moe_module_spec(use_te=False, num_experts=4)

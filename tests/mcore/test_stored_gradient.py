@@ -143,6 +143,11 @@ class Chunk(nn.Module):
         ("fp8_lm", Chunk(average_in_collective=True), "set average_in_collective=False"),
         ("fp8_lm_o1", Chunk(num_distributed_optimizer_instances=2), "set num_distributed_optimizer_instances=1"),
         ("fp8_lm_o2", Chunk(fusion=True), "set gradient_accumulation_fusion=False"),
+        (
+            "fp8_lm",
+            Chunk(param_name_patterns_for_fp32_local_accumulation=("all",)),
+            r"set param_name_patterns_for_fp32_local_accumulation=\(\)",
+        ),
     ],
 )
 def test_options_of_the_replaced_reduction_are_refused(recipe: str, chunk: Any, words: str) -> None:

@@ -26,7 +26,8 @@ from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.config.arguments import KINDS, flag
 from megatron_lowprec.training.config.options import GROUPS
 from tests.tools.test_fuzz import MODULES, known, made  # noqa: F401 - fixtures
-from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, common, objects, saved
+from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, common, common_object, objects, saved
+from tests.training.checkpoint.forms import common_as_file, common_as_object
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
 from tests.training.helpers import REPOSITORY, argv
 from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint, weight_norms
@@ -116,7 +117,7 @@ def out(checkpoints: Path, drive: Drive) -> Path:  # noqa: F811
     Path("text.jsonl").write_text(json.dumps({"text": " ".join(map(str, range(100)))}) + "\n")
     for one in (LATEST, OLDER):
         options = yaml.safe_load((folder / one / "config.yaml").read_text())["options"]
-        content = torch.load(folder / one / "common.pt", weights_only=True)
+        content = torch.load(common_as_file(folder / one), weights_only=True)
         args = Namespace(**options, add_bias_linear=True, bias_gelu_fusion=True)
         change(folder / one, "common.pt", saved({**content, "args": args}))
     return folder
@@ -178,6 +179,20 @@ def test_a_file_of_a_rank_is_refused_by_name(drive: Drive, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert "model_optim_rng.pt asks for posix.mkdir when it is unpickled, which can run code" in said
     assert "add --trust if you know the folder's origin" in said
+    assert not MARKER.exists()
+
+
+def test_args_are_read_from_a_checkpoint_of_a_later_release(drive: Drive, out: Path) -> None:
+    common_as_object(out / LATEST)
+    assert import_megatron.main(["--load", "out", "--save", "new", *TOKENS]) == 0
+
+
+def test_args_among_the_tensors_are_refused_by_name(
+    drive: Drive, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common_object(out / LATEST)
+    assert import_megatron.main(["--load", "out", "--save", "new", *TOKENS]) == 2
+    assert "asks for posix.mkdir when it is unpickled" in capsys.readouterr().err
     assert not MARKER.exists()
 
 

@@ -13,14 +13,24 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from megatron_lowprec.mcore import SERIES
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = REPOSITORY / "requirements" / "cpu.txt"
 
 
-def locked() -> dict[str, Requirement]:
+PYTHONS = ("3.11", "3.12")
+
+
+def locked(python: str = PYTHONS[0]) -> dict[str, Requirement]:
+    """What the lock installs under a version of Python."""
     lines = (line.split("#")[0].strip() for line in LOCK.read_text().splitlines())
     requirements = [Requirement(line) for line in lines if line]
-    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+    return {
+        canonicalize_name(requirement.name): requirement
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": python})
+    }
 
 
 def declared() -> dict[str, list[Requirement]]:
@@ -30,13 +40,14 @@ def declared() -> dict[str, list[Requirement]]:
     return {name: [Requirement(line) for line in lines] for name, lines in groups.items()}
 
 
-def test_every_locked_line_is_one_exact_public_version() -> None:
-    for name, requirement in locked().items():
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_locked_line_is_one_exact_public_version(python: str) -> None:
+    for name, requirement in locked(python).items():
         (specifier,) = requirement.specifier
         assert specifier.operator == "==", name
         assert re.fullmatch(r"[0-9][0-9a-z.]*", specifier.version), f"{name}: a local version or a wildcard"
         assert requirement.url is None, name
-        assert requirement.marker is None or name == "triton", name
+        assert requirement.marker is None or name in ("triton", "megatron-core"), name
 
 
 def test_no_line_names_a_host_a_hash_or_a_cuda_package() -> None:
@@ -53,16 +64,23 @@ def test_the_pins_that_cpu_and_gpu_share() -> None:
     assert pins["triton"] == "==3.7.1"  # what that torch's CUDA build asks for
 
 
+def test_each_python_has_the_newest_release_of_megatron_core_that_it_can_install() -> None:
+    assert [str(locked(python)["megatron-core"].specifier) for python in PYTHONS] == ["==0.16.1", "==0.19.2"]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("group", ["", "dev"])
-def test_the_lock_holds_what_the_project_requires(group: str) -> None:
-    lock = locked()
+def test_the_lock_holds_what_the_project_requires(group: str, python: str) -> None:
+    lock = locked(python)
     for requirement in declared()[group]:
         (pin,) = lock[canonicalize_name(requirement.name)].specifier
         assert requirement.specifier.contains(pin.version), f"{requirement} but {pin}"
 
 
 def test_the_range_of_megatron_core_is_the_tested_one() -> None:
-    """The workflow runs each minor release of the range; the table of results has these and those outside."""
+    """The workflow runs each minor release of the range; the table of results has these and those outside, and the
+    package's own check refuses the same.
+    """
     (requirement,) = (each for each in declared()[""] if each.name == "megatron-core")
     workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "megatron-core.yaml").read_text())
     tested = {Version(row["release"]) for row in workflow["jobs"]["test"]["strategy"]["matrix"]["include"]}
@@ -75,7 +93,11 @@ def test_the_range_of_megatron_core_is_the_tested_one() -> None:
     assert others
     assert not any(requirement.specifier.contains(release) for release in others)
     minors = {f"{release.major}.{release.minor}" for release in supported}
-    assert {bound.version for bound in requirement.specifier} == {min(minors), f"0.{max(supported).minor + 1}"}
+    assert {bound.version for bound in requirement.specifier} == {
+        str(min(supported)),
+        f"0.{max(supported).minor + 1}",
+    }
+    assert minors == set(SERIES)
 
 
 def test_runtime_and_extras_are_the_published_ones() -> None:

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    get_current_global_batch_size,
+    update_num_microbatches,
+)
 
+from megatron_lowprec.mcore.releases import init_microbatches
 from megatron_lowprec.training import loop
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
-from megatron_lowprec.training.rampup import batch_size_at, nearest_end, run_length, samples_of
+from megatron_lowprec.training.rampup import batch_size_at, nearest_end, ramp_sizes, run_length, samples_of
 from tests.training.conftest import Drive
 from tests.training.helpers import argv, losses, rows
 
@@ -32,12 +37,28 @@ def resolved(**changes: Any) -> Config:
     return resolve_run(resolve_model(parse(argv(**changes))[0]), 1, gpus=False)
 
 
-@pytest.mark.parametrize(("ramp", "batch"), [((2, 2, 8), 6), ((1, 1, 10), 8), ((32, 32, 977), 128), ((1, 3, 7), 22)])
-def test_sizes_are_megatron_core_s(ramp: tuple[int, int, int], batch: int) -> None:
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 1, False, 1, *ramp)
+@pytest.mark.parametrize(
+    ("ramp", "batch"),
+    [([2, 2, 8], 6), ([1, 1, 10], 8), ([32, 32, 977], 128), ([1, 3, 7], 22), ([1, 1, 3], 9), ([2, 1, 4900], 100)],
+)
+def test_sizes_are_megatron_core_s(ramp: list[int], batch: int) -> None:
+    """Until 0.17 by its ramp; later releases ignore ramps, and get the same sizes as a schedule of steps."""
+    init_microbatches(batch, 1, 1, ramp, ramp_sizes(ramp, batch))
+    try:
+        for consumed in range(ramp[2] + 3):
+            update_num_microbatches(consumed)
+            assert batch_size_at(ramp, batch, consumed) == get_current_global_batch_size()
+    finally:
+        destroy_num_microbatches_calculator()
+
+
+@pytest.mark.parametrize(("ramp", "batch"), [([2, 2, 8], 6), ([32, 32, 977], 128), ([1, 1, 3], 9), ([2, 1, 4900], 100)])
+def test_the_table_of_sizes_is_the_rule(ramp: list[int], batch: int) -> None:
+    sizes = ramp_sizes(ramp, batch)
+    assert list(sizes) == sorted(sizes)
     for consumed in range(ramp[2] + 3):
-        calculator.update(consumed, consistency_check=True)
-        assert batch_size_at(ramp, batch, consumed) == calculator.get_current_global_batch_size()
+        assert sizes[max(begin for begin in sizes if begin <= consumed)] == batch_size_at(ramp, batch, consumed)
+    assert ramp_sizes(None, batch) == {0: batch}
 
 
 def test_lengths_and_ends_of_iterations() -> None:

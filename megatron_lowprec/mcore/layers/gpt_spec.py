@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore import patches
 from megatron_lowprec.mcore.layers.attention import SdpaAttention
 from megatron_lowprec.mcore.layers.bias_dropout_add import get_bias_dropout_add
 from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluSharedExperts
@@ -33,13 +34,14 @@ from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecColumnParallelLinear, LowPrecRowParallelLinear
 from megatron_lowprec.mcore.layers.self_attention import LowPrecSelfAttention
 from megatron_lowprec.mcore.layers.sequential_mlp import LowPrecSequentialMLP
-from megatron_lowprec.mcore.releases import GROUPED_EXPERTS, qk_l2_norm
+from megatron_lowprec.mcore.releases import GROUPED_EXPERTS, SHARED_EXPERTS
 
 _LOWPREC = {
     ColumnParallelLinear: LowPrecColumnParallelLinear,
     RowParallelLinear: LowPrecRowParallelLinear,
     DownProjection: LowPrecDownProjection,
     SequentialMLP: LowPrecSequentialMLP,
+    SHARED_EXPERTS: CachedSwigluSharedExperts,
     SharedExpertMLP: CachedSwigluSharedExperts,
 }
 _OTHERS: dict[Any, Any] = {
@@ -55,6 +57,14 @@ _REFUSED = {
     "experimental_attention_variant": "an experimental attention variant",
     "heterogeneous_block_specs": "layers of different architectures",
     "mtp_num_layers": "multi-token prediction",
+    # from 0.18 or 0.19 on
+    "use_mup": "maximal update parametrization",
+    "fused_residual_rmsnorm": "a norm fused with the residual",
+    "mla_down_proj_fusion": "a fused projection of latent attention",
+    "moe_mlp_glu_interleave_size": "interleaved gates of experts",
+    "moe_shared_expert_glu_interleave_size": "interleaved gates of shared experts",
+    "use_grouped_gemm_for_dense_mlp": "a fused MLP of TransformerEngine",
+    "use_grouped_gemm_for_shared_expert": "fused shared experts of TransformerEngine",
     "use_kitchen": "layers of Kitchen",
     "use_kitchen_attention": "attention of Kitchen",
     "quant_recipe": "a quantization of single modules by Megatron-core",
@@ -106,6 +116,8 @@ def _replaced(spec: Any, by: Mapping[Any, Any]) -> Any:
     if is_dataclass(spec) and not isinstance(spec, type):
         return replace(spec, **{field.name: _replaced(getattr(spec, field.name), by) for field in fields(spec)})
     if isinstance(spec, partial):
+        if getattr(spec.func, "__self__", None) is MLP:  # its builder, from 0.18 on
+            return LowPrecMLP.of(_replaced(spec.keywords["submodules"], by))
         options = {name: _replaced(value, by) for name, value in spec.keywords.items()}
         return partial(_replaced(spec.func, by), *(_replaced(value, by) for value in spec.args), **options)
     if isinstance(spec, list | tuple):
@@ -123,8 +135,9 @@ class _ColumnParallelSpec(ModuleSpec):
 
 
 def _with_known_projections(submodules: MLASelfAttentionSubmodules) -> MLASelfAttentionSubmodules:
-    # Without TransformerEngine its TELinear is no class, which isinstance refuses.
-    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
+    # In 0.16 TELinear is no class without TransformerEngine, which isinstance refuses.
+    if multi_latent_attention.HAVE_TE and not isinstance(multi_latent_attention.TELinear, type):
+        patches.bind("latent_projection", HAVE_TE=False)
     down = _ColumnParallelSpec(module=DownProjection)
     return replace(submodules, linear_q_down_proj=down, linear_kv_down_proj=down)
 
@@ -141,6 +154,11 @@ def check_supported(config: TransformerConfig) -> None:
             raise UserError(
                 f"TransformerConfig.{field} is {value!r}, but {what} cannot run under a recipe: leave it at its default"
             )
+    if getattr(config, "mlp_chunks_for_training", 1) != 1:
+        raise UserError(
+            f"TransformerConfig.mlp_chunks_for_training is {config.mlp_chunks_for_training}, but chunks of a "
+            "microbatch would repeat random draws under a recipe: leave it at 1"
+        )
     if config.multi_latent_attention and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UserError(
             f"--multi-latent-attention with --tensor-model-parallel-size {config.tensor_model_parallel_size} needs "
@@ -176,7 +194,7 @@ def gpt_block_spec(
         sequential,
         use_transformer_engine=False,
         normalization=config.normalization,
-        qk_l2_norm=qk_l2_norm(config),
+        qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
         pp_rank=pp_rank,
     )

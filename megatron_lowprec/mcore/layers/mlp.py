@@ -1,5 +1,6 @@
 """Megatron-core's MLP with bias and GELU fused in one kernel, and the bias gradient summed in its backward kernel."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -154,12 +155,14 @@ class LowPrecMLP(CachedSwigluMLP):
     recompute_gelu = False
 
     @classmethod
-    def of(cls, submodules: MLPSubmodules) -> type["LowPrecMLP"]:
-        """Class from which a layer builds its MLP, given only a config.
+    def of(cls, submodules: MLPSubmodules) -> Callable[..., "LowPrecMLP"]:
+        """What a layer builds its MLP with.
 
-        ``TransformerLayer`` passes process groups only to classes that it knows by name, and warns of any other in a
-        ModuleSpec. A plain class is simply instantiated.
+        Until 0.17 ``TransformerLayer`` passes process groups only to classes that it knows by name, and warns of any
+        other in a ModuleSpec. A plain class is simply instantiated, with a config.
         """
+        if hasattr(cls, "as_mlp_submodule"):  # from 0.18 on
+            return partial(cls.as_mlp_submodule, submodules=submodules)
 
         class Built(cls):  # type: ignore[misc,valid-type]
             def __init__(self, config: TransformerConfig) -> None:

@@ -6,6 +6,7 @@ count, those of other tensor-parallel ranks do not, and of several sequences onl
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.mcore.rng_step import current_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
 
@@ -40,35 +42,44 @@ class LossTokens:
         return self._counts[current_rng_step()]
 
 
-class TokenWeightedRouter(TopKRouter):
-    """``TopKRouter`` whose auxiliary losses are multiplied by the microbatch's tokens with a loss.
+def weigh_aux_losses(chunks: Sequence[nn.Module]) -> LossTokens | None:
+    """Let the routers of a model multiply their auxiliary losses by the microbatch's tokens with a loss.
 
     Divided by those of all microbatches, their gradient is a mean over microbatches, weighted as the loss. Each
     tensor- or context-parallel rank has its tokens' part of an auxiliary loss, and the parts are summed.
+
+    Returns:
+        The counts of tokens, which the loop keeps; None without routers.
+
+    Raises:
+        UserError: this release of Megatron-core has other routers.
     """
-
-    loss_tokens: LossTokens
-
-    def attach_and_log_load_balancing_loss(
-        self, activation: torch.Tensor, aux_loss_coeff: float, aux_loss: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        """``activation``, whose backward pass adds the gradient of the loss; nothing is logged."""
-        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * self.loss_tokens.count())
-        return attached
-
-    def apply_z_loss(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """``logits``, likewise with the z-loss."""
-        if self.config.moe_z_loss_coeff is None or not (self.training and torch.is_grad_enabled()):
-            return logits
-        loss = z_loss_func(logits, self.config.moe_z_loss_coeff / self.tp_cp_group.size())
-        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss * self.loss_tokens.count())
-        return attached
-
-
-def weigh_aux_losses(chunks: Sequence[nn.Module]) -> LossTokens | None:
-    """Let the routers of a model weigh their auxiliary losses by tokens with a loss; None without routers."""
-    routers: list[Any] = [module for chunk in chunks for module in chunk.modules() if type(module) is TopKRouter]
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
     loss_tokens = LossTokens()
     for router in routers:
-        router.__class__, router.loss_tokens = TokenWeightedRouter, loss_tokens  # Megatron-core's code names TopKRouter
+        bind(
+            "aux_losses",
+            router,
+            attach_and_log_load_balancing_loss=partial(_attach_load_balancing_loss, loss_tokens),
+            apply_z_loss=partial(_attach_z_loss, router, loss_tokens),
+        )
     return loss_tokens if routers else None
+
+
+def _attach_load_balancing_loss(
+    loss_tokens: LossTokens, activation: torch.Tensor, aux_loss_coeff: float, aux_loss: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """``activation``, whose backward pass adds the gradient of the loss; nothing is logged."""
+    attached: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * loss_tokens.count())
+    return attached
+
+
+def _attach_z_loss(
+    router: TopKRouter, loss_tokens: LossTokens, logits: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """``logits``, likewise with the z-loss."""
+    if router.config.moe_z_loss_coeff is None or not (router.training and torch.is_grad_enabled()):
+        return logits
+    loss = z_loss_func(logits, router.config.moe_z_loss_coeff / router.tp_cp_group.size())
+    attached: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss * loss_tokens.count())
+    return attached

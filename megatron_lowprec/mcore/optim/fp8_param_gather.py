@@ -16,15 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import fp8_utils
-from megatron.core.distributed import distributed_data_parallel
 from megatron.core.distributed.param_and_grad_buffer import partition_buckets as _partition_buckets
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
 from megatron_lowprec.comm.maximum import max_over
 from megatron_lowprec.kernels.dispatch import partial_amax
+from megatron_lowprec.mcore import patches
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.optimizer.adamw import ScaledAdamW
 from megatron_lowprec.quantization.amax_history import AmaxHistory
@@ -47,14 +45,20 @@ class ScaleGroup(NamedTuple):
 
 def register_fp8_weights() -> None:
     """Register ``Fp8Weight`` as Megatron-core's FP8 tensor class, in place of TransformerEngine's."""
-    patched: Any = fp8_utils
-    patched.HAVE_TE_FP8_TENSOR_CLASS, patched.FP8_TENSOR_CLASS = True, Fp8Weight
-    patched._modify_underlying_storage_impl = _move_codes
-    patched.te_post_all_gather_processing = None  # Fp8Weight needs no processing after a gather
-    for module in (patched, distrib_optimizer):
-        module.dequantize_fp8_tensor = Fp8Weight.value
+    patches.bind(
+        "fp8_weights",
+        HAVE_TE_FP8_TENSOR_CLASS=True,
+        FP8_TENSOR_CLASS=Fp8Weight,
+        _modify_underlying_storage_impl=_move_codes,
+        te_post_all_gather_processing=None,  # Fp8Weight needs no processing after a gather
+        dequantize_fp8_tensor=_dequantize,
+    )
     if dist.get_backend() == "gloo":
-        distributed_data_parallel.partition_buckets = _partition_by_buffer
+        patches.bind("bucket_groups", partition_buckets=_partition_by_buffer)
+
+
+def _dequantize(fp8_tensor: Fp8Weight) -> torch.Tensor:
+    return fp8_tensor.value()
 
 
 def _partition_by_buffer(buffers: Sequence[Any], *args: Any, **options: Any) -> list[Any]:

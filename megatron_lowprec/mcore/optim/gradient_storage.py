@@ -32,6 +32,7 @@ from megatron_lowprec.mcore.optim.bucket_layout import (
     tensor_bounds,
 )
 from megatron_lowprec.mcore.optim.stored_gradient import StoredGradient
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.recipe.schema import GradientSpec
 
 
@@ -65,15 +66,17 @@ def store_gradients_in(chunks: Sequence[DistributedDataParallel], spec: Gradient
                 )
             stored |= {id(found.bucket): found for found in here}
             work = partial(_reduce, group, here, sharers)
-            group.start_grad_sync = partial(start_reduction, group, work, stream, partial(_cast, here))
+            start = partial(start_reduction, group, work, stream, partial(_cast, here))
+            bind("gradient_reduction", group, start_grad_sync=start)
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             mine = [stored[id(bucket)] for bucket in buffer.buckets]
             _free(buffer)
-            buffer.reset, buffer.scale_gradients = partial(_reset, mine), partial(_scale, mine)
+            bind("gradient_storage", buffer, reset=partial(_reset, mine), scale_gradients=partial(_scale, mine))
         for gradient in (gradient for found in stored.values() for gradient in found.gradients):
             gradient.register_hooks()
         if _ranks_of_a_replica() > 1:
-            chunk.finish_grad_sync = partial(_finish, chunk, stored, chunk.finish_grad_sync)
+            finish = partial(_finish, chunk, stored, chunk.finish_grad_sync)
+            bind("gradient_storage", chunk, finish_grad_sync=finish)
 
 
 def _more_microbatches(group: Any) -> bool:
@@ -82,9 +85,10 @@ def _more_microbatches(group: Any) -> bool:
 
 def _free(buffer: Any) -> None:
     """Replace a buffer's gradients by a placeholder of its size, NaN, to which torch does not write."""
-    buffer.grad_data = torch.full((), torch.nan, device=buffer.grad_data.device).expand(buffer.numel)
+    placeholder = torch.full((), torch.nan, device=buffer.grad_data.device).expand(buffer.numel)
+    bind("gradient_storage", buffer, grad_data=placeholder)
     for bucket in buffer.buckets:
-        bucket.grad_data = buffer.grad_data[: bucket.grad_data.numel()]
+        bind("gradient_storage", bucket, grad_data=placeholder[: bucket.grad_data.numel()])
 
 
 def _reset(buckets: Sequence[_StoredBucket]) -> None:
@@ -150,8 +154,12 @@ def _reduced_further(weight: nn.Parameter) -> bool:
 def decode_gradients_in(part: Any) -> None:
     """Make a ``DistributedOptimizer`` read the gradients that ``store_gradients_in`` stores."""
     if not part.is_stub_optimizer:
-        part._copy_model_grads_to_main_grads = partial(_decode, part)
-        part.step_with_ready_grads = partial(_update_and_free, part, part.step_with_ready_grads)
+        bind(
+            "gradient_storage",
+            part,
+            _copy_model_grads_to_main_grads=partial(_decode, part),
+            step_with_ready_grads=partial(_update_and_free, part, part.step_with_ready_grads),
+        )
 
 
 def _update_and_free(part: Any, update: Callable[[], bool]) -> bool:

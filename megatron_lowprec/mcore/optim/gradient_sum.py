@@ -22,6 +22,7 @@ from megatron_lowprec.mcore.optim.bucket_layout import (
     start_reduction,
     tensor_bounds,
 )
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.recipe.schema import GradientSpec
 
 
@@ -36,7 +37,7 @@ def sum_gradients_in(chunks: Sequence[DistributedDataParallel], spec: GradientSp
         for group, sharers in bucket_groups(chunk):
             if group.intra_distributed_optimizer_instance_size > 1:
                 work = partial(_reduce, group, reduce, bounds, sharers)
-                group.start_grad_sync = partial(start_reduction, group, work, stream)
+                bind("gradient_reduction", group, start_grad_sync=partial(start_reduction, group, work, stream))
 
 
 def _reduce(

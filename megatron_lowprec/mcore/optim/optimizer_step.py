@@ -20,7 +20,9 @@ from torch.nn.utils import get_total_norm
 
 from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
 from megatron_lowprec.mcore.optim.fused_adamw import FusedAdamW, main_weights, supports_fused_adamw
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.mcore.pending_numbers import PendingNumbers
+from megatron_lowprec.mcore.releases import grads_for_norm
 from megatron_lowprec.optimizer.adamw import ScaledAdamW
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 
@@ -105,7 +107,7 @@ def grad_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     for part in optimizer.chained_optimizers:
         # Dense and expert weights lie on different ranks; most often both are reduced over the same group.
         grads = by_group.setdefault(part.get_grad_stats_parallel_group(), [])
-        grads += part.get_main_grads_for_grad_norm()
+        grads += grads_for_norm(part)
     total = torch.zeros((), dtype=torch.float64, device=optimizer.get_loss_scale().device)
     for group, grads in by_group.items():
         # A rank without weights still takes part in the reduction.
@@ -132,7 +134,7 @@ def copy_weights_at_once(optimizer: MegatronOptimizer) -> None:
     for part in optimizer.chained_optimizers:
         kinds = (Float16OptimizerWithFloat16Params, DistributedOptimizer)
         if isinstance(part, kinds) and not part.is_stub_optimizer and not _has_foreign_fp8_weights(part):
-            part._copy_main_params_to_model_params = partial(_copy_weights, part)
+            bind("model_weights", part, _copy_main_params_to_model_params=partial(_copy_weights, part))
 
 
 def _has_foreign_fp8_weights(part: Float16OptimizerWithFloat16Params | DistributedOptimizer) -> bool:

@@ -103,9 +103,13 @@ def _exchange_gradients(chunks: Sequence[DistributedDataParallel], recipe: Recip
 
 def _check_options(chunks: Sequence[DistributedDataParallel], recipe: Recipe) -> None:
     """Check what Megatron-core would do in the reduction that the recipe replaces; UserError names the option."""
-    wanted = {"average_in_collective": False, "num_distributed_optimizer_instances": 1}
+    wanted = {
+        "average_in_collective": False,
+        "num_distributed_optimizer_instances": 1,
+        "param_name_patterns_for_fp32_local_accumulation": (),  # from 0.17 on
+    }
     for name, value in wanted.items():
-        if any(getattr(chunk.ddp_config, name) != value for chunk in chunks):
+        if any(getattr(chunk.ddp_config, name, value) != value for chunk in chunks):
             raise UserError(
                 f"recipe {recipe.name} reduces gradients in {recipe.gradients.format.upper()}, without {name}: set "
                 f"{name}={value} in DistributedDataParallelConfig, or gradients.format=none in the recipe"

@@ -32,6 +32,7 @@ from megatron_lowprec.comm.maximum import maximum_over
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.philox.reference import VALUES_PER_CALL, ShardSlice
 from megatron_lowprec.kernels.scaled_adam.reference import Stream
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.optimizer.adamw import Place, ScaledAdamW
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import optimizer_key
@@ -73,7 +74,7 @@ def use_scaled_adam(
                     values = partial(_values, weight, entries) if isinstance(weight, Fp8Weight) else None
                     places[shard] = Place(rows[weight], weight.dim() == 1, stream, values)
         inner = part.optimizer
-        part.optimizer = ScaledAdamW(
+        scaled = ScaledAdamW(
             inner.param_groups,
             inner.defaults,
             spec,
@@ -81,6 +82,7 @@ def use_scaled_adam(
             torch.zeros(len(rows), 3, device=part.buffers[0].grad_data.device),
             maximum_over(*_sharers(part)),
         )
+        bind("optimizer_state", part, optimizer=scaled)
 
 
 def _shard_fp8_weights(part: DistributedOptimizer) -> None:

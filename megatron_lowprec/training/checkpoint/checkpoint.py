@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore.optim.fp8_param_gather import compute_dtype_weights, finalize
 from megatron_lowprec.mcore.optim.scaled_adam import scaled_adams
+from megatron_lowprec.mcore.releases import loadable
 from megatron_lowprec.mcore.te.te_layers import EXTRA_STATE, loading_extra_states
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.recipe.parsing import recipe_to_dict
@@ -167,7 +168,8 @@ def _read(state: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, 
     """The state in the checkpoint; objects and extra states are checked before other code unpickles them."""
     objects = [item.unique_key for item in nested_values(state) if isinstance(item, ShardedObject)]
     _check_together(folder, lambda: safe_load.check_objects(folder, metadata, objects))
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    with loadable(folder, lambda: safe_load.common_state(folder, metadata)) as path:
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
     _check_together(folder, lambda: _check_extra_states(loaded, folder))
     return loaded
 

@@ -1,4 +1,4 @@
-"""CRC-32 of each file of a checkpoint: taken while it is written, compared before it is loaded. No megatron.
+"""CRC-32 of each file of a checkpoint: taken while it is written, compared before it is loaded. Imports no megatron.
 
 Processes that write a checkpoint's tensors sum the bytes on their way to the file, so that a save reads nothing back.
 torch computes a CRC-32 of each tensor too, with a slower algorithm, and compares it with nothing: it is switched off
@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any
 
 from megatron_lowprec.errors import UserError
@@ -54,17 +53,20 @@ def _open(path: str, mode: str = "r", *arguments: Any, **options: Any) -> IO[Any
 
 
 @contextmanager
-def summing(module: ModuleType) -> Iterator[None]:
-    """Context in which processes forked by Megatron-core's writer, ``module``, sum what they write."""
+def summing() -> Iterator[None]:
+    """Context in which processes forked by Megatron-core's writer sum what they write."""
     import torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_lowprec.mcore.patches import bind
 
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
-    module.open = _open  # type: ignore[attr-defined]  # found before the builtin
+    bind("file_sums", open=_open)  # found before the builtin
     try:
         yield
     finally:
-        del module.open
+        del filesystem_async.open
         torch.serialization.set_crc32_options(before)
 
 

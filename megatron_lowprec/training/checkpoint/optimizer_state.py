@@ -1,8 +1,8 @@
-"""The optimizer's state in a checkpoint, with workarounds for bugs of Megatron-core 0.16.1."""
+"""The optimizer's state in a checkpoint, with workarounds for bugs of Megatron-core."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_lowprec.mcore.optim.recipe_optimizer import torch_optimizers
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.training.model import Trainer
 
 
@@ -45,9 +46,14 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
     With torch's AdamW the distributed optimizer copies each key of a weight's state, but a checkpoint has no "step" per
     weight (KeyError). It also gives all weights one "step" tensor, which Adam then advances once per weight. Other
     optimizers save no "step" of 0, without which AdamW loads nothing (KeyError). With any optimizer, the checkpoint's
-    learning rates, betas and eps would silently override this run's options.
+    learning rates, betas and eps would silently override this run's options. From 0.19 on Megatron-core finds a group
+    of weights by its learning rates, among others, and would miss it where they differ.
     """
     inners = torch_optimizers(trainer.optimizer)
+    for group in (group for inner in inners[:1] for group in inner.param_groups[:1]):
+        rates: dict[str, Any] = {name: group[name] for name in ("max_lr", "min_lr") if name in group}  # of all groups
+        for saved in _saved_groups(state):
+            saved.update(rates)
     asked = [[_options_of(group) for group in inner.param_groups] for inner in inners]
     parts = _distributed_parts(trainer.optimizer)
     for part in parts:
@@ -63,6 +69,15 @@ def load(trainer: Trainer, state: dict[str, Any]) -> None:
         for weight, weight_state in inner.state.items():
             if "step" in weight_state:
                 weight_state["step"] = weight_state["step"].clone().to(weight.device)
+
+
+def _saved_groups(state: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The groups of weights in the state of one or several optimizers."""
+    for name, value in state.items():
+        if name == "param_groups":
+            yield from value
+        elif isinstance(value, dict):
+            yield from _saved_groups(value)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +98,7 @@ def _keep_steps(part: DistributedOptimizer) -> None:
         steps = {"step": current["step"].clone()} if "step" in current else {}
         set_states(model_param, {**steps, **tensors})
 
-    part._set_main_param_and_optimizer_states = set_states_but_step
+    bind("adam_steps", part, _set_main_param_and_optimizer_states=set_states_but_step)
 
 
 def _add_steps_of_zero(state: dict[Any, Any]) -> None:
@@ -120,4 +135,4 @@ def _index_as_buckets_lie(part: DistributedOptimizer) -> None:
                     tensors[key] = placed
         return state
 
-    part.get_parameter_state_dp_zero = gather_with_padding
+    bind("padded_buckets", part, get_parameter_state_dp_zero=gather_with_padding)

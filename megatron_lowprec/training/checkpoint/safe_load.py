@@ -26,7 +26,8 @@ from megatron_lowprec.files import check_text, read_json
 from megatron_lowprec.training.checkpoint import checksums, tensor_chunks
 
 _METADATA, _COMMON, _FORMAT = ".metadata", "common.pt", "metadata.json"
-# Every class that torch 2.11 to 2.13 and Megatron-core 0.15 to 0.17 put into .metadata; none has side effects.
+_COMMON_KEY = "common_state/shard_0_1"
+# Every class that torch 2.11 to 2.13 and Megatron-core 0.15 to 0.19 put into .metadata; none has side effects.
 _ALLOWED: dict[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
         (
@@ -185,12 +186,31 @@ def examine(folder: Path) -> Metadata:
         )
     metadata = read_metadata(folder)
     _check_places(folder, metadata)
+    common_state(folder, metadata)
+    return metadata
+
+
+def common_state(folder: Path, metadata: Metadata, trust: bool = False) -> Any:
+    """What all ranks share, beside the tensors: common.pt, or from Megatron-core 0.19 on a stored object.
+
+    ``trust`` lifts the restrictions of the unpickler.
+
+    Raises:
+        UserError, Damaged: as ``examine``.
+    """
+    path = folder / _COMMON
+    if MetadataIndex(_COMMON_KEY) in metadata.storage_data and not path.exists():
+        _check_places(folder, metadata, lambda key: key == _COMMON_KEY)
+        path, content = _stored(folder, metadata, _COMMON_KEY)
+        found = unpickle(path, io.BytesIO(content), trust)
+        if not isinstance(found, list) or len(found) != 1:
+            raise Damaged(f"{_COMMON_KEY} in {path.name} is not one state")
+        return found[0]
     try:
-        content = (folder / _COMMON).read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise Damaged(f"{_COMMON} cannot be read: {_in_a_line(error)}") from None
-    unpickle(folder / _COMMON, io.BytesIO(content))
-    return metadata
+    return unpickle(path, io.BytesIO(content), trust)
 
 
 def read_metadata(folder: Path, trust: bool = False) -> Metadata:
@@ -257,17 +277,22 @@ def check_objects(folder: Path, metadata: Metadata, keys: Iterable[str]) -> None
         UserError, Damaged: as ``examine``.
     """
     for key in keys:
-        place = metadata.storage_data.get(MetadataIndex(key))
-        if place is None:
-            raise Damaged(f"{_METADATA} knows no {key}")
-        path = folder / place.relative_path
-        try:
-            with path.open("rb") as file:
-                file.seek(place.offset)
-                content = file.read(place.length)
-        except OSError as error:
-            raise Damaged(f"{place.relative_path} cannot be read: {_in_a_line(error)}") from None
+        path, content = _stored(folder, metadata, key)
         unpickle(path, io.BytesIO(content))
+
+
+def _stored(folder: Path, metadata: Metadata, key: str) -> tuple[Path, bytes]:
+    """File and pickle of a stored object."""
+    place = metadata.storage_data.get(MetadataIndex(key))
+    if place is None:
+        raise Damaged(f"{_METADATA} knows no {key}")
+    path = folder / place.relative_path
+    try:
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            return path, file.read(place.length)
+    except OSError as error:
+        raise Damaged(f"{place.relative_path} cannot be read: {_in_a_line(error)}") from None
 
 
 def checked_extra_state(place: str, state: Any) -> torch.Tensor | None:

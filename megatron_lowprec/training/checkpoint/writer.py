@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.patches import bind
 from megatron_lowprec.mcore.releases import ASYNC_SAVE
 from megatron_lowprec.training.checkpoint import checksums, storage
 from megatron_lowprec.training.checkpoint.checkpoint import Progress, state_to_save
@@ -55,9 +56,9 @@ class CheckpointWriter:
         self.finish()
         with self._failing_in_a_line(None):
             partial = on_first_rank(lambda: storage.stage(folder, iteration))
-        with self._failing_in_a_line(partial), subprocesses.helpers(), checksums.summing(filesystem_async):
+        with self._failing_in_a_line(partial), subprocesses.helpers(), checksums.summing():
             if filesystem_async._results_queue is None:
-                filesystem_async._results_queue = WriteResults()
+                bind("write_results", _results_queue=WriteResults())
             request = dist_checkpointing.save(
                 state_to_save(trainer), str(partial), validate_access_integrity=True, **ASYNC_SAVE
             )

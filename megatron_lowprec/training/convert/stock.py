@@ -66,7 +66,7 @@ def _read(folder: Path, trust: bool) -> Stock:
     if files:
         args, weights = _read_files(files, trust)
     else:
-        args = _unpickled(folder / "common.pt", trust).get("args")
+        args = _common_state(folder, trust).get("args")
         weights = read_weights(folder, trust)
     if args is None:
         raise UserError(f"{folder}: holds no args of Megatron-LM, which say what model it is")
@@ -119,16 +119,28 @@ def _folder(path: Path) -> Path:
     return iteration_folder(str(path), int(text))
 
 
+def _common_state(folder: Path, trust: bool) -> dict[str, Any]:
+    if not (folder / ".metadata").exists():  # before 0.19 the state is a file, and was not found
+        return _unpickled(folder / "common.pt", trust)
+    try:
+        return _dict(folder, safe_load.common_state(folder, safe_load.read_metadata(folder, trust), trust))
+    except safe_load.Damaged as error:
+        raise UserError(f"{folder}: {error}") from None
+
+
 def _unpickled(file: Path, trust: bool) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
-            content = safe_load.unpickle(file, stream, trust)
+            return _dict(file, safe_load.unpickle(file, stream, trust))
     except FileNotFoundError:
         raise UserError(f"{file.parent}: no checkpoint of Megatron-LM there (no {file.name})") from None
     except (OSError, safe_load.Damaged) as error:
         raise UserError(f"{file.parent}: {error}") from None
+
+
+def _dict(place: Path, content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise UserError(f"{file}: holds {type_of(content)}, not a checkpoint")
+        raise UserError(f"{place}: holds {type_of(content)}, not a checkpoint")
     return content
 
 

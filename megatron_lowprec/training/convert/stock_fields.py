@@ -1,6 +1,7 @@
 """Fields of Megatron-core's TransformerConfig that an import represents, ignores or refuses.
 
-The tables have the fields of all supported releases. A field of none of them is refused off its default.
+The tables have the fields of releases 0.16 and 0.17, and those of 0.19 that change a model. Another field of the
+installed release is refused off its default.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ REFUSED: Mapping[str, Any] = {
     "linear_attention_freq": None,
     "gated_linear_unit": False,  # args have swiglu instead
     "glu_linear_offset": 0.0,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
     "activation_func_clamp_value": None,
     "use_te_activation_func": False,  # its GELU is the tanh form
     "moe_shared_expert_intermediate_size": None,
@@ -49,6 +52,7 @@ REFUSED: Mapping[str, Any] = {
     "moe_input_jitter_eps": None,
     "moe_router_topk_limited_devices": None,
     "moe_expert_capacity_factor": None,
+    "moe_expert_rank_capacity_factor": None,
     "moe_token_dropping": False,
     "moe_router_force_load_balancing": False,
     "moe_router_force_biased": None,
@@ -171,8 +175,9 @@ def check_fields(args: Namespace) -> None:
         found = getattr(args, name, allowed)
         if found != allowed and (found or allowed):  # None, False and 0 are all off
             raise refused(name, found)
-    if "sinkhorn" in getattr(args, "moe_router_load_balancing_type", ()):  # other scores; one name or several
-        raise refused("moe_router_load_balancing_type", "sinkhorn")
+    for routing in ("sinkhorn", "quantile_balancing"):  # other scores, other biases
+        if routing in getattr(args, "moe_router_load_balancing_type", ()):  # one name or several
+            raise refused("moe_router_load_balancing_type", routing)
     spec = getattr(args, "spec", None)
     if spec and spec[0] not in _SPECS:
         raise refused("spec", " ".join(map(str, spec)))

@@ -15,9 +15,9 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from megatron.core.datasets.utils import Split
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.releases import batch_on_this_cp_rank
 from megatron_lowprec.training.distributed.rank_sync import rank0_first, long_timeout_group
 from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.data.blend import all_paths, data_paths, parse_blend
@@ -245,7 +245,7 @@ class Batches:
         fields: dict[str, torch.Tensor | None] = dict(zip(_FIELDS, packed.unbind(0), strict=True))
         fields["loss_mask"] = packed[-1].float()
         # A context-parallel rank takes two chunks of each sequence, one from its first and one from its second half.
-        return get_batch_on_this_cp_rank(fields)
+        return batch_on_this_cp_rank(fields)
 
 
 def _next(loader: Iterator[torch.Tensor]) -> torch.Tensor:

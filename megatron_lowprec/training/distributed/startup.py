@@ -6,15 +6,16 @@ Call ``prepare_environment`` before importing torch and megatron, which read som
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import megatron_lowprec.mcore  # noqa: F401 - filters Megatron-core's warnings about TransformerEngine and apex
 from megatron_lowprec.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,11 +29,15 @@ _KNOWN_WARNINGS = (
     r"The fused .* kernel is not available",
     r"Unable to import torch_memory_saver",
     r"full scope is deprecated",
+    r"MimoModelConfig is experimental",
     # Megatron-core's distributed optimizer in fp32 reads the gradients of views.
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
     # Megatron-core's own use of torch's distributed checkpoint.
     r"`load_state_dict` is deprecated and will be removed",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
+    # From 0.19 on, of the state that ranks share.
+    r"The argument order of load has been changed",
+    r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
     # Deprecated names of torch 2.13 that Megatron-core 0.16.1 calls.
     r".*reduce_scatter_tensor",
     r".*all_gather_into_tensor",
@@ -41,6 +46,15 @@ _KNOWN_WARNINGS = (
     # Megatron-core's barriers. They follow other collectives, and run on the GPU of these.
     r"barrier\(\): using the device under current context",
 )
+
+
+# Likewise, of what newer releases of Megatron-core log; by the module.
+_KNOWN_RECORDS = {
+    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",  # a hybrid model is to replace it
+    "distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "dist_checkpointing.strategies.common": "load_common is deprecated",  # of checkpoints of earlier releases
+    "dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+}
 
 
 HEAD_START = 20.0
@@ -62,14 +76,19 @@ def prepare_environment() -> Ranks:
     """Set environment variables and warning filters; plain ``python`` becomes a world of one process.
 
     Raises:
-        UserError: a variable of the launcher or OMP_NUM_THREADS that is no such number.
+        UserError: a variable of the launcher or OMP_NUM_THREADS that is no such number; a release of Megatron-core that
+            is not supported.
     """
+    import megatron_lowprec.mcore  # noqa: F401 - checks the release and filters warnings, without Megatron-core
+
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     # Megatron-core's communication overlap relies on in-order execution of kernels in one queue.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    for module, message in _KNOWN_RECORDS.items():
+        logging.getLogger(f"megatron.core.{module}").addFilter(partial(_is_other, message))
     world_size = _number("WORLD_SIZE", None, 1)
     local_world_size = max(1, _number("LOCAL_WORLD_SIZE", 0, 0))
     ranks = Ranks(_number("RANK", 0, 0), world_size, _number("LOCAL_RANK", 0, 0), local_world_size)
@@ -97,6 +116,10 @@ def _number(name: str, default: int | None, least: int) -> int:
         found = "is not set" if text is None else f"is {text!r}"
         raise UserError(f"the environment variable {name} {found}; set a whole number of at least {least}")
     return int(text)
+
+
+def _is_other(message: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(message)
 
 
 def initialize(config: Config, ranks: Ranks) -> torch.device:
@@ -137,9 +160,11 @@ def initialize(config: Config, ranks: Ranks) -> torch.device:
 def lay_out(config: Config) -> None:
     """Megatron-core's process groups, random seeds and microbatches, inside the process group of all ranks."""
     from megatron.core import parallel_state as mpu
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
+    from megatron_lowprec.mcore.releases import init_microbatches
+    from megatron_lowprec.training.config.fields import require
     from megatron_lowprec.training.config.resolve import virtual_stages
+    from megatron_lowprec.training.rampup import ramp_sizes
 
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -152,13 +177,9 @@ def lay_out(config: Config) -> None:
         create_gloo_process_groups=False,
     )
     seed(config)
-    init_num_microbatches_calculator(
-        # Any rank but 0 suppresses its message; the header has the same information.
-        1,
-        config.rampup_batch_size,
-        config.global_batch_size,
-        config.micro_batch_size,
-        mpu.get_data_parallel_world_size(),
+    ramp, batch = config.rampup_batch_size, require(config.global_batch_size)
+    init_microbatches(
+        batch, require(config.micro_batch_size), mpu.get_data_parallel_world_size(), ramp, ramp_sizes(ramp, batch)
     )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.mcore.debug.finite_check import Finding, FiniteCheck
-from megatron_lowprec.mcore.expert_bias import keep_expert_biases
+from megatron_lowprec.mcore.optim.expert_bias import keep_expert_biases
 from megatron_lowprec.mcore.optim.stored_gradient import has_finite_gradient
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training.checkpoint import random_state

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megatron_lowprec.training.checkpoint import checksums, safe_load
+from megatron_lowprec.training.checkpoint import safe_load
+from tests.training.checkpoint.forms import KEY, change, common_as_file, common_as_object
 
 MARKER = Path("it_ran")
 
@@ -32,13 +33,6 @@ def saved(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def change(folder: Path, name: str, content: bytes) -> None:
-    """Another content of a file, with checksums that agree: they are no signature."""
-    (folder / name).write_bytes(content)
-    if checksums.exist(folder):
-        checksums.write(folder)
-
-
 def metadata(folder: Path) -> None:
     change(folder, ".metadata", pickle.dumps(Foreign()))
 
@@ -50,7 +44,12 @@ def inside_metadata(folder: Path) -> None:
 
 
 def common(folder: Path) -> None:
-    change(folder, "common.pt", saved({"args": Foreign()}))
+    change(folder, common_as_file(folder).name, saved({"args": Foreign()}))
+
+
+def common_object(folder: Path) -> None:
+    common_as_object(folder)
+    replace_objects(folder, saved([{"args": Foreign()}]), lambda key: key == KEY)
 
 
 def objects(folder: Path) -> None:

@@ -19,7 +19,7 @@ from megatron_lowprec.training.checkpoint import checkpoint, storage, writer
 from megatron_lowprec.training.checkpoint.resume import Saved, check_model, check_optimizer
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.model import torch_optimizers
-from tests.training.checkpoint.foreign import change
+from tests.training.checkpoint.forms import change, common_as_file, common_as_object
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import REPOSITORY, argv, largest_file, losses, rows
 
@@ -77,7 +77,7 @@ ACCIDENTS: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "truncated shard": (lambda out: truncate(newest(out) / "__0_0.distcp"), 2, "__0_0.distcp is cut short"),
     "missing shard": (lambda out: (newest(out) / "__0_0.distcp").unlink(), 2, "__0_0.distcp is missing"),
     "truncated metadata": (lambda out: truncate(newest(out) / ".metadata"), 2, ".metadata cannot be read"),
-    "truncated common": (lambda out: truncate(newest(out) / "common.pt"), 2, "common.pt cannot be read"),
+    "truncated common": (lambda out: truncate(common_as_file(newest(out))), 2, "common.pt cannot be read"),
     "no config": (lambda out: (newest(out) / "config.yaml").unlink(), 2, "config.yaml is missing"),
     "two flipped bits": (
         lambda out: flip(newest(out) / "__0_0.distcp", 5000),
@@ -111,9 +111,19 @@ def test_a_start_goes_on_from_the_newest_whole_checkpoint(
     assert not list(interrupted.glob("*.old"))
 
 
+@pytest.mark.parametrize("form", [common_as_file, common_as_object])
+def test_checkpoints_of_other_releases_resume(
+    drive: Drive, interrupted: Path, whole: Path, form: Callable[[Path], Path]
+) -> None:
+    """Whether what all ranks share is a file, as before Megatron-core 0.19, or an object."""
+    form(newest(interrupted))
+    drive(argv(**COMMON))
+    assert losses(interrupted) == losses(whole)
+
+
 def test_nothing_whole_is_no_reason_to_start_anew(drive: Drive, interrupted: Path) -> None:
     for folder in storage.whole(str(interrupted)).values():
-        truncate(folder / "common.pt")
+        truncate(common_as_file(folder))
     with pytest.raises(UserError, match=r"no checkpoint there is whole: iter_0000004 .*; iter_0000002 "):
         drive(argv(**COMMON))
 

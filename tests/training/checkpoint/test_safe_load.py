@@ -34,13 +34,16 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.checkpoint import checksums, safe_load, tensor_chunks
 from tests.training.checkpoint import foreign
 from tests.training.checkpoint.foreign import MARKER, Foreign
+from tests.training.checkpoint.forms import KEY, common_as_file, common_as_object
 from tests.training.conftest import Drive
 from tests.training.helpers import argv
 
 
 @pytest.fixture
 def folder(checkpoints: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(checkpoints / "iter_0000004", tmp_path / "out" / "iter_0000004"))
+    found = Path(shutil.copytree(checkpoints / "iter_0000004", tmp_path / "out" / "iter_0000004"))
+    common_as_file(found)
+    return found
 
 
 def outside(folder: Path) -> None:
@@ -77,6 +80,7 @@ def yaml_that_builds_objects(folder: Path) -> None:
 
 REFUSED: dict[Callable[[Path], None], str] = {
     foreign.common: r"common\.pt asks for posix\.mkdir",
+    foreign.common_object: r"__9_0\.distcp asks for posix\.mkdir",
     foreign.metadata: r"\.metadata asks for posix\.mkdir",
     foreign.inside_metadata: r"\.metadata asks for posix\.mkdir",
     foreign.objects: r"__9_0\.distcp asks for posix\.mkdir",
@@ -323,6 +327,20 @@ def test_damaged_checksums_are_damage(folder: Path, content: str) -> None:
     (folder / "checksums.json").write_text(content)
     with pytest.raises(safe_load.Damaged, match=r"checksums\.json cannot be read"):
         safe_load.check_bytes(folder)
+
+
+def test_a_common_state_among_the_tensors_is_one_state(folder: Path) -> None:
+    """As Megatron-core writes it from 0.19 on."""
+    metadata = safe_load.read_metadata(folder)
+    expected = safe_load.common_state(folder, metadata)
+    path = common_as_object(folder)
+    assert str(safe_load.common_state(folder, safe_load.examine(folder))) == str(expected)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(safe_load.Damaged, match=r"__8_0\.distcp is cut short"):
+        safe_load.examine(folder)
+    foreign.replace_objects(folder, foreign.saved([1, 2]), lambda key: key == KEY)
+    with pytest.raises(safe_load.Damaged, match=r"common_state/shard_0_1 in __9_0\.distcp is not one state"):
+        safe_load.examine(folder)
 
 
 def test_an_object_that_is_not_there_is_damage(folder: Path) -> None:

@@ -186,6 +186,7 @@ ARGS: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads
         ({"position_embedding_type": "mrope"}, "--position-embedding-type mrope"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type sinkhorn"),
         ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "--moe-router-load-balancing-type sinkhorn"),
+        ({"moe_router_load_balancing_type": ["quantile_balancing"]}, "type quantile_balancing"),
         ({"num_experts": 4, "moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function sqrtsoftplus"),
     ],
 )

@@ -146,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
             lines = measure(args.mib, args.rounds, Path(scratch, "save"))
-        print(*header_lines(header(torch.device("cpu"), sys.argv[1:] if argv is None else argv)), *lines, sep="\n")
+        words = sys.argv[1:] if argv is None else argv
+        about = header(torch.device("cpu"), words) | {"command": " ".join(["python -m tools.bench.save", *words])}
+        print(*header_lines(about), *lines, sep="\n")
 
     return run_tool("python -m tools.bench.save", run)
 

@@ -64,7 +64,7 @@ def summing(module: ModuleType) -> Iterator[None]:
     try:
         yield
     finally:
-        del module.open  # type: ignore[attr-defined]
+        del module.open
         torch.serialization.set_crc32_options(before)
 
 

@@ -11,7 +11,7 @@ import os
 import struct
 import zlib
 from contextlib import suppress
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -257,7 +257,7 @@ def verify(prefix: str, vocab_size: int | None = None) -> str:
     vocab_size = vocab_size if vocab_size is not None or type(known) is not int else known
     crc = 0
     for window in _windows(TokenReader(prefix, vocab_size), index, 0, index.tokens):
-        crc = zlib.crc32(window, crc)
+        crc = zlib.crc32(window.data, crc)
     expected = note.get("crc32")
     compared = "no checksums in its note" if expected is None else "the bytes that were written"
     if expected not in (None, found := {".bin": f"{crc:08x}", ".idx": crc32_of(Path(f"{prefix}.idx"))}):
@@ -288,9 +288,9 @@ def _windows(
     reader: TokenReader, index: Index, begin: int, end: int, limit: int | None = None
 ) -> Iterator[npt.NDArray[np.integer]]:
     """Ids [begin, end) in windows; with ``limit`` at most that many, evenly spaced."""
-    starts = range(begin, end, _WINDOW)
+    starts: Sequence[int] = range(begin, end, _WINDOW)
     if limit is not None and len(starts) > limit:
-        starts = [starts[at] for at in np.linspace(0, len(starts) - 1, limit).astype(int)]
+        starts = [starts[int(at)] for at in np.linspace(0, len(starts) - 1, limit).astype(int)]
     for start in starts:
         yield reader.read(index.dtype, min(_WINDOW, end - start), start * np.dtype(index.dtype).itemsize)
 

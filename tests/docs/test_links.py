@@ -28,7 +28,7 @@ _OUTPUTS = {
         "tokenizer.json",
         "vocab.json",
     ),
-    *("quantization.jsonl", "quantization.png", "gap_by_tokens.png"),
+    *("quantization.jsonl", "quantization.png", "gap_by_tokens.png", "checksums.json", "verified.json"),
     *("merges.txt", "wikitext.json", "recipes.json", "encoder.json", "mine.yaml", "my_recipe.yaml"),
 }
 

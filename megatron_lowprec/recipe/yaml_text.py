@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
     """Accepts what JSON has as well; rejects duplicate keys, of which yaml.SafeLoader silently keeps the last."""
 
     # Dates are text: no option is a date, and YAML accepts some that no calendar has.
-    yaml_implicit_resolvers = {  # noqa: RUF012 - an instance variable in PyYAML's types
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as the base class has it
         first: [(tag, pattern) for tag, pattern in found if tag in _TAGS]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -33,8 +33,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         name = node.tag.removeprefix(_STANDARD)
         if not isinstance(node, _TAGS.get(node.tag, ())):
-            kind = type(node).__name__.removesuffix("Node").lower()
-            raise _mistake(node, f"a {kind} of type {name} is not read; write text, numbers, lists and mappings")
+            raise _mistake(node, f"a {_kind(node)} of type {name} is not read; write text, numbers, lists and mappings")
         if name in ("int", "float") and len(node.value) > LONGEST_NUMBER:
             raise _mistake(node, f"a number of {len(node.value):,} characters")
         try:
@@ -50,6 +49,10 @@ class _Loader(yaml.SafeLoader):
                     raise _mistake(key, f"{key.value!r} is there twice")
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _kind(node: yaml.Node) -> str:
+    return type(node).__name__.removesuffix("Node").lower()
 
 
 def _mistake(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:

@@ -126,7 +126,7 @@ class Snapshots:
 
 def find_snapshots(group: Group) -> tuple[list[Snapshots], list[str]]:
     """Snapshots of each recipe that has any, in the group's order, and notes about unreadable files."""
-    found, notes = [], list[str]()
+    found, notes = list[Snapshots](), list[str]()
     for label in group.labels:
         recorded: list[tuple[Run, list[Row]]] = []
         for run in group.of(label):

@@ -32,6 +32,7 @@ _OUTPUTS = {
         "generation_config.json",
     ),
     *("quantization.jsonl", "quantization.png", "gap_by_tokens.png", "evaluation.json", "norms.json"),
+    *("checksums.json", "verified.json"),
     *("merges.txt", "wikitext.json", "recipes.json", "encoder.json", "mine.yaml", "my_recipe.yaml"),
 }
 

@@ -121,8 +121,7 @@ def _crc_seconds() -> dict[str, float]:
     """Processor seconds for the CRC-32 of 2**28 bytes, by torch as it writes a tensor, and by zlib."""
     tensor = torch.randn(2**26)
     content = tensor.numpy().data.cast("B")
-    nowhere: Any = _Nowhere()  # torch asks for a readable file, and only writes
-    work = {"torch": lambda: torch.save(tensor, nowhere), "zlib": lambda: zlib.crc32(content)}
+    work = {"torch": lambda: torch.save(tensor, io.BufferedWriter(_Nowhere())), "zlib": lambda: zlib.crc32(content)}
     found = {}
     for name, run in work.items():
         took = []
@@ -145,7 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
             lines = measure(args.mib, args.rounds, Path(scratch, "save"))
-        print(*header_lines(header(torch.device("cpu"), sys.argv[1:] if argv is None else argv)), *lines, sep="\n")
+        words = sys.argv[1:] if argv is None else argv
+        about = header(torch.device("cpu"), words) | {"command": " ".join(["python -m tools.bench.save", *words])}
+        print(*header_lines(about), *lines, sep="\n")
 
     return run_tool("python -m tools.bench.save", run)
 

@@ -29,8 +29,8 @@ def of_corpora() -> list[Reader]:
         from megatron_lowprec.training.data.tokenizer import build_tokenizer
 
         folder = REPOSITORY / "data/tiny_bpe"
-        files: dict[str, Any] = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
-        return build_tokenizer("GPT2BPETokenizer", **files)
+        vocab, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
+        return build_tokenizer("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
 
     def make(noted: bool) -> None:
         from megatron_lowprec.training.data import corpus_writer

@@ -290,7 +290,7 @@ def _windows(
     """Ids [begin, end) in windows; with ``limit`` at most that many, evenly spaced."""
     starts: Sequence[int] = range(begin, end, _WINDOW)
     if limit is not None and len(starts) > limit:
-        starts = [starts[at] for at in np.linspace(0, len(starts) - 1, limit).astype(int)]
+        starts = [starts[int(at)] for at in np.linspace(0, len(starts) - 1, limit).astype(int)]
     for start in starts:
         yield reader.read(index.dtype, min(_WINDOW, end - start), start * np.dtype(index.dtype).itemsize)
 

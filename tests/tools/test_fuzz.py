@@ -66,6 +66,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 # Modules whose files have no reader of the fuzz, and why.
 NOT_FUZZED = {
+    "mcore.__init__": "the release of the installed Megatron-core",
+    "training.distributed.process_start": "the kernel's account of a process",
     "report.archives.packing": "copies files of runs, which it does not interpret",
     "report.groups": "JSON that it has written itself, in memory",
     "sweep.view": "shows the end of a log",

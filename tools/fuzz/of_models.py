@@ -12,12 +12,17 @@ import torch
 from megatron_lowprec.training.config.arguments import REPOSITORY
 from tools.fuzz.run import Reader, copy, write
 
+_END = 511  # <|endoftext|> of data/tiny_bpe
+
 
 def of_models(made: Path) -> list[Reader]:
     def make_hf() -> None:
         copy(made / "hf", "hf")
         for name in ("vocab.json", "merges.txt"):
             copy(REPOSITORY / "data/tiny_bpe" / name, f"hf/{name}")
+        # the end of a text of this vocabulary, not of the run's tokenizer
+        about = json.loads(Path("hf/config.json").read_text(encoding="utf-8")) | {"eos_token_id": _END}
+        write({"hf/config.json": json.dumps(about)})
         index = {"weight_map": {"wte.weight": "model.safetensors"}}
         write({"hf/model.safetensors.index.json": json.dumps(index)})
 

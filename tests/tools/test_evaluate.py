@@ -15,6 +15,7 @@ from megatron_lowprec.training.data.wikitext import detokenize
 from megatron_lowprec.training.distributed import startup
 from tests.launch import fork_ranks
 from tests.tools.conftest import MODEL, RAW, TEXT, run
+from tests.training.checkpoint.foreign import change
 from tests.training.conftest import Drive
 from tests.training.convert.reference import logits
 from tests.training.helpers import argv, rows
@@ -131,7 +132,8 @@ def test_another_tokenizer_s_files_are_refused(trained: str, capsys: pytest.Capt
     assert evaluate.main(["--load", trained, "--wikitext", "wiki.raw", "--vocab-file", "other.json"]) == 2
     assert "the same ids mean other text; give the checkpoint's tokenizer" in capsys.readouterr().err
     path = Path(trained, "iter_0000006/config.yaml")
-    path.write_text(path.read_text().replace(str(TEXT["vocab_file"]), str(Path("other.json").resolve())))
+    moved = path.read_text().replace(str(TEXT["vocab_file"]), str(Path("other.json").resolve()))
+    change(path.parent, path.name, moved.encode())
     assert export_hf.main(["--load", trained, "--out", "hf"]) == 2
     assert "the same ids mean other text; give the checkpoint's tokenizer" in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_lowprec.errors import printable
 from megatron_lowprec.sweep import status
 from megatron_lowprec.sweep.status import Progress, duration
 
@@ -60,7 +61,7 @@ class View:
         if state == "failed":
             text = log.read_text(encoding="utf-8", errors="replace").splitlines()
             for line in text[-_LOG_LINES:]:
-                self.say(f"    {line}")
+                self.say(f"    {printable(line)}")
             self.say(f"    all of it: {log}")
 
     def refresh(self) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.training.conftest import Drive, drive
+from tests.training.conftest import Drive, drive, driving
 from tests.training.helpers import REPOSITORY, argv
-from tools import evaluate
+from tools import evaluate, export_hf
+from tools.fuzz.readers import readers
+from tools.fuzz.run import Reader
+from tools.fuzz.template import TINY
 
 __all__ = ["drive"]
 
@@ -54,3 +57,19 @@ def trained(drive: Drive) -> str:
     Path("wiki.raw").write_text(RAW)
     drive(argv(**MODEL, save="run"))
     return "run"
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``tools.fuzz.template`` makes, in this process."""
+    folder = tmp_path_factory.mktemp("made")
+    with driving(folder) as call:
+        call([*TINY, "--mock-data", "--save", "run"])
+        assert export_hf.main(["--load", "run", "--out", "hf"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def known(made: Path) -> dict[str, Reader]:
+    """The readers of the fuzz by their names."""
+    return {reader.name: reader for reader in readers(made)}

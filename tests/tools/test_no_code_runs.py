@@ -25,7 +25,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.config.arguments import KINDS, flag
 from megatron_lowprec.training.config.options import GROUPS
-from tests.tools.test_fuzz import MODULES, known, made  # noqa: F401 - fixtures
+from tests.tools.test_fuzz import MODULES
 from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, common, common_object, objects, saved
 from tests.training.checkpoint.forms import common_as_file, common_as_object
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
@@ -258,7 +258,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_no_reader_runs_code_of_a_file(known: dict[str, Reader], tmp_path: Path, name: str) -> None:  # noqa: F811
+def test_no_reader_runs_code_of_a_file(known: dict[str, Reader], tmp_path: Path, name: str) -> None:
     """Each reader of the repository, Megatron-core's and torch's behind them included, on code of every kind."""
     reader = known[name]
 

@@ -18,6 +18,7 @@ import yaml
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.training import loop
+from tests.training.checkpoint.foreign import change
 from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, losses, rows
 
@@ -341,7 +342,8 @@ def test_an_older_checkpoint_s_recipe_is_no_other_one(drive: Drive, capsys: pyte
     path = Path("out/iter_0000001/config.yaml")
     content = yaml.safe_load(path.read_text())
     del content["recipe"]["activations"]
-    path.write_text(yaml.safe_dump(content | {"recipe": content["recipe"] | {"summary": "as it was called then"}}))
+    content |= {"recipe": content["recipe"] | {"summary": "as it was called then"}}
+    change(path.parent, path.name, yaml.safe_dump(content).encode())
     capsys.readouterr()
     drive(argv(save="out", train_iters=2, recipe="mxfp8"))
     assert "where the checkpoint was trained with" not in capsys.readouterr().out

@@ -121,4 +121,5 @@ def _compared(folder: Path, expected: tuple[tuple[str, tuple[int, str]], ...], s
         except OSError as error:
             return f"{error.filename or folder} cannot be read: {error.strerror or error}"
     wrong = [name for (name, (_, crc)), now in zip(expected, found, strict=True) if now != crc]
-    return f"{', '.join(wrong)}: other bytes than were saved, by {NAME}" if wrong else None
+    by_hand = f" (after a change by hand, remove {NAME})" if wrong == ["config.yaml"] else ""
+    return f"{', '.join(wrong)}: other bytes than were saved, by {NAME}{by_hand}" if wrong else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,11 @@ def read_run_config(path: Path) -> dict[str, Any]:
 def _options(path: Path, options: object) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise UserError(f"{path}: options are {type_of(options)}, not keys and values")
-    known = {name: KINDS.get(RENAMED.get(str(name), str(name))) for name in options}
-    return {
-        name: value if kind is None else checked_value(f"{path}: options: {name}", kind, value)
-        for (name, value), kind in zip(options.items(), known.values(), strict=True)
-    }
+    found = {}
+    for name, value in options.items():
+        kind = KINDS.get(RENAMED.get(str(name), str(name)))
+        if kind is not None:
+            # Another version may have had other choices.
+            value = checked_value(f"{path}: options: {name}", replace(kind, choices=None), value)
+        found[name] = value
+    return found

@@ -26,6 +26,7 @@ from megatron_lowprec.training.distributed.file_lock import lock
 SUFFIXES = (".bin", ".idx")
 
 _WINDOW = 2**22  # ids read at once
+_MOST_IDS = 2**24  # more than any vocabulary has
 _MAX_WINDOWS = 64  # of a corpus without a note: all ids of a common one, evenly spaced windows of a huge one
 
 _INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, documents' parts, document boundaries
@@ -232,11 +233,11 @@ def unigram_entropy(prefix: str) -> float:
     """Entropy of a corpus's token frequencies, in nats a token: the lowest loss of a model that ignores the context.
 
     Raises:
-        UserError: as :func:`read_index`.
+        UserError: as :func:`read_index` and ``TokenReader``.
     """
     index = read_index(prefix)
     counts = np.zeros(0, np.int64)
-    for window in _windows(TokenReader(prefix, None), index, 0, index.tokens):
+    for window in _windows(TokenReader(prefix, _MOST_IDS), index, 0, index.tokens):
         added = np.bincount(window, minlength=len(counts))
         added[: len(counts)] += counts
         counts = added

@@ -298,12 +298,13 @@ def test_a_checkpoint_that_was_not_read_back_has_its_checksums(folder: Path) -> 
     assert checksums.fault(folder) is None
 
 
-def test_a_save_reads_no_tensor_back(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_background", [None, True])
+def test_a_save_reads_no_tensor_back(drive: Drive, monkeypatch: pytest.MonkeyPatch, in_background: bool | None) -> None:
     """It would take as long as the save."""
     read: list[str] = []
     summed = checksums.crc32_of
     monkeypatch.setattr(checksums, "crc32_of", lambda path: (read.append(path.name), summed(path))[1])
-    drive(argv(save="out", train_iters=1))
+    drive(argv(save="out", train_iters=1, async_save=in_background))
     assert sorted(read) == [".metadata", "common.pt", "config.yaml", "metadata.json"]
     assert checksums.fault(Path("out/iter_0000001")) is None
 

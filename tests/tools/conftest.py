@@ -12,7 +12,7 @@ from tests.training.conftest import Drive, drive, driving
 from tests.training.helpers import REPOSITORY, argv
 from tools import evaluate, export_hf
 from tools.fuzz.readers import readers
-from tools.fuzz.run import Reader
+from tools.fuzz.run import FuzzedReader
 from tools.fuzz.template import TINY
 
 __all__ = ["drive"]
@@ -70,6 +70,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def known(made: Path) -> dict[str, Reader]:
+def known(made: Path) -> dict[str, FuzzedReader]:
     """The readers of the fuzz by their names."""
     return {reader.name: reader for reader in readers(made)}

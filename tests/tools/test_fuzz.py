@@ -18,9 +18,9 @@ from tests.training.helpers import REPOSITORY
 from tools.fuzz import __main__ as fuzz
 from tools.fuzz import run as runs
 from tools.fuzz.mutations import PICKLE, mutated
-from tools.fuzz.run import Reader, Result, run
+from tools.fuzz.run import FuzzedReader, Result, run
 
-# Reader -> modules of the package that read files for it.
+# FuzzedReader -> modules of the package that read files for it.
 MODULES: dict[str, tuple[str, ...]] = {
     "model config": ("recipe.yaml_text", "training.config.arguments"),
     "recipe": ("recipe.parsing",),
@@ -78,13 +78,13 @@ READS = frozenset(_CALLS.split())
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_reader_reads_or_refuses(known: dict[str, Reader], tmp_path: Path, name: str) -> None:
+def test_a_reader_reads_or_refuses(known: dict[str, FuzzedReader], tmp_path: Path, name: str) -> None:
     result = run(known[name], tmp_path / "work", count=3, seed=0)
     assert result.faults == []
     assert result.read + result.refused == result.mutations == 3
 
 
-def test_every_reader_is_fuzzed(known: dict[str, Reader]) -> None:
+def test_every_reader_is_fuzzed(known: dict[str, FuzzedReader]) -> None:
     assert set(known) == set(MODULES)
     found = set()
     for path in (REPOSITORY / "megatron_lowprec").rglob("*.py"):
@@ -101,11 +101,11 @@ def test_every_reader_is_fuzzed(known: dict[str, Reader]) -> None:
 # ---- the fuzz itself
 
 
-def reading(read: Callable[[bytes], object], exact: bool = False) -> Reader:
+def reading(read: Callable[[bytes], object], exact: bool = False) -> FuzzedReader:
     def make() -> None:
         Path("f").write_bytes(b"whole")
 
-    return Reader("r", ("f",), make, lambda: read(Path("f").read_bytes()), exact)
+    return FuzzedReader("r", ("f",), make, lambda: read(Path("f").read_bytes()), exact)
 
 
 def refuse(words: str) -> None:

@@ -31,7 +31,7 @@ from tests.training.checkpoint.forms import common_as_file, common_as_object
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
 from tests.training.helpers import REPOSITORY, argv
 from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint, weight_norms
-from tools.fuzz.run import Reader
+from tools.fuzz.run import FuzzedReader
 
 LATEST, OLDER = "iter_0000004", "iter_0000002"
 
@@ -258,7 +258,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_no_reader_runs_code_of_a_file(known: dict[str, Reader], tmp_path: Path, name: str) -> None:
+def test_no_reader_runs_code_of_a_file(known: dict[str, FuzzedReader], tmp_path: Path, name: str) -> None:
     """Each reader of the repository, Megatron-core's and torch's behind them included, on code of every kind."""
     reader = known[name]
 

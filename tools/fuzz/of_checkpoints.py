@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from tools.fuzz.run import Reader, copy, write
+from tools.fuzz.run import FuzzedReader, copy, write
 
 
-def of_checkpoints(made: Path) -> list[Reader]:
+def of_checkpoints(made: Path) -> list[FuzzedReader]:
     inside = (".metadata", "common.pt", "metadata.json", "config.yaml", "__0_0.distcp")
 
     def make(sums: bool) -> None:
@@ -58,8 +58,8 @@ def of_checkpoints(made: Path) -> list[Reader]:
     state = {"scale_fwd": torch.ones(3), "amax_history_fwd": torch.arange(6.0), "extra_fp8_variables": {"num_gemms": 1}}
     summed = tuple(f"run/iter_0000004/{name}" for name in inside)
     return [
-        Reader("checkpoint", (*summed, "run/iter_0000004/checksums.json"), partial(make, True), find, exact=True),
-        Reader("checkpoint without checksums", summed, partial(make, False), whole),
-        Reader("tracker", ("run/latest_checkpointed_iteration.txt",), partial(make, True), tracker),
-        Reader("extra state", ("state",), partial(write, {"state": pickle.dumps(state)}), extra_state),
+        FuzzedReader("checkpoint", (*summed, "run/iter_0000004/checksums.json"), partial(make, True), find, exact=True),
+        FuzzedReader("checkpoint without checksums", summed, partial(make, False), whole),
+        FuzzedReader("tracker", ("run/latest_checkpointed_iteration.txt",), partial(make, True), tracker),
+        FuzzedReader("extra state", ("state",), partial(write, {"state": pickle.dumps(state)}), extra_state),
     ]

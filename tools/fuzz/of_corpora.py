@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from megatron_lowprec.training.config.arguments import REPOSITORY
-from tools.fuzz.run import Reader, copy, write
+from tools.fuzz.run import FuzzedReader, copy, write
 from tools.fuzz.template import TINY
 
 
-def of_corpora() -> list[Reader]:
+def of_corpora() -> list[FuzzedReader]:
     texts = [f"{n} {n + 1} {n % 7} 250" for n in range(60)]
     lines = "".join(json.dumps({"text": text, "title": text}) + "\n" for text in texts).encode()
 
@@ -146,12 +146,12 @@ def of_corpora() -> list[Reader]:
         pass
     indices = tuple(f"cache/{name}_index.npy" for name in ("document", "sample", "shuffle"))
     return [
-        Reader("corpus", ("c.idx", "c.bin", "c.json"), partial(make, True), corpus),
-        Reader("corpus without a note", ("c.idx", "c.bin"), partial(make, False), corpus),
-        Reader("corpus, verified", ("c.idx", "c.bin"), partial(make, True), verify, exact=True),
-        Reader("indices of samples", indices, make_samples, samples),
+        FuzzedReader("corpus", ("c.idx", "c.bin", "c.json"), partial(make, True), corpus),
+        FuzzedReader("corpus without a note", ("c.idx", "c.bin"), partial(make, False), corpus),
+        FuzzedReader("corpus, verified", ("c.idx", "c.bin"), partial(make, True), verify, exact=True),
+        FuzzedReader("indices of samples", indices, make_samples, samples),
         *(
-            Reader(
+            FuzzedReader(
                 f"JSON lines{suffix}",
                 (name := f"t.jsonl{suffix}",),
                 partial(write, {name: content}),
@@ -159,8 +159,10 @@ def of_corpora() -> list[Reader]:
             )
             for suffix, content in compressed.items()
         ),
-        Reader("conversations", ("chat.jsonl",), make_chat_corpus, chats),
-        Reader("conversations, tokenized", ("chats.idx", "chats.bin", "chats.json"), make_chat_corpus, chat_corpus),
-        Reader("manifest of shards", ("s.manifest.json",), make_shards, manifest),
-        Reader("unfinished shards", ("p.partial.json", "p.titles"), make_shards, partial_shards),
+        FuzzedReader("conversations", ("chat.jsonl",), make_chat_corpus, chats),
+        FuzzedReader(
+            "conversations, tokenized", ("chats.idx", "chats.bin", "chats.json"), make_chat_corpus, chat_corpus
+        ),
+        FuzzedReader("manifest of shards", ("s.manifest.json",), make_shards, manifest),
+        FuzzedReader("unfinished shards", ("p.partial.json", "p.titles"), make_shards, partial_shards),
     ]

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from megatron_lowprec.training.config.arguments import REPOSITORY
-from tools.fuzz.run import Reader, copy, write
+from tools.fuzz.run import FuzzedReader, copy, write
 
 _END = 511  # <|endoftext|> of data/tiny_bpe
 
 
-def of_models(made: Path) -> list[Reader]:
+def of_models(made: Path) -> list[FuzzedReader]:
     def make_hf() -> None:
         copy(made / "hf", "hf")
         for name in ("vocab.json", "merges.txt"):
@@ -72,19 +72,19 @@ def of_models(made: Path) -> list[Reader]:
         stock.options(stock.read("m").args)
 
     return [
-        Reader(
+        FuzzedReader(
             "Hugging Face model",
             ("hf/config.json", "hf/model.safetensors", "hf/model.safetensors.index.json", "hf/vocab.json"),
             make_hf,
             hugging_face,
         ),
-        Reader(
+        FuzzedReader(
             "tokenizers",
             ("hf/tokenizer.json", "hf/tokenizer_config.json", "bpe/vocab.json", "bpe/merges.txt"),
             make_tokenizers,
             tokenizers,
         ),
-        Reader(
+        FuzzedReader(
             "Megatron-LM's older format",
             ("m/iter_0000004/mp_rank_00/model_optim_rng.pt", "m/latest_checkpointed_iteration.txt"),
             make_megatron,
@@ -93,7 +93,7 @@ def of_models(made: Path) -> list[Reader]:
     ]
 
 
-def of_tools(made: Path) -> list[Reader]:
+def of_tools(made: Path) -> list[FuzzedReader]:
     def make_capture() -> None:
         copy(min((made / "run").rglob("*fc1*.safetensors")), "c.safetensors")
 
@@ -130,8 +130,8 @@ def of_tools(made: Path) -> list[Reader]:
         verified()
 
     return [
-        Reader("captured operands", ("c.safetensors",), make_capture, capture),
-        Reader("tilings", ("tilings.json",), partial(write, {"tilings.json": '{"gemm of [1, 2]": 1}'}), tilings),
-        Reader("numerics experiment", ("e/e.json",), make_experiment, experiment),
-        Reader("record of verified data", ("cache/verified.json",), make_verified, verified),
+        FuzzedReader("captured operands", ("c.safetensors",), make_capture, capture),
+        FuzzedReader("tilings", ("tilings.json",), partial(write, {"tilings.json": '{"gemm of [1, 2]": 1}'}), tilings),
+        FuzzedReader("numerics experiment", ("e/e.json",), make_experiment, experiment),
+        FuzzedReader("record of verified data", ("cache/verified.json",), make_verified, verified),
     ]

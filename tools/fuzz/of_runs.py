@@ -9,10 +9,10 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from tools.fuzz.run import Reader, copy, write
+from tools.fuzz.run import FuzzedReader, copy, write
 
 
-def of_runs(made: Path) -> list[Reader]:
+def of_runs(made: Path) -> list[FuzzedReader]:
     names = ("config.yaml", "metrics.jsonl", "quantization.jsonl", "run.json")
 
     def make_sweep() -> None:
@@ -115,11 +115,11 @@ def of_runs(made: Path) -> list[Reader]:
 
     jobs = tuple(f"sweep/a-bf16-s1/{name}" for name in (*names, "cell.json"))
     return [
-        Reader("report", (*jobs, "sweep/sweep.json"), make_sweep, report),
-        Reader("status of a sweep", (jobs[1], jobs[4], "sweep/sweep.json"), make_sweep, status),
-        Reader("plots of a run", jobs[:3], make_sweep, plots),
-        Reader("metrics at a resume", jobs[1:3], make_sweep, resume),
-        Reader("archive", ("runs.tar.xz",), make_archive, archive),
-        Reader("archive, its tar", ("runs.tar",), make_tar, tar),
-        Reader("lock of a run", ("run.lock",), make_lock, lock),
+        FuzzedReader("report", (*jobs, "sweep/sweep.json"), make_sweep, report),
+        FuzzedReader("status of a sweep", (jobs[1], jobs[4], "sweep/sweep.json"), make_sweep, status),
+        FuzzedReader("plots of a run", jobs[:3], make_sweep, plots),
+        FuzzedReader("metrics at a resume", jobs[1:3], make_sweep, resume),
+        FuzzedReader("archive", ("runs.tar.xz",), make_archive, archive),
+        FuzzedReader("archive, its tar", ("runs.tar",), make_tar, tar),
+        FuzzedReader("lock of a run", ("run.lock",), make_lock, lock),
     ]

@@ -12,7 +12,7 @@ import yaml
 
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.training.config.arguments import REPOSITORY
-from tools.fuzz.run import Reader, copy, write
+from tools.fuzz.run import FuzzedReader, copy, write
 
 _SWEEP = """\
 summary: one line
@@ -27,7 +27,7 @@ sizes: {small: {seeds: [1]}}
 """
 
 
-def of_text() -> list[Reader]:
+def of_text() -> list[FuzzedReader]:
     def config() -> None:
         from megatron_lowprec.recipe.parsing import load_recipe
         from megatron_lowprec.training.config.arguments import parse
@@ -94,19 +94,19 @@ def of_text() -> list[Reader]:
     for name, (source, read) in shipped.items():
         path = REPOSITORY / source
         path = min(path.glob("*.yaml")) if path.is_dir() else path
-        found.append(Reader(name, ("f.yaml",), partial(copy, path, "f.yaml"), read))
+        found.append(FuzzedReader(name, ("f.yaml",), partial(copy, path, "f.yaml"), read))
     table = (REPOSITORY / "docs/results/quartet2-runs.csv").read_text(encoding="utf-8").splitlines(keepends=True)
     text = "\n = Title = \n\n Some words , and ( more ) @-@ words . \n = = Part = = \n\n Others . \n" * 5
     return [
         *found,
-        Reader("claims", ("f.yaml",), make_claims, claims),
-        Reader("sweep", ("f.yaml",), partial(write, {"f.yaml": _SWEEP}), sweep),
-        Reader(
+        FuzzedReader("claims", ("f.yaml",), make_claims, claims),
+        FuzzedReader("sweep", ("f.yaml",), partial(write, {"f.yaml": _SWEEP}), sweep),
+        FuzzedReader(
             "recipe overrides",
             ("f.txt",),
             partial(write, {"f.txt": "dgrad.hadamard.block=128\nfprop=null\n"}),
             overrides,
         ),
-        Reader("published results", ("f.csv",), partial(write, {"f.csv": "".join(table[:30])}), published),
-        Reader("wikitext", ("f.txt.xz",), partial(write, {"f.txt.xz": lzma.compress(text.encode())}), wikitext),
+        FuzzedReader("published results", ("f.csv",), partial(write, {"f.csv": "".join(table[:30])}), published),
+        FuzzedReader("wikitext", ("f.txt.xz",), partial(write, {"f.txt.xz": lzma.compress(text.encode())}), wikitext),
     ]

@@ -31,7 +31,7 @@ _MARKER = "it_ran"  # what code in a mutation would make
 
 
 @dataclass(frozen=True)
-class Reader:
+class FuzzedReader:
     """A reader of one kind of file.
 
     Attributes:
@@ -84,7 +84,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
     raise _TooLong(f"no answer within {SECONDS} s")
 
 
-def run(reader: Reader, folder: Path, count: int, seed: int, only: int | None = None) -> Result:
+def run(reader: FuzzedReader, folder: Path, count: int, seed: int, only: int | None = None) -> Result:
     """Read ``count`` mutations of the reader's files, in turn; ``only`` is the number of one."""
     folder.mkdir(parents=True)
     result, numbers = Result(reader.name), list(range(count)) if only is None else [only]
@@ -121,11 +121,13 @@ def run(reader: Reader, folder: Path, count: int, seed: int, only: int | None = 
     return result
 
 
-def _named(reader: Reader, number: int) -> str:
+def _named(reader: FuzzedReader, number: int) -> str:
     return f"{reader.files[number % len(reader.files)]}, mutation {number}"
 
 
-def _read_all(reader: Reader, folder: Path, numbers: list[int], seed: int, answer: Callable[[str], object]) -> None:
+def _read_all(
+    reader: FuzzedReader, folder: Path, numbers: list[int], seed: int, answer: Callable[[str], object]
+) -> None:
     """Answer with number, outcome and words for each mutation, in a line of JSON."""
     signal.signal(signal.SIGALRM, _too_long)
     taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -154,7 +156,7 @@ def _read_all(reader: Reader, folder: Path, numbers: list[int], seed: int, answe
         Path(name).write_bytes(whole[name])
 
 
-def _outcome(reader: Reader) -> tuple[str, str]:
+def _outcome(reader: FuzzedReader) -> tuple[str, str]:
     """What became of one reading, and its words."""
     said = io.StringIO()
     signal.alarm(SECONDS)
@@ -178,7 +180,7 @@ def _outcome(reader: Reader) -> tuple[str, str]:
 
 
 def all_results(
-    readers: list[Reader], folder: Path, count: int, seed: int, only: int | None = None
+    readers: list[FuzzedReader], folder: Path, count: int, seed: int, only: int | None = None
 ) -> Iterator[Result]:
     """The result of each reader."""
     for number, reader in enumerate(readers):

@@ -118,6 +118,17 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron"
 
 
 @pytest.mark.slow
+def test_megatron_is_loaded_behind_the_settings_that_it_reads() -> None:
+    """cpu_compat is imported before TORCHDYNAMO_DISABLE is set and torch replaced, and losses depend on both."""
+    code = """
+import sys
+import megatron_lowprec.mcore.cpu_compat
+print(sorted(name for name in sys.modules if name.startswith("megatron.")))
+"""
+    assert run_python(code).strip() == "[]"
+
+
+@pytest.mark.slow
 def test_layers_do_not_print_megatron_s_warnings_about_what_they_replace() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from megatron_lowprec import layer_spec"],

@@ -46,4 +46,6 @@ def _release() -> str:
     return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)) or "of an unknown release"
 
 
-check_release(_release())
+RELEASE = _release()
+"""The installed release of Megatron-core."""
+check_release(RELEASE)

@@ -11,9 +11,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core import __version__
-
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore import RELEASE
 
 _MISSING = object()
 
@@ -201,7 +200,7 @@ def bind(row: str, of: Any = None, **values: Any) -> None:
             differs = difference(row, target, of)
             if differs is not None:
                 raise UserError(
-                    f"megatron-core {__version__} {differs}, which {row} of mcore/patches.py binds again; it was seen "
+                    f"megatron-core {RELEASE} {differs}, which {row} of mcore/patches.py binds again; it was seen "
                     f"in {PATCHES[row].seen}: install one of these"
                 )
             setattr(_owner(target) if of is None else of, name, value)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.amax_history.reference import update_history_
+from megatron_lowprec.kernels.amax_history.reference import always_roll_history_
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import gemm
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
@@ -163,7 +163,7 @@ def _fp8_te_delayed(case: str, name: str, x: torch.Tensor, inputs: Inputs) -> Re
         for slot, value in zip(slots, step, strict=True):
             history.update_amax(slot, value)
         # the update in Python also shifts zeros into the window, unlike the fused one
-        update_history_(history.newest, history.window, history.in_effect, history.rule == "max", always_roll=True)
+        always_roll_history_(history.newest, history.window, history.in_effect, history.rule == "max")
         after.append([delayed_encode_scale(history.in_effect[slot], spec) for slot in slots])
     return {"scale_used": torch.tensor(used), "scale_after": torch.tensor(after)}
 

@@ -61,7 +61,9 @@ def test_a_failed_conversion_changes_nothing() -> None:
 
 
 def test_recipes_beyond_linear_layers_are_refused() -> None:
-    with pytest.raises(UserError, match="recipe fp8_lm also sets optimizer and gradients, but convert changes linear"):
+    with pytest.raises(
+        UserError, match="recipe fp8_lm also sets optimizer and gradients, but convert changes only linear"
+    ):
         convert(build(), "fp8_lm")
 
 

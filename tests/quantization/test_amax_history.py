@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lowprec.kernels.amax_history.reference import update_history_
+from megatron_lowprec.kernels.amax_history.reference import always_roll_history_
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale
 from megatron_lowprec.recipe.registry import FP8_DELAYED
@@ -85,7 +85,7 @@ def test_a_tensor_that_is_not_recorded_keeps_its_window(rule: str, in_effect: fl
 def test_a_reference_of_the_update_in_python_rolls_zeros() -> None:
     """Only for comparisons with TransformerEngine's own."""
     newest, window, in_effect = torch.tensor([0.0]), torch.tensor([[2.0], [8.0]]), torch.tensor([8.0])
-    update_history_(newest, window, in_effect, True, always_roll=True)
+    always_roll_history_(newest, window, in_effect, True)
     assert (window.flatten().tolist(), in_effect.item()) == ([0.0, 2.0], 2.0)
 
 

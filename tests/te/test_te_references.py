@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_lowprec.formats import FORMATS
-from megatron_lowprec.kernels.amax_history.reference import update_history_
+from megatron_lowprec.kernels.amax_history.reference import always_roll_history_
 from megatron_lowprec.kernels.quantize.reference import e8m0_scale
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import delayed_encode_scale, quantize
@@ -92,7 +92,7 @@ def test_delayed_scaling(te: Import, generator: torch.Generator, spec: QuantSpec
         history.newest[0] = amax
         quantization._amax_and_scale_update(window, scale, torch.finfo(TORCH[spec.format]).max, recipe)
         # in Python it shifts zeros as well
-        update_history_(history.newest, history.window, history.in_effect, rule == "max", always_roll=True)
+        always_roll_history_(history.newest, history.window, history.in_effect, rule == "max")
         ours = delayed_encode_scale(history.in_effect, replace(spec, history=3, history_rule=rule))
         torch.testing.assert_close(ours.reshape(-1), scale, rtol=2**-23, atol=0)
         scales.append(scale.item())

@@ -3,14 +3,7 @@
 import torch
 
 
-def update_history_(
-    newest: torch.Tensor,
-    window: torch.Tensor,
-    in_effect: torch.Tensor,
-    take_max: bool,
-    *,
-    always_roll: bool = False,
-) -> None:
+def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
     """Shift ``newest`` into the window, drop the oldest entry, and update ``in_effect``; all in place.
 
     A tensor that was not recorded, whose newest amax is not above 0, keeps its window and its ``in_effect``, as in
@@ -21,10 +14,21 @@ def update_history_(
         window: fp32 [length, N], newest step first.
         in_effect: fp32 [N]; unchanged where the new value is 0, Inf or NaN.
         take_max: the new value is the window's maximum, else its newest entry.
-        always_roll: shift zeros as well, as TransformerEngine's update in Python does; for comparisons with that, not
-            in the kernel.
     """
-    rolls = torch.ones_like(newest, dtype=torch.bool) if always_roll else newest > 0
+    _update(newest, window, in_effect, take_max, newest > 0)
+
+
+def always_roll_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
+    """As ``update_history_``, but shifts zeros as well, as TransformerEngine's update in Python does.
+
+    For comparisons with that; no kernel does it.
+    """
+    _update(newest, window, in_effect, take_max, torch.ones_like(newest, dtype=torch.bool))
+
+
+def _update(
+    newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool, rolls: torch.Tensor
+) -> None:
     window.copy_(torch.where(rolls, torch.cat((newest.unsqueeze(0), window[:-1])), window))
     found = window.amax(dim=0) if take_max else newest
     in_effect.copy_(torch.where(rolls & (found > 0) & found.isfinite(), found, in_effect))

@@ -41,7 +41,7 @@ def _update_kernel(
 
 
 def update_history_(newest: torch.Tensor, window: torch.Tensor, in_effect: torch.Tensor, take_max: bool) -> None:
-    """As ``reference.update_history_`` without ``always_roll``; contiguous tensors, entries not negative."""
+    """As ``reference.update_history_``; contiguous tensors, entries not negative."""
     length, N = window.shape
     grid = (triton.cdiv(N, _TENSORS),)
     _update_kernel[grid](

@@ -231,7 +231,8 @@ def test_a_main_weight_that_is_not_finite_is_seen(drive: Drive, monkeypatch: pyt
         return result
 
     monkeypatch.setattr(loop, "train_step", step)
-    drive(argv(save="out", no_save=True, **COMMON | FLAG | RECIPES[recipe] | {"train_iters": 1}))
+    with pytest.raises(UserError, match="after iteration 1 the weights are not finite"):
+        drive(argv(save="out", no_save=True, **COMMON | FLAG | RECIPES[recipe] | {"train_iters": 1}))
     assert seen == [True, False]
 
 
@@ -286,7 +287,8 @@ def test_the_flag_may_come_and_go(one: tuple[str, Path, Digests]) -> None:
     # nothing is lost on the way: after a step that is skipped, codes are what they were
     with driving(folder) as call, pytest.MonkeyPatch.context() as monkeypatch:
         spoiling(monkeypatch, "wgrad", at(2, "mlp.linear_fc1", step=2, microbatch=0))
-        call(argv(save="through", load="half", **COMMON | RECIPES[recipe] | {"train_iters": 3}))
+        with pytest.raises(UserError, match="the last iteration was skipped"):
+            call(argv(save="through", load="half", **COMMON | RECIPES[recipe] | {"train_iters": 3}))
     with driving(folder) as call, looking() as found:
         call(argv(save="end", load="through", no_save=True, **COMMON, **FLAG, **RECIPES[recipe]))
     assert found[1] == digests[2]

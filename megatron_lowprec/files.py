@@ -160,7 +160,7 @@ def _lines(path: Path, tail: int | None) -> Iterator[tuple[int, bytes]]:
             while len(line) > LONGEST_LINE and rest and not rest.endswith(b"\n"):
                 rest = file.readline(LONGEST_LINE)
             if line.strip():
-                yield number, line if line.endswith(b"\n") or not rest.endswith(b"\n") else line + b"\n"
+                yield number, line.removesuffix(b"\n") + b"\n" * rest.endswith(b"\n")
 
 
 def _in_a_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_lowprec.errors import UserError, type_of
+from megatron_lowprec.errors import UserError, printable, type_of
 from megatron_lowprec.files import check_text, read_json
 from megatron_lowprec.training.checkpoint import checksums, tensor_chunks
 
@@ -72,7 +72,10 @@ _IN_EXTRA_STATES: dict[str, frozenset[str]] = {
 
 
 class Damaged(Exception):  # noqa: N818 - a finding about a folder, for callers that can choose another
-    """A checkpoint that is not intact; the message names the file and the problem."""
+    """A checkpoint that is not intact; the message names the file and the problem, in a printable line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class ForeignError(UserError):

@@ -83,8 +83,11 @@ def gemm_operands(
 
 
 def check_dtype(recipe: Recipe, dtype: torch.dtype, layer: str) -> None:
-    """Raise UserError if a quantized layer was given a weight, or a weight by autocast, of another compute dtype."""
-    if recipe.quantized and dtype not in COMPUTE_DTYPES:
+    """Raise UserError if a quantized layer was given a weight in fp16, whose range overflows, or one by autocast.
+
+    fp64 passes: with it layouts are compared without the order of sums.
+    """
+    if recipe.quantized and dtype == torch.float16:
         raise UserError(
             f"{layer} under recipe {recipe.name} has a weight of {dtype}, by its own dtype or by autocast, but recipes "
             f"compute in bfloat16 or float32: use one of them"

@@ -26,6 +26,7 @@ from megatron_lowprec.kernels.quantize.reference import (
     round_to_format,
 )
 from megatron_lowprec.kernels.scaled_adam.reference import encode_scale as adam_encode_scale
+from megatron_lowprec.lab.dot_products import NVFP4_SPEC, two_level_scales
 from megatron_lowprec.optimizer.adamw import DTYPES
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.quantization.quantizer import (
@@ -37,7 +38,6 @@ from megatron_lowprec.quantization.quantizer import (
 )
 from megatron_lowprec.recipe.registry import FP8_1X128, FP8_128X128, MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import HistorySpec, QuantSpec
-from tools.numerics_lab.dot_products import NVFP4_SPEC, two_level_scales
 from tools.shard_balance import greedy_partition
 
 Inputs = Mapping[str, torch.Tensor]

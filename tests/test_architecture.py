@@ -12,6 +12,7 @@ import yaml
 
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict, recipe_to_dict
+from megatron_lowprec.shipped import SHIPPED
 from tests.environment import ROOT
 from tests.waiting import PATIENCE
 
@@ -21,16 +22,19 @@ MAX_MODULES, MAX_LINES = 15, 400
 # Which parts each part may import. "recipe" is pure data and sees no kernels; kernels see no recipe.
 MAY_IMPORT = {
     "": {"errors", "recipe"},  # the public names
+    "__main__": {"commands"},
+    "shipped": set(),
     "errors": set(),
     "files": {"errors"},
     "text_tables": set(),
     "formats": set(),
     "scaling": set(),
-    "recipe": {"errors", "files", "formats", "scaling"},
+    "recipe": {"errors", "files", "formats", "scaling", "shipped"},
     "report": {
         "errors",
         "files",
         "recipe",
+        "shipped",
         "sweep",
         "text_tables",
         "training",
@@ -41,15 +45,60 @@ MAY_IMPORT = {
     "comm": {"formats", "kernels", "recipe"},
     "linear": {"errors", "files", "formats", "kernels", "recipe", "quantization", "scaling", "comm"},
     "mcore": {"errors", "formats", "kernels", "recipe", "quantization", "optimizer", "comm", "linear"},
-    "training": {"errors", "files", "formats", "kernels", "recipe", "quantization", "comm", "linear", "mcore", "te"},
+    "training": {
+        *(
+            "errors",
+            "files",
+            "formats",
+            "kernels",
+            "recipe",
+            "quantization",
+            "comm",
+            "linear",
+            "mcore",
+            "te",
+            "shipped",
+        ),
+    },
     "specs": {"mcore", "recipe"},
     "te": {"errors", "recipe"},
     # reads only torch-free modules of training
-    "sweep": {"errors", "files", "recipe", "text_tables", "training"},
+    "sweep": {"errors", "files", "recipe", "shipped", "text_tables", "training"},
+    "lab": {
+        *("errors", "files", "formats", "kernels", "linear", "quantization", "recipe", "report", "scaling"),
+        *("text_tables", "training"),
+    },
+    # command lines, each over the parts that it runs
+    "commands": {
+        "errors",
+        "files",
+        "lab",
+        "quantization",
+        "recipe",
+        "report",
+        "shipped",
+        "sweep",
+        "text_tables",
+        "training",
+    },
 }
-SEES_MEGATRON = {"mcore", "training"}
+SEES_MEGATRON = {"commands", "mcore", "training"}
 # Without torch, so that --list-recipes is instant.
-PURE = {"", "errors", "files", "formats", "recipe", "report", "scaling", "specs", "sweep", "te", "text_tables"}
+PURE = {
+    "",
+    "__main__",
+    "errors",
+    "files",
+    "formats",
+    "recipe",
+    "report",
+    "scaling",
+    "shipped",
+    "specs",
+    "sweep",
+    "te",
+    "text_tables",
+}
 
 
 def part_of(path: Path) -> str:
@@ -144,7 +193,7 @@ def test_layers_do_not_print_megatron_s_warnings_about_what_they_replace() -> No
 def test_a_report_loads_neither_torch_nor_megatron() -> None:
     code = """
 import sys
-import tools.report
+import megatron_lowprec.commands.report_page
 print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "triton"}))
 """
     assert run_python(code).strip() == "[]"
@@ -171,13 +220,16 @@ import torch
 import megatron.core.tensor_parallel.layers as layers
 before = (torch.Tensor.cuda, torch.Tensor.type, layers.torch, torch.get_default_dtype(), torch.nn.Linear.forward)
 import megatron_lowprec.mcore.layers.gpt_spec, megatron_lowprec.mcore.runtime, megatron_lowprec.mcore.cpu_compat
+from megatron_lowprec.shipped import SHIPPED
 after = (torch.Tensor.cuda, torch.Tensor.type, layers.torch, torch.get_default_dtype(), torch.nn.Linear.forward)
 print(all(a is b for a, b in zip(before, after)))
 """
     assert run_python(code).splitlines()[-1] == "True"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted(SHIPPED.glob("configs/**/*.yaml")), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_every_config_loads(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert isinstance(yaml.safe_load(text), dict)
@@ -186,7 +238,7 @@ def test_every_config_loads(path: Path) -> None:
 
 
 def test_there_are_configs() -> None:
-    assert {path.stem for path in ROOT.glob("configs/models/*.yaml")} >= {"gpt_tiny", "gpt_25m", "gpt_345m"}
+    assert {path.stem for path in SHIPPED.glob("configs/models/*.yaml")} >= {"gpt_tiny", "gpt_25m", "gpt_345m"}
 
 
 @pytest.mark.parametrize("name", recipes())

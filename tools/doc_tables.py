@@ -50,6 +50,7 @@ from megatron_lowprec.report.published.ladder import gap_ladder, read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.tables import Table, all_groups, gradient_norms, quality
 from megatron_lowprec.report.tables import claims as claims_table
+from megatron_lowprec.shipped import find, names_in
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
@@ -82,8 +83,7 @@ def tables_of(text: str) -> list[list[str]]:
 
 def named_recipes() -> list[str]:
     """Registered names, then the YAML files."""
-    files = sorted((REPOSITORY / "configs/recipes").glob("*.yaml"))
-    return [*recipes(), *(str(file.relative_to(REPOSITORY)) for file in files)]
+    return [*recipes(), *(f"configs/recipes/{name}.yaml" for name in names_in("configs/recipes"))]
 
 
 def page_of(name: str) -> list[Path]:
@@ -131,7 +131,7 @@ def _markdown(rows: Sequence[Row]) -> str:
 
 
 def _recipe(name: str) -> Recipe:
-    return load_recipe(str(REPOSITORY / name) if name.endswith(".yaml") else name)
+    return load_recipe(name)
 
 
 def _recipes(page: Path) -> Iterator[Row]:
@@ -272,7 +272,7 @@ def _patches(page: Path) -> Iterator[Row]:
 
 def _rounding(page: Path, name: str, group: str) -> Iterator[Row]:
     yield "parameters", "tokens a parameter", "nearest, nats", "stochastic, nats", "nearest less stochastic, nats"
-    runs = read_ladder(page.parent / name)
+    runs = read_ladder(find(name))
     for parameters in sorted({run.parameters for run in runs if run.group == group}):
         nearest, stochastic = (
             gap_ladder(runs, parameters, group=group, bstochastic=each) for each in ("False", "True")

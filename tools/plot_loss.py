@@ -19,7 +19,8 @@ import numpy as np
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.report.curve import LAST, Curve, Series, read_curve, smooth
 from megatron_lowprec.report.plot_style import literal
-from megatron_lowprec.training.config.arguments import REPOSITORY, find
+from megatron_lowprec.shipped import find
+from megatron_lowprec.training.config.data_options import DATA_CACHE
 from megatron_lowprec.training.config.paths import output_file
 from megatron_lowprec.training.config.run_config import read_run_config
 from megatron_lowprec.training.data import corpus_writer, indexed_dataset
@@ -29,6 +30,7 @@ from megatron_lowprec.training.data.tokenizer import build_tokenizer
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "docs" / "results"
 
 _TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
@@ -49,7 +51,7 @@ def validation_entropy(config: dict[str, Any]) -> float:
         **{name: str(find(config[name])) if config.get(name) else None for name in _TOKENIZER_FILES},
         vocab_size=config.get("vocab_size"),
     )
-    path, cache = str(find(paths[0])), config.get("data_cache_path") or str(REPOSITORY / "data" / "cache")
+    path, cache = str(find(paths[0])), config.get("data_cache_path") or DATA_CACHE
     prefix = corpus_writer.prepare(path, tokenizer, cache, workers=1) if is_text_file(path) else path
     return indexed_dataset.unigram_entropy(prefix)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.training.config.arguments import find
+from megatron_lowprec.shipped import find
 from megatron_lowprec.training.data import shards
 from megatron_lowprec.training.data.progress import progress_bar
 from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer

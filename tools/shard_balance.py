@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
 from megatron_lowprec.text_tables import markdown_table
-from megatron_lowprec.training.config.arguments import REPOSITORY, parse
+from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model
@@ -179,8 +179,9 @@ def table(configs: Sequence[str], ranks: Sequence[int]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a UserError."""
     parser = Parser(description=__doc__)
-    shipped = [str(REPOSITORY / "configs" / "models" / f"{name}.yaml") for name in MODELS]
-    parser.add_argument("--config", nargs="+", metavar="FILE", default=shipped, help="models (default: three sizes)")
+    parser.add_argument(
+        "--config", nargs="+", metavar="FILE", default=list(MODELS), help="models (default: three sizes)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="data-parallel ranks")
     args = parser.parse_args(arguments)
     if min(args.ranks) < 1:

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.field_types import field_types, fits, without_none
-from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, QuantSpec, Recipe, check_operands
 from megatron_lowprec.recipe.yaml_text import read_yaml_file, read_yaml_text
+from megatron_lowprec.shipped import find
 
 T = TypeVar("T")
 
@@ -36,7 +37,8 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: unknown recipe or file, with the nearest names; as ``overridden``.
     """
-    recipe = _from_file(Path(name_or_file)) if _is_file(name_or_file) else _named_recipe(name_or_file)
+    path = find(name_or_file, "" if name_or_file in recipes() else "configs/recipes")
+    recipe = _from_file(path) if _is_file(str(path)) else _named_recipe(name_or_file)
     return overridden(recipe, overrides)
 
 

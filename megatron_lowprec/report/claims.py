@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import build
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
-from megatron_lowprec.training.config.arguments import REPOSITORY
+from megatron_lowprec.shipped import SHIPPED
 
-CLAIMS = REPOSITORY / "configs" / "claims.yaml"
+CLAIMS = SHIPPED / "configs" / "claims.yaml"
 
 QUANTITIES = {
     "validation_loss": "nats a token",

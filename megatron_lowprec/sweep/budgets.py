@@ -10,7 +10,7 @@ from typing import Any
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.sweep.jobs import expand
 from megatron_lowprec.sweep.spec import Sweep, read, size_names
-from megatron_lowprec.training.config.arguments import find, parse
+from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
 from megatron_lowprec.training.data.tokenizer import build_tokenizer, padded_vocab_size
@@ -52,8 +52,7 @@ def _of_size(sweep: Sweep) -> list[Budget]:
     data = {need: ["DATA"] for need in sweep.needs}  # not opened
     resources = sweep.resources
     recipes = tuple(
-        (each.label, recipe_to_dict(load_recipe(str(find(each.recipe)), each.recipe_override)))
-        for each in sweep.recipes
+        (each.label, recipe_to_dict(load_recipe(each.recipe, each.recipe_override))) for each in sweep.recipes
     )
     found = []
     jobs = expand(one, data, resources.gpus_per_job or resources.processes_per_job)

@@ -1,4 +1,4 @@
-"""Command line of scripts/sweep.py."""
+"""Command line of `megatron-lowprec sweep`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.shipped import find
 from megatron_lowprec.sweep import job_record, local, slurm, status
 from megatron_lowprec.sweep.jobs import (
     MANIFEST,
@@ -28,10 +29,10 @@ from megatron_lowprec.sweep.jobs import (
 )
 from megatron_lowprec.sweep.spec import RENAMED, Sweep, evaluation_flags, read, sbatch_options, seeds_of
 from megatron_lowprec.sweep.view import View
-from megatron_lowprec.training.config.arguments import REPOSITORY, find
 from megatron_lowprec.training.config.paths import check_folder
 
-PROGRAM = str(REPOSITORY / "scripts" / "sweep.py")
+PROGRAM = ("-m", "megatron_lowprec", "sweep")
+"""Arguments of Python that start this command line."""
 TO_BE_CONTINUED = 75
 """Exit code of an interrupted sweep: sysexits' EX_TEMPFAIL, "try again"."""
 
@@ -39,23 +40,23 @@ TO_BE_CONTINUED = 75
 Notes = Callable[[Sequence[Job]], Sequence[str]]
 
 
-def main(argv: Sequence[str], notes: Notes = lambda jobs: ()) -> int:
+def main(argv: Sequence[str], notes: Notes = lambda jobs: (), program: str = "sweep.py") -> int:
     """Run the command; ``notes`` are lines on the chosen jobs, printed to stderr before one starts.
 
     Exit code 0; 1 if a job failed, or is left to another process; 2 for a user's error; 75 if interrupted by a signal,
     or if --start-within left jobs out.
     """
-    parser = _parser()
+    parser = _parser(program)
     args = parser.parse_args(argv)
     if args.sweep is None:
         taken = f" --data-path took {' '.join(args.data_path)}; put the file before it" if args.data_path else ""
         parser.error(f"no sweep file is given;{taken or ' name one, such as configs/sweeps/paper_table2.yaml'}")
-    return run_tool("sweep.py", lambda: _main(args, notes))
+    return run_tool(program, lambda: _main(args, notes))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
-        prog="sweep.py",
+        prog=program,
         description="Run recipes x models x overrides x seeds; docs/guide/sweeps.md has the whole of it.",
         allow_abbrev=False,
     )
@@ -229,7 +230,13 @@ def _submit(sweep: Sweep, jobs: Sequence[Job], todo: Sequence[Job], out: Path, a
 
 def _names(args: argparse.Namespace, out: Path) -> list[str]:
     """Command of this program with the sweep, its size and folder."""
-    return [PROGRAM, str(find(args.sweep).absolute()), *(["--size", args.size] if args.size else []), "--out", str(out)]
+    return [
+        *PROGRAM,
+        str(find(args.sweep, "configs/sweeps").absolute()),
+        *(["--size", args.size] if args.size else []),
+        "--out",
+        str(out),
+    ]
 
 
 def _passed_on(args: argparse.Namespace, out: Path) -> list[str]:

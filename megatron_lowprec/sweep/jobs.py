@@ -16,9 +16,10 @@ from megatron_lowprec.files import atomic_write, read_json
 from megatron_lowprec.recipe.coverage import check_activations, check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.shipped import find
 from megatron_lowprec.sweep.spec import LABEL, ModelChoice, Options, RecipeChoice, Sweep, Variant, merge, options_of
 from megatron_lowprec.training.checkpoint.storage import TRACKER
-from megatron_lowprec.training.config.arguments import KINDS, REPOSITORY, find, flag, parse, rivals_of
+from megatron_lowprec.training.config.arguments import KINDS, flag, parse, rivals_of
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_recipe, resolve_run
@@ -26,8 +27,9 @@ from megatron_lowprec.training.data.blend import all_paths
 from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
 
 MANIFEST = "sweep.json"
-DRIVER = str(REPOSITORY / "pretrain_gpt.py")
-EVALUATE = str(REPOSITORY / "tools" / "evaluate.py")
+DRIVER = ("-m", "megatron_lowprec.training.driver")
+EVALUATE = ("-m", "megatron_lowprec", "eval")
+"""What Python or torchrun starts for a job: a module, or the path of a script."""
 EVALUATION = "evaluation.json"
 """File in a job's folder: the scores of its last checkpoint, as tools/evaluate.py writes them."""
 
@@ -163,14 +165,14 @@ def command(job: Job, run: Path) -> list[str]:
     place = ["--save", str(run), "--exit-signal-handler"]
     if (run / TRACKER).exists():
         place += ["--load", str(run)]
-    return [DRIVER, *job.arguments, *place]
+    return [*DRIVER, *job.arguments, *place]
 
 
 def evaluation(job: Job, run: Path) -> list[str] | None:
     """Arguments that score the job's last checkpoint; None if it is scored, or need not be."""
     if not job.evaluate or (run / EVALUATION).exists():
         return None
-    return [EVALUATE, "--load", str(run), "--out", str(run / EVALUATION), *job.evaluate]
+    return [*EVALUATE, "--load", str(run), "--out", str(run / EVALUATION), *job.evaluate]
 
 
 def write_manifest(out: Path, sweep: Sweep, jobs: Sequence[Job]) -> None:

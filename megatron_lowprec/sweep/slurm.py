@@ -14,13 +14,12 @@ from pathlib import Path
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep.jobs import Job
 from megatron_lowprec.sweep.spec import Sweep, checked_directive
-from megatron_lowprec.training.config.arguments import REPOSITORY
 
 SCRIPT = "sweep.sbatch"
 LOGS = "logs"
 SIGNAL_SECONDS = 180
 """Seconds before its time limit at which a task is signaled: enough for a step, an evaluation and a checkpoint."""
-_FUNCTIONS = str(REPOSITORY / "scripts" / "requeue.sh")
+_FUNCTIONS = str(Path(__file__).with_name("requeue.sh"))
 # In sbatch's message if it reached no controller: no option of a job changes that.
 _NO_CONTROLLER = ("contact slurm controller", "establish a configuration source", "process configuration file")
 _NEEDS_QUOTES = re.compile(r"[^\w@%+=:,./\[\]-]", re.ASCII)

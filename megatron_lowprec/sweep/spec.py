@@ -28,12 +28,11 @@ from typing import Any
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
+from megatron_lowprec.shipped import find, names_in, shipped_like
 from megatron_lowprec.training.config.arguments import (
     checked_options,
     current_names,
-    find,
     nearest,
-    shipped_like,
     without_rivals,
 )
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS
@@ -266,7 +265,7 @@ def checked_directive(where: str, value: str) -> str:
 
 
 def _yaml_file(path: str) -> dict[Any, Any]:
-    content = read_yaml_file(find(path), path, shipped_like(path, "configs/sweeps"))
+    content = read_yaml_file(find(path, "configs/sweeps"), path, shipped_like(path, "configs/sweeps"))
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected keys and values at the top, found {type_of(content)}")
     return content
@@ -328,8 +327,7 @@ def _model(where: str, entry: Any) -> ModelChoice:
     is_file = model.endswith((".yaml", ".yml"))
     file = model if is_file else f"configs/models/{model}.yaml"
     if not find(file).exists():
-        shipped = [path.stem for path in find("configs/models").glob("*.yaml")]
-        hint = nearest(model, shipped)
+        hint = nearest(model, names_in("configs/models"))
         raise UserError(f"{where}: {model}: no such model{hint}; give a name in configs/models or a file")
     label = content.get("label", Path(model).stem if is_file else model)
     options = options_of(f"{where}: {model}: options", _mapping(f"{where}: {model}", content.get("options")))

@@ -20,7 +20,7 @@ from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.checkpoint.save_lock import SaveLock
 from megatron_lowprec.training.config import te_checks
-from megatron_lowprec.training.config.arguments import find, parse
+from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths, same_folder
@@ -103,7 +103,7 @@ def _recipe(config: Config, given: frozenset[str]) -> tuple[Config, Recipe, list
             recipe, stored = found
             changed = " with --recipe-override" if recipe.name != stored else ""
             return replace(config, recipe=stored), recipe, [f"recipe: the checkpoint's {stored}{changed}"]
-    return config, load_recipe(str(find(config.recipe)), config.recipe_override), []
+    return config, load_recipe(config.recipe, config.recipe_override), []
 
 
 def _print_once(ranks: Ranks, *lines: str) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec.shipped import SHIPPED
 from tests.once import once
 from tests.training.conftest import driving
-from tests.training.helpers import REPOSITORY, argv, losses, many_runs, rows, torchrun
+from tests.training.helpers import argv, losses, many_runs, rows, torchrun
 
 # No dropout and fp32: what is left between layouts is the order of sums.
 COMPARABLE: dict[str, Any] = {
@@ -39,15 +40,15 @@ OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "over
 TEXT: dict[str, Any] = COMPARABLE | {
     "seq_length": 64,
     "tokenizer_type": "GPT2BPETokenizer",
-    "vocab_file": REPOSITORY / "data/tiny_bpe/vocab.json",
-    "merge_file": REPOSITORY / "data/tiny_bpe/merges.txt",
+    "vocab_file": SHIPPED / "data/tiny_bpe/vocab.json",
+    "merge_file": SHIPPED / "data/tiny_bpe/merges.txt",
     "vocab_size": None,
 }
 # Microbatches of one conversation each, with answers of any length.
 CHAT: dict[str, Any] = TEXT | {
     "mock_data": None,
     "sft": True,
-    "data_path": [str(REPOSITORY / "data/chat-sample.jsonl")],
+    "data_path": [str(SHIPPED / "data/chat-sample.jsonl")],
     "split": "80,10,10",
     "data_cache_path": "cache",
     "micro_batch_size": 1,

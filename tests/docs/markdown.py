@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from megatron_lowprec.shipped import SHIPPED
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "data/README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", SHIPPED / "data/README.md", *(ROOT / "docs").rglob("*.md")]
+)
 
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
-PROGRAMS = ("python", "torchrun", "make", "sbatch", "srun", "pip", "lm_eval")
+PROGRAMS = ("python", "megatron-lowprec", "torchrun", "make", "sbatch", "srun", "pip", "lm_eval")
 ERROR = "pretrain_gpt.py: error: "
 ELLIPSES = ("...", "…")
 

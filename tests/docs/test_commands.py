@@ -15,8 +15,10 @@ import pytest
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from megatron_lowprec.commands.main import COMMANDS as COMMANDS_OF_PACKAGE
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep.cli import _parser as sweep_parser
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.translation import INSTALL, why_not
@@ -115,7 +117,7 @@ def check_driver(words: Sequence[str]) -> None:
         arguments.read_yaml(str(arguments.find(config)))
     recipe = options.get("recipe")
     if recipe is not None and not _PLACEHOLDER.fullmatch(recipe) and not recipe.startswith("my_"):
-        load_recipe(str(ROOT / recipe) if recipe.endswith(".yaml") else recipe, options.get("recipe_override", []))
+        load_recipe(recipe, options.get("recipe_override", []))
     if whole and not options.get("list_recipes"):
         resolve_model(arguments.parse(list(words))[0])
 
@@ -164,6 +166,20 @@ def check_lm_eval(words: Sequence[str]) -> None:
     assert (ROOT / given.include_path / f"{given.tasks}.yaml").is_file(), f"{given.include_path} has no {given.tasks}"
 
 
+def check_command(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subcommand of megatron-lowprec with its options."""
+    if not words or words[0].startswith("-"):
+        return None
+    name, *rest = plain(words)
+    assert name in COMMANDS_OF_PACKAGE, f"megatron-lowprec {name}: there is no such command"
+    if name == "train":
+        return check_driver(rest)
+    if name == "recipes":
+        return check_driver(["--recipe", *rest, "..."] if rest else [])
+    parse_of_tool(f"megatron_lowprec.commands.{COMMANDS_OF_PACKAGE[name].module}", rest, monkeypatch)
+    return None
+
+
 def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = plain(words)
     if words[0] == "-c":
@@ -173,6 +189,8 @@ def check_python(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         program, rest = words[1], words[2:]
         if program == "torch.distributed.run":
             return check_torchrun(rest, monkeypatch)
+        if program == "megatron_lowprec":
+            return check_command(rest, monkeypatch)
         if program in ("pytest", "pip"):
             return check_pip(rest, " ".join(words)) if program == "pip" else None
         assert program.startswith(("tools.", "tests.")), f"python -m {program}: no test knows it"
@@ -226,6 +244,8 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *words = command.words
     if program == "python":
         check_python(words, monkeypatch)
+    elif program == "megatron-lowprec":
+        check_command(words, monkeypatch)
     elif program == "torchrun":
         if words != ["--help"]:
             check_torchrun(words, monkeypatch)
@@ -258,7 +278,7 @@ def test_files_of_a_command_are_there(command: Command) -> None:
         folder = word.split("/")[0]
         ours = folder in ("configs", "data", "scripts", "tests", "tools", "requirements") and "/" in word
         if ours and not word.startswith(("data/wikipedia", "data/cache")):
-            assert any(ROOT.glob(word)), f"{word} is not there"
+            assert any(ROOT.glob(word)) or any(SHIPPED.glob(word)), f"{word} is not there"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -305,9 +325,9 @@ _FOREIGN = {
 def known_flags() -> set[str]:
     """Of the driver and of every tool."""
     found = set(_FOREIGN)
-    parsers = [arguments.build_parser(), sweep_parser()]
+    parsers = [arguments.build_parser(), sweep_parser("sweep.py")]
     found |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
-    for file in (ROOT / "tools").rglob("*.py"):
+    for file in [*(ROOT / "tools").rglob("*.py"), *(SHIPPED / "commands").glob("*.py")]:
         found |= set(re.findall(r'add_argument\(\s*"(--[a-z0-9-]+)"', file.read_text(encoding="utf-8")))
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.shipped import SHIPPED
 from tests.docs.markdown import PAGES, ROOT, fences, name_of, prose, spans
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -105,7 +106,7 @@ def _exists(page: Path, name: str) -> bool:
     if match := re.search(r"\{([^}]*)\}", name):
         patterns = [name.replace(match[0], word) for word in match[1].split(",")]
     # Modules are named as seen from the package, pages and results as seen from the page.
-    bases = (ROOT, ROOT / "megatron_lowprec", ROOT / "data", page.parent)
+    bases = (ROOT, ROOT / "megatron_lowprec", SHIPPED / "data", page.parent)
     if name.endswith(".py") and "/" not in name:
         return (
             any(any((ROOT / folder).rglob(name)) for folder in ("megatron_lowprec", "tools")) or (ROOT / name).exists()

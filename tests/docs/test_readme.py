@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from megatron_lowprec import recipes
+from megatron_lowprec.shipped import SHIPPED
 from tests.docs.markdown import ROOT, lines_of, prose
 
 README = ROOT / "README.md"
@@ -27,7 +28,7 @@ def test_it_is_short() -> None:
 
 def test_every_model_configuration_is_named() -> None:
     named = re.findall(r"`([\w.]+)`", (ROOT / "docs/guide/models.md").read_text(encoding="utf-8"))
-    assert {file.stem for file in (ROOT / "configs/models").glob("*.yaml")} <= set(named)
+    assert {file.stem for file in (SHIPPED / "configs/models").glob("*.yaml")} <= set(named)
 
 
 def test_every_part_of_the_package_is_in_the_layout() -> None:

@@ -28,6 +28,7 @@ from megatron_lowprec.recipe.schema import (
     Recipe,
 )
 from megatron_lowprec.scaling import SCALE_RULES
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep import spec as sweep
 from tests.docs.markdown import PAGES, ROOT, Fence, fences, name_of, numbers, prose
 from tools import doc_tables
@@ -156,7 +157,9 @@ def test_measured_numbers_stand_in_what_the_page_links(page: Path) -> None:
     text = page.read_text(encoding="utf-8").split("## Measured\n", 1)[1].split("\n## ", 1)[0]
     sources = [page.parent / link for link in re.findall(r"\]\((\.\./results/[^)#]+)", text)]
     assert sources
-    known = {n for file in [*sources, ROOT / "configs/claims.yaml"] for n in numbers(file.read_text(encoding="utf-8"))}
+    known = {
+        n for file in [*sources, SHIPPED / "configs/claims.yaml"] for n in numbers(file.read_text(encoding="utf-8"))
+    }
     # Differences that the pages take of the table of 50 steps.
     known |= {0.010, 0.003} if any("recipes-125m" in file.name for file in sources) else set()
     assert len(numbers(text)) > 3
@@ -188,7 +191,7 @@ def test_every_sweep_that_is_shipped_is_in_the_table() -> None:
     page = ROOT / "docs/guide/sweeps.md"
     named = [*table_after(page, "Shipped sweeps"), *table_after(page, "Studies")]
     assert sorted(named) == sorted(set(named))
-    assert set(named) == {file.stem for file in (ROOT / "configs/sweeps").glob("*.yaml")}
+    assert set(named) == {file.stem for file in (SHIPPED / "configs/sweeps").glob("*.yaml")}
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)

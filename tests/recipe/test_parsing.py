@@ -11,8 +11,9 @@ import yaml
 
 from megatron_lowprec import GemmSpec, HadamardSpec, QuantSpec, UserError, get_recipe, recipes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict, recipe_to_dict, same_numerics
+from megatron_lowprec.shipped import SHIPPED
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "recipes"
+CONFIGS = SHIPPED / "configs" / "recipes"
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.report import tables
 from megatron_lowprec.report.build import build
 from megatron_lowprec.report.claims import load_claims
@@ -18,7 +19,6 @@ from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.statistics import Fit
 from tests.report.synthetic import MXFP8_OPERANDS, add_cells, cell, write_run, write_sweep
 from tests.training.helpers import argv
-from tools import report
 
 PNG = b"\x89PNG"
 

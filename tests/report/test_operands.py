@@ -14,13 +14,13 @@ import pytest
 from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.figure import Figure
 
+from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.linear.linear_id import DIMS
 from megatron_lowprec.report import operand_plots, operand_tables, plot_style
 from megatron_lowprec.report.groups import Group, group_runs
 from megatron_lowprec.report.operands import KINDS, Snapshots, find_snapshots, read_rows
 from megatron_lowprec.report.runs import find_runs
 from tests.report.synthetic import operand_row, write_run, write_snapshots
-from tools import report
 
 Rows = list[dict[str, Any]]
 HEADING = "What quantization did to operands"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.report import plot_style, plots
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import find_runs
 from tests.report.synthetic import write_run
-from tools import report
 
 
 def test_a_repeated_seed_is_drawn_as_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

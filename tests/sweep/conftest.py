@@ -96,7 +96,7 @@ class Fake:
         """scripts/sweep.py with the stand-in."""
         code = (
             "import sys; from megatron_lowprec.sweep import cli, jobs, local; "
-            f"jobs.DRIVER = {str(self.driver)!r}; local.visible_gpus = lambda: []; "
+            f"jobs.DRIVER = ({str(self.driver)!r},); local.visible_gpus = lambda: []; "
             f"vars(local).update({self.constants!r}); sys.exit(cli.main(sys.argv[1:]))"
         )
         return [sys.executable, "-c", code]
@@ -124,7 +124,7 @@ class Fake:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     """The stand-in on a machine without GPUs."""
     made = Fake(tmp_path)
-    monkeypatch.setattr(jobs, "DRIVER", str(made.driver))
+    monkeypatch.setattr(jobs, "DRIVER", (str(made.driver),))
     monkeypatch.setattr(local, "visible_gpus", list)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)

@@ -20,7 +20,7 @@ FLAGS = "--recipe checkpoint 'a b' --wikitext"
 @pytest.fixture
 def scored(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:
     """A sweep whose evaluation is the stand-in."""
-    monkeypatch.setattr(jobs, "EVALUATE", str(Path(__file__).with_name("fake_evaluate.py")))
+    monkeypatch.setattr(jobs, "EVALUATE", (str(Path(__file__).with_name("fake_evaluate.py")),))
     return fake
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.sweep.jobs import (
+    DRIVER,
     Job,
     command,
     expand,
@@ -140,7 +141,7 @@ def test_it_loads_where_there_is_a_checkpoint(write_sweep: WriteSweep, tmp_path:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     words = command(job, tmp_path)
     assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(tmp_path)
-    config, _, _ = parse(words[1:])
+    config, _, _ = parse(words[len(DRIVER) :])
     assert config.exit_signal_handler
 
 

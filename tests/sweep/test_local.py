@@ -17,6 +17,7 @@ from megatron_lowprec.sweep import cli, local
 from megatron_lowprec.sweep.job_record import Lock
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.view import View
+from tests.environment import python_path
 from tests.sweep.conftest import Fake, WriteSweep
 from tests.waiting import ended, wait_for
 
@@ -463,9 +464,8 @@ def test_a_real_job_is_interrupted_continued_and_finished(
 
 
 @pytest.mark.slow
-def test_scripts_sweep_is_that_program(write_sweep: WriteSweep, tmp_path: Path) -> None:
-    command = [sys.executable, cli.PROGRAM, write_sweep(), "--out", str(tmp_path / "out"), "--status"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.PROGRAM).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+def test_the_command_is_that_program(write_sweep: WriteSweep, tmp_path: Path) -> None:
+    command = [sys.executable, *cli.PROGRAM, write_sweep(), "--out", str(tmp_path / "out"), "--status"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **python_path()})
     assert done.returncode == 2
     assert "holds no sweep.json: no sweep was started there" in done.stderr

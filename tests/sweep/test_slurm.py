@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep import slurm
 from megatron_lowprec.sweep.job_record import Lock
 from megatron_lowprec.sweep.slurm import indices
@@ -64,7 +65,7 @@ def test_the_script_of_every_size(fake: Fake, capsys: pytest.CaptureFixture[str]
         **gpus[size],
     }
     (command,) = [line for line in text.splitlines() if " --job " in line]
-    assert f"{REPOSITORY}/scripts/sweep.py {REPOSITORY}/configs/sweeps/paper_table2.yaml --size {size}" in command
+    assert f"-m megatron_lowprec sweep {SHIPPED}/configs/sweeps/paper_table2.yaml --size {size}" in command
     assert ("--data-path 'a text_document'" in command) == (size != "tiny")
     assert not fake.out.exists()
 
@@ -246,15 +247,14 @@ def test_without_sbatch_and_with_one_that_refuses(
 
 
 def prepare(fake: Fake, path: str, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The script, with the stand-in in the place of scripts/sweep.py."""
+    """The script, with the stand-in in the place of the command."""
     assert fake.run(path, "--slurm-dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     program, code = fake.program()[0], fake.driver.with_name("program.py")
     code.write_text(fake.program()[2])
     (at,) = [i for i, line in enumerate(lines) if " --job " in line]
-    arguments = lines[at].strip().split(" ", 2)
-    assert arguments[1].endswith("scripts/sweep.py")
-    lines[at] = f"{program} {code} {arguments[2]}"
+    arguments = lines[at].strip().partition(" -m megatron_lowprec sweep ")[2]
+    lines[at] = f"{program} {code} {arguments}"
     script = fake.driver.with_name("task.sh")
     script.write_text("\n".join(lines) + "\n")
     return script

@@ -8,12 +8,13 @@ import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep.budgets import budgets
 from megatron_lowprec.sweep.jobs import expand
 from megatron_lowprec.sweep.spec import RecipeChoice, Resources, merge, read, seeds_of, size_names
-from tests.sweep.conftest import REPOSITORY, Fake, WriteSweep
+from tests.sweep.conftest import Fake, WriteSweep
 
-SHIPPED = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
+SHIPPED = sorted((SHIPPED / "configs" / "sweeps").glob("*.yaml"))
 NAMES = {"paper_table2", "rht_block_size", "fp8_forward", "mxfp8_rounding", "fp8_scaling", "fp8_lm"}
 CHECKS = {"fp8_native"}  # of this project's own kernels, on a GPU alone
 STUDIES = {"gpt_25m_schedule", "all_recipes", "token_ladder", "learning_rate", "mxfp8_operands", "late_growth"}
@@ -181,7 +182,7 @@ def test_unknown_sizes_and_files(write_sweep: WriteSweep, tmp_path: Any) -> None
     with pytest.raises(UserError, match="no such file; the shipped ones are in configs/sweeps/"):
         read(str(tmp_path / "nothing.yaml"))
     with pytest.raises(UserError, match=r"no such file; did you mean configs/sweeps/paper_table2\.yaml\?"):
-        read("paper_table2")
+        read("paper_table")
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(UserError, match="no valid YAML"):
         read(str(tmp_path / "broken.yaml"))

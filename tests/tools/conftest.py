@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec.commands import evaluate, export_hf
+from megatron_lowprec.shipped import SHIPPED
 from tests.training.conftest import Drive, drive, driving
-from tests.training.helpers import REPOSITORY, argv
-from tools import evaluate, export_hf
+from tests.training.helpers import argv
 from tools.fuzz.readers import readers
 from tools.fuzz.run import FuzzedReader
 from tools.fuzz.template import TINY
 
 __all__ = ["drive"]
 
-BPE = REPOSITORY / "data/tiny_bpe"
+BPE = SHIPPED / "data/tiny_bpe"
 TEXT = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": BPE / "vocab.json", "merge_file": BPE / "merges.txt"}
 # 512 ids and 488 rows of padding.
 MODEL: dict[str, Any] = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_lowprec.errors import UserError, current_argv
+from megatron_lowprec.text_tables import Column, render
 from tests.waiting import PATIENCE
 from tools.bench import (
     exchange,
@@ -31,7 +32,7 @@ from tools.bench.__main__ import RENAMED, main
 from tools.bench.cases import layer
 from tools.bench.cases.op_cases import OpCase
 from tools.bench.measure import Bench, Copy, Timing, combined, cycle_inputs, rate
-from tools.bench.report import Column, Report, render
+from tools.bench.report import Report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""tools/numerics.py operand-error and recipe-diff on operands written as a run writes them."""
+"""`megatron-lowprec lab` operand-error and recipe-diff on operands written as a run writes them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from megatron_lowprec import get_recipe
+from megatron_lowprec.commands import lab as numerics
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.lab import captured_products, experiment, operand_error, recipe_diff
 from megatron_lowprec.linear import linear_gemms
 from megatron_lowprec.linear.capture_file import Capture, write_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.quantization.amax_history import AmaxHistory
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS
-from tools import numerics
-from tools.numerics_lab import captured_products, experiment, operand_error, recipe_diff
 
 TOKENS, IN, OUT = 64, 96, 64
 
@@ -130,7 +130,7 @@ def test_both_commands_on_files(tmp_path: Path) -> None:
     assert numerics.main(["operand-error", str(file), "--out", str(out), "--draws", "2"]) == 0
     found = json.loads((out / "operand-error.json").read_text())
     assert found["header"]["command"].startswith(
-        "python tools/numerics.py operand-error layers.3.mlp.linear_fc1.safetensors --out DIR"
+        "megatron-lowprec lab operand-error layers.3.mlp.linear_fc1.safetensors --out DIR"
     )
     own = found["tables"]["products"]["rows"]
     assert [(row["linear"], row["recipe"], row["gemm"]) for row in own] == [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lowprec.commands import evaluate, export_hf
 from megatron_lowprec.training.data.wikitext import detokenize
 from megatron_lowprec.training.distributed import startup
 from tests.launch import fork_ranks
@@ -19,7 +20,6 @@ from tests.training.checkpoint.forms import change
 from tests.training.conftest import Drive
 from tests.training.convert.reference import logits
 from tests.training.helpers import argv, rows
-from tools import evaluate, export_hf
 
 
 def test_it_is_the_driver_s_validation_loss(drive: Drive) -> None:

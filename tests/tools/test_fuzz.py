@@ -38,7 +38,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "lock of a run": ("training.distributed.process_lock",),
     "checkpoint": ("training.checkpoint.checksums", "training.checkpoint.resume", "training.checkpoint.safe_load"),
     "checkpoint without checksums": (),
-    "tracker": ("training.checkpoint.storage",),
+    "tracker": ("commands.inspect_checkpoint", "training.checkpoint.storage"),
     "extra state": (),
     "corpus": ("training.data.indexed_dataset",),
     "corpus without a note": (),
@@ -52,12 +52,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "conversations, tokenized": (),
     "manifest of shards": ("training.data.shards",),
     "unfinished shards": (),
-    "Hugging Face model": ("training.convert.hf_tokenizer",),
+    "Hugging Face model": ("commands.import_hf", "training.convert.hf_tokenizer"),
     "tokenizers": ("training.data.tokenizer",),
     "Megatron-LM's older format": ("training.convert.stock",),
     "captured operands": ("linear.capture_file",),
     "tilings": ("kernels.tuning",),
-    "numerics experiment": (),
+    "numerics experiment": ("lab.page",),
     "record of verified data": (),
 }
 # Modules whose files have no reader of the fuzz, and why.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.commands import inspect_checkpoint
 from tests.training.conftest import checkpoints  # noqa: F401 - a fixture
-from tools import inspect_checkpoint
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_lowprec.commands import export_hf
 from megatron_lowprec.training.data.wikitext import SHIPPED, detokenize, read
 from megatron_lowprec.training.evaluation.windows import Text, Window, pack, windows
 from tests.environment import python_path
@@ -23,7 +24,6 @@ from tests.training.conftest import PLACE_IN_LAUNCH, Drive
 from tests.training.convert.models import LLAMA
 from tests.training.helpers import REPOSITORY, argv
 from tests.waiting import PATIENCE
-from tools import export_hf
 from tools.harness import wikitext_shipped
 
 TASK = REPOSITORY / "tools/harness/wikitext_shipped.yaml"

@@ -21,7 +21,9 @@ import pytest
 import torch
 import yaml
 
+from megatron_lowprec.commands import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.checkpoint import safe_load
 from megatron_lowprec.training.config.arguments import KINDS, flag
 from megatron_lowprec.training.config.options import GROUPS
@@ -30,7 +32,7 @@ from tests.training.checkpoint.foreign import CRAFTS, MARKER, Foreign, change, c
 from tests.training.checkpoint.forms import common_as_file, common_as_object
 from tests.training.conftest import Drive, checkpoints  # noqa: F401 - a fixture
 from tests.training.helpers import REPOSITORY, argv
-from tools import evaluate, export_hf, import_hf, import_megatron, inspect_checkpoint, weight_norms
+from tools import weight_norms
 from tools.fuzz.run import FuzzedReader
 
 LATEST, OLDER = "iter_0000004", "iter_0000002"
@@ -72,29 +74,29 @@ READERS: dict[tuple[str, str], list[tuple[str, Callable[..., None], bool]]] = {
     ],
     ("pretrain_gpt.py", "--save"): [(LATEST, driver(save="out"), True)],
     ("pretrain_gpt.py", "--pretrained-checkpoint"): [(LATEST, driver(save="new", pretrained_checkpoint="out"), True)],
-    ("tools/evaluate.py", "--load"): [
+    ("commands/evaluate.py", "--load"): [
         (LATEST, tool(evaluate.main, "--load", "out", *DATA), True),
         (LATEST, tool(evaluate.main, "--load", f"out/{LATEST}", *DATA), True),
     ],
-    ("tools/evaluate.py", "--iteration"): [
+    ("commands/evaluate.py", "--iteration"): [
         (OLDER, tool(evaluate.main, "--load", "out", "--iteration", "2", *DATA), True)
     ],
-    ("tools/export_hf.py", "--load"): [
+    ("commands/export_hf.py", "--load"): [
         (LATEST, tool(export_hf.main, "--load", "out", "--out", "hf"), False),
         (LATEST, tool(export_hf.main, "--load", f"out/{LATEST}", "--out", "hf"), False),
     ],
-    ("tools/export_hf.py", "--iteration"): [
+    ("commands/export_hf.py", "--iteration"): [
         (OLDER, tool(export_hf.main, "--load", "out", "--iteration", "2", "--out", "hf"), False)
     ],
-    ("tools/import_megatron.py", "--load"): [
+    ("commands/import_megatron.py", "--load"): [
         (LATEST, tool(import_megatron.main, "--load", "out", "--save", "new", *TOKENS), False),
         (LATEST, tool(import_megatron.main, "--load", f"out/{LATEST}", "--save", "new", *TOKENS), False),
     ],
-    ("tools/inspect_checkpoint.py", "folder"): [
+    ("commands/inspect_checkpoint.py", "folder"): [
         (LATEST, tool(inspect_checkpoint.main, "out"), False),
         (LATEST, tool(inspect_checkpoint.main, f"out/{LATEST}"), False),
     ],
-    ("tools/inspect_checkpoint.py", "--iteration"): [
+    ("commands/inspect_checkpoint.py", "--iteration"): [
         (OLDER, tool(inspect_checkpoint.main, "out", "--iteration", "2"), False)
     ],
     ("tools/weight_norms.py", "--load"): [
@@ -102,7 +104,7 @@ READERS: dict[tuple[str, str], list[tuple[str, Callable[..., None], bool]]] = {
     ],
 }
 # Of another format, and tested below.
-OTHERS = {("tools/import_hf.py", "--load")}
+OTHERS = {("commands/import_hf.py", "--load")}
 CASES = [
     pytest.param(way, id=f"{Path(file).stem} {name} {number}")
     for (file, name), ways in READERS.items()
@@ -310,12 +312,14 @@ def flags(file: Path) -> Iterator[str]:
                 yield texts[0]
 
 
-def tools() -> list[Path]:
-    return sorted(path for path in (REPOSITORY / "tools").rglob("*.py"))
+def tools() -> dict[str, Path]:
+    """Programs, by their paths in the repository or, of commands, in the package."""
+    commands = {f"commands/{path.name}": path for path in (SHIPPED / "commands").glob("*.py")}
+    return commands | {str(path.relative_to(REPOSITORY)): path for path in (REPOSITORY / "tools").rglob("*.py")}
 
 
 def test_every_flag_that_names_a_checkpoint_is_walked() -> None:
-    found = {(str(path.relative_to(REPOSITORY)), name) for path in tools() for name in flags(path)}
+    found = {(program, name) for program, path in tools().items() for name in flags(path)}
     for group in GROUPS:
         for field in group.__dataclass_fields__.values():
             of_folders = KINDS[field.name].element is str and "folder" in field.metadata["help"]
@@ -332,12 +336,12 @@ READING = {f"checkpoint.{name}" for name in ("checkpoint", "loader", "resume", "
 
 def test_every_tool_that_imports_a_reader_is_walked() -> None:
     found = set()
-    for path in tools():
+    for program, path in tools().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_lowprec.training"):
                 names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
                 if names & {f"megatron_lowprec.training.{name}" for name in READING}:
-                    found.add(str(path.relative_to(REPOSITORY)))
+                    found.add(program)
     # tools/layout_parity reads its own checkpoints by the driver's functions; tools/fuzz calls these as programs do.
     found = {file for file in found if not file.startswith("tools/fuzz/")}
     assert found == {file for file, _ in {*READERS, *OTHERS}} - {"pretrain_gpt.py"} | {"tools/layout_parity/setup.py"}
@@ -350,7 +354,7 @@ LOADS_YAML = ("megatron_lowprec/recipe/yaml_text.py", "yaml.load")
 def test_no_text_is_run() -> None:
     """No eval, no shell, and one module that loads YAML, whose tags can name code."""
     found = set()
-    for path in [REPOSITORY / "pretrain_gpt.py", *tools(), *(REPOSITORY / "megatron_lowprec").rglob("*.py")]:
+    for path in [REPOSITORY / "pretrain_gpt.py", *tools().values(), *(REPOSITORY / "megatron_lowprec").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
             names += [node.arg] if isinstance(node, ast.keyword) and node.arg is not None else []
@@ -369,7 +373,7 @@ ALLOWED = {
 
 def test_one_module_unpickles_files() -> None:
     found = set()
-    for path in [REPOSITORY / "pretrain_gpt.py", *tools(), *(REPOSITORY / "megatron_lowprec").rglob("*.py")]:
+    for path in [REPOSITORY / "pretrain_gpt.py", *tools().values(), *(REPOSITORY / "megatron_lowprec").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
             if name in UNPICKLING or name.endswith(("FileSystemReader", "Unpickler")):

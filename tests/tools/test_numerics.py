@@ -1,4 +1,4 @@
-"""The experiments of tools/numerics.py against closed forms, an exact variance and figures measured before."""
+"""The experiments of `megatron-lowprec lab` against closed forms, an exact variance and figures measured before."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lowprec.commands import lab as numerics
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.fp8_accumulator import HOPPER, Fp8Accumulator
-from megatron_lowprec.recipe.registry import MXFP4, MXFP8
-from megatron_lowprec.recipe.schema import HadamardSpec
-from tools import numerics
-from tools.numerics_lab import (
+from megatron_lowprec.lab import (
     accumulator,
     accumulator_probe,
     clipping,
@@ -26,7 +24,7 @@ from tools.numerics_lab import (
     scale_rounding,
     simfloat_study,
 )
-from tools.numerics_lab.dot_products import (
+from megatron_lowprec.lab.dot_products import (
     Accumulator,
     ScaledVectors,
     Scheme,
@@ -38,7 +36,9 @@ from tools.numerics_lab.dot_products import (
     sample_snr,
     snr_row,
 )
-from tools.numerics_lab.experiment import Lab, pivot
+from megatron_lowprec.lab.experiment import Lab, pivot
+from megatron_lowprec.recipe.registry import MXFP4, MXFP8
+from megatron_lowprec.recipe.schema import HadamardSpec
 
 LAB = Lab(torch.device("cpu"), seed=1234)
 ONE = torch.ones(1, 1)
@@ -277,9 +277,7 @@ def test_an_experiment_writes_json_text_and_a_figure(tmp_path: Path, capsys: pyt
     assert numerics.main(["simfloat", "--out", str(tmp_path / "new"), "--quick"]) == 0
     assert capsys.readouterr().out.startswith("simfloat: ")
     found = json.loads((tmp_path / "new" / "simfloat.json").read_text(), parse_constant=pytest.fail)
-    assert found["header"]["command"] == (
-        "python tools/numerics.py simfloat --out DIR --seed 1234 --device cpu --quick"
-    )
+    assert found["header"]["command"] == ("megatron-lowprec lab simfloat --out DIR --seed 1234 --device cpu --quick")
     table = found["tables"]["below-mix-0.0"]
     assert [column["key"] for column in table["columns"]] == ["name", "128"]
     (unscaled,) = [row for row in table["rows"] if row["name"].startswith("scale 1, exact")]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.commands import lab as numerics
 from tests.report.synthetic import operand_row as row
 from tests.report.synthetic import write_snapshots
-from tools import numerics
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 # Writes what a reader would see into the page's title, which --dump-dom prints.

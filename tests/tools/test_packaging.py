@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from megatron_lowprec.mcore import SERIES
+from megatron_lowprec.shipped import SHIPPED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = REPOSITORY / "requirements" / "cpu.txt"
@@ -110,7 +111,7 @@ def test_runtime_and_extras_are_the_published_ones() -> None:
 
 
 def test_shipped_data_has_the_checksums_of_its_readme() -> None:
-    data = REPOSITORY / "data"
+    data = SHIPPED / "data"
     lines = re.findall(r"^([0-9a-f]{64})  (\S+)$", (data / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert {name for _, name in lines} == {
         *("enwiki-valid.jsonl.xz", "enwiki-test.jsonl.xz", "wikitext-test.raw.txt.xz", "chat-sample.jsonl"),

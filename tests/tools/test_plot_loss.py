@@ -11,7 +11,7 @@ import yaml
 from megatron_lowprec.errors import UserError
 from tools import plot_loss
 
-DATA = plot_loss.REPOSITORY / "data"
+DATA = plot_loss.SHIPPED / "data"
 
 
 def write_run(folder: Path, offset: float = 0.0, iterations: int = 60) -> Path:

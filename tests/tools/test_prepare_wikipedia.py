@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.data import indexed_dataset, shards
 from megatron_lowprec.training.data.tokenizer import build_tokenizer
-from tests.training.helpers import REPOSITORY
 from tools import prepare_wikipedia
 
-VOCAB, MERGES = (str(REPOSITORY / "data" / "tiny_bpe" / name) for name in ("vocab.json", "merges.txt"))
+VOCAB, MERGES = (str(SHIPPED / "data" / "tiny_bpe" / name) for name in ("vocab.json", "merges.txt"))
 TOKENIZER = build_tokenizer("GPT2BPETokenizer", vocab_file=VOCAB, merge_file=MERGES)
 BPE = ["--vocab-file", VOCAB, "--merge-file", MERGES]
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_lowprec.commands import preprocess_data
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.data import indexed_dataset
 from megatron_lowprec.training.data.tokenizer import build_tokenizer
-from tools import preprocess_data
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-VOCAB, MERGES = (str(REPOSITORY / "data" / "tiny_bpe" / name) for name in ("vocab.json", "merges.txt"))
+VOCAB, MERGES = (str(SHIPPED / "data" / "tiny_bpe" / name) for name in ("vocab.json", "merges.txt"))
 BPE = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", VOCAB, "--merge-file", MERGES]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.resolve import resolve_model
 from tests.mcore.one_process import one_process
@@ -98,7 +99,7 @@ def test_the_page_has_the_table_of_the_tool(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_experts_and_pipelines_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shard_balance.main(["--config", str(REPOSITORY / "configs/models/moe_tiny.yaml"), "--ranks", "2"]) == 2
+    assert shard_balance.main(["--config", str(SHIPPED / "configs/models/moe_tiny.yaml"), "--ranks", "2"]) == 2
     assert "give a dense model" in capsys.readouterr().err
     config = resolve_model(parse(argv(pipeline_model_parallel_size=2))[0])
     with pytest.raises(UserError, match="pipeline stages"):

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from megatron_lowprec.commands import export_hf
 from tests.tools.conftest import MODEL
 from tests.training.conftest import Drive
 from tests.training.helpers import argv
-from tools import export_hf, weight_norms
+from tools import weight_norms
 
 
 def test_sizes_are_those_of_the_exported_weights(drive: Drive) -> None:

@@ -11,9 +11,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pretrain_gpt
+from megatron_lowprec.commands import evaluate
 from megatron_lowprec.training.config import resolve
 from megatron_lowprec.training.distributed import startup
-from tools import evaluate
 
 
 def runs(cases: Path) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_lowprec import QuantSpec, UserError, get_recipe
+from megatron_lowprec.commands import evaluate, export_hf
 from megatron_lowprec.mcore.optim.fp8_param_gather import finalize
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.training import loop
@@ -34,7 +35,6 @@ from tests.training.conftest import Drive, driving
 from tests.training.helpers import argv, losses, rows
 from tests.training.monitoring.test_bad_numbers import at, spoiling
 from tests.training.primary_worker import Digests, looking
-from tools import evaluate, export_hf
 
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8_current": {"recipe": "fp8_current"},

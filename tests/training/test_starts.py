@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_lowprec.commands import evaluate, export_hf, inspect_checkpoint
+from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.report.groups import group_runs
 from megatron_lowprec.report.runs import Status, find_runs
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.checkpoint import loader, resume
 from megatron_lowprec.training.checkpoint.checkpoint import Progress
 from megatron_lowprec.training.checkpoint.resume import Saved
@@ -28,10 +31,9 @@ from megatron_lowprec.training.distributed.startup import Ranks
 from megatron_lowprec.training.models.architectures import architecture_of
 from megatron_lowprec.training.run_plan import RunPlan, plan_run
 from tests.training.conftest import Drive, driving
-from tests.training.helpers import REPOSITORY, argv, losses
-from tools import evaluate, export_hf, inspect_checkpoint, report
+from tests.training.helpers import argv, losses
 
-BPE = REPOSITORY / "data/tiny_bpe"
+BPE = SHIPPED / "data/tiny_bpe"
 MODEL: dict[str, Any] = {
     "tokenizer_type": "GPT2BPETokenizer",
     "vocab_file": BPE / "vocab.json",
@@ -54,7 +56,7 @@ def shipped(name: str) -> dict[str, Any]:
     """A shipped configuration, on random tokens, two samples an iteration."""
     changes: dict[str, Any] = {key.replace("-", "_"): None for key in argv_names()}
     sizes = {"train_iters": 2, "global_batch_size": 2, "micro_batch_size": 1, "eval_iters": 1}
-    return changes | sizes | {"config": REPOSITORY / f"configs/models/{name}.yaml", "mock_data": True}
+    return changes | sizes | {"config": SHIPPED / f"configs/models/{name}.yaml", "mock_data": True}
 
 
 def argv_names() -> list[str]:
@@ -181,13 +183,13 @@ def test_every_start_goes_on(runs: Callable[[str], str], drive: Drive, name: str
 
 # Shipped configurations, most of them too large to train here: everything but tensors.
 
-CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yaml"))
+CONFIGS = sorted(path.stem for path in (SHIPPED / "configs" / "models").glob("*.yaml"))
 NO_HUGGING_FACE = {"moe_tiny", "deepseek_tiny", "deepseek_16b", "moe_16b_mxfp8", "gpt_8b_mxfp8", "gpt_843m_mxfp8"}
 
 
 def planned(name: str) -> RunPlan:
     """A start's plan on eight processes."""
-    config, given, notes = parse(["--config", str(REPOSITORY / f"configs/models/{name}.yaml"), "--save", "out"])
+    config, given, notes = parse(["--config", str(SHIPPED / f"configs/models/{name}.yaml"), "--save", "out"])
     config, _ = resume.source(resolve_run(resolve_model(config), 8, gpus=False))
     config, paths = run_paths(config, config.recipe)
     return plan_run(config, paths, given, notes, load_recipe(config.recipe, []), Ranks(0, 8, 0, 8))

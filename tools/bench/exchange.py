@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
+from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench
-from tools.bench.report import Column, Report, Row, named, spread_columns
+from tools.bench.report import Report, spread_columns
 from tools.bench.shapes import ModelShape
 from tools.bench.step import models_with_config
 

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.text_tables import Column, Row
 from tools.bench.measure import Bench, distance, errors, one_line
 from tools.bench.peers.layers import absent
-from tools.bench.report import Column, Report, Row, spread_columns
+from tools.bench.report import Report, spread_columns
 from tools.bench.shapes import EXPERTS, ExpertShape
 
 RECIPES = ("bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "mxfp4_rht_sr")

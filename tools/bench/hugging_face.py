@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from megatron_lowprec.linear.convert import convert
+from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.measure import Bench, errors, one_line
 from tools.bench.peers.layers import absent
-from tools.bench.report import Column, Report, Row, named, spread_columns
+from tools.bench.report import Report, spread_columns
 
 RECIPES = ("fp8_current", "fp8_rowwise", "fp8_blockwise", "mxfp4_rht_sr")
 TORCHAO = ("tensorwise", "rowwise")

@@ -8,10 +8,11 @@ import torch
 
 from megatron_lowprec.quantization.device_rng_step import enter_rng_step
 from megatron_lowprec.quantization.random_stream import RngStep
+from megatron_lowprec.text_tables import Column, Row
 from tools.bench.cases import layer
 from tools.bench.measure import Bench, Timing, cycle_inputs, errors, one_line
 from tools.bench.peers import layers as peers
-from tools.bench.report import Column, Report, Row, spread_columns
+from tools.bench.report import Report, spread_columns
 from tools.bench.shapes import LinearShape, linears
 
 RECIPES = ("bf16", "mxfp8", "mxfp4", "mxfp4_rht", "mxfp4_sr", "mxfp4_rht_sr")

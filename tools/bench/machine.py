@@ -31,7 +31,7 @@ def header(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version("triton") if find_spec("triton") else "unknown",
         "python": platform.python_version(),
-        "commit": commit("megatron_lowprec", "tools") or "unknown",
+        "commit": commit("tools") or "unknown",
     }
 
 

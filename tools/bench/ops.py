@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.text_tables import Column, Row, named
 from megatron_lowprec.training.distributed import startup
 from tools.bench.cases.op_cases import LAYERS, OPS, Inputs, OpCase
 from tools.bench.measure import Bench, Call, Copy, errors, one_line, rate
-from tools.bench.report import Column, Report, Row, named, spread_columns
+from tools.bench.report import Report, spread_columns
 from tools.bench.shapes import ModelShape, models
 
 COLUMNS = (

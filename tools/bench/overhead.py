@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.cases import layer
 from tools.bench.measure import Bench, Timing, distance, errors_as_faults, rate
-from tools.bench.report import Column, Report, Row, named
+from tools.bench.report import Report
 from tools.bench.shapes import LinearShape, models
 
 GROUP = 64

@@ -23,8 +23,9 @@ from megatron_lowprec.quantization.quantizer import mx_rule
 from megatron_lowprec.quantization.random_stream import RandomStream, RngStep
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
 from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.measure import Bench, Copy, Timing, cycle_inputs, errors_as_faults, rate
-from tools.bench.report import Column, Report, Row, named, spread_columns
+from tools.bench.report import Report, spread_columns
 from tools.bench.shapes import linears
 
 FORMAT_NAMES = ("e2m1", "e4m3")

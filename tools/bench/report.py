@@ -2,35 +2,12 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lowprec.text_tables import plain_table
+from megatron_lowprec.text_tables import Column, Row, render
 from tools.bench.machine import header_lines
-
-Row = Mapping[str, Any]
-"""Column key -> value; ``failed`` holds the reason of a row without numbers."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: key in a row, heading, and number format."""
-
-    key: str
-    heading: str
-    form: str = ""
-
-    def text(self, row: Row) -> str:
-        """The cell; "-" without a value."""
-        value = row.get(self.key)
-        return "-" if value is None else format(value, self.form)
-
-
-def named(*keys: str) -> tuple[Column, ...]:
-    """Columns of text under their keys."""
-    return tuple(Column(key, key) for key in keys)
 
 
 def spread_columns(digits: int = 4) -> tuple[Column, ...]:
@@ -38,17 +15,6 @@ def spread_columns(digits: int = 4) -> tuple[Column, ...]:
     form = f".{digits}f"
     ms = Column("ms", "ms", form)
     return ms, Column("low", "p20", form), Column("high", "p80", form), Column("noise", "rounds", ".1%")
-
-
-def render(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The table: numbers aligned right, text left; a failed row has its reason in place of numbers."""
-    texts = [["" if row.get("failed") and c.form else c.text(row) for c in columns] for row in rows]
-    lines = plain_table([c.heading for c in columns], texts, [c.heading for c in columns if not c.form])
-    # After the heading and its rule.
-    for at, row in enumerate(rows, len(lines) - len(rows)):
-        if row.get("failed"):
-            lines[at] += f"  FAILED: {row['failed']}"
-    return "\n".join(lines)
 
 
 class Report:

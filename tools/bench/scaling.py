@@ -7,8 +7,9 @@ during the forward pass. Without communication cost, a step would take as long o
 import argparse
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.text_tables import Column, Row
 from tools.bench.measure import Bench
-from tools.bench.report import Column, Report, Row
+from tools.bench.report import Report
 from tools.bench.shapes import ModelShape
 from tools.bench.step import LOSS, NAMED, PEAK, RATE, TIMES, Runs, measured, median_ms, models_with_config, row_of
 

@@ -11,10 +11,11 @@ from statistics import median
 from typing import Any, TypeVar
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.text_tables import Column, Row, named
 from tools.bench.machine import REPOSITORY
 from tools.bench.measure import Bench, Timing, combined
 from tools.bench.peers.layers import TE_RECIPES, absent
-from tools.bench.report import Column, Report, Row, named, spread_columns
+from tools.bench.report import Report, spread_columns
 from tools.bench.shapes import ModelShape, models
 
 K = TypeVar("K", bound=Hashable)

@@ -35,7 +35,7 @@ def page(results: Sequence[Result], command: str) -> str:
         [
             "# Fuzz of the readers",
             "",
-            f"`{command}` on {date} at commit {commit('megatron_lowprec', 'tools') or 'unknown'}: every reader of the "
+            f"`{command}` on {date} at commit {commit('tools') or 'unknown'}: every reader of the "
             "repository on damaged and hostile copies of small files. A mutation flips bits, puts in words or numbers "
             "that have ended programs, cuts, repeats, reorders, fills with zeros, or puts another file in the place. "
             "A reader must read a file or refuse it in one printable line. A fault is any other exception, a crash, "

@@ -28,9 +28,9 @@ def of_checkpoints(made: Path) -> list[FuzzedReader]:
         print(found.progress, found.layout, found.schedule, found.tokenizer, found.recipe, *found.notes)
 
     def whole() -> None:
+        from megatron_lowprec.commands.inspect_checkpoint import describe
         from megatron_lowprec.training.checkpoint import loader, safe_load
         from megatron_lowprec.training.convert.store import read_weights
-        from tools.inspect_checkpoint import describe
 
         find()
         folder = loader.find("run").folder

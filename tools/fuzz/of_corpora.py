@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lowprec.training.config.arguments import REPOSITORY
+from megatron_lowprec.shipped import SHIPPED
 from tools.fuzz.run import FuzzedReader, copy, write
 from tools.fuzz.template import TINY
 
@@ -28,7 +28,7 @@ def of_corpora() -> list[FuzzedReader]:
     def words() -> Any:
         from megatron_lowprec.training.data.tokenizer import build_tokenizer
 
-        folder = REPOSITORY / "data/tiny_bpe"
+        folder = SHIPPED / "data/tiny_bpe"
         vocab, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
         return build_tokenizer("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
 
@@ -92,7 +92,7 @@ def of_corpora() -> list[FuzzedReader]:
     def make_chat_corpus() -> None:
         from megatron_lowprec.training.data.chat_dataset import _write as tokenize
 
-        copy(REPOSITORY / "data/chat-sample.jsonl", "chat.jsonl")
+        copy(SHIPPED / "data/chat-sample.jsonl", "chat.jsonl")
         Path("chat.jsonl").write_bytes(b"".join(Path("chat.jsonl").read_bytes().splitlines(keepends=True)[:20]))
         tokenize("chat.jsonl", "chats", known, 1)
 

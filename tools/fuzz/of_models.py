@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_lowprec.training.config.arguments import REPOSITORY
+from megatron_lowprec.shipped import SHIPPED
 from tools.fuzz.run import FuzzedReader, copy, write
 
 _END = 511  # <|endoftext|> of data/tiny_bpe
@@ -19,7 +19,7 @@ def of_models(made: Path) -> list[FuzzedReader]:
     def make_hf() -> None:
         copy(made / "hf", "hf")
         for name in ("vocab.json", "merges.txt"):
-            copy(REPOSITORY / "data/tiny_bpe" / name, f"hf/{name}")
+            copy(SHIPPED / "data/tiny_bpe" / name, f"hf/{name}")
         # the end of a text of this vocabulary, not of the run's tokenizer
         about = json.loads(Path("hf/config.json").read_text(encoding="utf-8")) | {"eos_token_id": _END}
         write({"hf/config.json": json.dumps(about)})
@@ -27,11 +27,11 @@ def of_models(made: Path) -> list[FuzzedReader]:
         write({"hf/model.safetensors.index.json": json.dumps(index)})
 
     def hugging_face() -> None:
+        from megatron_lowprec.commands.import_hf import _config, _tensors
         from megatron_lowprec.training.config.options import Config
         from megatron_lowprec.training.config.resolve import resolve_model
         from megatron_lowprec.training.convert.hf_config import from_hf_config
         from megatron_lowprec.training.convert.hf_tokenizer import tokenizer_options
-        from tools.import_hf import _config, _tensors
 
         about = _config(Path("hf"))
         options = from_hf_config(about)
@@ -42,7 +42,7 @@ def of_models(made: Path) -> list[FuzzedReader]:
     def make_tokenizers() -> None:
         from tokenizers import Tokenizer, models
 
-        files = [str(REPOSITORY / "data/tiny_bpe" / name) for name in ("vocab.json", "merges.txt")]
+        files = [str(SHIPPED / "data/tiny_bpe" / name) for name in ("vocab.json", "merges.txt")]
         write({"bpe/x": "", "hf/x": ""})
         for name, source in zip(("vocab.json", "merges.txt"), files, strict=True):
             copy(Path(source), f"bpe/{name}")
@@ -108,10 +108,10 @@ def of_tools(made: Path) -> list[FuzzedReader]:
         _read(Path("tilings.json"))
 
     def make_experiment() -> None:
-        copy(min((REPOSITORY / "docs/results/numerics").glob("*.json")), "e/e.json")
+        copy(min((SHIPPED.parent / "docs/results/numerics").glob("*.json")), "e/e.json")
 
     def experiment() -> None:
-        from tools.numerics_lab.page import experiments
+        from megatron_lowprec.lab.page import experiments
 
         for _ in experiments(Path("e")):
             pass

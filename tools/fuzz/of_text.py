@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
-from megatron_lowprec.training.config.arguments import REPOSITORY
+from megatron_lowprec.shipped import SHIPPED
 from tools.fuzz.run import FuzzedReader, copy, write
 
 _SWEEP = """\
@@ -46,7 +46,7 @@ def of_text() -> list[FuzzedReader]:
         from megatron_lowprec.training.config.resolve import resolve_model
         from megatron_lowprec.training.models.sizes import linear_sites
 
-        model = resolve_model(parse(["--config", str(REPOSITORY / "configs/models/gpt_tiny.yaml")])[0])
+        model = resolve_model(parse(["--config", str(SHIPPED / "configs/models/gpt_tiny.yaml")])[0])
         print(explain(load_recipe("f.yaml", []), linear_sites(model), model.num_layers or 1, arch_here(), []))
 
     def sweep() -> None:
@@ -63,7 +63,7 @@ def of_text() -> list[FuzzedReader]:
                 raise AssertionError("no bash script")
 
     def make_claims() -> None:
-        content = read_yaml_file(REPOSITORY / "configs/claims.yaml", "claims", "")
+        content = read_yaml_file(SHIPPED / "configs/claims.yaml", "claims", "")
         write({"f.yaml": yaml.safe_dump({**content, "claims": content["claims"][:2]})})
 
     def claims() -> None:
@@ -92,10 +92,10 @@ def of_text() -> list[FuzzedReader]:
     }
     found = []
     for name, (source, read) in shipped.items():
-        path = REPOSITORY / source
+        path = SHIPPED / source
         path = min(path.glob("*.yaml")) if path.is_dir() else path
         found.append(FuzzedReader(name, ("f.yaml",), partial(copy, path, "f.yaml"), read))
-    table = (REPOSITORY / "docs/results/quartet2-runs.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+    table = (SHIPPED / "data/quartet2-runs.csv").read_text(encoding="utf-8").splitlines(keepends=True)
     text = "\n = Title = \n\n Some words , and ( more ) @-@ words . \n = = Part = = \n\n Others . \n" * 5
     return [
         *found,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config.arguments import REPOSITORY
+from megatron_lowprec.shipped import SHIPPED
 
 _FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2
 --global-batch-size 4 --lr 1e-3 --train-iters 4 --eval-iters 1 --eval-interval 2 --log-interval 1
@@ -25,11 +25,15 @@ def template(folder: Path) -> Path:
         return folder
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for command in (
-        [str(REPOSITORY / "pretrain_gpt.py"), *TINY, "--mock-data", "--save", str(folder / "run")],
-        ["-m", "tools.export_hf", "--load", str(folder / "run"), "--out", str(folder / "hf")],
+        ["-m", "megatron_lowprec.training.driver", *TINY, "--mock-data", "--save", str(folder / "run")],
+        ["-m", "megatron_lowprec.commands.export_hf", "--load", str(folder / "run"), "--out", str(folder / "hf")],
     ):
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+            [sys.executable, "-W", "ignore", *command],
+            cwd=SHIPPED.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise UserError(f"the small run failed: {done.stderr.strip()}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron_lowprec.training.config.arguments import find
+from megatron_lowprec.shipped import find
 from megatron_lowprec.training.data.wikitext import SHIPPED, read
 
 if TYPE_CHECKING:

@@ -174,7 +174,7 @@ def _header(selected: plan.Selection, given: str) -> Content:
         "date": datetime.date.today().isoformat(),
         "device": device,
         "versions": dict(versions()),
-        "commit": commit("megatron_lowprec", "tools"),
+        "commit": commit("tools"),
         "facts": {
             "base": plan.BASE_STEPS,
             "steps": selected.steps,

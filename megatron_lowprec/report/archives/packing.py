@@ -12,8 +12,8 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.archives.redaction import Redaction
 from megatron_lowprec.report.archives.sources import ARCHIVE, FILES, Source
 from megatron_lowprec.report.runs import Run
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep.jobs import MANIFEST
-from megatron_lowprec.training.config.arguments import REPOSITORY
 
 
 def write_archive(path: Path, runs: Sequence[Run]) -> None:
@@ -81,7 +81,7 @@ def _known_folders(runs: Sequence[Run]) -> dict[str, str]:
     for source in map(_source, runs):
         for folder in (source.folder.absolute(), source.folder.resolve()):
             known[os.path.normpath(folder)] = f"RUNS/{_name(source)}"
-    return {str(Path.home()): "HOME", str(REPOSITORY): "REPOSITORY", **known}
+    return {str(Path.home()): "HOME", str(SHIPPED.parent): "REPOSITORY", **known}
 
 
 def _source(run: Run) -> Source:

@@ -12,11 +12,11 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
+from megatron_lowprec.shipped import find, shipped_like
 from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, translate_fp8_flags
 from megatron_lowprec.training.config.options import GROUPS, Config
 
 DEFAULT_CONFIG = "configs/models/gpt_tiny.yaml"
-REPOSITORY = Path(__file__).resolve().parents[3]
 _HIDDEN = {"no_lowprec_linears"}
 # old name -> new name; accepted for one release, with a log line
 RENAMED = {
@@ -135,7 +135,7 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
         notes.append(f"no --config and no model sizes were given: using {DEFAULT_CONFIG}")
     from_yaml: dict[str, Any] = {}
     if "config" in given:
-        given["config"] = str(find(given["config"]))
+        given["config"] = str(find(given["config"], "configs/models"))
         from_yaml = read_yaml(given["config"], notes)
         # Overrides accumulate; the command line's come last and take precedence.
         given["recipe_override"] = [*(from_yaml.get("recipe_override") or []), *given.get("recipe_override", [])]
@@ -189,12 +189,6 @@ def rivals_of(name: str) -> frozenset[str]:
     return frozenset({name}).union(*(way for ways in _RIVALS if any(name in way for way in ways) for way in ways))
 
 
-def find(path: str) -> Path:
-    """A path relative to the current folder or, if missing there, to the repository's."""
-    here = Path(path)
-    return here if here.exists() or here.is_absolute() or not (REPOSITORY / path).exists() else REPOSITORY / path
-
-
 def current_names(where: str, options: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
     """Options under their present names; appends a note to ``notes`` for each old one.
 
@@ -227,13 +221,6 @@ def read_yaml(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     if {"base", "fprop", "dgrad", "wgrad"} & content.keys():
         raise UserError(f"--config {path} is a recipe: give it as --recipe, and as --config a model's configuration")
     return checked_options(f"--config {path}", content, notes)
-
-
-def shipped_like(path: str, folder: str) -> str:
-    """Hint for a missing file: the one of a similar name in a folder of the repository, else the folder."""
-    shipped = {file.stem: f"{folder}/{file.name}" for file in (REPOSITORY / folder).glob("*.yaml")}
-    near = difflib.get_close_matches(Path(path).stem, shipped, n=1)
-    return f"did you mean {shipped[near[0]]}?" if near else f"the shipped ones are in {folder}/"
 
 
 def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | None = None) -> dict[str, Any]:

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.training.config.arguments import REPOSITORY, find, flag, required
+from megatron_lowprec.shipped import find
+from megatron_lowprec.training.config.arguments import flag, required
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.blend import all_paths, check_split
 from megatron_lowprec.training.data.jsonl import SUFFIXES, is_text_file
+
+DATA_CACHE = "data/cache"
+"""Default of --data-cache-path, in the working folder."""
 
 
 def resolve_data(config: Config) -> Config:
@@ -41,7 +45,7 @@ def resolve_data(config: Config) -> Config:
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_phase_path")
     }
     found: dict[str, Any] = {**files, **paths}
-    return replace(config, data_cache_path=config.data_cache_path or str(REPOSITORY / "data" / "cache"), **found)
+    return replace(config, data_cache_path=config.data_cache_path or DATA_CACHE, **found)
 
 
 def _resolve_sft(config: Config) -> Config:
@@ -61,9 +65,5 @@ def _resolve_sft(config: Config) -> Config:
 
 
 def find_data(item: str) -> str:
-    """A data path, found relative to the current folder or the repository; a weight is returned unchanged."""
-    for name in (item, item + ".idx"):
-        if Path(name).exists() or not (REPOSITORY / name).exists():
-            continue
-        return str(REPOSITORY / item)
-    return item
+    """A data path, found in the current folder or among the shipped files; a weight is returned unchanged."""
+    return item if Path(item + ".idx").exists() else str(find(item))

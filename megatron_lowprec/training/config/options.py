@@ -246,9 +246,7 @@ class DataOptions:
     sft_tokenizer_prompt_format: Literal["tulu"] = arg("tulu", "template that --sft writes conversations out by")
     mock_data: bool = arg(False, "random tokens of a fixed seed instead of data")
     split: str = arg("969,30,1", "how --data-path's documents are cut into train, validation and test")
-    data_cache_path: str | None = arg(
-        None, "where tokenized text and indices are kept; default data/cache in the repository"
-    )
+    data_cache_path: str | None = arg(None, "where tokenized text and indices are kept; default data/cache")
     verify_data: bool = arg(
         False, "before training, read the data of each path and compare it with its checksums; once for the same files"
     )

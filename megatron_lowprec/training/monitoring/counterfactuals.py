@@ -8,7 +8,6 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.coverage import check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import Recipe
-from megatron_lowprec.training.config.arguments import find
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.models.sizes import linear_sites, tensor_ranks
@@ -21,7 +20,7 @@ def counterfactual_recipes(config: Config) -> list[Recipe]:
 
 @cache
 def _recipes(values: tuple[str, ...]) -> tuple[Recipe, ...]:
-    return tuple(load_recipe(str(find(name))) for value in values for name in value.split(","))
+    return tuple(load_recipe(name) for value in values for name in value.split(","))
 
 
 def check_counterfactuals(config: Config) -> None:

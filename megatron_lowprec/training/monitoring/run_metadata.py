@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from megatron_lowprec.shipped import SHIPPED
 
 
 class RunRecord:
@@ -39,7 +39,7 @@ class RunRecord:
         peak = before.get("peak_memory_bytes")
         self._facts = {
             **facts,
-            "commit": commit("megatron_lowprec", "pretrain_gpt.py"),
+            "commit": commit(),
             "started": _now(),
             "ended": None,
             "iteration": None,
@@ -61,20 +61,21 @@ class RunRecord:
         self._path.write_text(json.dumps(self._facts, indent=1) + "\n", encoding="utf-8")
 
 
-def commit(*paths: str) -> str | None:
-    """The sources' git commit, "with changes" if tracked files in ``paths`` differ; None outside a checkout."""
-    head = _git("rev-parse", "--short=12", "HEAD")
-    if head is None:
+def commit(*beside: str) -> str | None:
+    """The package's git commit, "with changes" if tracked files of it or of folders ``beside`` it differ.
+
+    None for an installed package, also in a virtual environment within another checkout.
+    """
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    changed = _git("status", "--porcelain", "--untracked-files=no", *paths)
+    head = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", ".", *(f"../{folder}" for folder in beside))
     return head if changed == "" else f"{head} with changes"
 
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, timeout=20, cwd=REPOSITORY, check=True
-        )
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=20, cwd=SHIPPED, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

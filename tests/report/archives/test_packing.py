@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.commands import report_page as report
 from tests.report.synthetic import add_cells, cell, operand_row, write_run, write_snapshots, write_sweep
-from tools import report
 
 Capture = pytest.CaptureFixture[str]
 

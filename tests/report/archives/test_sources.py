@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.amounts import number, percent, signed
 from megatron_lowprec.report.archives import sources
@@ -16,7 +17,6 @@ from megatron_lowprec.report.runs import Run, Status, find_runs
 from megatron_lowprec.report.statistics import Fit
 from tests.environment import ROOT
 from tests.report.synthetic import add_cells, cell, operand_row, write_run, write_snapshots, write_sweep
-from tools import report
 
 RESULTS = ROOT / "docs/results"
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
+from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.report.groups import Group, group_runs, non_embedding_parameters
 from megatron_lowprec.report.ladder.gap_plot import gap_by_tokens
 from megatron_lowprec.report.ladder.gap_points import (
@@ -23,11 +24,10 @@ from megatron_lowprec.report.plot_style import DARK, LIGHT, gap_axis, styles
 from megatron_lowprec.report.published.ladder import read_ladder
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.statistics import Fit
-from tests.environment import ROOT
+from megatron_lowprec.shipped import SHIPPED
 from tests.report.synthetic import OPTIONS, write_run, write_sweep
-from tools import report
 
-SHIPPED = ROOT / "docs/results/quartet2-runs.csv"
+LADDER = SHIPPED / "data/quartet2-runs.csv"
 SIZE = 8 * (12 * 512**2 + 13 * 512) + 2 * 512  # of the synthetic GPT with biases: weights, biases and norms
 MXFP8 = "{format: e4m3, granularity: 1x32, scale_format: e8m0, scale_rule: floor}"
 GRAY_NOTE = "gap_by_tokens.png has no published runs"
@@ -157,7 +157,7 @@ def test_a_run_without_a_recorded_recipe_is_not_comparable(tmp_path: Path, label
 
 
 def test_published_lines_have_one_rounding_each() -> None:
-    runs = read_ladder(SHIPPED)
+    runs = read_ladder(LADDER)
     lines = published_lines(runs, {False, True})
     assert [(line.label, line.model) for line in lines] == [
         ("Quartet II fixed_albert_tseng, nearest", "30.5M"),
@@ -190,7 +190,7 @@ def test_one_large_gap_does_not_squeeze_the_others(gap: float, scale: str) -> No
 def test_both_themes_are_drawn(tmp_path: Path) -> None:
     lines, _ = lines_of(groups_of(sweep(tmp_path / "sweep", 0.05), sweep(tmp_path / "more", 0.05, train_iters=800)))
     found = styles(["bf16", "mxfp4_rht"], "bf16")
-    published = published_lines(read_ladder(SHIPPED), {False})
+    published = published_lines(read_ladder(LADDER), {False})
     pictures = {
         gap_by_tokens(lines, shown, "bf16", found, theme) for theme in (LIGHT, DARK) for shown in ((), published)
     }

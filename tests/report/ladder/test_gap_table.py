@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.commands import report_page as report
 from megatron_lowprec.report.ladder.gap_points import Line, Point
 from megatron_lowprec.report.ladder.gap_table import gap_table
 from tests.report.ladder.test_gap_figure import sweep
-from tools import report
 
 
 def line(label: str, *points: Point, parameters: float = 1e6) -> Line:

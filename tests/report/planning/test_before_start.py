@@ -1,17 +1,16 @@
 """Claims that a sweep cannot decide are named before its first job starts."""
 
-import runpy
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron_lowprec.commands import sweep
 from megatron_lowprec.report.claims import CLAIMS, load_claims
 from megatron_lowprec.report.planning.before_start import undecided
-from megatron_lowprec.sweep import cli
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.sweep.jobs import Job, expand
 from megatron_lowprec.sweep.spec import read
-from tests.environment import ROOT
 
 
 def jobs(tmp_path: Path, seeds: list[int], iterations: int, recipes: tuple[str, ...] = ("bf16", "mxfp4")) -> list[Job]:
@@ -57,9 +56,8 @@ def test_a_seed_that_only_one_recipe_has_decides_nothing(tmp_path: Path) -> None
 
 
 def test_the_command_tells_before_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    notes = runpy.run_path(str(ROOT / "scripts/sweep.py"))["notes"]
-    command = [str(ROOT / "configs/sweeps/paper_table2.yaml"), "--seeds", "7", "--dry-run"]
-    assert cli.main(command, notes) == 0
+    command = [str(SHIPPED / "configs/sweeps/paper_table2.yaml"), "--seeds", "7", "--dry-run"]
+    assert sweep.main(command) == 0
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == 5  # of the jobs
     assert "note: gpt_tiny: with one seed of a recipe the spread over seeds is unknown" in said.err

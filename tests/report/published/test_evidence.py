@@ -12,7 +12,7 @@ from megatron_lowprec.report.claims import QUANTITIES, load_claims
 from megatron_lowprec.report.published.evidence import Evidence, Said, evidence
 from megatron_lowprec.report.runs import find_runs
 from megatron_lowprec.report.verdict import Outcome
-from tests.environment import ROOT
+from megatron_lowprec.shipped import SHIPPED
 from tests.report.synthetic import write_sweep
 
 TOKENS = (100, 200, 400)  # 10, 20 and 40 tokens a parameter at the smaller size, 5, 10 and 20 at the larger
@@ -210,7 +210,7 @@ def test_a_claim_that_own_runs_settle_has_no_second_line(tmp_path: Path, gap: fl
 
 
 def test_the_shipped_ladder_counts_only_runs_with_random_signs() -> None:
-    said = evidence(load_claims(ROOT / "configs/claims.yaml"))
+    said = evidence(load_claims(SHIPPED / "configs/claims.yaml"))
     assert {name: each.said for name, each in said.items()} == {
         "mxfp4_rht_alone": Said.UNDECIDED,
         "mxfp4_rht_sr": Said.UNDECIDED,

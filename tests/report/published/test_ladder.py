@@ -6,9 +6,9 @@ import pytest
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.report.published.ladder import BASELINE, gap_ladder, read_ladder
-from tests.environment import ROOT
+from megatron_lowprec.shipped import SHIPPED
 
-SHIPPED = ROOT / "docs/results/quartet2-runs.csv"
+LADDER = SHIPPED / "data/quartet2-runs.csv"
 HEAD = "group,N,D,final_loss,scheme\n"
 
 
@@ -29,7 +29,7 @@ def test_gaps_are_to_the_bf16_run_of_the_same_size_and_tokens(tmp_path: Path) ->
 
 
 def test_the_shipped_ladder_is_whole() -> None:
-    runs = read_ladder(SHIPPED)
+    runs = read_ladder(LADDER)
     assert len(runs) == 574
     assert {run.gap for run in runs if run.group == BASELINE} == {0.0}
     assert len({run.parameters for run in runs}) == 4

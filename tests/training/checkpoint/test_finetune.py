@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 
+from megatron_lowprec.commands import export_hf
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.data.chat_dataset import ChatSamples
 from tests.training.conftest import Drive
 from tests.training.convert.reference import gpt2
-from tests.training.helpers import REPOSITORY, argv, losses, rows
-from tools import export_hf
+from tests.training.helpers import argv, losses, rows
 
-BPE = REPOSITORY / "data/tiny_bpe"
-SAMPLE = REPOSITORY / "data/chat-sample.jsonl"
+BPE = SHIPPED / "data/tiny_bpe"
+SAMPLE = SHIPPED / "data/chat-sample.jsonl"
 TEXT: dict[str, Any] = {
     "tokenizer_type": "GPT2BPETokenizer",
     "vocab_file": BPE / "vocab.json",

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training import loop
 from megatron_lowprec.training.checkpoint import checkpoint, storage, writer
 from megatron_lowprec.training.checkpoint.resume import Saved, check_model, check_optimizer
@@ -21,7 +22,7 @@ from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.model import torch_optimizers
 from tests.training.checkpoint.forms import change, common_as_file, common_as_object
 from tests.training.conftest import Drive, driving
-from tests.training.helpers import REPOSITORY, argv, largest_file, losses, rows
+from tests.training.helpers import argv, largest_file, losses, rows
 
 COMMON: dict[str, Any] = {"save": "out", "train_iters": 6, "save_interval": 2, "lr_decay_iters": 10}
 
@@ -256,7 +257,7 @@ def vocabulary(tmp_path: Path) -> dict[str, Any]:
     """Options of a small byte-pair vocabulary, in files of its own."""
     files = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
     for path in files.values():
-        shutil.copyfile(REPOSITORY / "data/tiny_bpe" / path.name, path)
+        shutil.copyfile(SHIPPED / "data/tiny_bpe" / path.name, path)
     return {"tokenizer_type": "GPT2BPETokenizer", "vocab_size": None, **files}
 
 

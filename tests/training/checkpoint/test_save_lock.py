@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_lowprec.commands import export_hf, import_hf
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training import loop
 from megatron_lowprec.training.checkpoint import storage
@@ -24,7 +25,6 @@ from megatron_lowprec.training.distributed import process_lock
 from tests.environment import python_path
 from tests.training.conftest import Drive
 from tests.training.helpers import REPOSITORY, argv, losses, torchrun
-from tools import export_hf, import_hf
 
 
 @pytest.fixture(autouse=True)

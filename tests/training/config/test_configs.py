@@ -10,6 +10,7 @@ import pytest
 from megatron_lowprec.recipe.coverage import check_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.registry import recipes
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
@@ -19,9 +20,8 @@ from megatron_lowprec.training.memory.plan import GIB
 from megatron_lowprec.training.memory.plan import plan as plan_memory
 from megatron_lowprec.training.models.sizes import linear_sites, num_parameters
 from megatron_lowprec.training.schedule import plan
-from tests.training.helpers import REPOSITORY
 
-CONFIGS = sorted((REPOSITORY / "configs" / "models").glob("*.yaml"))
+CONFIGS = sorted((SHIPPED / "configs" / "models").glob("*.yaml"))
 
 # What every configuration states, rather than leaving it to a default.
 STATED = (
@@ -45,7 +45,7 @@ PUBLISHED = [
 
 
 def resolved(name: str, *flags: str, world_size: int = 8) -> Config:
-    config, _, _ = parse(["--config", str(REPOSITORY / f"configs/models/{name}.yaml"), *flags])
+    config, _, _ = parse(["--config", str(SHIPPED / f"configs/models/{name}.yaml"), *flags])
     return resolve_run(resolve_model(config), world_size=world_size, gpus=True)
 
 
@@ -109,7 +109,7 @@ def test_fits_a_node_of_eight_80_gib_gpus(path: Path) -> None:
     ],
 )
 def test_parameters_are_what_the_name_says(name: str, millions: float) -> None:
-    config = resolve_model(parse(["--config", str(REPOSITORY / f"configs/models/{name}.yaml")])[0])
+    config = resolve_model(parse(["--config", str(SHIPPED / f"configs/models/{name}.yaml")])[0])
     assert num_parameters(config, 50304) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 

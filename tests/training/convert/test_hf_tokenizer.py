@@ -11,16 +11,16 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron_lowprec.commands import export_hf, import_hf
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.convert.hf_tokenizer import tokenizer_options, write_tokenizer
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from tests.training.conftest import Drive
 from tests.training.convert.models import GPT, arguments
-from tests.training.helpers import REPOSITORY
-from tools import export_hf, import_hf
 
-VOCABULARY = REPOSITORY / "data/tiny_bpe"
+VOCABULARY = SHIPPED / "data/tiny_bpe"
 TEXT = "In 1999 and 2000, 12345 tokens: <|endoftext|> a    5; naïve café — ½."
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SPLITS: dict[str, Any] = {  # of the same vocabulary and merges

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_lowprec.commands import export_hf, import_hf
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.convert.hf_config import from_hf_config, hf_form, to_hf_config
 from megatron_lowprec.training.convert.hf_weights import pad_rows
@@ -20,8 +22,7 @@ from megatron_lowprec.training.convert.store import read_weights
 from tests.training.conftest import Drive
 from tests.training.convert.models import DEEPSEEK, GPT, IDS, LLAMA, MIXTRAL, arguments, our_logits
 from tests.training.convert.reference import logits
-from tests.training.helpers import REPOSITORY, losses
-from tools import export_hf, import_hf
+from tests.training.helpers import losses
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
@@ -127,7 +128,7 @@ def test_an_imported_model_trains_on(drive: Drive, capsys: pytest.CaptureFixture
 
 
 def test_the_tokenizer_comes_along(drive: Drive) -> None:
-    vocabulary = REPOSITORY / "data/tiny_bpe"
+    vocabulary = SHIPPED / "data/tiny_bpe"
     files = {"vocab_file": vocabulary / "vocab.json", "merge_file": vocabulary / "merges.txt"}
     options = {"tokenizer_type": "GPT2BPETokenizer", "vocab_size": None, "train_iters": 1}
     drive(arguments(GPT, save="out", **options, **files))
@@ -183,7 +184,7 @@ def test_transformers_agrees(trained: str) -> None:
 
 def test_transformers_reads_the_tokenizer(drive: Drive) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    vocabulary = REPOSITORY / "data/tiny_bpe"
+    vocabulary = SHIPPED / "data/tiny_bpe"
     files = {"vocab_file": vocabulary / "vocab.json", "merge_file": vocabulary / "merges.txt"}
     drive(arguments(GPT, save="out", tokenizer_type="GPT2BPETokenizer", vocab_size=None, train_iters=1, **files))
     export_hf.main(["--load", "out", "--out", "hf"])

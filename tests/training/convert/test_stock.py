@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lowprec.commands import import_megatron
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
@@ -19,7 +20,6 @@ from megatron_lowprec.training.convert.names import canonical
 from megatron_lowprec.training.distributed import startup
 from tests.training.conftest import Drive
 from tests.training.convert.models import GPT, IDS, LLAMA, arguments, our_logits
-from tools import import_megatron
 
 MODELS: dict[str, dict[str, Any]] = {"gpt": {**GPT, "num_layers": 4}, "llama": {**LLAMA, "num_layers": 4}}
 ROWS = 256

@@ -20,7 +20,7 @@ from megatron_lowprec.training.data import corpus_writer, encoding, indexed_data
 from megatron_lowprec.training.data.tokenizer import Tokenizer, build_tokenizer
 from tests.waiting import PATIENCE
 from tests.launch import forks
-from tools import preprocess_data
+from megatron_lowprec.commands import preprocess_data
 
 DATA = Path(__file__).resolve().parents[3] / "data"
 DOCUMENTS = [

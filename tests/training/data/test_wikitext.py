@@ -10,6 +10,7 @@ import pytest
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.data.wikitext import detokenize, pages, read
 from tests.training.helpers import REPOSITORY
+from megatron_lowprec.shipped import SHIPPED
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_articles_begin_at_their_headings() -> None:
 
 
 def test_the_shipped_file_is_the_task_s_test_set() -> None:
-    found = read(str(REPOSITORY / "data/wikitext-test.raw.txt.xz"))
+    found = read(str(SHIPPED / "data/wikitext-test.raw.txt.xz"))
     # Counted, and detokenized, by the task's own functions.
     assert (len(found), sum(page.words for page in found), sum(page.size for page in found)) == (62, 241335, 1290527)
     digest = hashlib.sha256("".join(page.text + "\0" for page in found).encode()).hexdigest()

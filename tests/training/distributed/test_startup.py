@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron_lowprec.commands import evaluate, import_megatron
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.distributed import startup
-from tools import evaluate, import_megatron
 
 CORES = len(os.sched_getaffinity(0))
 

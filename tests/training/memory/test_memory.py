@@ -12,6 +12,7 @@ import pytest
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.optimizer.adamw import DTYPES
 from megatron_lowprec.recipe.parsing import load_recipe
+from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run
@@ -24,7 +25,7 @@ from megatron_lowprec.training.memory.weights import stage_weights
 from tests.launch import fork_ranks
 from tests.once import once
 from tests.training.conftest import Drive, take_down
-from tests.training.helpers import REPOSITORY, argv
+from tests.training.helpers import argv
 from tests.training.memory.memory_worker import SIZES, VOCABULARY, measure
 
 GPT2_VOCABULARY = 50304
@@ -34,7 +35,7 @@ def shipped(name: str, gpus: int = 1, **changes: Any) -> MemoryPlan:
     flags = []
     for flag, value in changes.items():
         flags += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])]
-    config, _, _ = parse(["--config", str(REPOSITORY / f"configs/models/{name}.yaml"), "--mock-data", *flags])
+    config, _, _ = parse(["--config", str(SHIPPED / f"configs/models/{name}.yaml"), "--mock-data", *flags])
     config = resolve_run(resolve_model(config), gpus, gpus=True)
     return plan(config, load_recipe(config.recipe), GPT2_VOCABULARY, gpus)
 
@@ -372,7 +373,7 @@ def test_a_narrow_optimizer_state_is_counted_by_its_formats(gpus: int) -> None:
 
 
 def test_a_layer_s_parts_are_named(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(REPOSITORY / "configs/models/gpt_345m.yaml")
+    config = str(SHIPPED / "configs/models/gpt_345m.yaml")
     drive(["--config", config, "--memory-plan", "--micro-batch-size", "16", "--global-batch-size", "16"])
     printed = capsys.readouterr().out
     assert "one of 1 GPUs" in printed
@@ -385,7 +386,7 @@ def test_a_layer_s_parts_are_named(drive: Drive, capsys: pytest.CaptureFixture[s
 def test_a_plan_gives_up_graphs_as_a_run_does(
     drive: Drive, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = str(REPOSITORY / "configs/models/gpt_345m.yaml")
+    config = str(SHIPPED / "configs/models/gpt_345m.yaml")
     flags = ["--config", config, "--mock-data", "--micro-batch-size", "16", "--global-batch-size", "16"]
     for gib, asked, eager in ((36, "auto", True), (36, "local", False), (40, "auto", False)):
         monkeypatch.setattr(report, "this_gpu", lambda local_rank, gib=gib: report.Device("GPU", gib * 2**30))
@@ -397,18 +398,18 @@ def test_a_plan_gives_up_graphs_as_a_run_does(
 
 def test_a_layout_is_planned_without_its_gpus_or_data(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--data-path", "nowhere_text_document", "--memory-plan"]
-    drive(["--config", str(REPOSITORY / "configs/models/gpt_6.7b_released.yaml"), *flags])
+    drive(["--config", str(SHIPPED / "configs/models/gpt_6.7b_released.yaml"), *flags])
     assert "one of 8 GPUs" in capsys.readouterr().out
-    drive(["--config", str(REPOSITORY / "configs/models/gpt_125m.yaml"), *flags, "--memory-plan-gpus", "16"])
+    drive(["--config", str(SHIPPED / "configs/models/gpt_125m.yaml"), *flags, "--memory-plan-gpus", "16"])
     said = capsys.readouterr().out
     assert "one of 16 GPUs" in said
     assert "parallelism: tensor 1, pipeline 1" in said
     with pytest.raises(UserError, match="10 processes are not divisible"):
-        drive(["--config", str(REPOSITORY / "configs/models/gpt_6.7b.yaml"), *flags, "--memory-plan-gpus", "10"])
+        drive(["--config", str(SHIPPED / "configs/models/gpt_6.7b.yaml"), *flags, "--memory-plan-gpus", "10"])
 
 
 def test_gathers_are_planned_with_the_memory(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(REPOSITORY / "configs/models/gpt_6.7b.yaml")
+    config = str(SHIPPED / "configs/models/gpt_6.7b.yaml")
     layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--recipe", "fp8_delayed"]
     found = []
     for flags in ([], ["--fp8-sequence-parallel-gather"]):

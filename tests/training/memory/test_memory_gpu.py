@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lowprec.shipped import SHIPPED
 from tests.environment import python_path
 from tests.training.helpers import REPOSITORY
 from tests.waiting import PATIENCE
@@ -31,7 +32,7 @@ CASES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_is_allocated(name: str, tmp_path: Path) -> None:
-    flags = ["--config", str(REPOSITORY / "configs/models/gpt_125m.yaml"), "--mock-data", "--no-save"]
+    flags = ["--config", str(SHIPPED / "configs/models/gpt_125m.yaml"), "--mock-data", "--no-save"]
     flags += ["--hidden-dropout", "0.1", "--micro-batch-size", "16", "--global-batch-size", "16", "--train-iters", "4"]
     flags += ["--eval-iters", "0", *CASES[name]]
     done = subprocess.run(

@@ -47,7 +47,7 @@ def test_parameters_and_linear_layers(drive: Drive, monkeypatch: pytest.MonkeyPa
 
 
 def test_parameters_without_embeddings_are_those_of_the_published_ladder() -> None:
-    """N of the smallest Llama in docs/results/quartet2-runs.csv."""
+    """N of the smallest Llama in megatron_lowprec/data/quartet2-runs.csv."""
     sizes = ["--num-layers", "6", "--hidden-size", "640", "--ffn-hidden-size", "1792", "--num-attention-heads", "5"]
     llama = ["--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", "--position-embedding-type", "rope"]
     length = ["--seq-length", "512"]

@@ -8,11 +8,11 @@ import torch
 
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.quantize.reference import decode, round_to_format
+from megatron_lowprec.lab.dot_products import NVFP4, NVFP4_SR, Scheme, energy_snr, quantized_vectors
+from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.lab_figures import Panel, line_panels
 from megatron_lowprec.recipe.registry import MXFP4, MXFP4_SR, MXFP8
-from tools.bench.report import Column, Row
-from tools.numerics_lab.dot_products import NVFP4, NVFP4_SR, Scheme, energy_snr, quantized_vectors
-from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.figures import Panel, line_panels
+from megatron_lowprec.text_tables import Column, Row
 
 LENGTH = 4096  # of vectors, which are tensors with one scale of their own under NVFP4
 BINADES = 40  # standard deviations from the format's maximum downwards, two a binade

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lowprec.kernels.quantize.rule import MX_BLOCK
+from megatron_lowprec.lab.dot_products import Scheme, correlated_vectors, dot, energy_snr, quantized_pair
+from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.lab_figures import Panel, line_panels
 from megatron_lowprec.quantization.error_stats import QuantizationError, error_stats
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.registry import MXFP4, MXFP8, MXFP8_E5M2
 from megatron_lowprec.recipe.schema import QuantSpec
 from megatron_lowprec.scaling import scale_rules
-from tools.bench.report import Column, Row
-from tools.numerics_lab.dot_products import Scheme, correlated_vectors, dot, energy_snr, quantized_pair
-from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.figures import Panel, line_panels
+from megatron_lowprec.text_tables import Column, Row
 
 SPECS = {"e4m3": MXFP8, "e5m2": MXFP8_E5M2, "e2m1": MXFP4}
 CORRELATIONS = (0.0, 0.5, 0.9)

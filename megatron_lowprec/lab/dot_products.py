@@ -14,11 +14,11 @@ import torch
 from megatron_lowprec.formats import FORMATS, Format
 from megatron_lowprec.kernels.gemm.fp8_accumulator import Fp8Accumulator, fp8_dot
 from megatron_lowprec.kernels.quantize.reference import block_amax, e8m0_decode_scale, round_to_format
+from megatron_lowprec.lab.experiment import Lab
 from megatron_lowprec.quantization.quantizer import quantize_by_reference
 from megatron_lowprec.quantization.tensor import block_sizes
 from megatron_lowprec.quantization.transform import Transform
 from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
-from tools.numerics_lab.experiment import Lab
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 _FP32_MAX = torch.finfo(torch.float32).max

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron_lowprec.quantization.random_stream import Purpose, RandomStream, RngStep, stream_key
+from megatron_lowprec.text_tables import Column, Row, render
 from megatron_lowprec.training.monitoring.run_metadata import commit
-from tools.bench.report import Column, Row, render
 
 _INNERMOST = re.compile(r"\{[^{}]*\}")  # objects of a JSON text that hold no others
 _FORMS = {"below": ".3f", "error": ".2e"}  # of a pivot's numbers; others are dB
@@ -115,7 +115,7 @@ def header(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
         "device": name,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit("megatron_lowprec", "tools") or "unknown",
+        "commit": commit() or "unknown",
     }
 
 

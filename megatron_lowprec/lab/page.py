@@ -11,10 +11,9 @@ from typing import Any
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import read_json
 from megatron_lowprec.report import html
+from megatron_lowprec.report.operand_plots import QUANTITIES, draw
 from megatron_lowprec.report.operands import KINDS, OUTPUTS, Kind, Row, median, read_all_rows
-from megatron_lowprec.text_tables import plain_table
-from tools.bench.report import Column
-from tools.plot_quantization import QUANTITIES, draw
+from megatron_lowprec.text_tables import Column, plain_table
 
 NAME = "report.html"
 _OF_OUTPUTS = ("snr", "bias", "gradient_to_noise")

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 
 from megatron_lowprec.kernels.quantize.rule import MX_BLOCK
+from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.lab_figures import Panel, line_panels
 from megatron_lowprec.quantization.error_stats import QuantizationError, error_stats
 from megatron_lowprec.quantization.quantizer import quantize
 from megatron_lowprec.recipe.registry import MXFP4, MXFP8_OCP
 from megatron_lowprec.recipe.schema import QuantSpec
-from tools.bench.report import Column, Row
-from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.figures import Panel, line_panels
+from megatron_lowprec.text_tables import Column, Row
 
 STEPS = 32  # standard deviations in a binade
 PAPER = 3.0  # percent

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 
 from megatron_lowprec.kernels.gemm.fp8_accumulator import Fp8Accumulator
-from megatron_lowprec.recipe.registry import FP8_CURRENT, MXFP4, MXFP4_SR, MXFP8, MXFP8_OCP
-from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
-from tools.bench.report import Column, Row
-from tools.numerics_lab.dot_products import (
+from megatron_lowprec.lab.dot_products import (
     NVFP4,
     NVFP4_SR,
     Accumulator,
@@ -28,9 +25,11 @@ from tools.numerics_lab.dot_products import (
     sample_snr,
     snr_row,
 )
-from tools.numerics_lab.dot_snr_figures import histograms
-from tools.numerics_lab.experiment import Lab, Result, Table, pivot
-from tools.numerics_lab.figures import Panel, line_panels
+from megatron_lowprec.lab.experiment import Lab, Result, Table, pivot
+from megatron_lowprec.lab.lab_figures import Panel, histograms, line_panels
+from megatron_lowprec.recipe.registry import FP8_CURRENT, MXFP4, MXFP4_SR, MXFP8, MXFP8_OCP
+from megatron_lowprec.recipe.schema import HadamardSpec, QuantSpec
+from megatron_lowprec.text_tables import Column, Row
 
 SD, REPEATS, MANY = 0.01, 200, 2048
 LENGTHS = tuple(2**n for n in range(7, 15))

@@ -17,6 +17,8 @@ import torch
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.kernels.hadamard.reference import hadamard_transform
+from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.lab_figures import grouped_bars
 from megatron_lowprec.linear.capture_file import Capture, read_capture
 from megatron_lowprec.linear.linear_gemms import LinearGemms
 from megatron_lowprec.linear.linear_id import DIMS, SIDES
@@ -25,9 +27,7 @@ from megatron_lowprec.quantization.tensor import QuantizedTensor
 from megatron_lowprec.quantization.transform import padded
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
-from tools.bench.report import Column, Row
-from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.figures import grouped_bars
+from megatron_lowprec.text_tables import Column, Row
 
 TENSORS = {"T": {"I": "x", "O": "dy"}, "O": {"I": "w"}}  # rows -> columns -> name in the file
 COLUMNS = (

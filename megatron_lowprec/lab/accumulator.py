@@ -16,11 +16,11 @@ from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.fp8_accumulator import HOPPER, Fp8Accumulator
 from megatron_lowprec.kernels.gemm.reference import Product
 from megatron_lowprec.kernels.quantize.reference import round_to_format
-from tools.bench.report import Column, Row
-from tools.numerics_lab.accumulator_probe import findings, native_product, reference_product
-from tools.numerics_lab.dot_products import energy_snr
-from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.figures import Panel, line_panels
+from megatron_lowprec.lab.accumulator_probe import findings, native_product, reference_product
+from megatron_lowprec.lab.dot_products import energy_snr
+from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.lab_figures import Panel, line_panels
+from megatron_lowprec.text_tables import Column, Row
 
 LENGTHS = tuple(2**n for n in range(7, 15))
 SIZE = 32  # rows and columns of a product

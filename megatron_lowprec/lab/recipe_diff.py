@@ -8,12 +8,12 @@ from functools import reduce
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.operand_error import captures, error_result, error_rows
 from megatron_lowprec.recipe.explain import describe_operand
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_to_dict
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
-from tools.bench.report import Column, Row
-from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.operand_error import captures, error_result, error_rows
+from megatron_lowprec.text_tables import Column, Row
 
 NOT_NUMERICS = ("name", "summary", "source")
 

@@ -14,10 +14,7 @@ import torch
 
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.quantize.reference import round_to_format
-from megatron_lowprec.recipe.registry import FP8_CURRENT
-from megatron_lowprec.recipe.schema import QuantSpec
-from tools.bench.report import Row
-from tools.numerics_lab.dot_products import (
+from megatron_lowprec.lab.dot_products import (
     Accumulator,
     ScaledVectors,
     Scheme,
@@ -26,9 +23,12 @@ from tools.numerics_lab.dot_products import (
     running_sum,
     snr_row,
 )
-from tools.numerics_lab.dot_snr import REPEATS, SD, STATISTICS
-from tools.numerics_lab.experiment import Lab, Result, pivot
-from tools.numerics_lab.figures import grouped_bars
+from megatron_lowprec.lab.dot_snr import REPEATS, SD, STATISTICS
+from megatron_lowprec.lab.experiment import Lab, Result, pivot
+from megatron_lowprec.lab.lab_figures import grouped_bars
+from megatron_lowprec.recipe.registry import FP8_CURRENT
+from megatron_lowprec.recipe.schema import QuantSpec
+from megatron_lowprec.text_tables import Row
 
 LENGTHS = (128, 1024, 4096)
 MIXES = (0.0, 0.01, 0.1, 0.2)

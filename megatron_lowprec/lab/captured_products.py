@@ -11,15 +11,15 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.formats import FORMATS
 from megatron_lowprec.kernels.gemm.fp8_accumulator import fp8_product
 from megatron_lowprec.kernels.gemm.reference import gemm as reference_gemm
+from megatron_lowprec.lab.accumulator import FAST, FULL, HOPPER_CAPABILITY
+from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.operand_error import captures, matrix_of, prepared, product
 from megatron_lowprec.linear.capture_file import Capture
 from megatron_lowprec.linear.linear_id import SIDES
 from megatron_lowprec.quantization.tensor import QuantizedTensor, block_sizes
 from megatron_lowprec.recipe.parsing import load_recipe
 from megatron_lowprec.recipe.schema import GEMM_OPERANDS, Recipe
-from tools.bench.report import Column, Row
-from tools.numerics_lab.accumulator import FAST, FULL, HOPPER_CAPABILITY
-from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.operand_error import captures, matrix_of, prepared, product
+from megatron_lowprec.text_tables import Column, Row
 
 SIZE = 256  # rows and columns of the compared part of a product
 COLUMNS = (

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from megatron_lowprec.lab.dot_products import Scheme, dot, quantized_pair
+from megatron_lowprec.lab.experiment import Lab, Result, Table
+from megatron_lowprec.lab.lab_figures import Panel, line_panels
 from megatron_lowprec.recipe.registry import MXFP4_SR
 from megatron_lowprec.recipe.schema import HadamardSpec
-from tools.bench.report import Column
-from tools.numerics_lab.dot_products import Scheme, dot, quantized_pair
-from tools.numerics_lab.experiment import Lab, Result, Table
-from tools.numerics_lab.figures import Panel, line_panels
+from megatron_lowprec.text_tables import Column
 
 LENGTHS = (64, 256, 1024, 4096)
 OUTLIERS = (0.0, 0.01, 0.1)

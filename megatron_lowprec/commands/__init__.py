@@ -1,0 +1,1 @@
+"""What `megatron-lowprec` runs, one module for each subcommand."""

@@ -1,0 +1,80 @@
+"""Convert a GPT checkpoint of stock Megatron-LM to a checkpoint of weights, for evaluation or further training.
+
+    megatron-lowprec import-megatron --load checkpoints/gpt --save runs/gpt \
+        --vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt
+    megatron-lowprec eval --load runs/gpt --wikitext
+
+Both formats are read: torch_dist (any layout) and torch (one file per rank; tensor and pipeline parallel), with local
+or TransformerEngine layers. Only weights are converted, not optimizer state. No code of the checkpoint is run: a pickle
+with classes that Megatron-core does not declare safe is refused by name, unless --trust is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_lowprec.errors import Parser, UserError, run_tool
+from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import resolve_model
+from megatron_lowprec.training.convert import stock
+from megatron_lowprec.training.convert.store import check_vocabulary, write_checkpoint
+from megatron_lowprec.training.data.tokenizer import padded_vocab_size, tokenizer_of
+from megatron_lowprec.training.distributed import startup
+
+
+def parse_arguments(arguments: Sequence[str] | None, program: str) -> argparse.Namespace:
+    """Flags."""
+    parser = Parser(prog=program, description=__doc__)
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="Megatron-LM's --save folder, or an iter_…")
+    parser.add_argument("--save", required=True, metavar="FOLDER", help="folder for the checkpoint")
+    parser.add_argument("--vocab-file", help="vocab.json of a GPT2BPETokenizer")
+    parser.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
+    parser.add_argument("--tokenizer-model", help="tokenizer.json, or a folder with one")
+    parser.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer, which has no files")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="unpickle without restrictions, which can run code: know the origin",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "import_megatron.py") -> int:
+    """Exit code: 0, or 2 for a UserError."""
+    args = parse_arguments(arguments, program)
+
+    def work() -> None:
+        startup.prepare_environment()  # before megatron is imported
+        print(*convert(args), sep="\n")
+
+    return run_tool(program, work)
+
+
+def convert(args: argparse.Namespace) -> list[str]:
+    """Read, convert and write; returns a summary."""
+    if args.tokenizer_model is not None:
+        named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": args.tokenizer_model}
+    elif args.vocab_size is not None:
+        named = {"tokenizer_type": "NullTokenizer", "vocab_size": args.vocab_size}
+    elif args.vocab_file is not None and args.merge_file is not None:
+        named = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": args.vocab_file, "merge_file": args.merge_file}
+    else:
+        raise UserError("which tokenizer? give --vocab-file and --merge-file, --tokenizer-model, or --vocab-size")
+    found = stock.read(args.load, args.trust)
+    config = resolve_model(Config(**stock.options(found.args), **named))
+    tokenizer = tokenizer_of(config)
+    rows, known = len(found.weights["embedding.word_embeddings.weight"]), tokenizer.vocab_size
+    check_vocabulary(tokenizer, rows, "the rows of the checkpoint's embedding are")
+    # The divisor of the vocabulary padding if it reproduces the rows; otherwise the number of rows.
+    multiple = getattr(found.args, "make_vocab_size_divisible_by", 1) * found.args.tensor_model_parallel_size
+    divisor = multiple if padded_vocab_size(known, multiple, 1) == rows else rows
+    config = replace(config, make_vocab_size_divisible_by=divisor)
+    final = write_checkpoint(Path(args.save), config, found.weights, f"Megatron-LM's {found.folder}", tokenizer)
+    return [
+        f"{found.folder} -> {final}: {sum(w.numel() for w in found.weights.values()):,} weights",
+        f"tokenizer: {tokenizer}",
+        f"train with: --config {args.save}/model.yaml --load {args.save} --finetune, with your --lr and data",
+    ]

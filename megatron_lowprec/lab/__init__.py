@@ -1,0 +1,1 @@
+"""Experiments on numbers, one module each, and what they share: what `megatron-lowprec lab` runs."""

@@ -1,1 +1,0 @@
-"""Experiments of ``tools/numerics.py``: one module each, and what they share."""

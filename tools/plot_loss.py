@@ -48,7 +48,7 @@ def validation_entropy(config: dict[str, Any]) -> float:
         raise UserError(f"config.yaml names {len(paths)} validation files; give one with --valid-prefix")
     tokenizer = build_tokenizer(
         config["tokenizer_type"],
-        **{name: str(find(config[name])) if config.get(name) else None for name in _TOKENIZER_FILES},
+        **{name: config.get(name) for name in _TOKENIZER_FILES},
         vocab_size=config.get("vocab_size"),
     )
     path, cache = str(find(paths[0])), config.get("data_cache_path") or DATA_CACHE

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowprec.errors import Parser, UserError, run_tool
-from megatron_lowprec.shipped import find
 from megatron_lowprec.training.data import shards
 from megatron_lowprec.training.data.progress import progress_bar
 from megatron_lowprec.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
@@ -78,8 +77,8 @@ def _prepare(args: argparse.Namespace) -> None:
         raise UserError("--workers and --shard-documents must be at least 1")
     tokenizer = build_tokenizer(
         args.tokenizer_type,
-        vocab_file=str(find(args.vocab_file)),
-        merge_file=str(find(args.merge_file)),
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
         tokenizer_model=args.tokenizer_model,
         vocab_size=args.vocab_size,
     )

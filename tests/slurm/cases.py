@@ -226,7 +226,7 @@ def _pause(out: Path, cell: str) -> psutil.Process:
     wait(lambda: last_iteration(out / cell) >= 1, f"an iteration of {cell}")
     numbers = json.loads((out / "locks" / cell).read_text())["processes"]
     processes = [psutil.Process(int(number)) for number in numbers]
-    (driver,) = [one for one in processes if any(word.endswith("pretrain_gpt.py") for word in one.cmdline())]
+    (driver,) = [one for one in processes if any(word == "megatron_lowprec.training.driver" for word in one.cmdline())]
     driver.suspend()
     return driver
 

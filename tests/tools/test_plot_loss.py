@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import SHIPPED
 from tools import plot_loss
 
-DATA = plot_loss.SHIPPED / "data"
+DATA = SHIPPED / "data"
 
 
 def write_run(folder: Path, offset: float = 0.0, iterations: int = 60) -> Path:

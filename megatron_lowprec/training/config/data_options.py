@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import find
@@ -33,19 +32,15 @@ def resolve_data(config: Config) -> Config:
         required(config, "tokenizer_model")
     else:
         required(config, "vocab_size")
-    files = {}
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         value = getattr(config, name)
-        if value is not None:
-            files[name] = str(find(value))
-            if not Path(files[name]).exists():
-                raise UserError(f"{flag(name)} {value}: no such file")
-    paths = {
+        if value is not None and not find(value).exists():  # the tokenizer finds it by the same name
+            raise UserError(f"{flag(name)} {value}: no such file")
+    paths: dict[str, Any] = {
         name: [str(find_data(item)) for item in value] if (value := getattr(config, name)) else None
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_phase_path")
     }
-    found: dict[str, Any] = {**files, **paths}
-    return replace(config, data_cache_path=config.data_cache_path or DATA_CACHE, **found)
+    return replace(config, data_cache_path=config.data_cache_path or DATA_CACHE, **paths)
 
 
 def _resolve_sft(config: Config) -> Config:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import find
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.data.tokenizer import END_OF_TEXT, end_tokens, json_object
 
@@ -17,10 +18,10 @@ def write_tokenizer(config: Config, folder: Path) -> list[str]:
     if config.tokenizer_type == "GPT2BPETokenizer":
         assert config.vocab_file is not None, "resolve() asks for it"
         assert config.merge_file is not None, "resolve() asks for it"
-        return _write_gpt2(Path(config.vocab_file), Path(config.merge_file), sized_context(config), folder)
+        return _write_gpt2(find(config.vocab_file), find(config.merge_file), sized_context(config), folder)
     if config.tokenizer_type == "HuggingFaceTokenizer":
         assert config.tokenizer_model is not None, "resolve() asks for it"
-        source = Path(config.tokenizer_model)
+        source = find(config.tokenizer_model)
         files = {"tokenizer.json": source / "tokenizer.json" if source.is_dir() else source}
         beside = _OF_A_TOKENIZER if source.is_dir() else _NAMES_OF_TOKENS
         files |= {name: files["tokenizer.json"].with_name(name) for name in beside}

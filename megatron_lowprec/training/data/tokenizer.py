@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_lowprec.shipped import find
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.files import read_json
 
@@ -177,9 +178,10 @@ def padded_vocab_size(tokenizer_vocab_size: int, make_divisible_by: int, tensor_
 def _existing(path: str | None, tokenizer_type: str, flag: str) -> Path:
     if path is None:
         raise UserError(f"{tokenizer_type} needs {flag}, which was not given")
-    if not Path(path).exists():
+    found = find(path)
+    if not found.exists():
         raise UserError(f"{flag} {path}: no such file; check the path (relative ones start at the current folder)")
-    return Path(path)
+    return found
 
 
 def _gpt2_bpe(vocab_file: Path, merge_file: Path) -> Tokenizer:

@@ -53,18 +53,28 @@ def test_the_commit_says_whether_the_package_has_changes(tmp_path: Path, monkeyp
         done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    monkeypatch.setattr(run_metadata, "REPOSITORY", tmp_path)
+    package = tmp_path / "megatron_lowprec"
+    monkeypatch.setattr(run_metadata, "SHIPPED", package)
+    (package / "a.py").parent.mkdir()
+    for name in ("__init__.py", "a.py"):
+        (package / name).write_text("1")
     assert run_metadata.commit() is None
     git("init", "-q")
-    (tmp_path / "megatron_lowprec").mkdir()
-    (tmp_path / "megatron_lowprec/a.py").write_text("1")
-    (tmp_path / "pretrain_gpt.py").write_text("1")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/b.py").write_text("1")
+    git("add", "tools")
+    git("commit", "-q", "-m", "a package installed in another project's folder")
+    assert run_metadata.commit() is None
     git("add", ".")
     git("commit", "-q", "-m", "m")
     head = git("rev-parse", "--short=12", "HEAD")
     (tmp_path / "notes.txt").write_text("beside the package")
     assert run_metadata.commit() == head
-    (tmp_path / "megatron_lowprec/a.py").write_text("2")
+    (tmp_path / "tools/b.py").write_text("2")
+    assert run_metadata.commit() == head
+    assert run_metadata.commit("tools") == f"{head} with changes"
+    git("checkout", "-q", "tools")
+    (package / "a.py").write_text("2")
     assert run_metadata.commit() == f"{head} with changes"
 
 

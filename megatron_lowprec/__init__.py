@@ -7,7 +7,7 @@ from megatron_lowprec.errors import UserError
 from megatron_lowprec.recipe.registry import get_recipe, recipes, register_recipe
 from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GemmSpec",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import find

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec.shipped import find
+from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
@@ -204,12 +206,13 @@ def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPat
         resolved(wandb_project="p")
 
 
-def test_paths_are_found_in_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_shipped_files_are_found_from_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = parse(["--recipe", "bf16"])[0]
     config = resolve_run(resolve_model(replace(config, train_iters=1)), 1, gpus=False)
     assert config.vocab_file is not None
-    assert Path(config.vocab_file).exists()
+    assert find(config.vocab_file).exists()
+    assert tokenizer_of(config).vocab_size == 512
     assert config.train_data_path is not None
     assert Path(config.train_data_path[0]).exists()
 

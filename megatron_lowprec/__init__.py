@@ -3,25 +3,55 @@
 Importing this package changes nothing: it patches nothing, reads no environment and loads no kernels.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.activation_spec import ActivationSpec
+from megatron_lowprec.recipe.parsing import RecipeLike, load_recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes, register_recipe
-from megatron_lowprec.recipe.schema import GemmSpec, HadamardSpec, KeepBf16, QuantSpec, Recipe
+from megatron_lowprec.recipe.schema import (
+    GemmSpec,
+    GradientSpec,
+    HadamardSpec,
+    HistorySpec,
+    KeepBf16,
+    OptimizerSpec,
+    QuantSpec,
+    Recipe,
+)
+
+if TYPE_CHECKING:
+    from megatron_lowprec.linear.convert import convert
+    from megatron_lowprec.linear.lowprec_linear import LowPrecLinear
+    from megatron_lowprec.mcore.layer_spec import layer_spec
+    from megatron_lowprec.mcore.layers.gpt_spec import low_precision
+    from megatron_lowprec.mcore.runtime import bind_recipe
+    from megatron_lowprec.quantization.quantizer import quantize
+    from megatron_lowprec.quantization.random_stream import RandomStream
+    from megatron_lowprec.quantization.tensor import QuantizedTensor
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "ActivationSpec",
     "GemmSpec",
+    "GradientSpec",
     "HadamardSpec",
+    "HistorySpec",
     "KeepBf16",
     "LowPrecLinear",
+    "OptimizerSpec",
     "QuantSpec",
     "QuantizedTensor",
     "RandomStream",
     "Recipe",
+    "RecipeLike",
     "UserError",
+    "bind_recipe",
     "convert",
     "get_recipe",
     "layer_spec",
+    "load_recipe",
     "low_precision",
     "quantize",
     "recipes",
@@ -30,18 +60,25 @@ __all__ = [
 
 _LATE = {  # what needs torch or Megatron is imported when it is asked for: --list-recipes stays instant
     "LowPrecLinear": "megatron_lowprec.linear.lowprec_linear",
-    "layer_spec": "megatron_lowprec.mcore.layer_spec",
-    "low_precision": "megatron_lowprec.mcore.layers.gpt_spec",
-    "convert": "megatron_lowprec.linear.convert",
     "QuantizedTensor": "megatron_lowprec.quantization.tensor",
     "RandomStream": "megatron_lowprec.quantization.random_stream",
+    "bind_recipe": "megatron_lowprec.mcore.runtime",
+    "convert": "megatron_lowprec.linear.convert",
+    "layer_spec": "megatron_lowprec.mcore.layer_spec",
+    "low_precision": "megatron_lowprec.mcore.layers.gpt_spec",
     "quantize": "megatron_lowprec.quantization.quantizer",
 }
 
 
-def __getattr__(name: str) -> object:
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
-    return getattr(import_module(_LATE[name]), name)
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(_LATE[name]), name)

@@ -13,6 +13,7 @@ import yaml
 from megatron_lowprec import get_recipe, recipes
 from megatron_lowprec.recipe.parsing import load_recipe, recipe_from_dict, recipe_to_dict
 from megatron_lowprec.shipped import SHIPPED
+from tests import consumer
 from tests.environment import ROOT
 from tests.waiting import PATIENCE
 
@@ -21,7 +22,8 @@ MAX_MODULES, MAX_LINES = 15, 400
 
 # Which parts each part may import. "recipe" is pure data and sees no kernels; kernels see no recipe.
 MAY_IMPORT = {
-    "": {"errors", "recipe"},  # the public names
+    # the public names; all but errors and recipe are loaded when they are asked for
+    "": {"errors", "linear", "mcore", "quantization", "recipe"},
     "__main__": {"commands"},
     "shipped": set(),
     "errors": set(),
@@ -161,7 +163,7 @@ import sys
 import megatron_lowprec
 from megatron_lowprec.recipe.registry import list_table
 list_table()
-print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "triton", "numpy"}))
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "triton", "numpy", "scipy"}))
 """
     assert run_python(code).strip() == "[]"
 
@@ -203,13 +205,22 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron"
 def test_public_names_all_resolve() -> None:
     code = """
 import megatron_lowprec
+print(sorted(set(megatron_lowprec.__all__) - set(dir(megatron_lowprec))))
 print([name for name in megatron_lowprec.__all__ if not getattr(megatron_lowprec, name)])
 try:
     megatron_lowprec.nothing
 except AttributeError as error:
     print(error)
 """
-    assert run_python(code).splitlines() == ["[]", "module 'megatron_lowprec' has no attribute 'nothing'"]
+    assert run_python(code).splitlines() == ["[]", "[]", "module 'megatron_lowprec' has no attribute 'nothing'"]
+
+
+def test_the_consumer_s_program_runs() -> None:
+    """By a name and by a Recipe; `make types` checks its types."""
+    mxfp8 = consumer.losses("mxfp8")
+    assert mxfp8 == consumer.losses(get_recipe("mxfp8")) == consumer.losses(consumer.mine("mine"))
+    assert mxfp8[-1] < mxfp8[0]
+    assert 0 < consumer.error_of("mxfp8") < 2**-4  # half a step of E4M3's 3 bits of mantissa, below 1
 
 
 @pytest.mark.slow

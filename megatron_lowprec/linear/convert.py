@@ -28,7 +28,7 @@ from megatron_lowprec.linear.linear_id import LinearId
 from megatron_lowprec.linear.lowprec_linear import LowPrecConv1D, LowPrecLayer, LowPrecLinear
 from megatron_lowprec.recipe.coverage import LinearSite, indivisible, kept_in_bf16, matches, site_path
 from megatron_lowprec.recipe.native_support import slower_than_bf16, why_emulated
-from megatron_lowprec.recipe.parsing import as_recipe
+from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.schema import Recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -101,7 +101,7 @@ class Conversion:
 
 def convert(
     model: M,
-    recipe: Recipe | str | os.PathLike[str],
+    recipe: RecipeLike,
     *,
     filter: Filter | None = None,
     keep_bf16: Sequence[str] = (),
@@ -168,7 +168,7 @@ def convert(
 
 def plan(
     model: nn.Module,
-    recipe: Recipe | str | os.PathLike[str],
+    recipe: RecipeLike,
     *,
     filter: Filter | None = None,
     keep_bf16: Sequence[str] = (),

@@ -18,7 +18,7 @@ from megatron_lowprec.linear.once_differentiable import once_differentiable, ref
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
 from megatron_lowprec.quantization.random_stream import RngStep
 from megatron_lowprec.recipe.coverage import LinearSite, check_site, kept_in_bf16
-from megatron_lowprec.recipe.parsing import as_recipe
+from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.registry import get_recipe
 from megatron_lowprec.recipe.schema import Recipe
 
@@ -218,7 +218,7 @@ class LowPrecLinear(LowPrecLayer, nn.Linear):  # type: ignore[misc]  # torch doe
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: Recipe | str = "bf16",
+        recipe: RecipeLike = "bf16",
         seed: int = 0,
         layer: int = 1,
         name: str = "linear",

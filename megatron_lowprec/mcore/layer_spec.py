@@ -10,11 +10,10 @@ from megatron_lowprec.mcore.cpu_compat import bind_te_general_gemm
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.transformer_layer import LowPrecTransformerLayer
 from megatron_lowprec.mcore.step_tracker import StepTracker
-from megatron_lowprec.recipe.parsing import as_recipe
-from megatron_lowprec.recipe.schema import Recipe
+from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 
 
-def layer_spec(recipe: Recipe | str, seed: int | None = None, *, fp8_dispatch: bool = False) -> ModuleSpec:
+def layer_spec(recipe: RecipeLike, seed: int | None = None, *, fp8_dispatch: bool = False) -> ModuleSpec:
     """Spec of every layer of a ``GPTModel``: binds the recipe and follows steps and microbatches without further calls.
 
     Binds two names in Megatron-core that it needs without TransformerEngine and apex: ``te_general_gemm`` of its MoE

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,8 +38,9 @@ from megatron_lowprec.recipe.coverage import (
     without_gemms,
 )
 from megatron_lowprec.recipe.native_support import check_accumulator, fast_gemms, why_emulated
-from megatron_lowprec.recipe.parsing import as_recipe
+from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.registry import get_recipe
+from megatron_lowprec.recipe.runtime_options import RuntimeOptions
 from megatron_lowprec.recipe.schema import HistorySpec, HistoryUpdate, Recipe
 
 _checks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # model chunk -> its forward pre-hook
@@ -53,19 +54,7 @@ class RecipeRuntime:
     Args:
         recipe: the recipe to run.
         device: the model's device.
-        num_layers: transformer layers over all pipeline stages.
-        seed: the run's seed, the base of all random streams.
-        accumulate_wgrad: accumulate weight gradients into an fp32 ``main_grad``, without rounding to the compute dtype.
-        share_rng_across_dp: draw the same rounding noise on every data-parallel rank (for ablations).
-        reduce_amax: reduce the amax of a current scale over all tensor-parallel ranks; if False, each rank scales its
-            shard by the shard's amax. Histories of delayed scaling are always reduced.
-        cache_weights: reuse quantized weights across the microbatches of a step.
-        emulate: multiply in the compute dtype even where the device has FP8 GEMMs.
-        emulate_accumulator: sum emulated GEMMs that ask for fast accumulation as Hopper's tensor cores do.
-        rerun_in_bf16: globs of single GEMMs to run unquantized, such as ``layers.3.mlp.linear_fc1.dgrad``.
-        fp8_gather: under sequence parallelism, gather FP8 codes of inputs and output gradients where both GEMMs of a
-            layer take them; other layers gather in the compute dtype.
-        fp8_dispatch: send tokens to experts, and gradients back to them, as codes where fc1 and fc2 are quantized.
+        options: ``RuntimeOptions`` describes them; the defaults are below.
 
     Raises:
         UserError: ``fp8_gather`` or ``fp8_dispatch`` under a recipe whose codes cannot be sent; ``emulate_accumulator``
@@ -329,7 +318,11 @@ class RecipeRuntime:
 
 
 def bind_recipe(
-    model_chunks: Sequence[nn.Module], recipe: Recipe | str, *, recompute_gelu: bool = False, **options: Any
+    model_chunks: Sequence[nn.Module],
+    recipe: RecipeLike,
+    *,
+    recompute_gelu: bool = False,
+    **options: Unpack[RuntimeOptions],
 ) -> RecipeRuntime:
     """Bind every low-precision linear layer of a model to a recipe, by global layer number.
 
@@ -339,7 +332,7 @@ def bind_recipe(
         model_chunks: this rank's model chunks.
         recipe: a Recipe, the name of one, or a YAML file.
         recompute_gelu: recompute linear_fc2's input in the backward pass where GELU is fused; the header reports where.
-        options: keyword arguments of ``RecipeRuntime``: ``num_layers`` and ``seed`` at least.
+        options: ``RuntimeOptions``: ``num_layers`` and ``seed`` at least.
 
     Raises:
         UserError: as ``RecipeRuntime.bind_linear``.

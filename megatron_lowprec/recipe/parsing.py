@@ -17,7 +17,7 @@ import typing
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.field_types import field_types, fits, without_none
@@ -27,6 +27,10 @@ from megatron_lowprec.recipe.yaml_text import read_yaml_file, read_yaml_text
 from megatron_lowprec.shipped import find
 
 T = TypeVar("T")
+
+
+RecipeLike: TypeAlias = Recipe | str | os.PathLike[str]
+"""A Recipe, the name of one, or the path of a YAML file."""
 
 
 def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -42,7 +46,7 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     return overridden(recipe, overrides)
 
 
-def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
+def as_recipe(recipe: RecipeLike) -> Recipe:
     """A recipe as it is, or the one of a name or a YAML file; UserError for anything else."""
     if isinstance(recipe, Recipe):
         return recipe

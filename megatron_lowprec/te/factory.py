@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.parsing import as_recipe
+from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from megatron_lowprec.te.imports import import_te
 from megatron_lowprec.te.te_config import find_te_config
@@ -62,7 +62,7 @@ class QuantizerFactory:
         return f"{type(self).__name__}({self.recipe.name})"  # part of keys that are computed in every forward pass
 
 
-def quantizer_factory(recipe: Recipe | str) -> QuantizerFactory:
+def quantizer_factory(recipe: RecipeLike) -> QuantizerFactory:
     """The factory of a recipe for Megatron-LM's ``--fp8-quantizer-factory``.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.parsing import as_recipe
+from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from megatron_lowprec.te.factory import QuantizerFactory, block_dim
 from megatron_lowprec.te.imports import import_te
@@ -28,7 +28,7 @@ _PARAMETERS = {"input": "fp8_quant_fwd_inp", "weight": "fp8_quant_fwd_weight", "
 _BLOCK_DIMS = {"input": "x_block_scaling_dim", "weight": "w_block_scaling_dim", "grad_output": "grad_block_scaling_dim"}
 
 
-def te_recipe(recipe: Recipe | str) -> Any:
+def te_recipe(recipe: RecipeLike) -> Any:
     """TransformerEngine's recipe with the numerics of ``recipe``: ``te.autocast(recipe=te_recipe("fp8_current"))``.
 
     A class of its own where one computes the recipe (``DelayedScaling``, ``Float8CurrentScaling``,

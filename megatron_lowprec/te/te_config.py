@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_lowprec.errors import UserError
-from megatron_lowprec.recipe.parsing import as_recipe
+from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.registry import get_recipe, recipes
 from megatron_lowprec.recipe.schema import QuantSpec, Recipe
 from megatron_lowprec.te.translation import Kind, builtin_kind, directions, fp8_format, quantizes_backward, why_not
@@ -84,7 +84,7 @@ class TEConfig:
         return ", ".join(words)
 
 
-def te_config(recipe: Recipe | str) -> TEConfig:
+def te_config(recipe: RecipeLike) -> TEConfig:
     """The fields for ``recipe``.
 
     Raises:

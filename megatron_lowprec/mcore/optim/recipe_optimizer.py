@@ -19,6 +19,7 @@ from megatron_lowprec.mcore.optim.gradient_sum import sum_gradients_in
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, fuse_adamw
 from megatron_lowprec.mcore.optim.scaled_adam import keeps_main_weights, use_scaled_adam
 from megatron_lowprec.quantization.primary_weight import Fp8Weight
+from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 from megatron_lowprec.recipe.schema import Recipe
 
 
@@ -36,7 +37,7 @@ class RecipeOptimizer(NamedTuple):
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], recipe: Recipe, options: OptimizerConfig, *, seed: int
+    chunks: list[DistributedDataParallel], recipe: RecipeLike, options: OptimizerConfig, *, seed: int
 ) -> RecipeOptimizer:
     """Megatron-core's optimizer for wrapped chunks, with the recipe's optimizer state and exchange of gradients.
 
@@ -45,7 +46,7 @@ def build_optimizer(
 
     Args:
         chunks: this rank's model chunks.
-        recipe: the bound recipe.
+        recipe: the bound recipe, or its name or file.
         options: Megatron-core's options of the optimizer; changed if the recipe's state is quantized.
         seed: base of the random streams of stochastic rounding.
 
@@ -53,6 +54,7 @@ def build_optimizer(
         UserError: the recipe changes training, and the chunks or ``options`` lack the distributed optimizer, an option
             of theirs is not supported, or the weights are not FP8 although the recipe says so.
     """
+    recipe = as_recipe(recipe)
     if recipe.changes_training and not (
         options.use_distributed_optimizer and all(c.ddp_config.use_distributed_optimizer for c in chunks)
     ):

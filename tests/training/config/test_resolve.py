@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_lowprec.shipped import find
-from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.shipped import find
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, virtual_stages
+from megatron_lowprec.training.data.tokenizer import tokenizer_of
 from tests.training.helpers import argv
 
 

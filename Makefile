@@ -22,8 +22,8 @@ FAULT_INJECTION ?= $(or $(FAULTS),--kills 30 --kills-in-save 10 --out docs/resul
 unexport PYTHONDONTWRITEBYTECODE
 
 # Names are tried by running them: a name on the PATH may be a shim without an interpreter behind it.
-SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
-PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
 	"$$name" -c '$(SUPPORTED)' 2>/dev/null && echo "$$name" && break; done)
 
 # The Python part of TransformerEngine, 1.2 MB, for tests without a GPU: it cannot be installed without the rest.
@@ -50,7 +50,7 @@ $(INSTALLED): $(LOCK) pyproject.toml setup.py | $(BIN)/python
 
 $(BIN)/python:
 	@"$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null || { \
-		echo "make: PYTHON='$(PYTHON)' is not Python 3.11 or 3.12 with venv, which $(LOCK) needs;" \
+		echo "make: PYTHON='$(PYTHON)' is not Python 3.11, 3.12 or 3.13 with venv, which $(LOCK) needs;" \
 			"install one (python3-venv too, on Debian) or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 

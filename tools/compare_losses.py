@@ -1,6 +1,7 @@
-"""Compare the losses of this tree with those of an earlier revision, bit for bit.
+"""Compare the losses of this tree with those of an earlier revision or another Megatron-core, bit for bit.
 
     python tools/compare_losses.py --base 54bfb2a --layouts one tp2
+    python tools/compare_losses.py --base HEAD --base-site .venv/megatron-core-0.18.2 --recipes bf16,fp8_lm
 
 trains gpt_tiny for some iterations under each recipe in both trees, on CPU processes, and prints the recipes whose
 losses or gradient norms differ. Exit code 1 if any does. A change without a purpose in numerics has none; a change of
@@ -26,6 +27,7 @@ LAYOUTS = {
     "one": (1, []),
     "tp2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "dp2": (2, []),
+    "zero": (1, ["--use-distributed-optimizer"]),
 }
 """Name -> processes and flags."""
 
@@ -41,7 +43,7 @@ def git(*arguments: str) -> bytes:
     return done.stdout
 
 
-def train(tree: Path, recipe: str, layout: str, iterations: int, cache: Path) -> Losses:
+def train(tree: Path, site: Path | None, recipe: str, layout: str, iterations: int, cache: Path) -> Losses:
     """Losses of one run of gpt_tiny in a tree; UserError if it fails."""
     processes, flags = LAYOUTS[layout]
     if get_recipe(recipe).activations.swiglu_input != "none":
@@ -62,7 +64,7 @@ def train(tree: Path, recipe: str, layout: str, iterations: int, cache: Path) ->
                 *(word for name, value in options.items() for word in (f"--{name}", str(value))),
             ],
             cwd=tree,
-            env=_environment(tree),
+            env=_environment(tree, site),
             capture_output=True,
             text=True,
             check=False,
@@ -73,28 +75,32 @@ def train(tree: Path, recipe: str, layout: str, iterations: int, cache: Path) ->
     return {key: [row[key] for row in rows if key in row] for key in ("lm loss", "grad-norm")}
 
 
-def _environment(tree: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def _environment(tree: Path, site: Path | None) -> dict[str, str]:
+    paths = os.pathsep.join(str(path) for path in (site, tree) if path is not None)
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def measure(tree: Path, chosen: list[str], layouts: list[str], iterations: int, at_once: int) -> dict[str, Losses]:
-    """``<recipe> <layout>`` -> losses, of all pairs in a tree."""
+def measure(
+    tree: Path, site: Path | None, chosen: list[str], layouts: list[str], iterations: int, at_once: int
+) -> dict[str, Losses]:
+    """``<recipe> <layout>`` -> losses, of all pairs in a tree; with the packages in ``site`` before installed ones."""
     pairs = [(recipe, layout) for layout in layouts for recipe in chosen]
+    label = site.name if site else tree.name
     cache = REPOSITORY / "data" / "cache"  # the tokenized text of gpt_tiny, equal in both trees
 
     def run(pair: tuple[str, str]) -> Losses:
-        found = train(tree, *pair, iterations, cache)
-        print(f"{tree.name}: {' '.join(pair)} ends at {found['lm loss'][-1]:.6f}", file=sys.stderr, flush=True)
+        found = train(tree, site, *pair, iterations, cache)
+        print(f"{label}: {' '.join(pair)} ends at {found['lm loss'][-1]:.6f}", file=sys.stderr, flush=True)
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
         return {" ".join(pair): losses for pair, losses in zip(pairs, pool.map(run, pairs))}
 
 
-def base_losses(commit: str, arguments: tuple[list[str], list[str], int, int]) -> dict[str, Losses]:
+def base_losses(commit: str, site: Path | None, arguments: tuple[list[str], list[str], int, int]) -> dict[str, Losses]:
     """Losses of a commit: those kept from an earlier call, and the missing ones by training its tree."""
     chosen, layouts, iterations, at_once = arguments
-    kept = REPOSITORY / "runs" / "losses" / f"{commit}-{iterations}.json"
+    kept = REPOSITORY / "runs" / "losses" / f"{commit}-{iterations}{f'-{site.name}' if site else ''}.json"
     known: dict[str, Losses] = json.loads(kept.read_text()) if kept.exists() else {}
     with TemporaryDirectory() as folder:
         tree = Path(folder) / commit[:8]
@@ -103,7 +109,7 @@ def base_losses(commit: str, arguments: tuple[list[str], list[str], int, int]) -
             if missing and not tree.exists():
                 with tarfile.open(fileobj=BytesIO(git("archive", commit))) as archive:
                     archive.extractall(tree, filter="data")
-            known |= measure(tree, missing, [layout], iterations, at_once)
+            known |= measure(tree, site, missing, [layout], iterations, at_once)
             kept.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(kept, json.dumps(known))
     return known
@@ -113,6 +119,9 @@ def main() -> int:
     """Exit code: 0 if no loss differs."""
     parser = Parser(description=__doc__)
     parser.add_argument("--base", required=True, metavar="REVISION", help="the revision to compare with")
+    parser.add_argument(
+        "--base-site", metavar="FOLDER", help="packages of the base, such as another release of Megatron-core, unpacked"
+    )
     parser.add_argument("--recipes", type=names, help="names with commas between them; default: all of this tree")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one", "tp2"])
     parser.add_argument("--iterations", type=int, default=20)
@@ -120,14 +129,18 @@ def main() -> int:
     args = parser.parse_args()
     commit = git("rev-parse", "--verify", f"{args.base}^{{commit}}").decode().strip()
     arguments = (args.recipes or list(recipes()), args.layouts, args.iterations, args.at_once)
-    before, after = base_losses(commit, arguments), measure(REPOSITORY, *arguments)
+    site = Path(args.base_site).resolve() if args.base_site else None
+    if site is not None and not site.is_dir():
+        raise UserError(f"--base-site {args.base_site}: there is no such folder")
+    base = f"{args.base} with {site.name}" if site else args.base
+    before, after = base_losses(commit, site, arguments), measure(REPOSITORY, None, *arguments)
     differing = [name for name, losses in after.items() if losses != before[name]]
     for name in differing:
         old, new = before[name]["lm loss"], after[name]["lm loss"]
         first = next((step for step, pair in enumerate(zip(old, new), 1) if pair[0] != pair[1]), len(old))
-        print(f"{name}: differs from iteration {first} on; ends at {new[-1]:.6f}, at {args.base} at {old[-1]:.6f}")
+        print(f"{name}: differs from iteration {first} on; ends at {new[-1]:.6f}, at {base} at {old[-1]:.6f}")
     equal = len(after) - len(differing)
-    print(f"{equal} of {len(after)} runs of {args.iterations} iterations equal those of {args.base} in each bit")
+    print(f"{equal} of {len(after)} runs of {args.iterations} iterations equal those of {base} in each bit")
     return int(bool(differing))
 
 

@@ -23,6 +23,8 @@ for _message in (
 SERIES = ("0.16", "0.17", "0.18", "0.19")
 """Supported releases: ``releases`` and ``patches`` have their differences, docs/results/megatron-core.md the tests."""
 
+_INSTALL = f'pip install "megatron-core>={SERIES[0]},<0.{int(SERIES[-1][2:]) + 1}"'
+
 
 def check_release(release: str) -> None:
     """Check a release of Megatron-core.
@@ -31,17 +33,15 @@ def check_release(release: str) -> None:
         UserError: it is not supported.
     """
     if ".".join(re.findall(r"\d+", release)[:2]) not in SERIES:
-        raise UserError(
-            f"megatron-core {release} is not supported, {SERIES[0]} to {SERIES[-1]} are: "
-            f'pip install "megatron-core<0.{int(SERIES[-1][2:]) + 1}"'
-        )
+        raise UserError(f"megatron-core {release} is not supported, {SERIES[0]} to {SERIES[-1]} are: {_INSTALL}")
 
 
 def _release() -> str:
     """Megatron-core's release, read without importing it: that takes seconds, and reads the environment."""
-    found = find_spec("megatron.core")
+    found = find_spec("megatron.core") if find_spec("megatron") else None
     places = found and found.submodule_search_locations
-    assert places, "megatron is there without its core"
+    if not places:
+        raise UserError(f"megatron-core is not installed: {_INSTALL}")
     text = Path(places[0], "package_info.py").read_text(encoding="utf-8")
     return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)) or "of an unknown release"
 

@@ -3,6 +3,7 @@
 import re
 import tomllib
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -34,6 +35,11 @@ def test_the_supported_pythons_are_the_same_everywhere() -> None:
     taken = SpecifierSet(PROJECT["requires-python"])
     supported = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in taken]
     assert re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])) == supported
-    assert f"Python {' or '.join(supported)} and make are enough" in text("README.md")
+    listed = f"{', '.join(supported[:-1])} or {supported[-1]}"
+    for page in ("README.md", "docs/guide/quickstart.md"):
+        assert f"Python {listed} and make" in text(page)
+    assert f"is not Python {listed} with venv" in text("Makefile")
+    workflow = yaml.safe_load(text(".github/workflows/megatron-core.yaml"))
+    assert {row["python"] for row in workflow["jobs"]["test"]["strategy"]["matrix"]["include"]} == set(supported)
     first, last = (version.replace(".", ", ") for version in (supported[0], supported[-1]))
     assert f"({first}) <= sys.version_info[:2] <= ({last})" in text("Makefile")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -104,6 +105,7 @@ def test_an_unknown_release_is_refused_in_a_line(release: str) -> None:
     with pytest.raises(UserError) as error:
         check_release(release)
     assert f"megatron-core {release} is not supported" in str(error.value)
+    assert 'pip install "megatron-core>=0.16,<0.20"' in str(error.value), "pip keeps what a bound of one side allows"
     assert "\n" not in str(error.value)
 
 
@@ -123,4 +125,12 @@ def test_the_installed_release_is_checked_on_import(monkeypatch: pytest.MonkeyPa
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(megatron.core, "__spec__", spec)
     with pytest.raises(UserError, match=r"megatron-core 0\.20\.0 is not supported"):
+        importlib.reload(mcore)
+
+
+@pytest.mark.parametrize("missing", ["megatron", "megatron.core"])
+def test_a_missing_megatron_core_is_named_on_import(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else found(name))
+    with pytest.raises(UserError, match="megatron-core is not installed: pip install"):
         importlib.reload(mcore)

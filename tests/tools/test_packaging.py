@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = REPOSITORY / "requirements" / "cpu.txt"
 
 
-PYTHONS = ("3.11", "3.12")
+PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def locked(python: str = PYTHONS[0]) -> dict[str, Requirement]:
@@ -66,7 +66,8 @@ def test_the_pins_that_cpu_and_gpu_share() -> None:
 
 
 def test_each_python_has_the_newest_release_of_megatron_core_that_it_can_install() -> None:
-    assert [str(locked(python)["megatron-core"].specifier) for python in PYTHONS] == ["==0.16.1", "==0.19.2"]
+    found = {python: str(locked(python)["megatron-core"].specifier) for python in PYTHONS}
+    assert found == {"3.11": "==0.16.1", "3.12": "==0.19.2", "3.13": "==0.19.2"}
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -126,7 +127,7 @@ def test_make_without_a_usable_python_says_what_to_do(tmp_path: Path) -> None:
     command = ["make", "setup", "PYTHON=/nowhere/python3", f"VENV={tmp_path / 'venv'}"]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode != 0
-    assert "is not Python 3.11 or 3.12" in result.stderr
+    assert "is not Python 3.11, 3.12 or 3.13" in result.stderr
     assert "make PYTHON=/path/to/python3.11" in result.stderr
     assert not (tmp_path / "venv").exists()
 

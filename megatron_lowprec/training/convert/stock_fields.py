@@ -1,7 +1,6 @@
 """Fields of Megatron-core's TransformerConfig that an import represents, ignores or refuses.
 
-The tables have the fields of releases 0.16 and 0.17, and those of 0.19 that change a model. Another field of the
-installed release is refused off its default.
+The tables have the fields of the supported releases. Another field of the installed release is refused off its default.
 """
 
 from __future__ import annotations
@@ -61,6 +60,8 @@ REFUSED: Mapping[str, Any] = {
     "mtp_num_layers": None,
     "is_hybrid_model": False,
     "heterogeneous_block_specs": False,
+    "moe_single_grouped_weight": False,  # other tensors in a checkpoint
+    "moe_single_grouped_bias": False,
     "use_mup": False,
     "mup_embedding_mult": 1.0,
     "mup_output_mult": 1.0,
@@ -76,6 +77,8 @@ _HARMLESS: Mapping[str, str] = {
         moe_extended_tp cp_comm_type microbatch_group_size_per_vp_stage num_layers_in_first_pipeline_stage
         num_layers_in_last_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
         account_for_loss_in_pipeline_split mtp_standalone hetereogenous_dist_checkpoint
+        tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards
+        expert_gtp_weight_remat_size
     """,
     "communication of ranks": """
         async_tensor_model_parallel_allreduce tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
@@ -83,14 +86,16 @@ _HARMLESS: Mapping[str, str] = {
         tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
         overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release variable_seq_lengths
         overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p overlap_p2p_comm_warmup_flush
-        symmetric_ar_type nccl_all_reduce_for_prefill
+        symmetric_ar_type nccl_all_reduce_for_prefill overlap_dispatch_backward_with_experts_wgrad
+        high_priority_a2a_comm_stream
     """,
     "how tokens reach experts": """
         moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms
         moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_permute_fusion_into_hybridep
         moe_shared_expert_overlap moe_grouped_gemm moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion
         moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_pad_experts_for_cuda_graph_inference
-        moe_per_layer_logging moe_layer_recompute moe_enable_routing_replay
+        moe_per_layer_logging moe_layer_recompute moe_enable_routing_replay moe_hybridep_num_sms_preprocessing
+        moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms moe_ncclep_static_shape moe_ncclep_zero_copy
     """,
     "precision, which a recipe sets anew": """
         fp16 enable_autocast autocast_dtype pipeline_dtype apply_query_key_layer_scaling attention_softmax_in_fp32
@@ -98,14 +103,15 @@ _HARMLESS: Mapping[str, str] = {
         fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention
         tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4 fp4_recipe
         fp4_param fp4_quantizer_factory use_kitchen use_kitchen_attention kitchen_attention_backend quant_recipe
-        activation_func_fp8_input_store
+        activation_func_fp8_input_store fp8_output_proj
     """,
     "kernels": """
         attention_backend transformer_impl bias_activation_fusion masked_softmax_fusion persist_layer_norm
         memory_efficient_layer_norm bias_dropout_fusion apply_rope_fusion use_fused_weighted_squared_relu
         fused_single_qkv_rope fused_residual_rmsnorm cross_entropy_loss_fusion cross_entropy_fusion_impl
         gradient_accumulation_fusion deterministic_mode batch_invariant_mode clone_scatter_output_in_embedding
-        disable_parameter_transpose_cache mlp_chunks_for_prefill
+        disable_parameter_transpose_cache mlp_chunks_for_prefill flash_attention_version use_transformer_engine_op_fuser
+        use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert mlp_chunks_for_training
     """,
     "memory": """
         recompute_granularity recompute_method recompute_num_layers distribute_saved_activations recompute_modules
@@ -114,12 +120,15 @@ _HARMLESS: Mapping[str, str] = {
         cpu_offloading_weights cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers
         fine_grained_activation_offloading offload_modules min_offloaded_tensor_size enable_cuda_graph
         cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps external_cuda_graph
-        cuda_graph_impl cuda_graph_scope
+        cuda_graph_impl cuda_graph_scope cuda_graph_modules moe_paged_stash moe_paged_stash_page_size
+        moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
+        fine_grained_offloading_max_inflight_offloads delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+        activation_offload_fraction
     """,
     "inference": """
         flash_decode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers
         inference_fuse_tp_communication inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
-        inference_moe_disable_fused_quant_kernels
+        inference_moe_disable_fused_quant_kernels inference_cuda_graph_scope inference_moe_token_dispatcher_type
     """,
     "initial weights": """
         perform_initialization use_cpu_initialization init_method output_layer_init_method embedding_init_method
@@ -131,7 +140,8 @@ _HARMLESS: Mapping[str, str] = {
     """,
     "the program": """
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
-        barrier_with_L1_time config_logger_dir test_mode log_max_attention_logit
+        barrier_with_L1_time config_logger_dir test_mode log_max_attention_logit moe_grad_scale_func mtp_grad_scale_func
+        experimental_attention_variant_loss_scale_func
     """,
     "no effect unless a refused field is set": """
         window_attn_skip_freq dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
@@ -139,7 +149,9 @@ _HARMLESS: Mapping[str, str] = {
         linear_num_key_heads linear_num_value_heads moe_pad_expert_input_to_capacity moe_token_drop_policy
         mtp_loss_scaling_factor mtp_use_repeated_layer mtp_hybrid_override_pattern mamba_state_dim mamba_head_dim
         mamba_num_groups mamba_num_heads use_mamba_mem_eff_path mup_width_mult mup_base_hidden_size mup_base_head_dim
-        mup_attn_scale_power
+        mup_attn_scale_power dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend
+        dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon
+        dsa_indexer_k_norm_fp32 mtp_detach_heads moe_router_quantile_balancing_ema mamba_training_ssm_states_dtype
     """,
 }
 HARMLESS = frozenset(name for names in _HARMLESS.values() for name in names.split())

@@ -305,7 +305,10 @@ def test_a_save_reads_no_tensor_back(drive: Drive, monkeypatch: pytest.MonkeyPat
     summed = checksums.crc32_of
     monkeypatch.setattr(checksums, "crc32_of", lambda path: (read.append(path.name), summed(path))[1])
     drive(argv(save="out", train_iters=1, async_save=in_background))
-    assert sorted(read) == [".metadata", "common.pt", "config.yaml", "metadata.json"]
+    saved = {path.name for path in Path("out/iter_0000001").iterdir()} - {checksums.NAME}
+    # before Megatron-core 0.19 common.pt is among these
+    assert sorted(read) == sorted(name for name in saved if not name.endswith(".distcp"))
+    assert {".metadata", "config.yaml", "metadata.json"} <= set(read) < saved
     assert checksums.fault(Path("out/iter_0000001")) is None
 
 

@@ -69,10 +69,20 @@ PATCHES: dict[str, Patch] = {
         "with `--cross-entropy-loss-fusion`, the loss is this project's kernel, which saves no softmax",
         "models of `layer_spec`",
     ),
+    "spec_optimizer": Patch(
+        ("megatron.training.training:get_megatron_optimizer",),
+        "Megatron-LM's optimizer has the next two changes, if it is torch's AdamW on a GPU",
+        "`layer_spec`, in Megatron-LM",
+    ),
+    "spec_update": Patch(
+        ("megatron.core.optimizer.optimizer:ChainedOptimizer.step()",),
+        "norm, clipping and AdamW are a few launches; an update that is not finite is skipped",
+        "`layer_spec`, in Megatron-LM",
+    ),
     "model_weights": Patch(
         (f"{_HALF}._copy_main_params_to_model_params()", f"{_DISTRIBUTED}._copy_main_params_to_model_params()"),
         "copies all main weights to the model's weights in one call, with the same result",
-        "the driver, `build_optimizer` (`copy_weights_at_once`)",
+        "the driver, `build_optimizer` (`copy_weights_at_once`); `layer_spec`, in Megatron-LM",
     ),
     "fp8_weights": Patch(
         (

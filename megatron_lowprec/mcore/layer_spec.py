@@ -9,6 +9,7 @@ from megatron_lowprec.mcore import patches
 from megatron_lowprec.mcore.cpu_compat import bind_te_general_gemm
 from megatron_lowprec.mcore.layers.norm import Norm
 from megatron_lowprec.mcore.layers.transformer_layer import LowPrecTransformerLayer
+from megatron_lowprec.mcore.optim.spec_optimizer import fuse_updates_in_megatron_lm
 from megatron_lowprec.mcore.step_tracker import StepTracker
 from megatron_lowprec.recipe.parsing import RecipeLike, as_recipe
 
@@ -34,6 +35,7 @@ def layer_spec(recipe: RecipeLike, seed: int | None = None, *, fp8_dispatch: boo
 
     Layer.__name__ = Layer.__qualname__ = LowPrecTransformerLayer.__name__
     bind_te_general_gemm()
+    fuse_updates_in_megatron_lm()
     if transformer_block.LayerNormImpl in (WrappedTorchNorm, FusedLayerNorm):
         patches.bind("final_norm", LayerNormImpl=Norm)
     return ModuleSpec(module=Layer)

@@ -64,10 +64,25 @@ PATCHES: dict[str, Patch] = {
         "and torch's no sequence parallelism",
         "`layer_spec`",
     ),
+    "fused_loss": Patch(
+        ("megatron.core.models.gpt.gpt_model:GPTModel.compute_language_model_loss(labels, logits)",),
+        "with `--cross-entropy-loss-fusion`, the loss is this project's kernel, which saves no softmax",
+        "models of `layer_spec`",
+    ),
+    "spec_optimizer": Patch(
+        ("megatron.training.training:get_megatron_optimizer",),
+        "Megatron-LM's optimizer has the next two changes, if it is torch's AdamW on a GPU",
+        "`layer_spec`, in Megatron-LM",
+    ),
+    "spec_update": Patch(
+        ("megatron.core.optimizer.optimizer:ChainedOptimizer.step()",),
+        "norm, clipping and AdamW are a few launches; an update that is not finite is skipped",
+        "`layer_spec`, in Megatron-LM",
+    ),
     "model_weights": Patch(
         (f"{_HALF}._copy_main_params_to_model_params()", f"{_DISTRIBUTED}._copy_main_params_to_model_params()"),
         "copies all main weights to the model's weights in one call, with the same result",
-        "the driver, `build_optimizer` (`copy_weights_at_once`)",
+        "the driver, `build_optimizer` (`copy_weights_at_once`); `layer_spec`, in Megatron-LM",
     ),
     "fp8_weights": Patch(
         (
@@ -115,7 +130,7 @@ PATCHES: dict[str, Patch] = {
             f"{_BUCKETS}:_ParamAndGradBuffer.reset()",
         ),
         "replay CUDA graphs of layers, which write the first gradients of a step",
-        "the driver, with `--cuda-graph-impl local`",
+        "the driver and `layer_spec`, with `--cuda-graph-impl local`; the second only the driver",
     ),
     "token_dispatcher": Patch(
         ("megatron.core.transformer.moe.moe_layer:MoELayer.token_dispatcher",),

@@ -1,5 +1,6 @@
 """Tracks steps and microbatches from what any training loop does, and binds layers to a recipe one by one."""
 
+import atexit
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -16,6 +17,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.graphs.graph_support import asks_for_graphs, check_graphs
+from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
+from megatron_lowprec.mcore.layers.gpt_model import fuse_loss
 from megatron_lowprec.mcore.layers.parallel_linear import LowPrecLinearMixin
 from megatron_lowprec.mcore.releases import IGNORES_RAMPS
 from megatron_lowprec.mcore.runtime import RecipeRuntime, bind_layer, device_of_models
@@ -59,7 +63,8 @@ class StepTracker:
         self._passes: dict[TransformerLayer, int] = {}  # passes in training of each layer in the step in progress
         self._step: int | None = None  # the step in progress
         self._microbatch = -1
-        self._introduced = False
+        self._introduced = self._captures = False
+        self._graphs: LayerGraphs | None = None
         self._microbatches = 0  # of the last step, in Megatron-LM
         self.steps = 0
         register_optimizer_step_post_hook(self._updated)
@@ -68,14 +73,12 @@ class StepTracker:
         """Check that the layers can be built and their passes followed.
 
         Raises:
-            UserError: the layers need apex, and it is missing; Megatron-core's CUDA graphs, which replay a step's draws
-                and do not pass here; a ramp of the batch size that this release ignores.
+            UserError: the layers need apex, and it is missing; CUDA graphs that cannot hold the layers; a ramp of the
+                batch size that this release ignores.
         """
-        if getattr(config, "cuda_graph_impl", "none") != "none" or getattr(config, "enable_cuda_graph", False):
-            raise UserError(
-                "Megatron-core's CUDA graphs would repeat random draws and freeze amax histories under a recipe: leave "
-                "--cuda-graph-impl out, or use this project's pretrain_gpt.py, which has graphs of its own"
-            )
+        self._captures = asks_for_graphs(config)
+        if self._captures:
+            check_graphs(config, self._recipe, megatron_lm_args())
         if IGNORES_RAMPS and getattr(megatron_lm_args(), "rampup_batch_size", None) is not None:
             raise UserError(
                 f"--rampup-batch-size is ignored by megatron-core {__version__}: give Megatron-LM "
@@ -107,6 +110,8 @@ class StepTracker:
         if self._runtime is None:
             self._runtime = _runtime(self._recipe, layer.config, self._seed, self._options)
         bind_layer(self._runtime, layer)
+        if model not in self._models:
+            fuse_loss(model)
         self._models.add(model)
 
     def enter(self, layer: TransformerLayer) -> None:
@@ -130,12 +135,27 @@ class StepTracker:
 
     def _begin(self, step: int) -> None:
         assert self._runtime is not None
-        if not self._introduced and (not dist.is_initialized() or dist.get_rank() == 0):
+        if self._captures:
+            self._begin_graphs()
+        if not self._introduced and _is_first_rank():
             print(*self._runtime.header(), sep="\n", flush=True)
         self._introduced = True
         self._rescale_gradients()
         self._step, self._microbatch = step, 0
         self._runtime.begin_step(step)
+
+    def _begin_graphs(self) -> None:
+        """Capture what ran in the step before: in the first layer's call, where Megatron-core's contexts are open."""
+        assert self._runtime is not None
+        if self._graphs is None:
+            self._graphs = LayerGraphs(_trained_model(self._models))
+            self._graphs.say = _say
+            # graphs may hold collectives of NCCL, which must outlive them
+            atexit.register(self._graphs.drop)
+            self._runtime.notes.append(
+                "--cuda-graph-impl local: behind the first step layers are captured in CUDA graphs"
+            )
+        self._graphs.begin_step()
 
     def _rescale_gradients(self) -> None:
         """Megatron-LM divides the loss by the number of microbatches, which a batch ramp changes."""
@@ -163,6 +183,8 @@ class StepTracker:
         assert self._runtime is not None
         self.steps = self._step + 1
         self._step = None
+        if self._graphs is not None:
+            self._graphs.end_step()
         self._passes.clear()
         self._runtime.end_step(updated)
 
@@ -204,6 +226,35 @@ def _runtime(recipe: Recipe, config: TransformerConfig, seed: int | None, option
         cache_weights=several,
         **options,
     )
+
+
+def _trained_model(models: Iterable[nn.Module]) -> nn.Module:
+    """The only model, whose weights have their ``main_grad``.
+
+    Raises:
+        UserError: there are several, or its weights have none.
+    """
+    found = list(models)
+    if len(found) != 1:
+        raise UserError(
+            f"CUDA graphs hold the layers of one model, and this process has {len(found)}; use --cuda-graph-impl none"
+        )
+    if not all(hasattr(weight, "main_grad") for weight in found[0].parameters() if weight.requires_grad):
+        raise UserError(
+            "CUDA graphs write gradients into the main_grad of weights, which Megatron-core's DistributedDataParallel "
+            "gives them; wrap the model in it, or use cuda_graph_impl none"
+        )
+    return found[0]
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _say(line: str) -> None:
+    """Print what became of the graphs: once, but on each rank that goes without."""
+    if _is_first_rank() or "CUDA graphs: off" in line:
+        print(line, flush=True)
 
 
 def _has_apex() -> bool:

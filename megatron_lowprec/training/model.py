@@ -18,7 +18,7 @@ from megatron.core.utils import get_te_version
 
 from megatron_lowprec.comm.gradients import GradientFactor, rounded_sum_warnings
 from megatron_lowprec.kernels.dispatch import have_triton
-from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
+from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
 from megatron_lowprec.mcore.layers.gpt_model import LowPrecGPTModel
 from megatron_lowprec.mcore.layers.router import LossTokens, weigh_aux_losses
 from megatron_lowprec.mcore.optim.fp8_param_gather import use_primary_weights
@@ -75,7 +75,7 @@ def build(config: Config, recipe: Recipe, schedule: Schedule, padded_vocab_size:
     transformer.finalize_model_grads_func = finalize_model_grads
     graphs = None
     if config.cuda_graph_impl == "local" and isinstance(model.runtime, RecipeRuntime):
-        graphs = LayerGraphs(chunks[0], several=_several_microbatches(config))
+        graphs = LayerGraphs(chunks[0])
         model.runtime.notes.append("--cuda-graph-impl local: behind the first step layers are captured in CUDA graphs")
     scheduler = _scheduler(schedule, optimizer)
     return Trainer(transformer, chunks, model.runtime, optimizer, scheduler, graphs, factor, loss_tokens)

@@ -51,7 +51,7 @@ from megatron_lowprec.training.run_plan import RunPlan, plan_run
 if TYPE_CHECKING:
     import torch
 
-    from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
+    from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
     from megatron_lowprec.training.data.batches import Data
 
 _MANY_EPOCHS = 10  # beyond, a run is more likely to lack a --data-path than to want them

@@ -80,6 +80,11 @@ class Run:
         return [float.fromhex(value) for value in re.findall(r"exact lm loss: (\S+)", self.output)]
 
     @property
+    def grad_norms(self) -> list[float]:
+        """Gradient norm of each iteration, to the last bit."""
+        return [float.fromhex(value) for value in re.findall(r"exact grad norm: (\S+)", self.output)]
+
+    @property
     def parameters(self) -> list[int]:
         """Number of parameters of each pipeline and tensor-parallel rank."""
         return [int(count) for count in re.findall(r"number of parameters on .*: (\d+)", self.output)]
@@ -98,6 +103,9 @@ class MegatronLM:
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # compiled functions round otherwise
+            # for --deterministic-mode
+            "NCCL_ALGO": "Ring",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }
         self._logs = logs
         self._server = subprocess.Popen(

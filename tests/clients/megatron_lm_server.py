@@ -7,6 +7,7 @@ answers with a line of the ranks' exit codes. Forking saves the imports, which t
 """
 
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -59,6 +60,8 @@ def _fork(folder: str, asked: dict[str, Any], rank: int, training: Any) -> int:
         }
         if not torch.cuda.is_available():
             _run_without_cuda(training)
+            if "--cuda-graph-impl" in asked["arguments"]:
+                _rerun_graphs()
         script = f"{folder}/pretrain_gpt.py"
         sys.argv = [script, *asked["arguments"]]
         runpy.run_path(script, run_name="__main__")
@@ -87,11 +90,13 @@ def _skip_compilers() -> None:
 
 
 def _print_exact_losses(training: Any) -> None:
-    """Print each iteration's loss in full: Megatron-LM prints seven digits."""
+    """Print each iteration's loss and gradient norm in full: Megatron-LM prints seven digits of the loss."""
     log = training.training_log
+    names = list(inspect.signature(log).parameters)
 
     def training_log(loss_dict: dict[str, torch.Tensor], *args: Any, **options: Any) -> Any:
-        for name, value in loss_dict.items():
+        norm = (dict(zip(names[1:], args, strict=False)) | options)["grad_norm"]
+        for name, value in (*loss_dict.items(), ("grad norm", norm)):
             print(f"exact {name}: {float(value).hex()}", flush=True)
         return log(loss_dict, *args, **options)
 
@@ -123,6 +128,15 @@ def _run_without_cuda(training: Any) -> None:
     _keep_pipeline_outputs()
     torch.distributed.init_process_group("gloo")
     training.initialize_megatron = partial(training.initialize_megatron, allow_no_cuda=True)
+
+
+def _rerun_graphs() -> None:
+    """Recordings that run their Python again stand for CUDA graphs."""
+    import pytest
+
+    from tests.training.rerun_recorder import rerun_under_spec
+
+    rerun_under_spec(pytest.MonkeyPatch())  # never undone: the process ends with the run
 
 
 def _keep_pipeline_outputs() -> None:

@@ -32,6 +32,10 @@ STOCK = shlex.split("""
     --transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
     --distributed-backend gloo --no-create-attention-mask-in-dataloader
 """)
+ON_GPU = shlex.split("""
+    --transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --deterministic-mode
+    --hidden-size 256 --seq-length 128 --max-position-embeddings 128 --train-iters 6
+""")
 EXPERTS = shlex.split("""
     --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --disable-bias-linear --moe-token-dispatcher-type alltoall
 """)
@@ -135,6 +139,44 @@ def test_layouts_give_one_process_losses(megatron_lm: MegatronLM, data: list[str
 def test_recomputation_repeats_the_draws(megatron_lm: MegatronLM) -> None:
     recipe = [*spec("mxfp4_rht_sr"), "--mock-data"]
     assert losses(megatron_lm, *recipe, *RECOMPUTE) == losses(megatron_lm, *recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "ranks"),
+    [
+        ("bf16", [], 1),
+        ("fp8_delayed", QWEN, 1),
+        ("mxfp4_rht_sr", ["--global-batch-size", "2"], 1),
+        ("fp8_current", OVERLAP, 2),
+    ],
+    ids=["two kinds of microbatches", "llama and norms of queries", "one microbatch", "data parallel"],
+)
+def test_cuda_graphs_have_the_losses_of_eager_layers(
+    megatron_lm: MegatronLM, recipe: str, arguments: list[str], ranks: int
+) -> None:
+    """With dropout and evaluations in between. On a CPU, recordings that run their Python again stand for graphs."""
+    graphs = compare_graphs(megatron_lm, *STOCK, *spec(recipe), *arguments, ranks=ranks)
+    kinds = 1 if "--global-batch-size" in arguments else 2
+    assert f"CUDA graphs: 4 layers captured, {8 * kinds} graphs" in graphs.output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp4_rht_sr"])
+def test_replays_on_a_gpu_have_the_losses_of_eager_layers(megatron_lm: MegatronLM, recipe: str) -> None:
+    graphs = compare_graphs(megatron_lm, *ON_GPU, *spec(recipe))
+    assert "CUDA graphs: 4 layers captured, 16 graphs" in graphs.output
+
+
+def compare_graphs(megatron_lm: MegatronLM, *arguments: str, ranks: int = 1) -> Run:
+    """The run with graphs, whose losses and gradient norms equal those of the run without, bit for bit."""
+    drops = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    common = [*MODEL, *arguments, *drops, "--mock-data"]
+    eager = megatron_lm.run(*common, ranks=ranks)
+    graphs = megatron_lm.run(*common, "--cuda-graph-impl", "local", ranks=ranks)
+    assert eager.codes == graphs.codes == [0] * ranks, eager.output[-2000:] + graphs.output[-4000:]
+    assert len(eager.losses) >= 4
+    assert (graphs.losses, graphs.grad_norms) == (eager.losses, eager.grad_norms)
+    return graphs
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])

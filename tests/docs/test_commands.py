@@ -316,6 +316,8 @@ _FOREIGN = {
         "--attention-backend",
     ),
     "--reset-attention-mask",
+    "--no-create-attention-mask-in-dataloader",
+    "--te-rng-tracker",
     *("--moe-layer-freq", "--ckpt-format", "--dist-ckpt-strictness", "--fp8-format"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import fp8_utils, parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_lowprec.kernels.partial_cast.reference import Shard
-from megatron_lowprec.mcore.optim import fp8_param_gather, fused_adamw
+from megatron_lowprec.mcore.optim import fp8_param_gather, fused_adamw, spec_optimizer
+from megatron_lowprec.mcore.optim import optimizer_step as optimizer_step_module
 from megatron_lowprec.mcore.optim.fp8_param_gather import quantize_main_weights
 from megatron_lowprec.mcore.optim.fused_adamw import FusedAdamW
 from megatron_lowprec.mcore.optim.optimizer_step import copy_weights_at_once, grad_norm, optimizer_step
@@ -228,6 +230,27 @@ def test_megatron_s_own_step_updates_by_the_fused_kernel(build: Build) -> None:
         plain.optimizer.step()
     for mine, theirs in zip(main_weights(fused), main_weights(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+@kinds
+def test_megatron_lm_s_loop_has_the_driver_s_update(
+    build: Build, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
+) -> None:
+    """By ``step`` of the optimizer that it builds, with torch's hooks, which follow the steps."""
+    for module in (spec_optimizer, optimizer_step_module):
+        monkeypatch.setattr(module, "supports_fused_adamw", lambda part: True)
+    fused, driver = build(lr_warmup_iters=0, **kind), fuse(build(lr_warmup_iters=0, **kind))
+    spec_optimizer.fuse_update(fused.optimizer)
+    stepped = list[Any]()
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
+    for _ in range(2):
+        assert fused.optimizer.step() == optimizer_step(driver.optimizer)
+    handle.remove()
+    for mine, theirs in zip(weights(fused), weights(driver), strict=True):
+        assert torch.equal(mine, theirs)
+    for trainer in (fused, driver):
+        inner = [part.optimizer for part in trainer.optimizer.chained_optimizers if not part.is_stub_optimizer]
+        assert [stepped.count(optimizer) for optimizer in inner] == [2] * len(inner)
 
 
 def test_the_benchmark_times_megatron_s_own_update(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

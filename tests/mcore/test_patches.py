@@ -33,7 +33,9 @@ def seen_here(patch: Patch) -> bool:
 
 @pytest.mark.parametrize("row", [name for name, patch in PATCHES.items() if seen_here(patch)])
 def test_this_release_has_what_is_bound_again(row: str) -> None:
-    assert [difference(row, target) for target in PATCHES[row].targets] == [None] * len(PATCHES[row].targets)
+    # names of Megatron-LM are checked where it is, in tests/clients
+    targets = [target for target in PATCHES[row].targets if not target.startswith("megatron.training")]
+    assert [difference(row, target) for target in targets] == [None] * len(targets)
 
 
 @pytest.mark.parametrize(

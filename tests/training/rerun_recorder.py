@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron.core.transformer import cuda_graphs
 from torch import nn
 
 from megatron_lowprec.linear.linear_gemms import LinearGemms
-from megatron_lowprec.mcore.cuda_graphs import LayerGraphs
+from megatron_lowprec.mcore.graphs.layer_graphs import LayerGraphs
 
 
 class RerunRecorder:
@@ -89,31 +90,47 @@ class Rerun:
         self.result.copy_(again.detach())
 
 
-def _rerun_graphs(model: nn.Module, *, several: bool, recorders: list[RerunRecorder]) -> LayerGraphs:
+def _rerun_graphs(model: nn.Module, *, recorders: list[RerunRecorder]) -> LayerGraphs:
     """``LayerGraphs`` with such a recorder, which is added to ``recorders`` when it is time to capture."""
 
     def recorder() -> RerunRecorder:
         recorders.append(RerunRecorder(graphs._linear_gemms))
         return recorders[-1]
 
-    graphs = LayerGraphs(model, several, recorder)
+    graphs = LayerGraphs(model, recorder)
     return graphs
 
 
 def rerun_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[RerunRecorder]:
-    """Let --cuda-graph-impl local work with such recordings; the recorders that runs will have made."""
-    from megatron.core import tensor_parallel
-
+    """Let the driver's --cuda-graph-impl local work with such recordings; the recorders that runs will have made."""
     from megatron_lowprec.training import model, run_plan
 
-    found: list[RerunRecorder] = []
-    seed = tensor_parallel.model_parallel_cuda_manual_seed
     monkeypatch.setattr(run_plan, "resolve_cuda_graphs", lambda config, recipe, world_size, gpus: (config, []))
-    monkeypatch.setattr(model, "LayerGraphs", partial(_rerun_graphs, recorders=found))
+    return _rerun(monkeypatch, model)
+
+
+def rerun_under_spec(monkeypatch: pytest.MonkeyPatch) -> list[RerunRecorder]:
+    """As ``rerun_on_a_cpu`` for models of ``layer_spec``, as in Megatron-LM."""
+    from megatron_lowprec.mcore import step_tracker
+    from megatron_lowprec.mcore.graphs import graph_support
+
+    monkeypatch.setattr(graph_support, "_obstacle_here", lambda: None)
+    # Megatron-core's own, which TransformerBlock has for inference
+    monkeypatch.setattr(cuda_graphs, "CudaGraphManager", lambda config: None)
+    return _rerun(monkeypatch, step_tracker)
+
+
+def _rerun(monkeypatch: pytest.MonkeyPatch, builder: ModuleType) -> list[RerunRecorder]:
+    from megatron.core.tensor_parallel import random
+
+    found: list[RerunRecorder] = []
+    initialize = random.initialize_rng_tracker
+    monkeypatch.setattr(builder, "LayerGraphs", partial(_rerun_graphs, recorders=found))
+    # generators that graphs could hold are of a GPU
     monkeypatch.setattr(
-        tensor_parallel,
-        "model_parallel_cuda_manual_seed",
-        lambda base, use_cudagraphable_rng, **options: seed(base, **options),
+        random,
+        "initialize_rng_tracker",
+        lambda te, inference, graphs, **options: initialize(te, inference, False, **options),
     )
     return found
 

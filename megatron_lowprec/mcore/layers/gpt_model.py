@@ -1,11 +1,16 @@
 """Megatron-core's GPTModel with a fused cross entropy that does not save the softmax."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from torch import nn
 
 from megatron_lowprec.kernels import dispatch
 from megatron_lowprec.linear.once_differentiable import once_differentiable
+from megatron_lowprec.mcore.patches import bind
 
 
 @once_differentiable("the fused cross entropy")
@@ -55,7 +60,23 @@ class LowPrecGPTModel(GPTModel):
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """labels int64 [b, s], logits [s, b, V / ranks] -> loss of each token [b, s]."""
-        if not self.config.cross_entropy_loss_fusion or not dispatch.fuses(logits):
-            return super().compute_language_model_loss(labels, logits)
-        losses = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous(), self.pg_collection.tp)
-        return losses.transpose(0, 1).contiguous()
+        return _language_model_loss(self, super().compute_language_model_loss, labels, logits)
+
+
+def fuse_loss(model: nn.Module) -> None:
+    """Give a ``GPTModel`` that was built elsewhere the loss of ``LowPrecGPTModel``."""
+    if isinstance(model, GPTModel) and model.config.cross_entropy_fusion_impl == "native":
+        fused = partial(_language_model_loss, model, model.compute_language_model_loss)
+        bind("fused_loss", model, compute_language_model_loss=fused)
+
+
+def _language_model_loss(
+    model: GPTModel,
+    unfused: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    labels: torch.Tensor,
+    logits: torch.Tensor,
+) -> torch.Tensor:
+    if not model.config.cross_entropy_loss_fusion or not dispatch.fuses(logits):
+        return unfused(labels, logits)
+    losses = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous(), model.pg_collection.tp)
+    return losses.transpose(0, 1).contiguous()

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.mcore.layers.attention import SdpaAttention
 from megatron_lowprec.mcore.layers.gpt_spec import check_supported, gpt_block_spec
 from megatron_lowprec.mcore.step_tracker import StepTracker, megatron_lm_args
 
@@ -57,7 +58,13 @@ class LowPrecTransformerLayer(TransformerLayer):
         model = sys._getframe(1).f_locals.get("self")
         self.tracker.bind(self, model if isinstance(model, nn.Module) else self)
 
+    def create_mcore_cudagraph_manager(self, config: TransformerConfig) -> None:
+        """Nothing: ``--cuda-graph-impl local`` means this project's graphs, which the tracker has."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``TransformerLayer``; tells the tracker first."""
         self.tracker.enter(self)
+        if isinstance(getattr(self.self_attention, "core_attention", None), SdpaAttention):
+            # not read, and another tensor in each microbatch, which no CUDA graph could take
+            kwargs |= {"attention_mask": None}
         return super().__call__(*args, **kwargs)

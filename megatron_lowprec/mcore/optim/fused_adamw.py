@@ -8,11 +8,13 @@ backward pass at once, and the host learns afterwards whether the step was skipp
 from __future__ import annotations
 
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from torch.optim import Optimizer
 
 from megatron_lowprec.kernels.dispatch import adam_update_, have_triton
 from megatron_lowprec.kernels.scaled_adam.reference import Hyperparameters, Slot
@@ -58,7 +60,8 @@ class FusedAdamW:
     def __init__(self, part: MegatronOptimizer) -> None:
         self._part = part
         self._inner: torch.optim.AdamW = part.optimizer
-        self._inner.step = self.step
+        # with the hooks of torch's own, by which others follow the steps of any optimizer
+        self._inner.step = MethodType(Optimizer.profile_hook_step(self._step), self._inner)
         self.launched = False
         self._done = 0
         # the counter that _done was read from, and its version
@@ -92,7 +95,11 @@ class FusedAdamW:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Count the launched update in torch's state."""
+        """Count the launched update in torch's state; torch's hooks of a step run around it."""
+        self._inner.step(closure)
+
+    @torch.no_grad()
+    def _step(self, _: Optimizer, closure: None = None) -> None:
         assert closure is None
         if not self.launched:
             self.launch(torch.ones((), device=self._weights()[0].device))

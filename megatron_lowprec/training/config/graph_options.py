@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_lowprec.errors import UserError
+from megatron_lowprec.recipe.capture import why_not_captured
 from megatron_lowprec.recipe.schema import Recipe
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.resolve import microbatches_of
@@ -56,13 +57,8 @@ def _obstacle(config: Config, recipe: Recipe, world_size: int, gpus: bool) -> tu
         return "--log-quantization-interval 1 runs layers kernel by kernel in every iteration", "give 2 or more"
     if config.distributed_backend == "gloo" and config.tensor_model_parallel_size > 1:
         return "--distributed-backend gloo runs tensor-parallel collectives on the host", "use nccl"
-    if recipe.gradients.accumulation == "fp32" and microbatches_of(config, world_size) > 1:
-        return (
-            f"recipe {recipe.name} sums a step's microbatches in fp32 at changing addresses",
-            "add --recipe-override gradients.accumulation=format or raise --micro-batch-size",
-        )
-    formats = [name for name, form in recipe.activations.formats.items() if form != "none"]
-    if formats:
-        overrides = " ".join(f"--recipe-override activations.{name}=none" for name in formats)
-        return f"recipe {recipe.name} saves activations in formats of its own", f"add {overrides}"
+    found = why_not_captured(recipe, microbatches_of(config, world_size) > 1)
+    if found is not None:
+        overrides = " ".join(f"--recipe-override {override}" for override in found[1])
+        return found[0], f"add {overrides}" + (" or raise --micro-batch-size" if "gradients" in overrides else "")
     return None if gpus else ("torch sees no GPU", "leave it out")

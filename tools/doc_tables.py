@@ -10,6 +10,7 @@ A table is between ``<!-- table: KIND ARGUMENTS -->`` and ``<!-- end of table --
     differences BASE RECIPE ...    the fields in which recipes differ from BASE
     execution RECIPE ...           native or emulated on each kind of device, for sizes that native GEMMs support
     patches                        what mcore/patches.py binds again in Megatron-core
+    megatron_flags                 the answer to each flag of Megatron-LM's releases
     transformer_engine             how each recipe runs in TransformerEngine, or why not
     experiment FILE TABLE COLUMN ...  a table of tools/numerics.py, by the JSON file's keys; all columns without names
     quality FILE                   the main table of tools/report.py on an archive of runs, of all groups
@@ -55,6 +56,9 @@ from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.te_config import find_te_config
 from megatron_lowprec.te.translation import KINDS, builtin_kind, why_not
 from megatron_lowprec.text_tables import markdown_table
+from megatron_lowprec.training.config.arguments import build_parser, choices_of_flags
+from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, fp8_reason
+from megatron_lowprec.training.config.megatron_flags import Answer, answer, answers, megatron_flags
 from tools.plot_growth import windows
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -270,6 +274,29 @@ def _patches(page: Path) -> Iterator[Row]:
         yield ", ".join(dict.fromkeys(f"`{'.'.join(name)}`" for name in names)), patch.change, patch.by, patch.seen
 
 
+def _megatron_flags(page: Path) -> Iterator[Row]:
+    yield "flag", "releases", "answer", "meaning or reason"
+    ours = choices_of_flags(build_parser())
+    for name, flag in megatron_flags().items():
+        option = name[2:].replace("-", "_")
+        values = {key.partition("=")[2]: found for key, found in answers().items() if key.startswith(f"{name}=")}
+        if option in FP8_FLAGS:
+            reason = fp8_reason(option)
+            kind, text = ("read as", "fields of the recipe") if reason is None else ("refused", reason)
+        elif name in ours:
+            kind, text = "built", ", ".join(f"`{choice}`" for choice in ours[name] or ())
+        else:
+            found = answer(name)
+            assert found is not None, f"{name} has no answer in megatron_answers.yaml"
+            kind, text = found.kind, _text(found)
+        others = (f"{'others' if key == '*' else f'`{key}`'}: {_text(each)}" for key, each in values.items())
+        yield f"`{name}`", " ".join(flag.releases), kind, "; ".join(part for part in (text, *others) if part)
+
+
+def _text(found: Answer) -> str:
+    return f"`{found.text}`" if found.kind == "read as" else found.text
+
+
 def _rounding(page: Path, name: str, group: str) -> Iterator[Row]:
     yield "parameters", "tokens a parameter", "nearest, nats", "stochastic, nats", "nearest less stochastic, nats"
     runs = read_ladder(find(name))
@@ -411,6 +438,7 @@ _KINDS: dict[str, Callable[..., Iterator[Row]]] = {
     "differences": _differences,
     "execution": _execution,
     "patches": _patches,
+    "megatron_flags": _megatron_flags,
     "transformer_engine": _transformer_engine,
     "rounding": _rounding,
     "quality": _quality,

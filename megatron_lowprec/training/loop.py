@@ -27,6 +27,7 @@ from megatron_lowprec.training.data.batches import Batches, Data
 from megatron_lowprec.training.distributed.interrupt import Stop, StopReasons, ask_requeue
 from megatron_lowprec.training.distributed.rank_sync import run_on_all_ranks
 from megatron_lowprec.training.evaluation.validation import evaluate
+from megatron_lowprec.training.manual_gc import ManualGc
 from megatron_lowprec.training.model import Trainer, gathered
 from megatron_lowprec.training.models.sizes import flops_per_sample
 from megatron_lowprec.training.monitoring.bad_numbers import BadSteps, Diagnosis, diagnose, weights_are_finite
@@ -54,6 +55,9 @@ class Run:
     # Amax histories of delayed scaling are missing that training would have by now.
     uncalibrated: bool
 
+    def __post_init__(self) -> None:
+        self.garbage = ManualGc(self.config)
+
 
 def train(run: Run) -> Stop | None:
     """Iterate to --train-iters or to a reason to stop, which is returned; evaluate, log and save in between.
@@ -67,7 +71,8 @@ def train(run: Run) -> Stop | None:
             f"nothing to train: the checkpoint is at iteration {progress.iteration} of --train-iters {train_iters}"
         )
     bad_steps = BadSteps(config, run.paths.run, progress.skipped_in_a_row)
-    with Profiler(config, run.paths.run, progress.iteration, run.log.say) as profiler:
+    profiler = Profiler(config, run.paths.run, progress.iteration, run.log.say)
+    with run.garbage, profiler:
         stop, finite = _iterate(run, profiler, bad_steps)
         run.checkpoints.finish()
         if stop is None or stop.error is None:
@@ -103,6 +108,7 @@ def _iterate(run: Run, profiler: Profiler, bad_steps: BadSteps) -> tuple[Stop | 
         row = _train_iteration(run, batches, bad_steps)
         profiler.after(progress.iteration)
         run.log.step(row)
+        run.garbage.after(progress.iteration)
         run.checkpoints.poll()
         stop = bad_steps.stop() or run.stops.after(progress.iteration)
         if stop is None or not stop.at_once:
@@ -206,7 +212,8 @@ def _evaluate(run: Run, split: str) -> Stop | None:
         stop = run.stops.interrupted()
         return stop is not None
 
-    result = evaluate(run.trainer, data, run.config, run.device, interrupted)
+    with run.garbage.evaluation():
+        result = evaluate(run.trainer, data, run.config, run.device, interrupted)
     if result is not None:
         run.log.evaluation(run.progress.iteration, run.progress.consumed_samples, split, result.loss, result.perplexity)
     return stop

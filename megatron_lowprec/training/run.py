@@ -25,6 +25,7 @@ from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.config.paths import keep_older_run, run_paths, same_folder
 from megatron_lowprec.training.config.resolve import (
+    check_packages,
     describe_layout,
     resolve_model,
     resolve_recipe,
@@ -67,6 +68,8 @@ def run(argv: Sequence[str], ranks: Ranks) -> None:
     if config.list_recipes:
         _print_once(ranks, _recipe_table())
         return
+    if config.sequence_parallel and config.tensor_model_parallel_size == 1:
+        notes = [*notes, "--sequence-parallel does nothing at --tensor-model-parallel-size 1"]
     config = resolve_model(config)
     config, recipe, more = _recipe(config, given)
     notes = notes + more
@@ -143,6 +146,7 @@ def _train(config: Config, given: frozenset[str], notes: list[str], recipe: Reci
     from megatron_lowprec.training.checkpoint.resume import source
 
     config = resolve_run(config, ranks.world_size, gpus=torch.cuda.is_available())
+    check_packages(config)
     te_checks.prepare(config, recipe)
     config, more = source(config)
     notes = notes + more

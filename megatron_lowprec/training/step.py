@@ -181,7 +181,8 @@ class ForwardStep:
         if self._runtime is not None and self._loss_tokens is not None:
             assert mask is not None
             self._loss_tokens.begin_microbatch(mask)
-        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        attention_mask = batch["attention_mask"]
+        output = model(batch["tokens"], batch["position_ids"], attention_mask, labels=batch["labels"])
         # Middle stages of a pipeline have no data; their loss is never read.
         return output, partial(_masked_loss, mask if mask is not None else torch.empty(0))
 

@@ -181,6 +181,10 @@ def cases() -> dict[str, dict[str, Any]]:
     found["expert chat start"] = TEXT | EXPERT_TEXT | {"exit_interval": 1}
     for layout, sizes in EXPERT_LAYOUTS.items():
         found[f"expert chat {layout}"] = CHAT | EXPERT_TEXT | sizes | {"load": "expert chat start"}
+    documents = COMPARABLE | {"train_iters": 2, "load": "data plain half", "finetune": True, "no_save": True}
+    documents |= dict.fromkeys(("eod_mask_loss", "reset_position_ids", "reset_attention_mask"), True)
+    for layout, sizes in LAYOUTS.items():
+        found[f"documents {layout}"] = documents | sizes
     for layout in ("data", "pipeline"):
         found[f"bad numbers {layout}"] = COMPARABLE | LAYOUTS[layout] | {"lr": 1e38, "max_skipped_steps": 2}
     return found
@@ -249,6 +253,12 @@ def test_only_bad_numbers_failed(launch: Launch) -> None:
 )
 def test_layouts_train_the_same(one_process: list[dict[str, Any]], launch: Launch, name: str) -> None:
     compare(launch.rows(name), one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_documents_are_separate_on_any_layout(launch: Launch, layout: str) -> None:
+    compare(launch.rows(f"documents {layout}"), launch.rows("documents data"))
 
 
 def compare(mine: list[dict[str, Any]], reference: list[dict[str, Any]], norm: float = 2e-6) -> None:

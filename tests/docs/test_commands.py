@@ -23,6 +23,7 @@ from megatron_lowprec.sweep.cli import _parser as sweep_parser
 from megatron_lowprec.te.factory import why_no_factory
 from megatron_lowprec.te.translation import INSTALL, why_not
 from megatron_lowprec.training.config import arguments
+from megatron_lowprec.training.config.megatron_flags import megatron_flags, translate
 from megatron_lowprec.training.config.resolve import resolve_model
 from tests.docs.markdown import (
     ELLIPSES,
@@ -108,7 +109,10 @@ def parse_of_tool(module: str, words: Sequence[str], monkeypatch: pytest.MonkeyP
 def check_driver(words: Sequence[str]) -> None:
     """Flags of pretrain_gpt.py, its configuration and its recipe; the model's sizes where all of it is there."""
     whole = len(plain(words)) == len(words)
-    options = vars(arguments.build_parser().parse_args(plain(words)))
+    parser = arguments.build_parser()
+    asked = translate(plain(words), arguments.choices_of_flags(parser))
+    assert not asked.refused, asked.problems()
+    options = vars(parser.parse_args([*asked.words, *asked.unknown]))
     config = options.get("config")
     if config is not None and (_PLACEHOLDER.fullmatch(config) or config.startswith(_WRITTEN)):
         whole = False
@@ -288,8 +292,8 @@ def test_lines_of_flags(page: Path) -> None:
 
 
 # ---- flags in running text
-_FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
-# Other programs' flags that the pages speak of.
+_FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9_-]*")
+# Other programs' flags that the pages speak of, besides Megatron-LM's.
 _FOREIGN = {
     *("--nproc-per-node", "--nnodes", "--node-rank", "--standalone", "--shutdown-timeout", "--signals-to-handle"),
     *(
@@ -302,23 +306,6 @@ _FOREIGN = {
         "--nodes",
         "--gpus-per-node",
     ),
-    *("--fp8-format", "--fp8-recipe", "--fp8-quantizer-factory", "--fp8-margin", "--fp8-amax-history-len"),
-    *("--fp8-amax-compute-algo", "--first-last-layers-bf16", "--num-layers-at-start-in-bf16"),
-    *("--num-layers-at-end-in-bf16",),
-    *("--no-deps", "--no-bias-gelu-fusion", "--apply-layernorm-1p"),
-    # Megatron-LM's, which tests/clients runs
-    *(
-        "--spec",
-        "--qk-layernorm",
-        "--cross-entropy-loss-fusion",
-        "--fp4-format",
-        "--te-precision-config-file",
-        "--attention-backend",
-    ),
-    "--reset-attention-mask",
-    "--no-create-attention-mask-in-dataloader",
-    "--te-rng-tracker",
-    *("--moe-layer-freq", "--ckpt-format", "--dist-ckpt-strictness", "--fp8-format"),
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,
 }
@@ -326,7 +313,7 @@ _FOREIGN = {
 
 def known_flags() -> set[str]:
     """Of the driver and of every tool."""
-    found = set(_FOREIGN)
+    found = {*_FOREIGN, *megatron_flags()}
     parsers = [arguments.build_parser(), sweep_parser("sweep.py")]
     found |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
     for file in [*(ROOT / "tools").rglob("*.py"), *(SHIPPED / "commands").glob("*.py")]:

@@ -28,6 +28,7 @@ class SdpaAttention(MegatronModule):
     """
 
     output_format: Format | None = None
+    reads_mask = False
 
     def __init__(
         self,
@@ -63,9 +64,10 @@ class SdpaAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attention over the whole sequence with a causal mask; ``attention_mask`` is not read."""
+        """Causal attention over the whole sequence; only ``MaskedSdpaAttention`` reads ``attention_mask``."""
         if (attn_mask_type or self.attn_mask_type) != AttnMaskType.causal or packed_seq_params is not None:
             raise UserError("this attention is causal and unpacked; use --attention-backend local for other masks")
+        visible = ~attention_mask if self.reads_mask and attention_mask is not None else None
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         draws = contextlib.nullcontext()
@@ -77,7 +79,8 @@ class SdpaAttention(MegatronModule):
             k,
             v,
             dropout_p=dropout,
-            is_causal=True,
+            attn_mask=visible,
+            is_causal=visible is None,
             scale=self.softmax_scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
@@ -85,3 +88,12 @@ class SdpaAttention(MegatronModule):
             if self.output_format is not None and torch.is_grad_enabled() and q.requires_grad:
                 return cached_output(attend, self.output_format)
             return token_major(attend())
+
+
+class MaskedSdpaAttention(SdpaAttention):
+    """``SdpaAttention`` that follows ``attention_mask`` [b, 1, s, s], True where a query must not see a key.
+
+    Without a mask it is causal. GPUs' fastest attention kernels take no mask, so it is a class of its own.
+    """
+
+    reads_mask = True

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.mcore import patches
-from megatron_lowprec.mcore.layers.attention import SdpaAttention
+from megatron_lowprec.mcore.layers.attention import MaskedSdpaAttention, SdpaAttention
 from megatron_lowprec.mcore.layers.bias_dropout_add import get_bias_dropout_add
 from megatron_lowprec.mcore.layers.cached_swiglu import CachedSwigluSharedExperts
 from megatron_lowprec.mcore.layers.grouped_mlp import LowPrecGroupedMLP
@@ -50,7 +50,7 @@ _OTHERS: dict[Any, Any] = {
     WrappedTorchNorm: Norm,
     LocalSpecProvider().layer_norm(): Norm,  # apex's, where it is installed
 }
-_ATTENTIONS = {"auto": SdpaAttention, "local": DotProductAttention}
+_ATTENTIONS = {"auto": SdpaAttention, "masked": MaskedSdpaAttention, "local": DotProductAttention}
 
 # Config fields that select unsupported layers or numerics if set to anything but None or False.
 _REFUSED = {
@@ -84,8 +84,8 @@ def low_precision(
 
     Args:
         spec: a ``ModuleSpec``, submodules, or a list of them.
-        attention_backend: ``"auto"`` is torch's scaled_dot_product_attention, ``"local"`` Megatron-core's unfused
-            attention.
+        attention_backend: ``"auto"`` is torch's scaled_dot_product_attention, ``"masked"`` the same with the mask that
+            the model gets, ``"local"`` Megatron-core's unfused attention.
         no_lowprec_linears: keep Megatron-core's own linear layers, which ignore the recipe (for comparisons).
         moe_grouped_gemm: run the experts of a layer in one call per GEMM, also those that the spec runs one after the
             other. Megatron-core's grouped experts become this project's without it.

@@ -69,10 +69,11 @@ class Progress:
     evaluated: int = -1
 
 
-def state_to_save(trainer: Trainer) -> dict[str, Any]:
+def state_to_save(trainer: Trainer, with_optimizer: bool = True) -> dict[str, Any]:
     """Tensors and objects of a checkpoint, as Megatron-core's sharded state; a collective call."""
-    optimizer_state.prime_adam(trainer.optimizer)
-    return _state(trainer, loading=False)
+    if with_optimizer:
+        optimizer_state.prime_adam(trainer.optimizer)
+    return _state(trainer, loading=False, with_optimizer=with_optimizer)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def source(config: Config) -> tuple[Config, list[str]]:
             note = f"--save {config.save} holds a checkpoint: continuing from it"
             began = f"; --load {config.load} is what its run began from" if start else ""
             # --finetune and similar options apply to a run's first start only.
-            options: dict[str, Any] = dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), False)
+            begun_with = {"finetune", "no_load_rng"} | (set() if config.no_save_optim else {"no_load_optim"})
+            options: dict[str, Any] = dict.fromkeys(begun_with, False)
             return replace(config, load=config.save, ckpt_step=None, **options), [note + began]
     if config.load is None and config.pretrained_checkpoint is not None:
         return replace(config, load=config.pretrained_checkpoint, finetune=True), []
@@ -299,7 +300,12 @@ def _tokenizer_words(identifiers: Mapping[str, str]) -> str:
 
 
 def check_optimizer(saved: Saved, config: Config) -> None:
-    """Reject optimizer state of another kind than this run's, naming the differences."""
+    """Reject a checkpoint without optimizer state, or with one of another kind than this run's."""
+    if saved.content["options"].get("no_save_optim"):
+        raise UserError(
+            f"checkpoint {saved.folder} was saved with --no-save-optim: add --no-load-optim to go on with the weights "
+            "only, or --finetune to begin a run with them"
+        )
     others = differing(saved.content["options"], config, _OPTIMIZER)
     if others:
         raise UserError(

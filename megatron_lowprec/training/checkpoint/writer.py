@@ -59,9 +59,8 @@ class CheckpointWriter:
         with self._failing_in_a_line(partial), subprocesses.helpers(), checksums.summing():
             if filesystem_async._results_queue is None:
                 bind("write_results", _results_queue=WriteResults())
-            request = dist_checkpointing.save(
-                state_to_save(trainer), str(partial), validate_access_integrity=True, **ASYNC_SAVE
-            )
+            state = state_to_save(trainer, with_optimizer=not self._config.no_save_optim)
+            request = dist_checkpointing.save(state, str(partial), validate_access_integrity=True, **ASYNC_SAVE)
             request.add_finalize_fn(lambda: self._publish(partial, folder, iteration, content))
             if not self._config.async_save:
                 request.execute_sync()

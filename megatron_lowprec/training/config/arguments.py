@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -13,7 +13,8 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from megatron_lowprec.errors import UserError, type_of
 from megatron_lowprec.recipe.yaml_text import read_yaml_file
 from megatron_lowprec.shipped import find, shipped_like
-from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, translate_fp8_flags
+from megatron_lowprec.training.config.fp8_flags import FP8_FLAGS, refused_fp8_flags, translate_fp8_flags
+from megatron_lowprec.training.config.megatron_flags import Translated, explain, megatron_flags, translate
 from megatron_lowprec.training.config.options import GROUPS, Config
 
 DEFAULT_CONFIG = "configs/models/gpt_tiny.yaml"
@@ -69,16 +70,20 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Parser of Megatron's flags; the namespace contains only flags given on the command line."""
+def build_parser(problems: list[str] | None = None) -> argparse.ArgumentParser:
+    """Parser of Megatron's flags; the namespace contains only flags given on the command line.
+
+    Args:
+        problems: gets a line for each value of a wrong type; without it the first one is raised.
+    """
     parser = _Parser(prog="pretrain_gpt.py", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these options; the command line wins over it")
     for options in GROUPS:
         group = parser.add_argument_group((options.__doc__ or "").strip())
         for option in fields(options):
-            _add_flag(group, option.name, option.metadata["help"])
-    for old, new in RENAMED.items():
-        _add_flag(parser, old, argparse.SUPPRESS, KINDS[new])
+            _add_flag(group, option.name, option.metadata["help"], problems)
+    for old in RENAMED:
+        _add_flag(parser, old, argparse.SUPPRESS, problems)
     fp8 = parser.add_argument_group(
         "Megatron's FP8 flags: the layers kept in bf16 mean what they mean there; else use --recipe"
     )
@@ -90,9 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_flag(group: argparse._ActionsContainer, name: str, help: str, kind: _Kind | None = None) -> None:
-    kind = kind or KINDS[name]
+def _add_flag(group: argparse._ActionsContainer, name: str, help: str, problems: list[str] | None) -> None:
+    kind = KINDS[RENAMED.get(name, name)]
     text = argparse.SUPPRESS if name in _HIDDEN or help == argparse.SUPPRESS else help.replace("%", "%%")
+    convert = _converter(name, kind, problems)
     if kind.element is bool:
         group.add_argument(flag(name), action="store_true", help=text)
         if not name.startswith(("no_", "disable_")):
@@ -101,9 +107,30 @@ def _add_flag(group: argparse._ActionsContainer, name: str, help: str, kind: _Ki
     elif RENAMED.get(name, name) == "recipe_override":
         group.add_argument(flag(name), action="append", metavar="KEY=VALUE", help=text)
     elif kind.is_list:
-        group.add_argument(flag(name), nargs="+", type=kind.element, help=text)
+        group.add_argument(flag(name), nargs="+", type=convert, help=text)
     else:
-        group.add_argument(flag(name), type=kind.element, choices=kind.choices, help=text)
+        shown = None if kind.choices is None else "{" + ",".join(kind.choices) + "}"
+        group.add_argument(flag(name), type=convert, metavar=shown, help=text)
+
+
+def _converter(name: str, kind: _Kind, problems: list[str] | None) -> Callable[[str], Any]:
+    """argparse's ``type`` of an option; argparse itself would end at the first wrong value."""
+
+    def convert(word: str) -> Any:
+        try:
+            value = kind.element(word)
+        except ValueError:
+            why = f"{word!r} is not {_WANTS[kind.element]}"
+        else:
+            if kind.choices is None or value in kind.choices:
+                return value
+            why = f"{word!r} is not one of {', '.join(kind.choices)}"
+        if problems is None:
+            raise argparse.ArgumentTypeError(why)
+        problems.append(f"{flag(name)}: {why}")
+        return None
+
+    return convert
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -116,20 +143,12 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
     """The configuration, the names of options set by YAML or command line, and notes for the user.
 
     Raises:
-        UserError: an unknown flag or key, a value of the wrong type, a flag of Megatron's that a recipe replaces.
+        UserError: an unknown flag or key, a value of the wrong type, a flag of Megatron's that is refused here; names
+            all such flags of the command line.
     """
-    parser = build_parser()
-    namespace, rest = parser.parse_known_args(argv)
-    if rest:
-        known = [s for action in parser._actions for s in action.option_strings]
-        unknown = next((r for r in rest if r.startswith("-")), "").split("=")[0]
-        if not unknown:
-            raise UserError(f"{rest[0]!r} is no flag, nor the value of one; flags begin with -- (see --help)")
-        if unknown == "--spec":
-            raise UserError("--spec is a flag of Megatron-LM's pretrain_gpt.py; here --recipe NAME selects a recipe")
-        raise UserError(f"unknown flag {unknown}{nearest(unknown, known)} (see --help)")
-    notes: list[str] = []
-    given = current_names("the command line", vars(namespace), notes)
+    asked, namespace = _flags(argv)
+    notes = asked.notes()
+    given = current_names("the command line", namespace, notes)
     if "config" not in given and not any(name in given for name in _MODEL_FIELDS) and not given.get("list_recipes"):
         given["config"] = DEFAULT_CONFIG
         notes.append(f"no --config and no model sizes were given: using {DEFAULT_CONFIG}")
@@ -143,7 +162,49 @@ def parse(argv: Sequence[str]) -> tuple[Config, frozenset[str], list[str]]:
     fp8 = {name: values.pop(name) for name in FP8_FLAGS if name in values}
     overrides = translate_fp8_flags(fp8)
     values["recipe_override"] = [*overrides, *values.get("recipe_override", [])]
-    return Config(**values), frozenset(values), notes
+    config = Config(**values)
+    for name, answer in asked.idle.items():
+        for option, wanted in answer.requires.items():
+            if getattr(config, option) != wanted:
+                shown = f"{flag(option)} {getattr(config, option)}"
+                raise UserError(f"{name}: {answer.text}, and this run has {shown}; leave {name} out")
+    return config, frozenset(values), notes
+
+
+def choices_of_flags(parser: argparse.ArgumentParser) -> dict[str, tuple[str, ...] | None]:
+    """The flags of ``build_parser``, with the values that one takes, or None for any."""
+    return {
+        name: KINDS[action.dest].choices if action.dest in KINDS else None
+        for action in parser._actions
+        for name in action.option_strings
+    }
+
+
+def _flags(argv: Sequence[str]) -> tuple[Translated, dict[str, Any]]:
+    """Megatron's flags among the words, and the values of all others by name.
+
+    Raises:
+        UserError: names all flags that are unknown or refused, or have a value of the wrong type.
+    """
+    wrong: list[str] = []
+    parser = build_parser(wrong)
+    ours = choices_of_flags(parser)
+    asked = translate(argv, ours)
+    known = [*ours, *megatron_flags()]
+    problems = asked.problems() + [f"unknown flag {name}{nearest(name, known)} (see --help)" for name in asked.unknown]
+    namespace, stray = argparse.Namespace(), list[str]()
+    try:
+        namespace, stray = parser.parse_known_args(asked.words)
+    except UserError as error:
+        wrong.append(str(error))
+    problems += [*wrong, *refused_fp8_flags(vars(namespace))]
+    problems += [f"{word!r} is no flag, nor the value of one; flags begin with -- (see --help)" for word in stray]
+    if len(problems) > 1:
+        numbered = "; ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
+        raise UserError(f"{len(problems)} reasons not to take these flags: {numbered}")
+    if problems:
+        raise UserError(problems[0])
+    return asked, vars(namespace)
 
 
 # Mutually exclusive options: the command line's replace the file's; two in one place are an error.
@@ -227,15 +288,27 @@ def checked_options(where: str, content: Mapping[Any, Any], notes: list[str] | N
     """Field names and values from YAML's keys and values; ``where`` is the prefix of errors."""
     values: dict[str, Any] = {}
     given = {str(key).replace("-", "_"): (key, value) for key, value in content.items()}
+    unknown = []
     for name, (key, value) in current_names(where, given, notes).items():
         if name == "config":
             raise UserError(f"{where}: config is not a key: --config names such a file")
         if name not in KINDS and name not in FP8_FLAGS:
-            known = [n.replace("_", "-") for n in KINDS if n != "config"]
-            hint = nearest(str(key).replace("_", "-"), known) or "; pretrain_gpt.py --help lists all of them as flags"
-            raise UserError(f"{where}: unknown key '{key}'{hint}")
+            unknown.append(_unknown_key(str(key)))
+            continue
         values[name] = value if name in FP8_FLAGS else checked_value(f"{where}: {key}", KINDS[name], value)
+    if unknown:
+        raise UserError(f"{where}: {'; '.join(unknown)}")
     return values
+
+
+def _unknown_key(key: str) -> str:
+    """What is wrong with a key of YAML that is no option, and what to write."""
+    name = key.replace("_", "-")
+    megatron = explain(f"--{name}")
+    if megatron is not None:
+        return f"'{key}': {megatron}"
+    known = [n.replace("_", "-") for n in KINDS if n != "config"]
+    return f"unknown key '{key}'{nearest(name, known) or '; pretrain_gpt.py --help lists all of them as flags'}"
 
 
 def checked_value(where: str, kind: _Kind, value: Any) -> Any:

@@ -46,6 +46,12 @@ def resolve_data(config: Config) -> Config:
 
 def _resolve_sft(config: Config) -> Config:
     """Average the loss over tokens: conversations differ in their share of answer tokens."""
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        if getattr(config, name):
+            raise UserError(
+                f"{flag(name)} is about several documents in a sample, and --sft puts one conversation into each, with "
+                "loss on its answers; leave one of the two out"
+            )
     if config.mock_data:
         raise UserError("--sft learns from conversations and --mock-data are none; leave one out")
     if config.tokenizer_type == "NullTokenizer":

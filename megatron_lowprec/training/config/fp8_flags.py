@@ -47,33 +47,46 @@ _INSTEAD["fp8"] = _INSTEAD["fp8_format"]
 _INSTEAD["fp4_format"] = _INSTEAD["fp4_recipe"]
 
 
+_LAYERS = {"num_layers_at_start_in_bf16": "first_layers", "num_layers_at_end_in_bf16": "last_layers"}
+
+
+def refused_fp8_flags(given: Mapping[str, Any]) -> list[str]:
+    """A line for each given flag without an equivalent; it names the recipe or field to use instead."""
+    lines = []
+    for name, value in given.items():
+        if name not in FP8_FLAGS or name in _LAYERS or name == "first_last_layers_bf16" or value is False:
+            continue
+        shown = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+        lines.append(f"{shown}: {fp8_reason(name, str(value))}")
+    return lines
+
+
+def fp8_reason(name: str, value: str = "") -> str | None:
+    """What to use instead of a flag with this value; None if it is translated."""
+    if name == "fp8_recipe":
+        return f"use --recipe {_RECIPES.get(value, 'NAME (--list-recipes)')}"
+    return _INSTEAD.get(name)
+
+
 def translate_fp8_flags(given: Mapping[str, Any]) -> list[str]:
     """Recipe overrides equivalent to the given Megatron flags.
 
     Raises:
-        UserError: a flag without an equivalent; the message names the recipe or field to use instead.
+        UserError: flags without an equivalent; the message names the recipes or fields to use instead.
     """
-    layers = {"num_layers_at_start_in_bf16": "first_layers", "num_layers_at_end_in_bf16": "last_layers"}
-    for name, value in given.items():
-        if name in layers or name == "first_last_layers_bf16" or value is False:
-            continue
-        shown = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
-        if name == "fp8_recipe":
-            recipe = _RECIPES.get(str(value), "")
-            raise UserError(
-                f"{shown}: use --recipe {recipe}" if recipe else f"{shown}: use --recipe NAME (--list-recipes)"
-            )
-        raise UserError(f"{shown}: {_INSTEAD[name]}")
+    refused = refused_fp8_flags(given)
+    if refused:
+        raise UserError("; ".join(refused))
     if not given.get("first_last_layers_bf16"):
-        for name in layers:
+        for name in _LAYERS:
             if name in given:
                 raise UserError(
                     f"--{name.replace('_', '-')} {given[name]} does nothing without --first-last-layers-bf16; add it"
                 )
         return []
     # Megatron's default keeps one layer at each end.
-    counts = {name: str(given.get(name, 1)) for name in layers}
+    counts = {name: str(given.get(name, 1)) for name in _LAYERS}
     for name, count in counts.items():
         if not count.isdecimal():
             raise UserError(f"--{name.replace('_', '-')} {count}: wants a whole number of layers")
-    return [f"keep_bf16.{layers[name]}={count}" for name, count in counts.items()]
+    return [f"keep_bf16.{_LAYERS[name]}={count}" for name, count in counts.items()]

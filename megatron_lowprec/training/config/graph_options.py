@@ -50,6 +50,8 @@ def _obstacle(config: Config, recipe: Recipe, world_size: int, gpus: bool) -> tu
             "way, and graphs hold the activations of one"
         )
         return reason, choose
+    if config.reset_attention_mask:
+        return "--reset-attention-mask gives every microbatch a mask of its own", choose
     if config.recompute_granularity is not None:
         granularity = config.recompute_granularity
         return f"--recompute-granularity {granularity} runs layers twice (--recompute-gelu works)", choose

@@ -154,6 +154,11 @@ class TrainingOptions:
     exit_signal_handler: bool = arg(
         True, "save and stop at SIGTERM or SIGUSR1 (ours: on unless --no-exit-signal-handler)"
     )
+    manual_gc: bool = arg(
+        False, "collect Python's garbage at the same iterations on all ranks, not when a rank fills up"
+    )
+    manual_gc_interval: int = arg(0, "iterations between collections of --manual-gc; 0 for one at the start")
+    no_manual_gc_eval: bool = arg(False, "leave out --manual-gc's collections around an evaluation")
     profile: bool = arg(False, "write a trace of torch's profiler into the run's folder")
     profile_step_start: int = arg(10, "first profiled iteration")
     profile_step_end: int = arg(12, "iteration at which profiling ends")
@@ -207,6 +212,11 @@ class ParallelOptions:
     num_virtual_stages_per_pipeline_rank: int | None = arg(None, "interleave: chunks of a stage")
     context_parallel_size: int = arg(1, "ranks that share a sequence (only --transformer-impl transformer_engine)")
     expert_model_parallel_size: int = arg(1, "ranks that share the experts")
+    expert_tensor_parallel_size: int | None = arg(
+        None,
+        "ranks that share every expert: 1 with --expert-model-parallel-size above 1, else "
+        "--tensor-model-parallel-size; no other layout is here",
+    )
     sequence_parallel: bool = arg(False, "cut norms and dropout along the sequence, too")
     use_distributed_optimizer: bool = arg(False, "cut optimizer state over the data-parallel ranks")
     overlap_grad_reduce: bool = arg(False, "reduce gradients during the backward pass")
@@ -247,6 +257,14 @@ class DataOptions:
     mock_data: bool = arg(False, "random tokens of a fixed seed instead of data")
     split: str = arg("969,30,1", "how --data-path's documents are cut into train, validation and test")
     data_cache_path: str | None = arg(None, "where tokenized text and indices are kept; default data/cache")
+    eod_mask_loss: bool = arg(False, "no loss on the token behind a document's end")
+    reset_position_ids: bool = arg(
+        False, "count learned positions from the start of each document; rope has distances, which it leaves alone"
+    )
+    reset_attention_mask: bool = arg(
+        False,
+        "let no token attend to an earlier document of its sample; slower, for GPUs' fastest kernels take no mask",
+    )
     verify_data: bool = arg(
         False, "before training, read the data of each path and compare it with its checksums; once for the same files"
     )
@@ -278,6 +296,7 @@ class CheckpointOptions:
         None, "folder whose weights a new run begins with; of no effect where --save or --load holds a checkpoint"
     )
     finetune: bool = arg(False, "take only the weights and start at iteration 0")
+    no_save_optim: bool = arg(False, "save no optimizer state; a run goes on from such a checkpoint by --no-load-optim")
     no_load_optim: bool = arg(False, "do not load the optimizer and the schedule's position")
     no_load_rng: bool = arg(False, "do not load the random state")
 
@@ -315,6 +334,7 @@ class LoggingOptions:
     log_num_zeros_in_grad: bool = arg(False, "log how many gradient values are zero")
     tensorboard_dir: str | None = arg(None, "default: tensorboard in the run's folder")
     wandb_project: str | None = arg(None, "log to Weights & Biases, too")
+    wandb_entity: str | None = arg(None, "W&B's team or user that owns the project; default yours")
     wandb_exp_name: str | None = arg(None, "name of the W&B run; default the run's folder")
     wandb_save_dir: str | None = arg(None, "W&B's own files; default the run's folder")
 

@@ -29,6 +29,8 @@ def resolve_model(config: Config) -> Config:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "tensor_model_parallel_size"):
         _positive(config, name)
     _in_bounds(config)
+    if config.tensor_model_parallel_size == 1:
+        config = replace(config, sequence_parallel=False)  # as Megatron-LM does
     _no_idle_flags(config)
     architecture = architecture_of(config)
     config = architecture.mlp.resolve(architecture.attention.resolve(config))
@@ -201,6 +203,7 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "rotary_percent": (0, 1),
     "num_query_groups": (1, None),
     "memory_plan_gpus": (1, None),
+    "manual_gc_interval": (0, None),
     "make_vocab_size_divisible_by": (1, None),
     "global_batch_size": (1, None),
     **{name: bounds for architecture in ARCHITECTURES for name, bounds in architecture.bounds.items()},
@@ -222,6 +225,8 @@ _PART_OF = {
     "capture_step": ("capture_layers",),
     "capture_layers": ("capture_step",),
     "memory_plan": ("memory_plan_gpus",),
+    "manual_gc": ("manual_gc_interval", "no_manual_gc_eval"),
+    "wandb_project": ("wandb_entity",),
     "sequence_parallel": ("fp8_sequence_parallel_gather",),
     **{name: parts for architecture in ARCHITECTURES for name, parts in architecture.dependent_options.items()},
 }
@@ -265,10 +270,6 @@ def _check_parallelism(config: Config, world_size: int) -> None:
     check_divisible("--ffn-hidden-size", require(config.ffn_hidden_size), "--tensor-model-parallel-size", tensor)
     check_divisible("--num-layers", require(config.num_layers), "--pipeline-model-parallel-size", pipeline)
     if config.sequence_parallel:
-        if tensor == 1:
-            raise UserError(
-                "--sequence-parallel does nothing at --tensor-model-parallel-size 1; leave it out or raise the size"
-            )
         a_rank = "--seq-length" if context == 1 else "--seq-length of a context-parallel rank,"
         check_divisible(a_rank, require(config.seq_length) // context, "--tensor-model-parallel-size", tensor)
     architecture.mlp.check_parallelism(config, world_size // model)
@@ -299,15 +300,11 @@ def _check_implementation(config: Config, gpus: bool) -> None:
         "fp8_sequence_parallel_gather": False,
         "moe_grouped_gemm": False,
         "moe_fp8_dispatch": False,
+        "reset_attention_mask": False,
     }
     for name, wanted in ours.items():
         if getattr(config, name) != wanted:
             raise UserError(f"{flag(name)} is for --transformer-impl local; leave one of the two out")
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise UserError(
-            f"--transformer-impl transformer_engine needs TransformerEngine, which is not installed: {INSTALL}, or "
-            "use --transformer-impl local"
-        )
     if not gpus:
         raise UserError("--transformer-impl transformer_engine needs GPUs, and torch sees none; leave it out")
 
@@ -335,6 +332,19 @@ def _check_features(config: Config, gpus: bool) -> None:
         )
     if config.distributed_backend == "nccl" and not gpus:
         raise UserError("--distributed-backend nccl needs GPUs, and torch sees none; leave the flag out")
+
+
+def check_packages(config: Config) -> None:
+    """Require the packages of a run's options; a plan needs none.
+
+    Raises:
+        UserError: TransformerEngine or wandb is not installed.
+    """
+    if config.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            f"--transformer-impl transformer_engine needs TransformerEngine, which is not installed: {INSTALL}, or "
+            "use --transformer-impl local"
+        )
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "--wandb-project needs the package wandb: pip install 'megatron_lowprec[wandb]', or leave the flag out"

@@ -11,6 +11,7 @@ from megatron_lowprec.te.te_config import TEConfig, te_config
 from megatron_lowprec.te.translation import KINDS
 from megatron_lowprec.training.config.fields import require
 from megatron_lowprec.training.config.options import Config
+from megatron_lowprec.training.config.resolve import check_packages
 from megatron_lowprec.training.models.sizes import linear_sites
 
 
@@ -55,7 +56,7 @@ def prepare(config: Config, recipe: Recipe) -> None:
 
     Raises:
         UserError: as ``check``; tokens on a rank that are no multiple of 16 (MXFP8: 32); NVTE_BACKWARD_OVERRIDE is set;
-            a broken installation.
+            no installation, or a broken one.
     """
     if config.transformer_impl != "transformer_engine":
         return
@@ -78,6 +79,7 @@ def prepare(config: Config, recipe: Recipe) -> None:
         # import by this name: transformer_engine itself suppresses errors of its submodules
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        check_packages(config)
         raise UserError(
             "--transformer-impl transformer_engine: TransformerEngine is installed but cannot be imported: "
             f"{' '.join(str(error).split())[:300]}; install what it names, or use --transformer-impl local"

@@ -14,6 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.utils import Split
 
 from megatron_lowprec.errors import UserError
@@ -39,11 +40,14 @@ _EVALUATION_SEED = 1234
 
 @dataclass(frozen=True)
 class SplitData:
-    """One of train, validation and test: samples by position, the size of an epoch, and notes."""
+    """One of train, validation and test: samples by position, the size of an epoch, the token that ends documents, and
+    notes.
+    """
 
     samples: Blend | Phases
     epoch_samples: int
     epoch_tokens: int
+    eod: int
     notes: tuple[str, ...] = ()
 
 
@@ -59,7 +63,7 @@ def build(config: Config, tokenizer: Tokenizer, world_rank: int, local_rank: int
     if config.mock_data:
         ordered = {s: _order_of(config, s) for s in _SPLITS}
         return {
-            s.name: _split_data([MockSamples(own, tokenizer.vocab_size, s.value)], [1.0], own)
+            s.name: _split_data([MockSamples(own, tokenizer, s.value)], [1.0], own, tokenizer.eod)
             for s, own in ordered.items()
         }
     with long_timeout_group() as group:
@@ -109,10 +113,10 @@ def _build_split(
         split="1",
         path_to_cache=config.data_cache_path,
         tokenizer=tokenizer,
-        reset_position_ids=False,
+        reset_position_ids=config.reset_position_ids,
         reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
+        eod_mask_loss=config.eod_mask_loss,
+        create_attention_mask=False,  # Batches makes it on the device
     )
 
     def samples_of(path: str) -> Samples:
@@ -127,7 +131,7 @@ def _build_split(
         return [path for path, _ in blend], datasets, weights
 
     named, datasets, weights = blend_of(paths)
-    found = _split_data(datasets, weights, config)
+    found = _split_data(datasets, weights, config, tokenizer.eod)
     if split.name != "train" or config.data_phase_path is None:
         return found
     switch, first = require(config.data_phase_switch_samples), found.samples
@@ -160,12 +164,13 @@ def _build_dataset(
     return DocumentSamples(indexed, prefix, np.arange(first, last, dtype=np.int32), None, split, config)
 
 
-def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: Config) -> SplitData:
+def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: Config, eod: int) -> SplitData:
     samples = sum(len(d) for d in datasets)
     return SplitData(
         Blend([Epochs(d, config.seed) for d in datasets], weights),
         samples,
         samples * require(config.seq_length),
+        eod,
         _notes(datasets),
     )
 
@@ -173,8 +178,9 @@ def _split_data(datasets: Sequence[Samples], weights: Sequence[float], config: C
 class MockSamples:
     """Learnable samples without data files: arithmetic sequences modulo the vocabulary."""
 
-    def __init__(self, config: Config, vocab_size: int, stream: int) -> None:
-        self._length, self._vocab_size, self._seed = require(config.seq_length), vocab_size, [config.seed, stream]
+    def __init__(self, config: Config, tokenizer: Tokenizer, stream: int) -> None:
+        self._config, self._eod = config, tokenizer.eod
+        self._length, self._vocab_size, self._seed = require(config.seq_length), tokenizer.vocab_size, [config.seed, stream]
 
     def __len__(self) -> int:
         return _MOCK_SAMPLES
@@ -182,26 +188,41 @@ class MockSamples:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start, step = np.random.default_rng([*self._seed, index]).integers(1, self._vocab_size, size=2)
         text = torch.from_numpy((start + (step % 7 + 1) * np.arange(self._length + 1)) % self._vocab_size)
-        return {
-            "tokens": text[:-1],
-            "labels": text[1:],
-            "position_ids": torch.arange(self._length),
-            "loss_mask": torch.ones(self._length),
-        }
+        _, loss_mask, positions = _get_ltor_masks_and_position_ids(
+            text[:-1], self._eod, self._config.reset_position_ids, False, self._config.eod_mask_loss, False
+        )
+        return {"tokens": text[:-1], "labels": text[1:], "position_ids": positions, "loss_mask": loss_mask}
+
+
+def document_mask(tokens: torch.Tensor, eod: int) -> torch.Tensor:
+    """Mask [b, 1, s, s] of causal attention within documents, True where a query must not see a key.
+
+    A document ends with its ``eod``. Megatron-core's dataset makes the same mask on the CPU.
+
+    Args:
+        tokens: int64 [b, s].
+    """
+    ends = (tokens == eod).long()
+    document = ends.cumsum(-1) - ends
+    other = document.unsqueeze(-1) != document.unsqueeze(-2)
+    later = torch.ones(tokens.shape[-1], tokens.shape[-1], dtype=torch.bool, device=tokens.device).triu(1)
+    return (other | later).unsqueeze(1)
 
 
 class Batches:
     """Microbatches of this rank from position ``start`` on, as a dict of (micro-batch, sequence) tensors on ``device``.
 
     A context-parallel rank gets its share of each sequence. Tensor-parallel rank 0 loads and broadcasts. Middle
-    pipeline stages get no data, unless their routers weigh auxiliary losses by tokens with a loss.
+    pipeline stages get no data, unless their routers weigh auxiliary losses by tokens with a loss, or attention has the
+    documents' mask, which --reset-attention-mask adds.
     """
 
     def __init__(self, split: SplitData, start: int, config: Config, device: torch.device) -> None:
         self._device = device
         self._shape = (len(_FIELDS), require(config.micro_batch_size), require(config.seq_length))
         weighs = config.calculate_per_token_loss and config.num_experts is not None
-        self._needed = weighs or mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+        self._mask_of = split.eod if config.reset_attention_mask else None
+        self._needed = weighs or config.reset_attention_mask or mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
         self._loader: Iterator[torch.Tensor] | None = None
         self._ahead: dict[str, torch.Tensor | None] | None = None
         if self._needed and mpu.get_tensor_model_parallel_rank() == 0:
@@ -234,7 +255,7 @@ class Batches:
 
     def _load(self) -> dict[str, torch.Tensor | None]:
         if not self._needed:
-            return dict.fromkeys(_FIELDS)
+            return dict.fromkeys((*_FIELDS, "attention_mask"))
         if self._loader is not None:
             packed = _next(self._loader).to(self._device, non_blocking=True)
         else:
@@ -245,7 +266,10 @@ class Batches:
         fields: dict[str, torch.Tensor | None] = dict(zip(_FIELDS, packed.unbind(0), strict=True))
         fields["loss_mask"] = packed[-1].float()
         # A context-parallel rank takes two chunks of each sequence, one from its first and one from its second half.
-        return batch_on_this_cp_rank(fields)
+        fields = batch_on_this_cp_rank(fields)
+        eod = self._mask_of
+        fields["attention_mask"] = None if eod is None else document_mask(packed[_FIELDS.index("tokens")], eod)
+        return fields
 
 
 def _next(loader: Iterator[torch.Tensor]) -> torch.Tensor:

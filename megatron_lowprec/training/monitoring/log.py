@@ -288,6 +288,7 @@ def _start_wandb(config: Config, paths: RunPaths, resolved: Mapping[str, Any], r
 
     return wandb.init(
         project=config.wandb_project,
+        entity=config.wandb_entity,
         name=config.wandb_exp_name or paths.run.name,
         dir=config.wandb_save_dir or str(paths.run),
         config=dict(resolved),

@@ -16,7 +16,7 @@ import yaml
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import SHIPPED
 from megatron_lowprec.training import loop
-from megatron_lowprec.training.checkpoint import checkpoint, storage, writer
+from megatron_lowprec.training.checkpoint import checkpoint, safe_load, storage, writer
 from megatron_lowprec.training.checkpoint.resume import Saved, check_model, check_optimizer
 from megatron_lowprec.training.config.options import Config
 from megatron_lowprec.training.model import torch_optimizers
@@ -514,3 +514,18 @@ def test_the_optimizer_of_experts_stays_on_its_side(before: int, now: int, refus
         match=rf"size {before}, and this run has {now}:.*; give --expert-model-parallel-size {advice} --no-load-optim",
     ):
         check_optimizer(saved, config)
+
+
+def test_a_checkpoint_without_optimizer_state_holds_weights(drive: Drive, capsys: pytest.CaptureFixture[str]) -> None:
+    options = COMMON | {"save_interval": None, "exit_interval": 2, "no_save_optim": True}
+    drive(argv(**options))
+    stored = safe_load.examine(Path("out/iter_0000002")).state_dict_metadata
+    assert any("embedding" in key for key in stored)
+    assert not [key for key in stored if "optimizer" in key]
+    with pytest.raises(UserError, match=r"iter_0000002 was saved with --no-save-optim: add --no-load-optim"):
+        drive(argv(**options))
+    capsys.readouterr()
+    drive(argv(**options, no_load_optim=True))
+    assert "at iteration 2" in capsys.readouterr().out
+    assert len(losses(Path("out"))) == 4
+    assert not [row for row in rows(Path("out")) if row.get("skipped iterations")]

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from megatron_lowprec import get_recipe
 from megatron_lowprec.errors import UserError
 from megatron_lowprec.shipped import find
 from megatron_lowprec.training.config.arguments import parse
 from megatron_lowprec.training.config.options import Config
-from megatron_lowprec.training.config.resolve import resolve_model, resolve_run, virtual_stages
+from megatron_lowprec.training.config.resolve import check_packages, resolve_model, resolve_run, virtual_stages
 from megatron_lowprec.training.data.tokenizer import tokenizer_of
+from megatron_lowprec.training.memory.report import planned
 from tests.training.helpers import argv
 
 
@@ -109,11 +111,19 @@ CASES: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {**TE, "fp8_param_gather": True}, ["--fp8-param-gather", "--use-distributed-optimizer"]),
     (1, {**TE, "no_lowprec_linears": True}, ["--no-lowprec-linears", "--transformer-impl local"]),
     (1, {**TE, "attention_backend": "local"}, ["--attention-backend", "--transformer-impl local"]),
-    (1, {"sequence_parallel": True}, ["--sequence-parallel"]),
     (1, {"fp8_sequence_parallel_gather": True}, ["--fp8-sequence-parallel-gather", "--sequence-parallel"]),
     (2, {**TE, **TP2, "fp8_sequence_parallel_gather": True}, ["--fp8-sequence-parallel-gather", "local"]),
     (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 33}, ["--seq-length 33"]),
     (1, {"expert_model_parallel_size": 2}, ["--num-experts"]),
+    (1, {"num_experts": 2, "expert_tensor_parallel_size": 2}, ["--expert-tensor-parallel-size 2", "1 rank(s)"]),
+    (1, {"manual_gc_interval": 2}, ["--manual-gc-interval 2", "--manual-gc"]),
+    (1, {"wandb_entity": "team"}, ["--wandb-entity team", "--wandb-project"]),
+    (1, {**TE, "reset_attention_mask": True}, ["--reset-attention-mask", "--transformer-impl local"]),
+    (
+        1,
+        {"sft": True, "mock_data": None, "data_path": ["a.jsonl"], "eod_mask_loss": True},
+        ["--eod-mask-loss", "--sft"],
+    ),
     (2, {"num_experts": 3, "expert_model_parallel_size": 2}, ["--num-experts 3"]),
     (2, {"tensor_model_parallel_size": 2, "num_experts": 2}, ["--sequence-parallel"]),
     (
@@ -203,7 +213,21 @@ def test_as_many_query_groups_as_heads_are_plain_attention() -> None:
 def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"megatron_lowprec\[wandb\]"):
-        resolved(wandb_project="p")
+        check_packages(resolved(wandb_project="p"))
+
+
+def test_a_memory_plan_needs_no_package_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made on a laptop or a login node for another machine."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    flags = argv(**TE, recipe="fp8_delayed", bf16=True, wandb_project="p", memory_plan=True, seq_length=64)
+    config = resolve_model(parse(flags)[0])
+    lines = planned(config, get_recipe("fp8_delayed"), 1, None)
+    assert any("memory plan of one of 1 GPUs" in line for line in lines)
+
+
+def test_sequence_parallelism_on_one_rank_is_off() -> None:
+    """Scripts give it for all sizes; the driver notes it."""
+    assert not resolved(sequence_parallel=True).sequence_parallel
 
 
 def test_shipped_files_are_found_from_any_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -227,6 +251,6 @@ def test_transformer_engine_that_is_not_there_is_never_replaced(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
     config = resolve_model(parse(argv(**TE))[0])
     with pytest.raises(UserError) as error:
-        resolve_run(config, 1, gpus=gpus)
+        check_packages(resolve_run(config, 1, gpus=gpus))
     assert words in str(error.value)
     assert "\n" not in str(error.value)

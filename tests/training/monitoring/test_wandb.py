@@ -19,7 +19,7 @@ from tests.training.conftest import Drive
 from tests.training.helpers import argv, rows
 
 COMMON: dict[str, Any] = {"save": "out", "train_iters": 4, "lr_decay_iters": 10, "eval_iters": 1}
-COMMON |= {"wandb_project": "tiny", "wandb_exp_name": "the run"}
+COMMON |= {"wandb_project": "tiny", "wandb_entity": "team", "wandb_exp_name": "the run"}
 
 
 class Recorded:
@@ -59,7 +59,8 @@ def test_a_requeued_run_goes_on_in_its_run_of_wandb(drive: Drive, recorded: list
     first, second = recorded
     assert first.options["id"] == second.options["id"] == json.loads(Path("out/run.json").read_text())["run_id"]
     assert {run.options["resume"] for run in recorded} == {"allow"}
-    assert {(run.options["project"], run.options["name"]) for run in recorded} == {("tiny", "the run")}
+    named = {tuple(run.options[key] for key in ("entity", "project", "name")) for run in recorded}
+    assert named == {("team", "tiny", "the run")}
     assert second.options["config"]["options"]["num_layers"] == 2
     logged = [[(step, row["lm loss"]) for step, row in run.rows if "lm loss" in row] for run in recorded]
     assert [*logged[0], *logged[1]] == [

@@ -157,9 +157,10 @@ def gpt_block_spec(
 
     if config.transformer_impl == "transformer_engine":
         return te_block_spec(transformer, vp_stage)
+    masked = config.reset_attention_mask and config.attention_backend == "auto"
     return gpt_spec.gpt_block_spec(
         transformer,
-        attention_backend=config.attention_backend,
+        attention_backend="masked" if masked else config.attention_backend,
         no_lowprec_linears=config.no_lowprec_linears,
         vp_stage=vp_stage,
     )

@@ -118,6 +118,12 @@ def check_parallelism(config: Config, data_parallel_size: int) -> None:
     tensor, expert = config.tensor_model_parallel_size, config.expert_model_parallel_size
     check_divisible("--num-experts", require(config.num_experts), "--expert-model-parallel-size", expert)
     check_divisible("the data-parallel size", data_parallel_size, "--expert-model-parallel-size", expert)
+    given, sharing = config.expert_tensor_parallel_size, expert_tensor_ranks(config)
+    if given not in (None, sharing):
+        raise UserError(
+            f"--expert-tensor-parallel-size {given}: here {sharing} rank(s) share an expert, 1 with "
+            "--expert-model-parallel-size above 1, else --tensor-model-parallel-size; leave the flag out"
+        )
     shared = config.moe_shared_expert_intermediate_size
     if shared:
         check_divisible("--moe-shared-expert-intermediate-size", shared, "--tensor-model-parallel-size", tensor)

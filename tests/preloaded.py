@@ -6,6 +6,8 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+# asks for GPUs without CUDA's driver, whose threads would be in the way (torch's CUDA builds)
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for name in ("megatron_lowprec.training.run", "megatron_lowprec.training.loop", "tests.training.helpers"):

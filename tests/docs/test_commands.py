@@ -172,10 +172,12 @@ def check_command(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None
         return None
     name, *rest = plain(words)
     assert name in COMMANDS_OF_PACKAGE, f"megatron-lowprec {name}: there is no such command"
+    if not rest:  # running text names it
+        return None
     if name == "train":
         return check_driver(rest)
     if name == "recipes":
-        return check_driver(["--recipe", *rest, "..."] if rest else [])
+        return check_driver(["--recipe", *rest, "..."])
     parse_of_tool(f"megatron_lowprec.commands.{COMMANDS_OF_PACKAGE[name].module}", rest, monkeypatch)
     return None
 
@@ -237,7 +239,8 @@ def check_megatron_lm(words: Sequence[str]) -> None:
 
 def check_torchrun(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given = torchrun_parser().parse_args(plain(words))
-    check_python([given.training_script, *given.training_script_args], monkeypatch)
+    module = ["-m"] if given.module else []
+    check_python([*module, given.training_script, *given.training_script_args], monkeypatch)
 
 
 def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +309,7 @@ _FOREIGN = {
     *("--fp8-amax-compute-algo", "--first-last-layers-bf16", "--num-layers-at-start-in-bf16"),
     *("--num-layers-at-end-in-bf16",),
     *("--no-deps", "--no-bias-gelu-fusion", "--apply-layernorm-1p"),
+    *("--generate-hashes", "--universal", "--python-version", "--no-annotate", "--no-header"),  # of uv
     # Megatron-LM's, which tests/clients runs
     *(
         "--spec",

@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
+TORCH := requirements/torch.txt
 INSTALLED := $(VENV)/.installed
 
 RECIPE ?= mxfp4_rht_sr
@@ -42,9 +43,10 @@ help:  ## this list
 
 setup: $(INSTALLED)  ## make .venv: locked versions, and this package as editable
 
-$(INSTALLED): $(LOCK) pyproject.toml setup.py | $(BIN)/python
+$(INSTALLED): $(LOCK) $(TORCH) pyproject.toml setup.py | $(BIN)/python
 	@echo "installing $(LOCK) into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(LOCK)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(TORCH)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -59,10 +61,7 @@ $(TE_WHEEL): | $(BIN)/python
 		transformer-engine==$(TE_VERSION) || echo "make: the tests of TransformerEngine's Python part are skipped" >&2
 
 train: setup  ## train gpt_tiny with RECIPE on every GPU, or as 2 processes on a CPU; more flags in ARGS
-	@$(BIN)/python pretrain_gpt.py --recipe $(RECIPE) $(ARGS) --explain-recipe >/dev/null  # a typo ends here, in a line
-	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
-	processes=$$((gpus > 0 ? gpus : 2)); $(call threads,processes); \
-	$(BIN)/torchrun --standalone --nproc-per-node "$$processes" pretrain_gpt.py --recipe $(RECIPE) $(ARGS)
+	@$(BIN)/python -m megatron_lowprec train --recipe $(RECIPE) $(ARGS)
 	@$(BIN)/python tools/plot_loss.py $(RUN)
 
 test: setup lint types $(TE_WHEEL)  ## lint, types and all tests; those marked gpu where there is one
@@ -93,7 +92,8 @@ test-megatron-core: setup  ## layers, runs, checkpoints and clients with MEGATRO
 # wandb and datasets bring some thirty packages and 300 MB: too much for the lock.
 test-optional:  ## W&B and Hugging Face's datasets by the packages themselves, in a venv of its own
 	@test -x $(VENV)-optional/bin/python || "$(PYTHON)" -m venv $(VENV)-optional
-	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check -r $(LOCK) wandb datasets
+	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(LOCK)
+	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check -r $(TORCH) wandb datasets
 	@$(VENV)-optional/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(VENV)-optional/bin/python -c 'import datasets, wandb'  # what is missing would be skipped
 	@$(VENV)-optional/bin/python -m pytest -q -rs tests/training/monitoring/test_wandb.py tests/tools/test_prepare_wikipedia.py

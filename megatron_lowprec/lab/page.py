@@ -1,4 +1,4 @@
-"""One HTML page of the experiments in a folder and of runs' telemetry; tools/numerics.py report writes it."""
+"""One HTML page of the experiments in a folder and of runs' telemetry; megatron-lowprec lab report writes it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write(out: Path, runs: Sequence[Path]) -> Path:
     sections = [*experiments(out), *(telemetry(run) for run in runs)]
     if not sections:
         raise UserError(
-            f"--out {out} holds no experiments, and no run is named: run python tools/numerics.py all --out {out} "
+            f"--out {out} holds no experiments, and no run is named: run megatron-lowprec lab all --out {out} "
             "first, or name folders of runs with --log-quantization-interval"
         )
     path = out / NAME
@@ -80,7 +80,7 @@ def experiments(folder: Path) -> Iterator[Section]:
             notes = [*content["notes"], ", ".join(f"{name} {value}" for name, value in content["header"].items())]
             title = str(content["title"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{path} was not written by tools/numerics.py; name another --out") from None
+            raise UserError(f"{path} was not written by megatron-lowprec lab; name another --out") from None
         pngs = sorted([*folder.glob(f"{path.stem}.png"), *folder.glob(f"{path.stem}-*.png")])
         figures = [Figure(f"{title}: {png.stem}", png.read_bytes()) for png in pngs]
         yield Section(path.stem, title, notes, figures, tables)

@@ -19,7 +19,7 @@ _SINCE: dict[frozenset[str], int] = {
 }
 
 # Ada, Hopper and Blackwell; what runs on the last runs on later ones too.
-_WITH_FP8 = ("sm89", "sm90", "sm100")
+WITH_FP8 = ("sm89", "sm90", "sm100")
 
 # Weights of up to this many entries, [2048, 2048] or [4096, 1024], take longer in FP8 than in bf16: forward and
 # backward with 8192 tokens, called from Python, on an H200 (docs/results/native-fp8.md#linear-layers). The next larger
@@ -59,11 +59,11 @@ def why_emulated_without_gpu(name: str, gemm: GemmSpec, in_features: int, out_fe
     """As ``why_emulated`` on "cpu", with the GPUs that would run the GEMM natively, else with Hopper's reason."""
     if not gemm.quantized:
         return None
-    reasons = {arch: why_emulated(name, gemm, arch, in_features, out_features, dtype) for arch in _WITH_FP8}
+    reasons = {arch: why_emulated(name, gemm, arch, in_features, out_features, dtype) for arch in WITH_FP8}
     native = [arch for arch, reason in reasons.items() if reason is None]
     if not native:
         return f"on GPUs as well: {reasons['sm90']}"
-    later = " and later" if native[-1] == _WITH_FP8[-1] else ""
+    later = " and later" if native[-1] == WITH_FP8[-1] else ""
     return f"no GPU here; native on {native[0]}{later}"
 
 

@@ -75,7 +75,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     jobs.add_argument("--job", "--cell", type=int, metavar="N", help="the one job of this number, from 0")
     jobs.add_argument(
-        "--evaluate", metavar="FLAGS", help="instead of the file's: flags of tools/evaluate.py, to score each job"
+        "--evaluate", metavar="FLAGS", help="instead of the file's: flags of megatron-lowprec eval, to score each job"
     )
     jobs.add_argument("--rerun", action="store_true", help="start jobs anew, whose options have changed since")
     jobs.add_argument("--max-failures", type=int, metavar="N", help="start no more jobs after so many have failed")

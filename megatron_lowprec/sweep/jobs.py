@@ -31,7 +31,7 @@ DRIVER = ("-m", "megatron_lowprec.training.driver")
 EVALUATE = ("-m", "megatron_lowprec", "eval")
 """What Python or torchrun starts for a job: a module, or the path of a script."""
 EVALUATION = "evaluation.json"
-"""File in a job's folder: the scores of its last checkpoint, as tools/evaluate.py writes them."""
+"""File in a job's folder: the scores of its last checkpoint, as megatron-lowprec eval writes them."""
 
 # Options for a run's file locations, logging and pauses: changing them does not make it another run.
 _NOT_THE_RUN = {
@@ -67,7 +67,7 @@ class Job:
     resolved: Mapping[str, Any]  # non-default options (including the model file's), recipe, processes
     train_iters: int  # of the whole run
     seq_length: int  # tokens of a sample
-    evaluate: tuple[str, ...] = ()  # flags of tools/evaluate.py; empty: the job is not scored
+    evaluate: tuple[str, ...] = ()  # flags of megatron-lowprec eval; empty: the job is not scored
 
 
 def expand(sweep: Sweep, settings: Options, processes: int) -> list[Job]:

@@ -49,7 +49,7 @@ def script(
         jobs: all jobs of the sweep, which the task ids index.
         chosen: jobs that get a task.
         folder: working directory of the tasks, the base of relative data paths.
-        arguments: of scripts/sweep.py, except --job.
+        arguments: of megatron-lowprec sweep, except --job.
     """
     limit = f"%{sweep.resources.jobs_at_once}" if sweep.resources.jobs_at_once else ""
     name = f"{sweep.name}-{sweep.size}" if sweep.size else sweep.name

@@ -8,7 +8,7 @@
     recipes: [bf16, mxfp4]                   # a name, a recipe file, or {label, recipe, recipe_override}
     overrides: {base: {}, low: {lr: 1.0e-4}} # named variants; optional
     seeds: [1234, 1235]
-    evaluate: --recipe bf16 --wikitext       # flags of tools/evaluate.py, which scores each job's last checkpoint
+    evaluate: --recipe bf16 --wikitext       # flags of megatron-lowprec eval, which scores each job's last checkpoint
     resources: {gpus_per_job: 1}
     slurm: {time: "04:00:00"}                # sbatch's long options
     sizes: {tiny: {...}, small: {...}}       # the same keys: lists replace those above, mappings are merged
@@ -127,7 +127,7 @@ class Sweep:
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     needs: tuple[str, ...]
-    evaluate: tuple[str, ...]  # flags of tools/evaluate.py; empty: jobs are not scored
+    evaluate: tuple[str, ...]  # flags of megatron-lowprec eval; empty: jobs are not scored
     resources: Resources
     slurm: Mapping[str, str]
 
@@ -226,9 +226,9 @@ def options_of(where: str, content: Mapping[Any, Any]) -> Options:
 
 
 def evaluation_flags(where: str, text: Any) -> tuple[str, ...]:
-    """Words of flags of tools/evaluate.py; rejects those that a sweep sets itself."""
+    """Words of flags of megatron-lowprec eval; rejects those that a sweep sets itself."""
     if not isinstance(text, str):
-        raise UserError(f"{where} is {text!r}; write flags of tools/evaluate.py, such as --recipe bf16 --wikitext")
+        raise UserError(f"{where} is {text!r}; write flags of megatron-lowprec eval, such as --recipe bf16 --wikitext")
     words = tuple(shlex.split(text))
     for own in {"--load", "--out", "--iteration"} & {word.partition("=")[0] for word in words}:
         raise UserError(f"{where}: {own} is set by the sweep; leave it out")

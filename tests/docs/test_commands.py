@@ -176,10 +176,12 @@ def check_command(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None
         return None
     name, *rest = plain(words)
     assert name in COMMANDS_OF_PACKAGE, f"megatron-lowprec {name}: there is no such command"
+    if not rest:  # running text names it
+        return None
     if name == "train":
         return check_driver(rest)
     if name == "recipes":
-        return check_driver(["--recipe", *rest, "..."] if rest else [])
+        return check_driver(["--recipe", *rest, "..."])
     parse_of_tool(f"megatron_lowprec.commands.{COMMANDS_OF_PACKAGE[name].module}", rest, monkeypatch)
     return None
 
@@ -241,7 +243,8 @@ def check_megatron_lm(words: Sequence[str]) -> None:
 
 def check_torchrun(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given = torchrun_parser().parse_args(plain(words))
-    check_python([given.training_script, *given.training_script_args], monkeypatch)
+    module = ["-m"] if given.module else []
+    check_python([*module, given.training_script, *given.training_script_args], monkeypatch)
 
 
 def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +309,7 @@ _FOREIGN = {
         "--nodes",
         "--gpus-per-node",
     ),
+    *("--generate-hashes", "--universal", "--python-version", "--no-annotate", "--no-header"),  # of uv
     *("--nv", "--container-image", "--container-mounts", "--container-workdir"),  # of apptainer and srun's plugins
     *_SLURM,
 }

@@ -25,19 +25,13 @@ def test_the_image_has_a_torch_that_the_package_takes() -> None:
     assert tag.partition("-")[0] in NEEDS["torch"]
 
 
-def test_the_lock_has_what_the_package_needs() -> None:
-    locked = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text("requirements/cpu.txt"), re.M))
-    locked = {name.lower(): version for name, version in locked.items()}
-    assert {name for name, specifier in NEEDS.items() if locked[name] not in specifier} == set()
-
-
 def test_the_supported_pythons_are_the_same_everywhere() -> None:
     taken = SpecifierSet(PROJECT["requires-python"])
     supported = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}" in taken]
     assert re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])) == supported
     listed = f"{', '.join(supported[:-1])} or {supported[-1]}"
-    for page in ("README.md", "docs/guide/quickstart.md"):
-        assert f"Python {listed} and make" in text(page)
+    assert f"Python {listed} is enough" in text("README.md")
+    assert f"Python {listed} and make" in text("docs/guide/quickstart.md")
     assert f"is not Python {listed} with venv" in text("Makefile")
     workflow = yaml.safe_load(text(".github/workflows/megatron-core.yaml"))
     assert {row["python"] for row in workflow["jobs"]["test"]["strategy"]["matrix"]["include"]} == set(supported)

@@ -1,4 +1,4 @@
-"""A sweep scores each job's last checkpoint, with the stand-ins for the driver and for tools/evaluate.py."""
+"""A sweep scores each job's last checkpoint, with the stand-ins for the driver and for megatron-lowprec eval."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_flags_that_a_sweep_sets_are_refused(write_sweep: WriteSweep) -> None:
     )
     with pytest.raises(UserError, match="evaluate: --out is set by the sweep"):
         evaluation_flags("evaluate", "--wikitext --out=here.json")
-    with pytest.raises(UserError, match=r"evaluate is \['--wikitext'\]; write flags of tools/evaluate.py"):
+    with pytest.raises(UserError, match=r"evaluate is \['--wikitext'\]; write flags of megatron-lowprec eval"):
         read(write_sweep(evaluate=["--wikitext"]))
 
 

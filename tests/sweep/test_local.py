@@ -17,7 +17,6 @@ from megatron_lowprec.sweep import cli, local
 from megatron_lowprec.sweep.job_record import Lock
 from megatron_lowprec.sweep.spec import Resources
 from megatron_lowprec.sweep.view import View
-from tests.environment import python_path
 from tests.sweep.conftest import Fake, WriteSweep
 from tests.waiting import ended, wait_for
 
@@ -461,11 +460,3 @@ def test_a_real_job_is_interrupted_continued_and_finished(
     assert [row["iteration"] for row in rows] == [1, 2]
     assert (run / "config.yaml").exists()
     assert "continuing from" in (run / "log.txt").read_text()
-
-
-@pytest.mark.slow
-def test_the_command_is_that_program(write_sweep: WriteSweep, tmp_path: Path) -> None:
-    command = [sys.executable, *cli.PROGRAM, write_sweep(), "--out", str(tmp_path / "out"), "--status"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **python_path()})
-    assert done.returncode == 2
-    assert "holds no sweep.json: no sweep was started there" in done.stderr

@@ -3,7 +3,10 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
+import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import megatron_lowprec
 from megatron_lowprec.mcore import SERIES
 from megatron_lowprec.shipped import SHIPPED
 
@@ -25,8 +29,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 def locked(python: str = PYTHONS[0]) -> dict[str, Requirement]:
     """What the lock installs under a version of Python."""
-    lines = (line.split("#")[0].strip() for line in LOCK.read_text().splitlines())
-    requirements = [Requirement(line) for line in lines if line]
+    text = LOCK.read_text() + LOCK.with_name("torch.txt").read_text()
+    requirements = [Requirement(line) for line in re.findall(r"^([A-Za-z][^\\\n]*?) *\\?$", text, re.MULTILINE)]
     return {
         canonicalize_name(requirement.name): requirement
         for requirement in requirements
@@ -51,10 +55,16 @@ def test_every_locked_line_is_one_exact_public_version(python: str) -> None:
         assert requirement.marker is None or name in ("triton", "megatron-core"), name
 
 
-def test_no_line_names_a_host_a_hash_or_a_cuda_package() -> None:
-    text = LOCK.read_text()
+def test_every_file_but_torch_s_has_a_hash() -> None:
+    blocks = re.split(r"\n(?=[A-Za-z])", re.sub("#.*", "", LOCK.read_text()).strip())
+    assert {name for name in locked() if name != "torch"} <= {canonicalize_name(b.partition("==")[0]) for b in blocks}
+    for block in blocks:
+        assert re.fullmatch(r"\S+==[^\\\n]+( \\\n    --hash=sha256:[0-9a-f]{64})+", block), block.partition("\n")[0]
+
+
+def test_no_line_names_a_host_or_a_cuda_package() -> None:
+    text = re.sub("#.*", "", LOCK.read_text() + LOCK.with_name("torch.txt").read_text())
     assert "://" not in text
-    assert "--" not in text
     assert "+" not in text
     assert not [name for name in locked() if name.startswith(("nvidia-", "cuda-"))]
 
@@ -71,10 +81,12 @@ def test_each_python_has_the_newest_release_of_megatron_core_that_it_can_install
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("group", ["", "dev"])
+@pytest.mark.parametrize("group", ["", "train", "lab", "dev"])
 def test_the_lock_holds_what_the_project_requires(group: str, python: str) -> None:
     lock = locked(python)
     for requirement in declared()[group]:
+        if requirement.name == "megatron-lowprec":  # another group of this project
+            continue
         (pin,) = lock[canonicalize_name(requirement.name)].specifier
         assert requirement.specifier.contains(pin.version), f"{requirement} but {pin}"
 
@@ -83,7 +95,7 @@ def test_the_range_of_megatron_core_is_the_tested_one() -> None:
     """The workflow runs each minor release of the range; the table of results has these and those outside, and the
     package's own check refuses the same.
     """
-    (requirement,) = (each for each in declared()[""] if each.name == "megatron-core")
+    (requirement,) = (each for each in declared()["train"] if each.name == "megatron-core")
     workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "megatron-core.yaml").read_text())
     tested = {Version(row["release"]) for row in workflow["jobs"]["test"]["strategy"]["matrix"]["include"]}
     page = (REPOSITORY / "docs" / "results" / "megatron-core.md").read_text(encoding="utf-8")
@@ -104,11 +116,80 @@ def test_the_range_of_megatron_core_is_the_tested_one() -> None:
 
 def test_runtime_and_extras_are_the_published_ones() -> None:
     groups = {name: {requirement.name for requirement in group} for name, group in declared().items()}
-    assert groups[""] == {
-        *("torch", "megatron-core", "numpy", "scipy", "pyyaml", "psutil"),
-        *("tokenizers", "safetensors", "tensorboard", "matplotlib", "rich", "Jinja2"),
-    }
-    assert set(groups) == {"", "wandb", "datasets", "te", "zstd", "lm-eval", "dev"}
+    assert groups[""] == {"torch", "numpy", "pyyaml"}
+    assert groups["train"] == {"megatron-core", "psutil", "tokenizers", "safetensors", "tensorboard", "rich"}
+    assert groups["lab"] == {"megatron-lowprec", "scipy", "Jinja2", "matplotlib"}
+    assert set(groups) == {"", "train", "lab", "wandb", "datasets", "te", "zstd", "lm-eval", "dev"}
+
+
+_TRIES_A_WHEEL = """
+import contextlib, io, sys
+import megatron_lowprec
+assert not {name.split(".")[0] for name in sys.modules} & {"torch", "scipy", "megatron"}, "import loads a library"
+from megatron_lowprec.commands.main import run
+for command in (
+    ["recipes", "mxfp8_bf16_ends", "--config", "gpt_345m"],
+    ["sweep", "paper_table2", "--size", "small", "--seeds", "7", "--set", "train-data-path=data/enwiki-valid.jsonl.xz",
+     "--slurm-dry-run"],
+    ["train", "--recipe", "mxfp4_rht_sr", "--mock-data", "--train-iters", "1", "--eval-iters", "0", "--explain-recipe"],
+):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert run(command) == 0, command
+    print(len(said.getvalue()) > 500, *(word for word in said.getvalue().split() if word.endswith("requeue.sh")))
+print(megatron_lowprec.__file__, megatron_lowprec.__version__)
+"""
+
+
+@pytest.mark.slow
+def test_the_sdist_gives_a_wheel_that_works_away_from_the_repository(tmp_path: Path) -> None:
+    """sdist, wheel of it, installed into a folder: all files of the package are there, and commands find them."""
+
+    def python(*arguments: str, cwd: Path, path: str = "") -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            env=environment | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    ignored = shutil.ignore_patterns("__pycache__", "cache")
+    shutil.copytree(REPOSITORY / "megatron_lowprec", source / "megatron_lowprec", ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    build = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
+    python("-c", build, "sdist", str(out), cwd=source)
+    (sdist,) = out.glob("megatron_lowprec-*.tar.gz")
+    with tarfile.open(sdist) as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    python("-c", build, "wheel", str(out), cwd=next((tmp_path / "unpacked").iterdir()))
+    (wheel,) = out.glob("*.whl")
+    target = tmp_path / "target"
+    python("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=out)
+    shipped, installed = source / "megatron_lowprec", target / "megatron_lowprec"
+    files = {file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()}
+    assert len(files) > 300
+    assert files - {file.relative_to(installed) for file in installed.rglob("*")} == set()
+    assert (target / "bin/megatron-lowprec").exists()
+    # the other releases of Megatron-core that CI tests come by this variable
+    others = [path for path in sys.path if Path(path, "megatron").is_dir()]
+    path = os.pathsep.join([str(target), *others])
+    *commands, last = python("-c", _TRIES_A_WHEEL, cwd=out, path=path).splitlines()
+    requeue = installed / "sweep/requeue.sh"
+    assert commands == ["True", f"True {requeue}", "True"]
+    assert last == f"{installed / '__init__.py'} {megatron_lowprec.__version__}"
+
+
+def test_the_version_is_in_one_place() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "megatron_lowprec.__version__"}
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    assert "version" not in citation
 
 
 def test_shipped_data_has_the_checksums_of_its_readme() -> None:

@@ -95,7 +95,7 @@ def unpack(archive: Path, root: Path) -> list[Source]:
         raise UserError(f"{archive}: damaged, or no xz-compressed tar ({error}); copy it again") from None
     folders = sorted(folder for folder in [root, *root.rglob("*")] if folder.is_dir() and _holds_runs(folder))
     if not folders:
-        raise UserError(f"{archive}: holds no runs; make it with tools/report.py RUNS --archive")
+        raise UserError(f"{archive}: holds no runs; make it with megatron-lowprec report RUNS --archive")
     return [Source(folder, archive, root) for folder in folders]
 
 

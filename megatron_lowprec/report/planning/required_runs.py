@@ -89,7 +89,7 @@ def _found(budget: Budget, tests: Iterable[Test]) -> set[str | None]:
 
 
 def _command(budget: Budget, path: str, labels: list[str], seeds: list[int]) -> str:
-    words = ["python", "scripts/sweep.py", path, *(["--size", budget.size] if budget.size else [])]
+    words = ["megatron-lowprec", "sweep", path, *(["--size", budget.size] if budget.size else [])]
     words += ["--seeds", indices(seeds)]
     words += [word for pattern in budget.only(labels) for word in ("--only", pattern)]
     for need in budget.needs:

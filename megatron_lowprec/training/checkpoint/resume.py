@@ -281,7 +281,7 @@ def check_length(saved: Saved, config: Config) -> None:
     if config.train_iters is not None and iteration > config.train_iters:
         raise UserError(
             f"--train-iters {config.train_iters}: checkpoint {saved.folder} is at iteration {iteration}; give at least "
-            "as many iterations, or evaluate it with tools/evaluate.py"
+            "as many iterations, or evaluate it with megatron-lowprec eval"
         )
 
 

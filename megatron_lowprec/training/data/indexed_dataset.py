@@ -111,7 +111,7 @@ def read_index(prefix: str) -> Index:
         if not os.path.isfile(prefix + suffix):
             stem, extension = os.path.splitext(prefix)
             hint = f"name only the prefix: {stem}" if extension in SUFFIXES else "prepare the text first"
-            raise UserError(f"data {prefix}: no file {prefix}{suffix}; {hint} (tools/preprocess_data.py)")
+            raise UserError(f"data {prefix}: no file {prefix}{suffix}; {hint} (megatron-lowprec preprocess)")
     with open(f"{prefix}.idx", "rb") as file:
         head = file.read(_INDEX_HEADER.size)
     if len(head) < _INDEX_HEADER.size or not head.startswith(_INDEX_MAGIC):

@@ -1,4 +1,4 @@
-"""An open claim comes with the runs that would decide it, as a command of scripts/sweep.py."""
+"""An open claim comes with the runs that would decide it, as a command."""
 
 import re
 import shlex
@@ -50,7 +50,7 @@ def sweep(tmp_path: Path) -> Path:
 def dry_run(command: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     """The jobs of a printed command: name, recipe, model, seed."""
     words = shlex.split(command)
-    assert words[:2] == ["python", "scripts/sweep.py"]
+    assert words[:2] == ["megatron-lowprec", "sweep"]
     assert cli.main([*words[2:], "--dry-run"]) == 0
     return [line.split("\t")[:4] for line in capsys.readouterr().out.splitlines()]
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing import connection, forkserver
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -31,7 +31,7 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISAB
 
 
 @cache
-def forks() -> BaseContext:
+def forks() -> ForkServerContext | SpawnContext:
     """Processes on CPUs, forked from one with the modules of ``preloaded.py``, which starts at the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])

@@ -9,7 +9,7 @@ answers with a line of the ranks' exit codes. Forking saves the imports, which t
 import importlib
 import inspect
 import json
-import multiprocessing
+import multiprocessing.spawn
 import os
 import runpy
 import sys
@@ -33,6 +33,7 @@ def main() -> None:
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
     training: Any = importlib.import_module("megatron.training.training")
     _skip_compilers()
+    _start_helpers_without_main()
     _print_exact_losses(training)
     _fuse_adamw(training)
     for line in sys.stdin:
@@ -87,6 +88,16 @@ def _skip_compilers() -> None:
     initialize: Any = importlib.import_module("megatron.training.initialize")
     if hasattr(initialize, "fused_kernels"):  # until 0.18
         initialize.fused_kernels.load = lambda args: None
+
+
+def _start_helpers_without_main() -> None:
+    """The checkpoint writer's helper imports pretrain_gpt.py again, which fails under Python 3.11 from 0.17 on."""
+    prepare = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main_from")}
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
 def _print_exact_losses(training: Any) -> None:

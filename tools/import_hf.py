@@ -1,4 +1,4 @@
-"""Convert a Hugging Face GPT-2, Llama, Mixtral or DeepSeek-V3 to a checkpoint of weights, for evaluation or training.
+"""Convert a Hugging Face GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral or DeepSeek-V3 to a checkpoint of weights.
 
     python tools/import_hf.py --load gpt2 --save runs/gpt2
     python tools/evaluate.py --load runs/gpt2 --wikitext

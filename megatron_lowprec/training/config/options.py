@@ -278,10 +278,13 @@ class DataOptions:
         False, "before training, read the data of each path and compare it with its checksums; once for the same files"
     )
     num_workers: int = arg(0, "processes that load data; 0 loads in this one (Megatron's default is 2)")
-    tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"] = arg(
-        "GPT2BPETokenizer", "kind of tokenizer"
+    tokenizer_type: Literal["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer"] = (
+        arg("GPT2BPETokenizer", "kind of tokenizer")
     )
-    tokenizer_model: str | None = arg(None, "tokenizer.json, or a folder that holds one, for HuggingFaceTokenizer")
+    tokenizer_model: str | None = arg(
+        None,
+        "tokenizer.json, or a folder with one, for HuggingFaceTokenizer; tokenizer.model for SentencePieceTokenizer",
+    )
     vocab_file: str | None = arg(None, "vocab.json for GPT2BPETokenizer")
     merge_file: str | None = arg(None, "merges.txt for GPT2BPETokenizer")
     vocab_size: int | None = arg(None, "entries of NullTokenizer")
